@@ -1,0 +1,1 @@
+"""Recipes, studies and benchmarks; they may import everything and nothing imports them."""

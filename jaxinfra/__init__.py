@@ -1,0 +1,1 @@
+"""One JAX/XLA system for training and serving large language models on NVIDIA GPUs."""

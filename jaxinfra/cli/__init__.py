@@ -1,0 +1,1 @@
+"""Floor 10: parse, call one function, print."""

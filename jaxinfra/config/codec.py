@@ -1,0 +1,104 @@
+"""Configs to and from JSON, and single fields by dotted path. Strict both ways."""
+
+import enum
+import json
+import typing
+from typing import Any
+
+import cattrs
+from cattrs.strategies import configure_tagged_union
+
+from jaxinfra.config.model import RopeScaling
+from jaxinfra.core.errors import ConfigError, nearest
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    configure_tagged_union(RopeScaling.__value__, converter, tag_name="kind")
+    # cattrs would turn "3" into 3 and 1 into True; a config means what it says.
+    for scalar in (int, float, bool, str):
+        converter.register_structure_hook(scalar, _exactly)
+    converter.register_structure_hook(enum.StrEnum, _member)
+    return converter
+
+
+def _exactly(value: Any, scalar: type) -> Any:
+    if scalar is float and type(value) is int:
+        return float(value)
+    if type(value) is not scalar:
+        raise ConfigError(f"{value!r} is a {type(value).__name__}, expected {scalar.__name__}")
+    return value
+
+
+def _member(value: Any, kind: type[enum.Enum]) -> enum.Enum:
+    names = [member.value for member in kind]
+    if value not in names:
+        raise ConfigError(f"{value!r} is no {kind.__name__}{nearest(str(value), names)}")
+    return kind(value)
+
+
+_CONVERTER = _converter()
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config dataclass as plain JSON values."""
+    return _CONVERTER.unstructure(config)
+
+
+def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
+    """Inverse of ``to_dict``; raises ConfigError naming each unknown key or wrong value."""
+    try:
+        return _CONVERTER.structure(values, kind)
+    except cattrs.BaseValidationError as error:
+        lines = cattrs.transform_error(error, path=kind.__name__, format_exception=_explain)
+        raise ConfigError("; ".join(lines)) from error
+
+
+def _explain(error: BaseException, expected: type | None) -> str:
+    if isinstance(error, KeyError):
+        return f"required field {error.args[0]!r} is missing"
+    if isinstance(error, ConfigError | ValueError):
+        return str(error)
+    return cattrs.v.format_exception(error, expected)
+
+
+def to_json(config: Any) -> str:
+    """A config as indented JSON with a final newline."""
+    return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def override[C](config: C, settings: typing.Sequence[str]) -> C:
+    """Applies ``"training.steps=100"``-like settings; values are JSON, or bare words.
+
+    Raises ConfigError for a path that does not exist (with the nearest name) or a wrong value.
+    """
+    values = to_dict(config)
+    for setting in settings:
+        path, separator, text = setting.partition("=")
+        if not separator:
+            raise ConfigError(f"setting {setting!r} has no value; write path=value")
+        *parents, leaf = path.strip().split(".")
+        node: Any = values
+        for name in parents:
+            node = _child(node, name, path)
+        _child(node, leaf, path)
+        node[int(leaf) if isinstance(node, list | tuple) else leaf] = _value(text.strip())
+    return from_dict(type(config), values)
+
+
+def _child(node: Any, name: str, path: str) -> Any:
+    if isinstance(node, dict) and name in node:
+        return node[name]
+    if isinstance(node, list | tuple) and name.isdecimal() and int(name) < len(node):
+        return node[int(name)]
+    known = list(node) if isinstance(node, dict) else [str(i) for i in range(len(node or ()))]
+    raise ConfigError(f"no setting {path!r}: unknown name {name!r}{nearest(name, known)}")
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,59 @@
+"""Where text comes from and how it becomes tokens."""
+
+import dataclasses
+import enum
+
+from jaxinfra.core.errors import ConfigError
+
+STDLIB = "stdlib"
+
+
+class TokenizerKind(enum.StrEnum):
+    """How text becomes tokens."""
+
+    BPE = "bpe"  # byte-level BPE trained on the corpus
+    BYTES = "bytes"
+    FILE = "file"  # any tokenizer.json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerConfig:
+    """The tokenizer; its vocabulary may not exceed the model's."""
+
+    kind: TokenizerKind = TokenizerKind.BPE
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind is TokenizerKind.FILE) != (self.path is not None):
+            raise ConfigError(
+                f"tokenizer kind={self.kind} with path={self.path!r}: "
+                "a path goes with kind=file, and only with it"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """A corpus and its split.
+
+    ``source`` is ``"stdlib"`` (the standard library source of the running Python), a directory, a
+    glob, a ``.txt``/``.jsonl``/``.jsonl.gz``/``.jsonl.zst``/``.parquet`` file, or a directory of
+    pre-tokenized arrays written by this package. ``heldout_source`` names separate held-out text;
+    without it ``heldout_fraction`` of the documents is set aside, chosen by a hash of their names.
+    """
+
+    source: str = STDLIB
+    heldout_source: str | None = None
+    heldout_fraction: float = 0.03
+    text_field: str = "text"  # of JSON lines and Parquet rows
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    num_prefetch_threads: int = 2
+    prefetch_batches: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.heldout_fraction < 1.0:
+            raise ConfigError(f"heldout_fraction={self.heldout_fraction} must lie in (0, 1)")
+        if self.num_prefetch_threads < 0 or self.prefetch_batches < 1:
+            raise ConfigError(
+                f"num_prefetch_threads={self.num_prefetch_threads} must not be negative and "
+                f"prefetch_batches={self.prefetch_batches} at least 1"
+            )

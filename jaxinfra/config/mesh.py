@@ -1,0 +1,52 @@
+"""How many devices each mesh axis has."""
+
+import dataclasses
+import math
+
+from jaxinfra.core.axes import MESH_AXES
+from jaxinfra.core.errors import ConfigError, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MeshConfig:
+    """Sizes of the mesh axes, slowest link first. One device by default."""
+
+    pipe: int = 1
+    replica: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes().items():
+            if size < 1:
+                raise ConfigError(f"mesh axis {axis}={size} must be at least 1")
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in mesh order."""
+        return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def num_devices(self) -> int:
+        """Product of all axes."""
+        return math.prod(self.sizes().values())
+
+    @property
+    def num_data_shards(self) -> int:
+        """Shards of the batch dim: replica x fsdp."""
+        return self.replica * self.fsdp
+
+
+def parse_mesh(text: str) -> MeshConfig:
+    """Parses ``"fsdp=4,tensor=2"``; axes not named have size 1."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, separator, size = part.strip().partition("=")
+        if axis not in MESH_AXES:
+            raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, MESH_AXES)}")
+        if axis in sizes:
+            raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
+        if not separator or not size.isdecimal():
+            raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)

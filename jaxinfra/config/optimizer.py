@@ -1,0 +1,50 @@
+"""Optimizer and learning-rate schedule."""
+
+import dataclasses
+import enum
+
+from jaxinfra.core.errors import ConfigError
+
+
+class Schedule(enum.StrEnum):
+    """Shape of the learning rate after warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    WSD = "wsd"  # warm-up, stable, decay (Hu et al. 2024)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019); decay applies to matrices only."""
+
+    learning_rate: float
+    schedule: Schedule = Schedule.COSINE
+    warmup_steps: int = 0
+    decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
+    final_fraction: float = 0.1  # learning rate at the end, over its peak
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0 or self.warmup_steps < 0:
+            raise ConfigError(
+                f"learning_rate={self.learning_rate} must be positive and "
+                f"warmup_steps={self.warmup_steps} not negative"
+            )
+        for name in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.epsilon <= 0 or self.weight_decay < 0 or not 0 <= self.final_fraction <= 1:
+            raise ConfigError(
+                f"epsilon={self.epsilon} must be positive, weight_decay={self.weight_decay} not "
+                f"negative, final_fraction={self.final_fraction} in [0, 1]"
+            )
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or none")
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ConfigError(f"decay_steps={self.decay_steps} must be at least 1, or none")

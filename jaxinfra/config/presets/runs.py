@@ -1,0 +1,48 @@
+"""Whole runs: a model with the data, batch, schedule and precision that suit it."""
+
+from jaxinfra.config.data import DataConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.presets import models
+from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConfig
+
+
+def tiny() -> RunConfig:
+    """The default: a few minutes on two CPU cores."""
+    return RunConfig(
+        model=models.tiny(),
+        data=DataConfig(),
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=40, final_fraction=0.05),
+        training=TrainingConfig(steps=500, batch_size=16, sequence_length=256, log_every=10),
+        checkpoint=CheckpointConfig(every=100),
+    )
+
+
+def small() -> RunConfig:
+    """Five minutes on one H200."""
+    return RunConfig(
+        model=models.small(),
+        data=DataConfig(),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=200),
+        training=TrainingConfig(steps=3000, batch_size=64, sequence_length=1024, log_every=10),
+        precision=PrecisionConfig(policy=PolicyName.BF16),
+        checkpoint=CheckpointConfig(every=1000),
+    )
+
+
+def pretraining(model: ModelConfig) -> RunConfig:
+    """The settings a published shape starts from: bf16, 4 sequences, matmul outputs kept."""
+    return RunConfig(
+        model=model,
+        data=DataConfig(),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000),
+        training=TrainingConfig(
+            steps=100_000,
+            batch_size=4,
+            sequence_length=min(4096, model.max_positions),
+            remat=Remat.DOTS,
+        ),
+        precision=PrecisionConfig(policy=PolicyName.BF16),
+        checkpoint=CheckpointConfig(every=1000),
+    )

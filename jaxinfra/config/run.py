@@ -1,0 +1,123 @@
+"""A whole run: the configs of its parts, how long it trains, and the checks that span them."""
+
+import dataclasses
+import enum
+
+from jaxinfra.config.data import DataConfig
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.precision import PrecisionConfig
+from jaxinfra.core.errors import ConfigError
+
+
+class Remat(enum.StrEnum):
+    """What the backward pass recomputes, per block (Chen et al. 2016)."""
+
+    NONE = "none"  # nothing: keep every intermediate
+    DOTS = "dots"  # all but matmul and attention outputs
+    NAMED = "named"  # all but attention's output and logsumexp (Korthikanti et al. 2022: selective)
+    FULL = "full"  # everything: keep block inputs only
+
+
+class AttentionImplementation(enum.StrEnum):
+    """Which attention runs; a named one refuses what it cannot do."""
+
+    AUTO = "auto"
+    HOPPER = "hopper"
+    CUDNN = "cudnn"
+    XLA = "xla"
+    REFERENCE = "reference"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Length, batch and step of a training run."""
+
+    steps: int
+    batch_size: int  # sequences a step, over all devices and accumulation
+    sequence_length: int  # tokens
+    accumulation: int = 1  # micro-batches a step
+    remat: Remat = Remat.NONE
+    attention: AttentionImplementation = AttentionImplementation.AUTO
+    z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
+    seed: int = 0
+    log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step
+    evaluate_every: int | None = None  # steps; None: at the end only
+    max_bad_steps: int = 20  # non-finite steps in a row before the run stops
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "sequence_length", "accumulation", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.evaluate_every is not None and self.evaluate_every < 1:
+            raise ConfigError(f"evaluate_every={self.evaluate_every} must be at least 1, or none")
+        if self.batch_size % self.accumulation:
+            raise ConfigError(
+                f"batch_size={self.batch_size} is not a multiple of accumulation="
+                f"{self.accumulation}; micro-batches are equal"
+            )
+        if self.z_loss < 0:
+            raise ConfigError(f"z_loss={self.z_loss} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When checkpoints are written and which are kept."""
+
+    every: int | None = None  # steps; None: at the end and on a signal only
+    keep_last: int = 2
+    keep_best: int = 1  # by held-out loss
+
+    def __post_init__(self) -> None:
+        if (self.every is not None and self.every < 1) or self.keep_last < 1 or self.keep_best < 0:
+            raise ConfigError(
+                f"checkpoint every={self.every} and keep_last={self.keep_last} must be at least 1 "
+                f"and keep_best={self.keep_best} not negative"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything that decides what a run computes."""
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def validate(run: RunConfig) -> None:
+    """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
+    training, mesh, model = run.training, run.mesh, run.model
+    micro_batch = training.batch_size // training.accumulation
+    if micro_batch % mesh.num_data_shards:
+        raise ConfigError(
+            f"a micro-batch of {micro_batch} sequences (batch_size={training.batch_size} / "
+            f"accumulation={training.accumulation}) does not divide over replica={mesh.replica} x "
+            f"fsdp={mesh.fsdp}; make it a multiple of {mesh.num_data_shards}"
+        )
+    if training.sequence_length > model.max_positions:
+        raise ConfigError(
+            f"sequence_length={training.sequence_length} exceeds the model's max_positions="
+            f"{model.max_positions}; shorten the sequence or raise model.max_positions"
+        )
+    if run.optimizer.warmup_steps > training.steps:
+        raise ConfigError(
+            f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
+        )
+    for block in model.blocks:
+        attention = block.attention
+        for name, size in (
+            ("num_q_heads", attention.num_q_heads),
+            ("num_kv_heads", attention.num_kv_heads),
+            ("mlp.hidden_dim", block.mlp.hidden_dim),
+        ):
+            if size % mesh.tensor:
+                raise ConfigError(
+                    f"{name}={size} does not divide over tensor={mesh.tensor}; "
+                    "choose a tensor size that divides it"
+                )

@@ -1,0 +1,32 @@
+"""Errors people see. Each message states what is wrong, the actual values, the rule, the remedy."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class JaxinfraError(Exception):
+    """Base of every error raised on purpose; the command line prints it in one line."""
+
+
+class ConfigError(JaxinfraError):
+    """A setting, flag or combination of settings that cannot work."""
+
+
+class DataError(JaxinfraError):
+    """Input text, a token file or a tokenizer that cannot be used."""
+
+
+class CheckpointError(JaxinfraError):
+    """A checkpoint that is missing, partial, corrupt, or of another model."""
+
+
+class UnsupportedError(JaxinfraError):
+    """A valid request that the chosen implementation cannot serve; another one may."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown name, such as ``"; did you mean 'tiny'? Known: small, tiny"``."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"{hint} Known: {', '.join(names)}"

@@ -1,0 +1,1 @@
+"""Floor 9: reading compiled programs and traces."""

@@ -1,0 +1,1 @@
+"""Floor 3: one facade over every kernel; the only importer of pallas_kernels."""

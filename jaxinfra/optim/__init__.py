@@ -1,0 +1,1 @@
+"""Floor 7: optimizer chains and learning-rate schedules."""

@@ -1,0 +1,1 @@
+"""Floor 8: the pure step and the impure loop around it."""

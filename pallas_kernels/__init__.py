@@ -1,0 +1,1 @@
+"""Kernels for JAX on Hopper GPUs, with portable references. Imports nothing but JAX."""

@@ -1,0 +1,1 @@
+"""What every op shares: device facts, errors, timing, tuned tables."""

@@ -1,0 +1,44 @@
+"""The floors hold: import contracts, public JAX only, file sizes, the reading path."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = sorted(
+    path
+    for package in ("jaxinfra", "pallas_kernels", "experiments")
+    for path in (ROOT / package).rglob("*.py")
+)
+READING_PATH = (
+    "jaxinfra/core/axes.py",
+    "jaxinfra/config/presets/models.py",
+    "jaxinfra/layers/attention.py",
+    "jaxinfra/models/decoder.py",
+    "jaxinfra/parallel/place.py",
+    "jaxinfra/training/step.py",
+)
+
+
+def test_import_contract():
+    linter = pathlib.Path(sys.executable).with_name("lint-imports")
+    result = subprocess.run(
+        [str(linter), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_source_rules(path):
+    text = path.read_text()
+    assert not re.search(r"^\s*(from|import) jax\._src", text, re.MULTILINE), "public JAX only"
+    assert "from __future__ import annotations" not in text, "jaxtyping reads real annotations"
+    assert len(text.splitlines()) <= 400, "a file over 400 lines is two rooms"
+
+
+def test_reading_path_is_short():
+    lines = sum(len((ROOT / name).read_text().splitlines()) for name in READING_PATH)
+    assert lines < 1500
