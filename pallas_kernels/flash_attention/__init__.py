@@ -1,0 +1,1 @@
+"""Exact attention in linear memory: reference, portable and Hopper implementations."""
