@@ -16,44 +16,58 @@ _ALGORITHMS = {
 
 
 def mixed_einsum(
-    spec: str, x: jax.Array, weight: jax.Array, *, compute: jnp.dtype, accum: jnp.dtype
+    spec: str,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    compute: jnp.dtype,
+    accum: jnp.dtype,
+    out: jnp.dtype | None = None,
 ) -> jax.Array:
     """``einsum(spec, x, weight)`` with operands in ``compute`` and sums in ``accum``.
 
-    Returns ``compute``. Gradients: the cotangent and both operands in ``compute``, sums in
-    ``accum``; dx is returned in x's dtype, dweight in the weight's (fp32 masters get fp32 gradients
-    straight from the accumulator).
+    Gradients: the cotangent and both operands in ``compute``, sums in ``accum``; dx is returned in
+    x's dtype, dweight in the weight's (fp32 masters get fp32 gradients straight from the
+    accumulator).
 
     Args:
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output.
+        out: dtype of the result; ``compute`` by default.
     """
-    return _einsum(spec, jnp.dtype(compute).name, jnp.dtype(accum).name, x, weight)
 
+    def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
+        a, b = a.astype(compute), b.astype(compute)
+        algorithm = _ALGORITHMS[jnp.dtype(compute).name, jnp.dtype(accum).name]
+        product = functools.partial(jnp.einsum, dot_spec)
+        if jnp.dtype(compute) == jnp.dtype(accum):
+            return product(a, b, precision=algorithm, preferred_element_type=result)
 
-def _dot(spec: str, a: jax.Array, b: jax.Array, *, compute: str, accum: str, out: jnp.dtype):
-    algorithm = _ALGORITHMS[compute, accum]
-    a, b = a.astype(compute), b.astype(compute)
-    return jnp.einsum(spec, a, b, precision=algorithm, preferred_element_type=out)
+        def native(a: jax.Array, b: jax.Array) -> jax.Array:
+            return product(a, b, precision=algorithm, preferred_element_type=result)
 
+        # The CPU backend has no F16_F16_F32 and a very slow BF16_BF16_F32. Products of two 16-bit
+        # floats are exact in fp32, so widening the operands gives the same sums.
+        def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+            precision = lax.DotAlgorithmPreset.F32_F32_F32
+            return product(a.astype(accum), b.astype(accum), precision=precision).astype(result)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _einsum(spec: str, compute: str, accum: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    return _dot(spec, x, weight, compute=compute, accum=accum, out=jnp.dtype(compute))
+        return lax.platform_dependent(a, b, cpu=widened, default=native)
 
+    @jax.custom_vjp
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot(spec, x, weight, out or compute)
 
-def _einsum_fwd(spec, compute, accum, x, weight):
-    return _einsum(spec, compute, accum, x, weight), (x, weight)
+    def forward(x: jax.Array, weight: jax.Array):
+        return product(x, weight), (x, weight)
 
+    def backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array):
+        x, weight = residuals
+        operands, out_dims = spec.split("->")
+        x_dims, weight_dims = operands.split(",")
+        dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, weight, x.dtype)
+        dweight = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, weight.dtype)
+        return dx, dweight
 
-def _einsum_bwd(spec, compute, accum, residuals, cotangent):
-    x, weight = residuals
-    operands, out_dims = spec.split("->")
-    x_dims, weight_dims = operands.split(",")
-    dot = functools.partial(_dot, compute=compute, accum=accum)
-    dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, weight, out=x.dtype)
-    dweight = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, out=weight.dtype)
-    return dx, dweight
-
-
-_einsum.defvjp(_einsum_fwd, _einsum_bwd)
+    product.defvjp(forward, backward)
+    return product(x, weight)

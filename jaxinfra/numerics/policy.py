@@ -29,6 +29,10 @@ class Policy:
         """
         return mixed_einsum(spec, x, weight, compute=self.compute, accum=self.accum)
 
+    def einsum_accum(self, spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """The same, with the result left in ``accum``: scores and logits."""
+        return mixed_einsum(spec, x, weight, compute=self.compute, accum=self.accum, out=self.accum)
+
     def to_compute(self, x: jax.Array) -> jax.Array:
         """Casts for use in a matmul or as an activation."""
         return x.astype(self.compute)

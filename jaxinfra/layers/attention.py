@@ -1,0 +1,116 @@
+"""Self-attention: MHA, GQA and MQA by the number of key/value heads.
+
+Dims: B batch, T position, S cache slot, D model width, N query heads, K key/value heads,
+H head width.
+"""
+
+import jax
+from flax import nnx
+
+from jaxinfra.config.model import AttentionConfig
+from jaxinfra.core import axes
+from jaxinfra.layers.cache import LayerCache
+from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.norm import Norm
+from jaxinfra.layers.projection import Projection
+from jaxinfra.layers.rope import RopeTable, apply_rope
+from jaxinfra.ops.attention import cached_attention
+
+
+class Attention(nnx.Module):
+    """softmax(q k^T / sqrt(H)) v (Vaswani et al. 2017), N/K query heads to a key/value head.
+
+    Args:
+        out_std: standard deviation of the output projection's initial weights.
+    """
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.execution = execution
+        width, heads, kv_heads = config.head_dim, config.num_q_heads, config.num_kv_heads
+
+        def inward(spec: str, num_heads: int, heads_dim: str) -> Projection:
+            return Projection(
+                spec,
+                shape=(model_dim, num_heads, width),
+                dims=(axes.EMBED, heads_dim, axes.HEAD),
+                bias_rank=2 if config.qkv_bias else 0,
+                std=std,
+                execution=execution,
+                rngs=rngs,
+            )
+
+        self.query = inward("BTD,DNH->BTNH", heads, axes.Q_HEADS)
+        self.key = inward("BTD,DKH->BTKH", kv_heads, axes.KV_HEADS)
+        self.value = inward("BTD,DKH->BTKH", kv_heads, axes.KV_HEADS)
+        self.out = Projection(
+            "BTNH,NHD->BTD",
+            shape=(heads, width, model_dim),
+            dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
+            bias_rank=1 if config.out_bias else 0,
+            std=out_std,
+            execution=execution,
+            rngs=rngs,
+        )
+        self.query_norm = self.key_norm = None
+        if config.qk_norm is not None:
+            self.query_norm, self.key_norm = (
+                Norm(config.qk_norm, width=width, dims=(axes.HEAD,), execution=execution)
+                for _ in range(2)
+            )
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        *,
+        rope: RopeTable | None,
+        positions_BT: jax.Array,
+        segment_ids_BT: jax.Array | None = None,
+        cache: LayerCache | None = None,
+        prefill: bool = False,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attends within x, or with a cache to everything cached so far.
+
+        Args:
+            rope: the table for these positions; None without rotary.
+            segment_ids_BT: documents of a packed row; queries see keys of their own only.
+            cache: written at ``positions_BT``, then attended to.
+            prefill: the cache was empty, so attending within x is the same and cheaper.
+
+        Returns:
+            [B, T, D] in the compute dtype, and the written cache.
+        """
+        constrain = self.execution.constrain
+        q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+        if rope is not None:
+            q_BTNH, k_BTKH = apply_rope(q_BTNH, rope), apply_rope(k_BTKH, rope)
+        q_BTNH = constrain(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
+        kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
+        k_BTKH, v_BTKH = constrain(k_BTKH, kv_dims), constrain(v_BTKH, kv_dims)
+        if cache is not None:
+            cache = cache.write(k_BTKH, v_BTKH, positions_BT)
+        with jax.named_scope("core"):
+            if cache is None or prefill:
+                out_BTNH = self.execution.attend(
+                    q_BTNH, k_BTKH, v_BTKH, config=self.config, segment_ids_BT=segment_ids_BT
+                )
+            else:
+                out_BTNH = cached_attention(
+                    q_BTNH,
+                    cache.k_BSKH,
+                    cache.v_BSKH,
+                    config=self.config,
+                    positions_BT=positions_BT,
+                )
+        return self.out(out_BTNH), cache

@@ -1,0 +1,38 @@
+"""Token and learned position embeddings.
+
+Dims: B batch, T position, D model width, V vocabulary, P table positions.
+"""
+
+import jax
+from flax import nnx
+
+from jaxinfra.core import axes
+from jaxinfra.layers.execution import Execution
+
+
+class Embedding(nnx.Module):
+    """A table of rows, read by index. Rows are gathered in the param dtype, then cast, so that
+    the gradient of repeated tokens is summed in the param dtype too.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: int,
+        rows_dim: str,
+        model_dim: int,
+        std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.policy = execution.policy
+        param = execution.policy.param
+        self.table = nnx.Param(
+            std * jax.random.normal(rngs.params(), (num_rows, model_dim), param),
+            axes=(rows_dim, axes.EMBED),
+        )
+
+    def __call__(self, ids_BT: jax.Array) -> jax.Array:
+        """int [B, T] to [B, T, D] in the compute dtype; ids outside the table yield NaN."""
+        rows_BTD = self.table[...].at[ids_BT].get(mode="fill", fill_value=jax.numpy.nan)
+        return self.policy.to_compute(rows_BTD)

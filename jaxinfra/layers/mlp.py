@@ -1,0 +1,73 @@
+"""The feed-forward layer.
+
+Dims: B batch, T position, D model width, F hidden width.
+"""
+
+import functools
+
+import jax
+from flax import nnx
+
+from jaxinfra.config.model import MlpConfig, MlpKind
+from jaxinfra.core import axes
+from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.projection import Projection
+
+_gelu = functools.partial(jax.nn.gelu, approximate=False)
+_gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
+_ACTIVATIONS = {
+    MlpKind.SWIGLU: jax.nn.silu,
+    MlpKind.GEGLU: _gelu,
+    MlpKind.GEGLU_TANH: _gelu_tanh,
+    MlpKind.GELU: _gelu,
+    MlpKind.GELU_TANH: _gelu_tanh,
+}
+
+
+class Mlp(nnx.Module):
+    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(
+        self,
+        config: MlpConfig,
+        *,
+        model_dim: int,
+        std: float,
+        out_std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.execution = execution
+        build = functools.partial(
+            Projection, bias_rank=1 if config.bias else 0, execution=execution, rngs=rngs
+        )
+        inward = functools.partial(
+            build,
+            "BTD,DF->BTF",
+            shape=(model_dim, config.hidden_dim),
+            dims=(axes.EMBED, axes.MLP),
+            std=std,
+        )
+        self.gate = inward() if config.kind.gated else None
+        self.up = inward()
+        self.down = build(
+            "BTF,FD->BTD",
+            shape=(config.hidden_dim, model_dim),
+            dims=(axes.MLP, axes.EMBED),
+            std=out_std,
+        )
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """[B, T, D] to [B, T, D] in the compute dtype."""
+        policy = self.execution.policy
+        activation = _ACTIVATIONS[self.config.kind]
+        up_BTF = self.up(x_BTD)
+        if self.gate is None:
+            hidden_BTF = activation(policy.to_accum(up_BTF))
+        else:
+            hidden_BTF = activation(policy.to_accum(self.gate(x_BTD))) * policy.to_accum(up_BTF)
+        hidden_BTF = self.execution.constrain(
+            policy.to_compute(hidden_BTF), (axes.BATCH, axes.SEQUENCE, axes.MLP)
+        )
+        return self.down(hidden_BTF)

@@ -1,0 +1,37 @@
+"""RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016) over the last dim."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfra.config.model import NormConfig, NormKind
+from jaxinfra.core.axes import Dims
+from jaxinfra.layers.execution import Execution
+
+
+class Norm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * (scale + offset) + bias, in the accum dtype.
+
+    RMSNorm keeps the mean (mean = 0) and divides by the root of the mean square.
+    """
+
+    def __init__(self, config: NormConfig, *, width: int, dims: Dims, execution: Execution):
+        self.config = config
+        self.policy = execution.policy
+        param = execution.policy.param
+        self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
+        self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., width] to [..., width] in the compute dtype."""
+        y = self.policy.to_accum(x)
+        if self.config.kind is NormKind.LAYER:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.epsilon)
+        y = y * (self._row(self.scale, y) + self.config.scale_offset)
+        if self.bias is not None:
+            y = y + self._row(self.bias, y)
+        return self.policy.to_compute(y)
+
+    def _row(self, param: nnx.Param, like: jax.Array) -> jax.Array:
+        return jnp.expand_dims(self.policy.to_accum(param[...]), range(like.ndim - 1))

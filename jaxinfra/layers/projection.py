@@ -1,0 +1,53 @@
+"""The linear map that every layer is made of."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxinfra.core.axes import Dims
+from jaxinfra.layers.execution import Execution
+
+PROJECTION = "projection"
+"""Name of every projection's output, for recomputation policies."""
+
+
+class Projection(nnx.Module):
+    """y = einsum(spec, x, weight) + bias.
+
+    Args:
+        spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
+        shape: of the weight.
+        dims: logical dims of the weight.
+        bias_rank: trailing dims of the weight that the bias spans; 0 for none.
+        std: standard deviation of the normal distribution that the weight is drawn from.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        *,
+        shape: tuple[int, ...],
+        dims: Dims,
+        bias_rank: int = 0,
+        std: float,
+        execution: Execution,
+        rngs: nnx.Rngs,
+    ):
+        self.spec = spec
+        self.policy = execution.policy
+        param = execution.policy.param
+        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape, param), axes=dims)
+        self.bias = (
+            nnx.Param(jnp.zeros(shape[-bias_rank:], param), axes=dims[-bias_rank:])
+            if bias_rank
+            else None
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the map; result in the compute dtype."""
+        y = self.policy.einsum(self.spec, x, self.weight[...])
+        if self.bias is not None:
+            bias = self.policy.to_compute(self.bias[...])
+            y = y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+        return checkpoint_name(y, PROJECTION)

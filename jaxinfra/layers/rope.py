@@ -1,0 +1,88 @@
+"""Rotary position embedding and its scalings for longer contexts.
+
+Dims: B batch, T position, N heads, H head width, R = H/2 rotated pairs.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.config.model import (
+    LinearScaling,
+    Llama3Scaling,
+    NtkScaling,
+    RopeConfig,
+    YarnScaling,
+)
+
+type RopeTable = tuple[jax.Array, jax.Array]
+"""cos and sin of every position's angles, fp32 [B, T, R]."""
+
+
+def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[np.ndarray, float]:
+    """Angle a position adds to each pair, float64 [R], and the factor on cos and sin.
+
+    theta_i = theta^(-2i/d) (Su et al. 2021, equation 15), then the config's scaling.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    plain = config.theta**-exponents
+    match config.scaling:
+        case None:
+            return plain, 1.0
+        case LinearScaling(factor=factor):
+            return plain / factor, 1.0
+        case NtkScaling(factor=factor):
+            stretched = config.theta * factor ** (head_dim / (head_dim - 2))
+            return stretched**-exponents, 1.0
+        case Llama3Scaling() as scaling:
+            return _llama3(plain, scaling), 1.0
+        case YarnScaling() as scaling:
+            return _yarn(plain, scaling, theta=config.theta, head_dim=head_dim)
+
+
+def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
+    # How often a pair turns over the original context decides whether it is kept or divided.
+    turns = scaling.original_max_positions * plain / (2 * math.pi)
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return keep * plain + (1.0 - keep) * plain / scaling.factor
+
+
+def _yarn(
+    plain: np.ndarray, scaling: YarnScaling, *, theta: float, head_dim: int
+) -> tuple[np.ndarray, float]:
+    def pair_turning(times: float) -> float:
+        """The (real) pair index that turns so often over the original context."""
+        positions = scaling.original_max_positions / (times * 2 * math.pi)
+        return head_dim * math.log(positions) / (2 * math.log(theta))
+
+    first, last = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # the reference code's guard against an empty ramp
+    ramp = np.clip((np.arange(head_dim // 2) - first) / (last - first), 0.0, 1.0)
+    frequencies = (1.0 - ramp) * plain + ramp * plain / scaling.factor
+    temperature = scaling.attention_factor
+    if temperature is None:
+        temperature = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    return frequencies, temperature
+
+
+def rope_table(config: RopeConfig, *, head_dim: int, positions_BT: jax.Array) -> RopeTable:
+    """cos and sin for these positions, computed once and shared by all layers of that config."""
+    frequencies, factor = rope_frequencies(config, head_dim=head_dim)
+    frequencies_R = jnp.asarray(frequencies, dtype=np.float32)
+    angles_BTR = positions_BT.astype(frequencies_R.dtype)[..., None] * frequencies_R[None, None, :]
+    return factor * jnp.cos(angles_BTR), factor * jnp.sin(angles_BTR)
+
+
+def apply_rope(x_BTNH: jax.Array, table: RopeTable) -> jax.Array:
+    """Rotates pairs (i, i + H/2) of each head; fp32 inside, x's dtype out."""
+    cos_BT1R, sin_BT1R = (part[:, :, None, :] for part in table)
+    first, second = jnp.split(x_BTNH.astype(cos_BT1R.dtype), 2, axis=-1)
+    rotated = (first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R)
+    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)

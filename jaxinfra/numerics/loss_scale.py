@@ -1,0 +1,39 @@
+"""Loss scaling: keeps small fp16 gradients representable (Micikevicius et al. 2018, section 3.2)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.precision import LossScaling, PrecisionConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """The factor on the loss, and how long it has served without an overflow."""
+
+    value: jax.Array  # float32 []
+    finite_steps: jax.Array  # int32 [], since the last change
+
+
+def initial_loss_scale(config: PrecisionConfig) -> LossScale:
+    """1 without scaling, else the configured start."""
+    value = 1.0 if config.loss_scaling is LossScaling.NONE else config.initial_loss_scale
+    return LossScale(value=jnp.float32(value), finite_steps=jnp.int32(0))
+
+
+def next_loss_scale(scale: LossScale, *, finite: jax.Array, config: PrecisionConfig) -> LossScale:
+    """Dynamic: halves after a non-finite step (not under 1), doubles after ``growth_interval``
+    finite ones. Static scales never change.
+    """
+    if config.loss_scaling is not LossScaling.DYNAMIC:
+        return scale
+    grown = scale.finite_steps + 1 >= config.growth_interval
+    after_finite = jnp.where(grown, scale.value * 2.0, scale.value)
+    # A doubling that would itself overflow is not taken.
+    after_finite = jnp.where(jnp.isfinite(after_finite), after_finite, scale.value)
+    return LossScale(
+        value=jnp.where(finite, after_finite, jnp.maximum(scale.value / 2.0, 1.0)),
+        finite_steps=jnp.where(finite & ~grown, scale.finite_steps + 1, 0),
+    )

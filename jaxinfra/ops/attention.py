@@ -1,0 +1,84 @@
+"""Attention as the models call it, on top of ``pallas_kernels.flash_attention``.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, G = N/K,
+H head width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.run import AttentionImplementation
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.numerics.einsum import mixed_einsum
+
+
+def attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    *,
+    config: AttentionConfig,
+    segment_ids_BT: jax.Array | None,
+    implementation: AttentionImplementation = AttentionImplementation.AUTO,
+) -> jax.Array:
+    """Causal self-attention within documents, window and soft cap as the config says.
+
+    Returns [B, T, N, H] in q's dtype. Raises UnsupportedError where the named implementation
+    cannot compute exactly that.
+    """
+    try:
+        return pallas_kernels.flash_attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            scale=config.scale,
+            is_causal=True,
+            local_window_size=None if config.window is None else (config.window - 1, 0),
+            q_segment_ids=segment_ids_BT,
+            kv_segment_ids=segment_ids_BT,
+            logit_soft_cap=config.logit_soft_cap,
+            implementation=implementation.value,
+        )
+    except pallas_kernels.UnsupportedError as error:
+        raise UnsupportedError(str(error)) from error
+
+
+def named_attention(implementation: AttentionImplementation):
+    """``attention`` with the implementation fixed."""
+    return functools.partial(attention, implementation=implementation)
+
+
+def cached_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    config: AttentionConfig,
+    positions_BT: jax.Array,
+) -> jax.Array:
+    """Attention of new queries to a cache whose slot s holds the key of position s.
+
+    Query t of row b sees slots ``positions[b, t] - window < s <= positions[b, t]``; later slots may
+    hold anything finite. Scores and softmax in fp32; returns [B, T, N, H] in q's dtype.
+    """
+    batch, length, num_q_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    dot = functools.partial(mixed_einsum, compute=q_BTNH.dtype, accum=jnp.dtype("float32"))
+    q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    scale = head_dim**-0.5 if config.scale is None else config.scale
+    scores_BKGTS = scale * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=jnp.dtype("float32"))
+    if config.logit_soft_cap is not None:
+        cap = config.logit_soft_cap
+        scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)
+    age_BTS = positions_BT[:, :, None] - jnp.arange(k_BSKH.shape[1])[None, None, :]
+    visible_BTS = age_BTS >= 0
+    if config.window is not None:
+        visible_BTS &= age_BTS < config.window
+    visible_B11TS = visible_BTS[:, None, None]
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
+    out_BTKGH = dot("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+    return out_BTKGH.reshape(batch, length, num_q_heads, head_dim)

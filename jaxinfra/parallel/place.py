@@ -1,0 +1,97 @@
+"""The one place where logical dims meet the mesh: parameters, activations and batches get their
+shardings here and nowhere else.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfra.core.axes import BATCH, Dims
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.parallel.rules import FSDP_TENSOR, Rules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A mesh and the rules that map logical dims onto it."""
+
+    mesh: Mesh
+    rules: Rules = dataclasses.field(default_factory=lambda: FSDP_TENSOR)
+
+    def spec(self, dims: Dims) -> PartitionSpec:
+        """The partition of a tensor with these dims; axes of size 1 are left out."""
+        entries = []
+        used: set[str] = set()
+        for dim in dims:
+            names = tuple(
+                str(axis) for axis in self.rules.get(dim or "", ()) if self.mesh.shape[axis] > 1
+            )
+            if used & set(names):
+                raise ConfigError(
+                    f"dims {dims} would be sharded twice over {sorted(used & set(names))}; "
+                    "a mesh axis may shard one dim of a tensor"
+                )
+            used |= set(names)
+            entries.append(names or None)
+        return PartitionSpec(*entries)
+
+    def sharding(self, dims: Dims) -> NamedSharding:
+        """``spec`` on this mesh."""
+        return NamedSharding(self.mesh, self.spec(dims))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Whole on every device."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def batch(self) -> NamedSharding:
+        """Leading dim over the data axes."""
+        return self.sharding((BATCH,))
+
+    def parameters(self, model: ModelDefinition) -> Parameters:
+        """Shardings of all parameters; raises ConfigError where a dim does not divide."""
+
+        def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
+            sharding = self.sharding(leaf.dims)
+            for size, dim, names in zip(shape.shape, leaf.dims, sharding.spec, strict=True):
+                shards = math.prod(self.mesh.shape[axis] for axis in names or ())
+                if size % shards:
+                    raise ConfigError(
+                        f"parameter {path_name(path)}: dim {dim}={size} does not divide over "
+                        f"{' x '.join(names)} = {shards} devices; choose sizes that do"
+                    )
+            return sharding
+
+        return jax.tree_util.tree_map_with_path(place, model.shapes, model.dims)
+
+    def optimizer(
+        self, optimizer: optax.GradientTransformation, model: ModelDefinition
+    ) -> optax.OptState:
+        """Shardings of the optimizer's state: moments as their parameters, counters replicated."""
+        return optax.tree_utils.tree_map_params(
+            optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(optimizer.init, model.shapes),
+            self.parameters(model),
+            transform_non_params=lambda _: self.replicated,
+        )
+
+    def constraint(self) -> Callable[[jax.Array, Dims], jax.Array]:
+        """What ``Execution.constrain`` should be on this mesh."""
+
+        def constrain(x: jax.Array, dims: Dims) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, self.sharding(dims))
+
+        return constrain
+
+
+def path_name(path: Any) -> str:
+    """``blocks/0/mlp/up/weight`` from a tree path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,88 @@
+"""The public function: validates, chooses the chunking.
+
+Dims: B batch, T position, D model width, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError
+
+from .reference import linear_cross_entropy_reference
+from .xla import linear_cross_entropy_xla
+
+# fp32 logits of one chunk: large enough for matmuls at full rate, small beside a model's weights.
+_CHUNK_BYTES = 2**30
+
+
+class CrossEntropySums(NamedTuple):
+    """fp32 scalars: the differentiable total, and the plain negative log-likelihood within it."""
+
+    total: jax.Array  # sum of weight * (nll + z_loss * lse^2)
+    nll: jax.Array  # sum of weight * nll, nats; carries no gradient
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    z_loss: float = 0.0,
+    logit_soft_cap: float | None = None,
+    implementation: str = "auto",
+) -> CrossEntropySums:
+    """Weighted cross entropy of ``hidden table^T`` against targets, without keeping the logits.
+
+    Memory beyond inputs and gradients is one chunk of logits (at most 1 GiB), where the
+    materialized loss keeps B*T*V fp32 values and their gradient.
+
+    Args:
+        hidden: [B, T, D], bf16, fp16 or fp32; matmul operands have its dtype, sums are fp32.
+        table: [V, D], any float dtype; its gradient is summed in fp32.
+        targets: int [B, T], in [0, V); a target outside contributes lse alone, so give it weight 0.
+        weights: float32 [B, T]; data, not differentiated.
+        z_loss: weight of lse^2 (PaLM, arXiv 2204.02311, section 5).
+        logit_soft_cap: logits become cap * tanh(logits / cap) (Gemma-2).
+        implementation: "auto" and "xla" are chunked; "reference" materializes.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, or an unknown implementation.
+    """
+    batch, length, width = hidden.shape
+    if table.ndim != 2 or table.shape[1] != width:
+        raise InputError(
+            f"table has shape {table.shape}; hidden's width {width} asks for [V, {width}]"
+        )
+    for name, array in (("targets", targets), ("weights", weights)):
+        if array.shape != (batch, length):
+            raise InputError(f"{name} has shape {array.shape}; hidden asks for {(batch, length)}")
+    if weights.dtype != jnp.float32:
+        raise InputError(f"weights are {weights.dtype}; they must be float32, as the sums are")
+    if implementation == "reference":
+        sums = linear_cross_entropy_reference(
+            hidden, table, targets, weights, z_loss=z_loss, logit_soft_cap=logit_soft_cap
+        )
+    elif implementation in ("auto", "xla"):
+        sums = linear_cross_entropy_xla(
+            hidden,
+            table,
+            targets,
+            weights,
+            z_loss=z_loss,
+            logit_soft_cap=logit_soft_cap,
+            num_chunks=_num_chunks(batch, length, table.shape[0]),
+        )
+    else:
+        raise InputError(
+            f"implementation={implementation!r} is unknown; choose auto, xla or reference"
+        )
+    return CrossEntropySums(*sums)
+
+
+def _num_chunks(batch: int, length: int, vocab: int) -> int:
+    """The fewest equal chunks of positions whose fp32 logits fit the bound."""
+    needed = -(-batch * length * vocab * 4 // _CHUNK_BYTES)
+    return next(n for n in range(min(max(needed, 1), length), length + 1) if length % n == 0)

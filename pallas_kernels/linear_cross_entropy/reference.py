@@ -1,0 +1,33 @@
+"""The formula in plain jnp; the contract of every implementation.
+
+Dims: B batch, T position, D model width, V vocabulary.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.dot import einsum_f32
+
+
+def linear_cross_entropy_reference(
+    hidden_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    z_loss: float,
+    logit_soft_cap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (sum of weight * (nll + z_loss * lse^2), sum of weight * nll), fp32 scalars.
+
+    logits = hidden table^T, operands in hidden's dtype, sums in fp32; nll = lse(logits) -
+    logits[target]. Differentiable by JAX; the second sum is for reporting.
+    """
+    logits_BTV = einsum_f32("BTD,VD->BTV", hidden_BTD, table_VD.astype(hidden_BTD.dtype))
+    if logit_soft_cap is not None:
+        logits_BTV = logit_soft_cap * jnp.tanh(logits_BTV / logit_soft_cap)
+    lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    nll_BT = lse_BT - target_BT
+    total = jnp.sum(weights_BT * (nll_BT + z_loss * lse_BT**2))
+    return total, jnp.sum(weights_BT * nll_BT)
