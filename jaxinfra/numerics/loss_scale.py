@@ -1,4 +1,4 @@
-"""Loss scaling: keeps small fp16 gradients representable (Micikevicius et al. 2018, section 3.2)."""
+"""Loss scaling keeps small fp16 gradients representable (Micikevicius et al. 2018, 3.2)."""
 
 import dataclasses
 
