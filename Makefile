@@ -1,0 +1,47 @@
+# Every target makes the environment first, or finds it made. ENV_PYTHON=python3 uses your own instead.
+ENV_PYTHON ?= .venv/bin/python
+BIN := $(if $(findstring /,$(ENV_PYTHON)),$(dir $(ENV_PYTHON)))
+SETUP := $(if $(filter .venv/bin/python,$(ENV_PYTHON)),setup)
+PYTEST := $(ENV_PYTHON) -m pytest
+# Whole files go to one worker, because tests of a file share what they compile.
+PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-full test-gpu check format lock clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  ARGS=... goes to the command; FLAVOUR=cpu|cuda|auto and BASE_PYTHON=... to the set-up"
+
+setup: ## Make .venv from the lock: CUDA where there is an NVIDIA GPU, else CPU
+	@python3 tools/bootstrap.py $(if $(FLAVOUR),--flavour $(FLAVOUR)) $(if $(BASE_PYTHON),--python $(BASE_PYTHON))
+
+train: $(SETUP) ## Train a language model: make train ARGS="--preset small"
+	$(BIN)jaxinfra train $(ARGS)
+
+test: $(SETUP) ## The tests, without the slow ones
+	$(PYTEST) $(PARALLEL) -m "not slow and not gpu" $(ARGS)
+
+test-full: $(SETUP) ## The tests, with the slow ones
+	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
+
+test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
+	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
+
+check: $(SETUP) ## Formatter, linter, type checker and import contract
+	$(BIN)ruff format --check .
+	$(BIN)ruff check .
+	$(BIN)pyrefly check
+	$(BIN)lint-imports
+
+format: $(SETUP) ## Format, and fix what the linter can
+	$(BIN)ruff format .
+	$(BIN)ruff check --fix .
+
+lock: ## Renew requirements/*.lock: ARGS=--upgrade for newer versions
+	@python3 tools/lock.py $(ARGS)
+
+clean: ## Remove the environment and every cache; runs/ stays
+	rm -rf .venv .bootstrap build dist *.egg-info
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""Regenerates requirements/*.lock with the locked uv: `make lock`, or with ARGS=--upgrade newer.
+
+The locks hold versions and hashes and no host names; they serve every platform and Python that
+pyproject.toml admits. Only the main index is asked: an extra one may lack some files of a version.
+"""
+
+import os
+import pathlib
+import re
+import sys
+
+import bootstrap_index
+from bootstrap import ROOT, Request, Setup, obtain_uv
+from bootstrap_run import SetupError, run, say
+
+FORM = ["--universal", "--generate-hashes", "--no-header", "--no-annotate"]
+NO_HOSTS = ["--no-emit-index-url", "--no-emit-find-links"]
+GROUP = ["--group", "pyproject.toml:dev", "pyproject.toml"]
+
+
+def lowest_python() -> str:
+    """The oldest Python that pyproject.toml admits."""
+    text = (ROOT / "pyproject.toml").read_text("utf-8")
+    return re.findall(r'^requires-python = ">=([\d.]+)"', text, re.MULTILINE)[0]
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the three locks; the CUDA lock first, so that the CPU lock agrees with it."""
+    env = bootstrap_index.uv_environment(os.environ, pathlib.Path.home())
+    for name in ("UV_INDEX", "UV_FIND_LINKS", "UV_INDEX_STRATEGY"):
+        env.pop(name, None)
+    python = ["--python-version", lowest_python()]
+    locks = {
+        "cuda": [*python, "--extra", "cuda", *GROUP],
+        "cpu": [*python, "--constraint", "requirements/cuda.lock", *GROUP],
+        "bootstrap": ["--python-version", "3.8", "requirements/bootstrap.in"],
+    }
+    try:
+        uv = obtain_uv(Setup(ROOT, Request(), "cpu"), [pathlib.Path(sys.executable)])
+        for name, inputs in locks.items():
+            lock = f"requirements/{name}.lock"
+            command = [str(uv), "pip", "compile", *FORM, *NO_HOSTS, *arguments]
+            command += [*inputs, "--output-file", lock]
+            run(command, {**env, "UV_NO_PROGRESS": "1"}, ROOT, doing=f"locking {lock}")
+            say(f"wrote {lock}")
+    except SetupError as error:
+        print(f"lock: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
