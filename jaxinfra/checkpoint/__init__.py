@@ -1,1 +1,9 @@
 """Floor 7: verified, asynchronous, atomic checkpoints."""
+
+from jaxinfra.checkpoint.checkpointer import Checkpointer as Checkpointer
+from jaxinfra.checkpoint.layout import Rejected as Rejected
+from jaxinfra.checkpoint.manifest import Fault as Fault
+from jaxinfra.checkpoint.manifest import Problem as Problem
+from jaxinfra.checkpoint.manifest import verify as verify
+from jaxinfra.checkpoint.restoring import Restored as Restored
+from jaxinfra.checkpoint.restoring import load as load

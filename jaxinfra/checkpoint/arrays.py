@@ -1,0 +1,119 @@
+"""Sharded arrays to and from files, by Orbax: the only module that knows Orbax."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxinfra.core.errors import CheckpointError
+
+# Zarr 3 is what lets the data be split over files: one file is hashed by one thread only.
+_DATA_FILE_BYTES = 256 << 20
+
+
+def require_savable(flat: Mapping[str, Any]) -> None:
+    """Raises CheckpointError naming the leaves that are no plain, live, non-empty jax.Array."""
+    wrong = [f"{path} {reason}" for path, leaf in flat.items() if (reason := _unsavable(leaf))]
+    if wrong or not flat:
+        found = "; ".join(wrong) or "no leaves"
+        raise CheckpointError(
+            f"the state cannot be saved: {found}. Every leaf must be a jax.Array of numbers; pass "
+            "jax.random.key_data(key) for a key, jnp.asarray(x) for a Python or NumPy value"
+        )
+
+
+def _unsavable(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array):
+        return f"is a {type(leaf).__name__}"
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return f"has the extended dtype {leaf.dtype}"
+    if leaf.is_deleted():
+        return "was deleted or donated"
+    return f"is empty, of shape {leaf.shape}" if leaf.size == 0 else ""
+
+
+class Write:
+    """Arrays on their way to files. Once constructed, the caller may donate or delete them."""
+
+    def __init__(self, directory: Path, flat: Mapping[str, jax.Array]) -> None:
+        silence_orbax()
+        self._directory = epath.Path(directory)
+        self._handler = _handler()
+        arguments = ocp.args.PyTreeSave(
+            {path: _detached(leaf) for path, leaf in flat.items()},
+            ocdbt_target_data_file_size=_DATA_FILE_BYTES,
+        )
+        # Returns when the data has left the device. Not asyncio.run(): its clean-up races with
+        # that of the event loops that Orbax runs in other threads.
+        loop = asyncio.new_event_loop()
+        try:
+            start = self._handler.async_save(self._directory, args=arguments)
+            futures = loop.run_until_complete(start)
+        finally:
+            loop.close()
+        self._futures = futures or []
+
+    def finish(self) -> None:
+        """Blocks until this process has written its part; raises what went wrong."""
+        for future in self._futures:
+            future.result()
+
+    def merge(self) -> None:
+        """Joins the parts of all processes; process 0 calls it when all have finished."""
+        self._handler.finalize(self._directory)
+
+
+def read(directory: Path, flat: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads the named arrays into the shardings asked for; other arrays stay unread."""
+    silence_orbax()
+    arguments = {
+        path: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+        )
+        for path, leaf in flat.items()
+    }
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in flat.items()}
+    request = ocp.args.PyTreeRestore(item=shapes, restore_args=arguments, partial_restore=True)
+    return _handler().restore(epath.Path(directory), args=request)
+
+
+def _handler() -> ocp.PyTreeCheckpointHandler:
+    # Not CheckpointManager: after a failed commit its cache of steps lets it skip later saves.
+    # Uncompressed: zstd made float32 noise 8% smaller and saving 3 to 13 times slower on 2 cores.
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+
+
+def _detached(leaf: jax.Array) -> jax.Array:
+    """An array that shares no memory with one the caller is about to donate.
+
+    On CPU Orbax's host copy is a view of the device buffer. JAX 0.11 then leaves the buffer alone
+    and copies in the donating program instead; nothing promises that it always will.
+    """
+    if any(device.platform == "cpu" for device in leaf.sharding.device_set):
+        return jax.block_until_ready(jnp.copy(leaf))
+    return leaf
+
+
+class _OrbaxFilter(logging.Filter):
+    """Drops Orbax's progress lines, and its tracebacks of failures that we raise ourselves."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        parts = Path(record.pathname).parts
+        if "orbax" not in parts:
+            return True
+        raised_by_result = "futures" in parts and record.exc_info is not None
+        return record.levelno >= logging.WARNING and not raised_by_result
+
+
+_FILTER = _OrbaxFilter()
+
+
+def silence_orbax() -> None:
+    """Keeps Orbax's log to warnings; the absl logger is shared, so only its records go."""
+    logging.getLogger("absl").addFilter(_FILTER)  # adding it twice does nothing

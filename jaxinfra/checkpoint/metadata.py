@@ -1,0 +1,172 @@
+"""``metadata.json``: what a checkpoint is of, and the tree of arrays that it holds."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfra.checkpoint import layout
+from jaxinfra.core.errors import CheckpointError
+
+type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
+
+_FORMAT = 1
+_SHOWN = 5  # differences listed in one error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """Shape and dtype of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Metadata:
+    """Everything in a checkpoint but the arrays."""
+
+    step: int
+    data_state: dict[str, JSON]
+    heldout_loss: float | None
+    identity: dict[str, JSON]
+    tree: dict[str, Leaf]
+
+    def encode(self) -> bytes:
+        """JSON text, one leaf a line; raises CheckpointError if a value would come back changed."""
+        _require_json("data_state", self.data_state)
+        _require_json("identity", self.identity)
+        tree = [
+            {"path": path, "shape": list(leaf.shape), "dtype": leaf.dtype}
+            for path, leaf in self.tree.items()
+        ]
+        head = json.dumps(
+            {
+                "format": _FORMAT,
+                "step": self.step,
+                "heldout_loss": self.heldout_loss,
+                "identity": self.identity,
+                "data_state": self.data_state,
+            },
+            indent=1,
+        )
+        lines = ",\n  ".join(json.dumps(leaf) for leaf in tree)
+        return f'{head[:-2]},\n "tree": [\n  {lines}\n ]\n}}\n'.encode()
+
+
+def read(checkpoint: Path) -> Metadata:
+    """The metadata of a verified checkpoint."""
+    values = json.loads((checkpoint / layout.METADATA).read_bytes())
+    if values["format"] != _FORMAT:
+        raise CheckpointError(
+            f"{checkpoint} has metadata format {values['format']}; this version reads {_FORMAT}. "
+            "Use the version that wrote it"
+        )
+    return Metadata(
+        step=values["step"],
+        data_state=values["data_state"],
+        heldout_loss=values["heldout_loss"],
+        identity=values["identity"],
+        tree={
+            leaf["path"]: Leaf(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
+            for leaf in values["tree"]
+        },
+    )
+
+
+def heldout_losses(directory: Path) -> dict[int, float | None]:
+    """Held-out loss of every committed step; None where unknown or unreadable."""
+    losses = {}
+    for step in layout.steps(directory):
+        try:
+            losses[step] = read(directory / layout.step_name(step)).heldout_loss
+        except (OSError, ValueError, LookupError, TypeError, CheckpointError):
+            losses[step] = None  # retention may still drop it by age; restore() names the damage
+    return losses
+
+
+def _require_json(name: str, value: JSON) -> None:
+    try:
+        same = json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name} is not plain JSON: {error}; got {value!r}") from error
+    if not same:
+        raise CheckpointError(
+            f"{name} would not come back from JSON as it is: {value!r}; use lists, not tuples, and "
+            "string keys"
+        )
+
+
+def flatten(state: Any) -> tuple[dict[str, Any], Any]:
+    """Leaves by path, such as ``params/blocks/kernel``, and the tree's structure."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
+    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    if len(flat) != len(leaves):
+        raise CheckpointError("two leaves of the state have one path; a key must not contain '/'")
+    return flat, treedef
+
+
+def describe(flat: Mapping[str, Any]) -> dict[str, Leaf]:
+    """Shape and dtype of each leaf of a flat tree, abstract or not."""
+    return {
+        path: Leaf(shape=tuple(leaf.shape), dtype=np.dtype(leaf.dtype).name)
+        for path, leaf in flat.items()
+    }
+
+
+def require_same_tree(
+    saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, subset: bool, where: Path
+) -> None:
+    """Raises CheckpointError naming the first leaves that differ; ``subset`` allows fewer."""
+    differences = [
+        f"{path}: saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"
+        for path in {**wanted, **saved}
+        if saved.get(path) != wanted.get(path) and not (subset and path not in wanted)
+    ]
+    _refuse(
+        differences,
+        f"{where} holds another state than the one to restore",
+        "restore with the configuration that saved it",
+    )
+
+
+def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, where: Path) -> None:
+    """Raises CheckpointError naming the keys that differ, with both values."""
+    before, now = _by_dotted_key(saved), _by_dotted_key(wanted)
+    differences = [
+        f"{key}: saved {before.get(key, 'nothing')!r}, now {now.get(key, 'nothing')!r}"
+        for key in {**before, **now}
+        if (key in before, before.get(key)) != (key in now, now.get(key))
+    ]
+    _refuse(
+        differences,
+        f"{where} was saved by another configuration",
+        "use the saved values, or start another run directory",
+    )
+
+
+def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and value:
+        items = ((str(index), child) for index, child in enumerate(value))
+    else:
+        return {prefix.removesuffix("."): value}
+    flat: dict[str, JSON] = {}
+    for key, child in items:
+        flat |= _by_dotted_key(child, f"{prefix}{key}.")
+    return flat
+
+
+def _refuse(differences: list[str], what: str, remedy: str) -> None:
+    if differences:
+        shown = "; ".join(differences[:_SHOWN])
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointError(f"{what}: {shown}{more}. Remedy: {remedy}")

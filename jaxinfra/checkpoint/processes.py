@@ -1,0 +1,48 @@
+"""What the processes of a run agree on. With one process every function here is trivial."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+
+from jaxinfra.core.errors import CheckpointError
+
+# A process that died is noticed by JAX's heartbeat long before; this bounds a slow disk.
+_BARRIER_TIMEOUT_S = 1800
+
+
+def on_first[T](work: Callable[[], T]) -> T:
+    """Runs ``work`` on process 0 alone; every process returns its JSON value or raises its error.
+
+    A collective: all processes call it, in the same order, from their main threads.
+    """
+    if jax.process_count() == 1:
+        return work()
+    failure, outcome = None, {}
+    if jax.process_index() == 0:
+        try:
+            outcome = {"value": work()}
+        except Exception as error:  # the others wait for an answer, whatever happened here
+            failure, outcome = error, {"error": f"process 0: {error}"}
+    outcome = _broadcast(outcome)
+    if failure is not None:
+        raise failure
+    if "error" in outcome:
+        raise CheckpointError(outcome["error"])
+    return outcome["value"]
+
+
+def _broadcast(value: Any) -> Any:
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    padded = data if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    return json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+
+
+def barrier(name: str) -> None:
+    """Waits for all processes, from any thread and without the devices; a name serves once."""
+    ocp.multihost.get_barrier_sync_fn()(key=name, timeout_ms=_BARRIER_TIMEOUT_S * 1000)
