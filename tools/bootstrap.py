@@ -279,6 +279,8 @@ def build_environment(setup: Setup) -> None:
         os.rename(str(setup.venv), str(retired))
     os.rename(str(draft), str(setup.venv))
     shutil.rmtree(str(retired), ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        (setup.work / "failure.log").unlink()
     say(f".venv is ready ({time.monotonic() - started:.0f} s)")
 
 

@@ -47,8 +47,9 @@ def explain(output: str, doing: str, root: pathlib.Path) -> str:
     """The one line that says why `doing` failed, from what the tool printed."""
     if _DISK_FULL.search(output):
         return disk_full(root)
-    lines = [line.strip(" ×╰─▶├│\t") for line in output.splitlines()]
-    lines = [line for line in lines if line and not line.startswith(("hint:", "[notice]"))]
+    report = re.split(r"^\W*hint:", output, maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [line.strip(" ×╰─▶├│\t") for line in report.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("[notice]")]
     index = bootstrap_index.describe(os.environ, pathlib.Path.home())
     if _WRONG_HASH.search(output):
         return (
@@ -66,8 +67,9 @@ def explain(output: str, doing: str, root: pathlib.Path) -> str:
                 f"{doing}: {index} {rule} ({causes[-1][:240]}); check the network and proxy, or "
                 "name another index in PIP_INDEX_URL or UV_DEFAULT_INDEX"
             )
-    errors = [line for line in lines if line.lower().startswith("error")]
-    return f"{doing}: {(errors or lines or ['no output'])[-1][:400]}"
+    first = [line for line in lines if line.lower().startswith("error")][:1]
+    said = list(dict.fromkeys(first + lines[-1:])) or ["it printed nothing"]
+    return f"{doing}: {'; '.join(said)[:400]}"
 
 
 def run(command: Sequence[str], env: Mapping[str, str], root: pathlib.Path, *, doing: str) -> None:
