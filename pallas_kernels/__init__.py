@@ -1,1 +1,5 @@
 """Kernels for JAX on Hopper GPUs, with portable references. Imports nothing but JAX."""
+
+from .common.errors import InputError as InputError
+from .common.errors import UnsupportedError as UnsupportedError
+from .flash_attention import flash_attention as flash_attention

@@ -1,0 +1,200 @@
+"""The public function: checks the call, chooses who computes it, and differentiates it.
+
+Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
+"""
+
+import functools
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from . import cudnn, reference, xla
+from .dispatch import Call, choose
+from .spec import AttentionMasks, AttentionSpec
+from .validate import check_qkv, make_masks, make_spec
+
+OUT_NAME = "attention_out"
+LSE_NAME = "attention_lse"
+"""Names of the two arrays that the backward pass needs besides q, k, v: a rematerialization policy
+that saves them (``jax.checkpoint_policies.save_only_these_names``) never reruns the forward."""
+
+type Window = int | tuple[int | None, int | None] | None
+type Implementation = Literal["auto", "hopper", "cudnn", "xla", "reference"]
+type Backward = Literal["fused", "split"]
+
+
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation = "auto",
+    backward: Backward = "fused",
+    return_residual: Literal[False] = False,
+) -> jax.Array: ...
+
+
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation = "auto",
+    backward: Backward = "fused",
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    local_window_size: Window = None,
+    q_segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    implementation: Implementation = "auto",
+    backward: Backward = "fused",
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention, ``softmax(soft_cap(scale * q k^T) + bias) v``, without the T x S matrix.
+
+    Layout and argument names follow ``jax.nn.dot_product_attention``. Differences: positions are
+    aligned bottom-right (query t with key t + S - T) where T != S; the logsumexp is float32 and
+    differentiable; segment ids, a soft cap and sinks exist; bias is added after the cap, so that it
+    can mask; a row that sees no key is 0.
+
+    Algorithms: FlashAttention-2 (Dao 2023); on Hopper FlashAttention-3 (Shah et al. 2024).
+
+    Args:
+        query: bfloat16, float16 or float32 [B, T, N, H].
+        key: [B, S, K, H] of the query's dtype; K divides N, and query head n reads kv head
+            n // (N / K).
+        value: [B, S, K, V] of the query's dtype.
+        bias: floats that broadcast to [B, N, T, S], added to the scores. Its gradient is computed.
+        scale: of the scores; default 1 / sqrt(H). A Python number.
+        is_causal: a query sees no key after its own position.
+        local_window_size: (left, right): a query sees ``left`` keys before its own position and
+            ``right`` after it, None for all of them. An int is both; with ``is_causal`` the right
+            is 0. (A model's "sliding window of w tokens" is ``(w - 1, 0)``.)
+        q_segment_ids: integers [B, T]; a query sees only keys of its own segment. Ids below 0 mark
+            padding, which sees nothing and which nobody sees.
+        kv_segment_ids: integers [B, S], given with ``q_segment_ids``.
+        query_seq_lengths: integers [B]; queries at and after the length are padding.
+        key_value_seq_lengths: integers [B]; keys at and after the length are padding. Positions
+            stay those of the whole arrays.
+        logit_soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
+        sinks: floats [N]: a logit a head that joins the softmax denominator and has no value.
+        implementation: "auto" takes the fastest for the case on this device and logs it once;
+            "hopper" (Mosaic GPU kernels), "cudnn", "xla" (portable, linear memory) and "reference"
+            (the formula, T x S memory) compute the call themselves or raise.
+        backward: "fused" is the fast gradient, "split" the one that repeats bit for bit. They
+            differ on Hopper only.
+        return_residual: also return the logsumexp of each row's scores.
+
+    Returns:
+        out [B, T, N, V] in the query's dtype, or (out, logsumexp float32 [B, T, N]). The logsumexp
+        of a row that sees no key is -inf, or the sink. Partial results over disjoint keys combine
+        with ``merge_partials``.
+
+    Raises:
+        InputError: shapes, dtypes or options that disagree (a ValueError).
+        UnsupportedError: the named implementation cannot compute this call; the message says why
+            and which can (a NotImplementedError).
+    """
+    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    check_qkv(query, key, value)
+    spec = make_spec(
+        head_width=query.shape[3],
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logit_soft_cap=logit_soft_cap,
+    )
+    masks = make_masks(
+        query,
+        key,
+        bias=bias,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        sinks=sinks,
+    )
+    call = Call(
+        spec=spec,
+        masks=masks,
+        q=query,
+        k=key,
+        v=value,
+        backward=backward,
+        return_residual=return_residual,
+    )
+    chosen = choose(implementation, call)
+    if chosen == "cudnn":
+        return checkpoint_name(cudnn.attention(query, key, value, spec=spec), OUT_NAME)
+    if chosen == "reference":
+        out, lse = reference.forward(query, key, value, masks, spec=spec)
+    else:
+        out, lse = _attend(chosen, backward, spec, query, key, value, masks)
+    return (out, lse) if return_residual else out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(
+    name: str,
+    backward: str,
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+) -> tuple[jax.Array, jax.Array]:
+    return xla.forward(q, k, v, masks, spec=spec)
+
+
+def _attend_fwd(name, backward, spec, q, k, v, masks):
+    out, lse = _attend(name, backward, spec, q, k, v, masks)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (out, lse), (q, k, v, masks, out, lse)
+
+
+def _attend_bwd(name, backward, spec, residuals, cotangents):
+    q, k, v, masks, out, lse = residuals
+    d_out, d_lse = cotangents
+    dq, dk, dv, d_sinks, d_bias = xla.backward(q, k, v, masks, out, lse, d_out, d_lse, spec=spec)
+    return dq, dk, dv, AttentionMasks(sinks=d_sinks, bias=d_bias)
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)

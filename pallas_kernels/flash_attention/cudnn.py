@@ -1,0 +1,67 @@
+"""cuDNN's fused attention through JAX, for exactly the calls it computes as our contract says."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common import device
+
+from .spec import AttentionMasks, AttentionSpec
+
+
+def unsupported(
+    spec: AttentionSpec,
+    masks: AttentionMasks,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    backward: str,
+    return_residual: bool,
+) -> str | None:
+    """Why cuDNN through ``jax.nn.dot_product_attention`` cannot serve a call; None if it can.
+
+    Some of this cuDNN can do but JAX does not expose: packed segments by offsets, another value
+    width. Some it does differently: a causal mask with T != S is aligned top-left, the logsumexp
+    is rounded to the query's dtype.
+    """
+    capability = device.compute_capability()
+    T, H = q.shape[1], q.shape[3]
+    S, V = k.shape[1], v.shape[3]
+    max_head_width = 256 if capability is not None and capability >= (9, 0) else 128
+    window = spec.left is not None or spec.right is not None
+    reasons = (
+        (capability is None, "it needs an NVIDIA GPU"),
+        (capability is not None and capability < (8, 0), "it needs compute capability 8.0"),
+        (q.dtype not in (jnp.bfloat16, jnp.float16), f"it does not take {q.dtype}"),
+        (H != V, f"JAX gives it one head width for key and value, not {H} and {V}"),
+        (max_head_width < H or H % 8 > 0, f"head width {H} is not a multiple of 8 <= "
+            f"{max_head_width}"),
+        (T == 0 or S == 0, "it does not take empty sequences"),
+        (window and T != S, f"its diagonal is top-left, ours bottom-right; {T} != {S}"),
+        (spec.right not in (None, 0), f"it has no window to the right ({spec.right})"),
+        (spec.left is not None and spec.right is None, "its left window must be causal"),
+        (spec.logit_soft_cap is not None, "it has no logit soft cap in JAX"),
+        (masks.q_segment_ids is not None, "it has no segment ids in JAX"),
+        (masks.q_lengths is not None or masks.kv_lengths is not None,
+            "its value for rows without keys is not ours"),
+        (masks.sinks is not None, "it has no sinks in JAX"),
+        (masks.bias is not None, "its bias gradient is silently zero for most bias shapes"),
+        (return_residual, "JAX rounds its logsumexp to the query's dtype"),
+        (backward == "split", "its backward does not repeat bit for bit"),
+    )  # fmt: skip
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+def attention(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, spec: AttentionSpec
+) -> jax.Array:
+    """out [B, T, N, H]; the call must have passed ``unsupported``."""
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        scale=spec.scale,
+        is_causal=spec.right == 0,
+        local_window_size=None if spec.left is None else (spec.left, 0),
+        implementation="cudnn",
+    )

@@ -1,0 +1,173 @@
+"""What a caller may pass, checked once for all implementations.
+
+Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError
+
+from .spec import AttentionMasks, AttentionSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    """Raises InputError unless q [B,T,N,H], k [B,S,K,H], v [B,S,K,V] agree, with K dividing N."""
+    for name, x, dims in (("query", q, "B,T,N,H"), ("key", k, "B,S,K,H"), ("value", v, "B,S,K,V")):
+        if x.ndim != 4:
+            raise InputError(
+                f"{name} has shape {x.shape}; it must have four dims [{dims}]: "
+                "add a batch dim, or use jax.vmap"
+            )
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
+        raise InputError(
+            f"query, key and value have dtypes {q.dtype}, {k.dtype}, {v.dtype}; all three must be "
+            f"the same one of {', '.join(DTYPES)}: cast before the call"
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise InputError(
+            f"query, key and value have batch sizes {q.shape[0]}, {k.shape[0]}, {v.shape[0]}; "
+            "they must be equal"
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise InputError(
+            f"key {k.shape} and value {v.shape} must agree in their dims [B,S,K]; only the last, "
+            "the head width, may differ"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise InputError(
+            f"query has head width {q.shape[3]} and key {k.shape[3]}; a score is their dot "
+            "product, so they must be equal"
+        )
+    if min(q.shape[0], q.shape[2], q.shape[3], *k.shape[2:], v.shape[3]) == 0:
+        raise InputError(
+            f"query {q.shape}, key {k.shape}, value {v.shape}: only sequence lengths may be 0"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise InputError(
+            f"num_query_heads={q.shape[2]} is not a multiple of num_kv_heads={k.shape[2]}; query "
+            "heads share kv heads in equal groups"
+        )
+
+
+def make_spec(
+    *,
+    head_width: int,
+    scale: float | None,
+    is_causal: bool,
+    local_window_size: int | tuple[int | None, int | None] | None,
+    logit_soft_cap: float | None,
+) -> AttentionSpec:
+    """The static part of a call, from the arguments of ``flash_attention``."""
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_width)
+    for name, number in (("scale", scale), ("logit_soft_cap", logit_soft_cap)):
+        # A traced scale cannot be part of a compiled kernel.
+        if number is None:
+            continue
+        if isinstance(number, jax.core.Tracer) or not math.isfinite(number):
+            raise InputError(
+                f"{name}={number} must be a finite Python number, known when the call is traced: "
+                "multiply the query instead to scale by an array"
+            )
+    if logit_soft_cap is not None and logit_soft_cap <= 0:
+        raise InputError(f"logit_soft_cap={logit_soft_cap} must be above 0; pass None for no cap")
+    left, right = _window(local_window_size)
+    if is_causal:
+        right = 0
+    return AttentionSpec(
+        scale=float(scale),
+        left=left,
+        right=right,
+        logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
+    )
+
+
+def _window(
+    size: int | tuple[int | None, int | None] | None,
+) -> tuple[int | None, int | None]:
+    if size is None:
+        return None, None
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    valid = len(sides) == 2 and all(
+        side is None or (isinstance(side, int) and side >= 0) for side in sides
+    )
+    if not valid:
+        raise InputError(
+            f"local_window_size={size!r} must be an int >= 0 or a pair (left, right) of them, "
+            "None in the pair for an open side: the number of keys seen beside the query's own"
+        )
+    return sides
+
+
+def make_masks(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    bias: jax.Array | None,
+    q_segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+    query_seq_lengths: jax.Array | None,
+    key_value_seq_lengths: jax.Array | None,
+    sinks: jax.Array | None,
+) -> AttentionMasks:
+    """The array part of a call, from the arguments of ``flash_attention``."""
+    B, T, N, _ = q.shape
+    S = k.shape[1]
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        raise InputError(
+            "q_segment_ids and kv_segment_ids come together: only one was given; self-attention "
+            "passes the same array twice"
+        )
+    return AttentionMasks(
+        q_segment_ids=_integers("q_segment_ids", q_segment_ids, (B, T)),
+        kv_segment_ids=_integers("kv_segment_ids", kv_segment_ids, (B, S)),
+        q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,)),
+        kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,)),
+        sinks=_sinks(sinks, N),
+        bias=_bias(bias, (B, N, T, S)),
+    )
+
+
+def _integers(name: str, x: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise InputError(
+            f"{name} is {x.dtype} {x.shape}; it must be integers of shape {shape}, after the "
+            "query's and key's shapes"
+        )
+    return x.astype(jnp.int32)
+
+
+def _sinks(sinks: jax.Array | None, num_heads: int) -> jax.Array | None:
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise InputError(
+            f"sinks is {sinks.dtype} {sinks.shape}; it must be one float a query head: "
+            f"({num_heads},)"
+        )
+    return sinks.astype(jnp.float32)
+
+
+def _bias(bias: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
+    if bias is None:
+        return None
+    bias = jnp.asarray(bias)
+    padded = (1,) * (4 - bias.ndim) + bias.shape
+    fits = len(padded) == 4 and all(
+        have in (1, want) for have, want in zip(padded, shape, strict=False)
+    )
+    if not fits or not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise InputError(
+            f"bias is {bias.dtype} {bias.shape}; it must be floats that broadcast to "
+            f"[B,N,T,S] = {shape}"
+        )
+    return bias.reshape(padded)
