@@ -1,0 +1,70 @@
+"""Tolerances that are derived: no kernel may be much worse than the plain way to write it.
+
+The rule is FlashAttention's: against an oracle of higher precision, the error of the subject is at
+most twice the error of a plain implementation in the same dtypes, plus two units in the last place
+of the result. The oracle must be one precision above the subject: NumPy float64, never the plain
+implementation itself.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FACTOR = 2.0
+ULPS = 2.0
+
+
+def assert_no_worse(got: Any, *, plain: Any, oracle: Any, what: str = "result") -> None:
+    """Asserts ``error(got) <= 2 error(plain) + 2 ulp`` for each leaf, in two norms.
+
+    The norms are the largest error of an element (an ulp is then that of the largest element) and
+    the root mean square error (an ulp of the root mean square): the first catches one wrong
+    element, the second a small error everywhere that an outlier's ulp would hide. Infinities and
+    NaN must be where the oracle has them.
+
+    Args:
+        got: a pytree of arrays; each leaf's own dtype sets its ulp.
+        plain: the same tree from the plain implementation in the same dtypes.
+        oracle: the same tree in float64.
+        what: names the subject in messages.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(got)
+    plain_leaves = structure.flatten_up_to(plain)
+    oracle_leaves = structure.flatten_up_to(oracle)
+    for (path, mine), theirs, true in zip(leaves, plain_leaves, oracle_leaves, strict=True):
+        name = what + jax.tree_util.keystr(path)
+        assert np.shape(mine) == np.shape(true), f"{name}: {np.shape(mine)} != {np.shape(true)}"
+        assert mine.dtype == theirs.dtype, f"{name}: {mine.dtype}, plain has {theirs.dtype}"
+        _assert_leaf(name, mine, theirs, np.asarray(true, np.float64))
+
+
+def _assert_leaf(name: str, got: Any, plain: Any, oracle: np.ndarray) -> None:
+    epsilon = float(jnp.finfo(got.dtype).eps)
+    finite = np.isfinite(oracle)
+    got, plain = np.asarray(got, np.float64), np.asarray(plain, np.float64)
+    wrong = ~finite & ~((got == oracle) | (np.isnan(got) & np.isnan(oracle)))
+    wrong |= finite & ~np.isfinite(got)
+    assert not wrong.any(), (
+        f"{name}: {np.count_nonzero(wrong)} of {wrong.size} elements are non-finite where the "
+        f"oracle is not, or otherwise than it; first at {np.argwhere(wrong)[0].tolist()}"
+    )
+    if not finite.any():
+        return
+    got, plain, oracle = got[finite], plain[finite], oracle[finite]
+    for norm_name, norm in (("max", _max), ("rms", _rms)):
+        bound = FACTOR * norm(plain - oracle) + ULPS * epsilon * norm(oracle)
+        error = norm(got - oracle)
+        assert error <= bound, (
+            f"{name}: {norm_name} error {error:.3e} is above {bound:.3e} = {FACTOR:g} * plain's "
+            f"{norm(plain - oracle):.3e} + {ULPS:g} ulp of {norm(oracle):.3e}"
+        )
+
+
+def _max(x: np.ndarray) -> float:
+    return float(np.max(np.abs(x)))
+
+
+def _rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x))))
