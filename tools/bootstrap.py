@@ -211,7 +211,8 @@ def fetch_python(
     say(f"no Python {bootstrap_python.SUPPORTED} on this machine; uv fetches {wanted}")
     try:
         command = [str(uv), "python", "install", "--no-bin", wanted]
-        run(command, uv_settings(), setup.root, doing="uv python install")
+        source = "the store of uv's Pythons (UV_PYTHON_INSTALL_MIRROR)"
+        run(command, uv_settings(), setup.root, doing="uv python install", source=source)
     except SetupError as error:
         seen = "; ".join(f"{item.path}: {item.reason}" for item in rejected[:8])
         reason = str(error).partition(" (all of it")[0]
@@ -259,7 +260,10 @@ def build_environment(setup: Setup) -> None:
         python = fetch_python(setup, uv, rejected)
     count = len(re.findall(r"^[\w.-]+==", setup.lock.read_text("utf-8"), re.MULTILINE))
     say(f"{python}: installing {count} locked packages ({setup.flavour})")
-    draft = setup.work / "venv"
+    for leftover in setup.work.glob("venv-*"):
+        shutil.rmtree(str(leftover), ignore_errors=True)
+    # A name of its own: the uv of a killed set-up may still be writing to the last one.
+    draft = setup.work / f"venv-{os.getpid()}"
     command = [str(uv), "venv", "--clear", "--relocatable", "--no-project", "--prompt", "jaxinfra"]
     command += ["--python", str(python), str(draft)]
     run(command, uv_settings(), setup.root, doing="making .venv")

@@ -98,11 +98,13 @@ def _newest_first(root: pathlib.Path, pattern: str, name: str) -> list[pathlib.P
 def find(env: Mapping[str, str], home: pathlib.Path) -> tuple[Interpreter | None, list[Rejected]]:
     """The best interpreter of this machine, and the candidates that were passed over."""
     rejected: list[Rejected] = []
-    seen: set[pathlib.Path] = set()
+    seen: set[tuple[str, str]] = set()
     for candidate in candidates(env, home):
-        if candidate in seen or not os.access(str(candidate), os.X_OK) or candidate.is_dir():
+        # Not the file's own real path: a version manager's shims may all be links to one program.
+        place = (os.path.realpath(str(candidate.parent)), candidate.name)
+        if place in seen or not os.access(str(candidate), os.X_OK) or candidate.is_dir():
             continue
-        seen.add(candidate)
+        seen.add(place)
         answer = probe(candidate)
         if isinstance(answer, Interpreter):
             return answer, rejected

@@ -16,7 +16,8 @@ _WRONG_HASH = re.compile(r"hash mismatch|do not match the hashes", re.IGNORECASE
 _NO_NETWORK = re.compile(
     r"error sending request|failed to fetch|failed to download|dns error|connection refused"
     r"|connection reset|NewConnectionError|ProxyError|SSLError|tls handshake|invalid peer cert"
-    r"|name resolution|timed out|could not connect|no route to host|network is unreachable",
+    r"|name resolution|timed out|could not connect|no route to host|network is unreachable"
+    r"|not a trusted or secure host",
     re.IGNORECASE,
 )
 _NOT_FOUND = re.compile(
@@ -43,8 +44,17 @@ def disk_full(root: pathlib.Path) -> str:
     )
 
 
-def explain(output: str, doing: str, root: pathlib.Path) -> str:
-    """The one line that says why `doing` failed, from what the tool printed."""
+def _brief(line: str) -> str:
+    """The cause in a line of pip or uv, without the Python object it happened in."""
+    system_error = re.search(r"\[Errno -?\d+\] [\w ]+", line)
+    return (system_error.group() if system_error else re.sub(r"^(cause|error): ", "", line))[:200]
+
+
+def explain(output: str, doing: str, root: pathlib.Path, source: str = "") -> str:
+    """The one line that says why `doing` failed, from what the tool printed.
+
+    `source` is what it asked for files; by default the package index.
+    """
     if _DISK_FULL.search(output):
         return disk_full(root)
     report = re.split(r"^\W*hint:", output, maxsplit=1, flags=re.MULTILINE)[0]
@@ -63,16 +73,24 @@ def explain(output: str, doing: str, root: pathlib.Path) -> str:
     ):
         causes = [line for line in lines if pattern.search(line)]
         if causes:
+            remedy = "another index in PIP_INDEX_URL or UV_DEFAULT_INDEX"
             return (
-                f"{doing}: {index} {rule} ({causes[-1][:240]}); check the network and proxy, or "
-                "name another index in PIP_INDEX_URL or UV_DEFAULT_INDEX"
+                f"{doing}: {source or index} {rule} ({_brief(causes[-1])}); check the network and "
+                f"proxy, or name {'a mirror' if source else remedy}"
             )
     first = [line for line in lines if line.lower().startswith("error")][:1]
     said = list(dict.fromkeys(first + lines[-1:])) or ["it printed nothing"]
     return f"{doing}: {'; '.join(said)[:400]}"
 
 
-def run(command: Sequence[str], env: Mapping[str, str], root: pathlib.Path, *, doing: str) -> None:
+def run(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    root: pathlib.Path,
+    *,
+    doing: str,
+    source: str = "",
+) -> None:
     """Runs a tool in `root`, shows what it downloads, and raises the reason if it fails."""
     lines: list[str] = []
     with subprocess.Popen(
@@ -98,4 +116,6 @@ def run(command: Sequence[str], env: Mapping[str, str], root: pathlib.Path, *, d
         output = "".join(lines)
         log = root / ".bootstrap" / "failure.log"
         log.write_text(f"$ {' '.join(command)}\n{output}", "utf-8")
-        raise SetupError(explain(output, doing, root) + f" (all of it: {log.relative_to(root)})")
+        raise SetupError(
+            explain(output, doing, root, source) + f" (all of it: {log.relative_to(root)})"
+        )
