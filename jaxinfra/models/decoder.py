@@ -24,13 +24,15 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.projection import PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
+from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 
 type KVCache = tuple[LayerCache, ...]
 """One entry a block of the pattern, each with a leading L dim: [L, B, S, K, H]."""
 
 _SAVED_NAMES = {
-    Remat.DOTS: (PROJECTION, "attention_out", "attention_lse"),
-    Remat.NAMED: ("attention_out", "attention_lse"),
+    Remat.DOTS: (PROJECTION, *ATTENTION_NAMES),
+    Remat.NAMED: ATTENTION_NAMES,
+    Remat.FULL: (),
 }
 
 
@@ -238,10 +240,9 @@ class Decoder(nnx.Module):
         remat = self.execution.remat
         if remat is Remat.NONE:
             return repetition
-        policy = (
-            jax.checkpoint_policies.nothing_saveable
-            if remat is Remat.FULL
-            else jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES[remat])
-        )
+        policies = jax.checkpoint_policies
+        policy = policies.save_only_these_names(*_SAVED_NAMES[remat])
+        if remat is not Remat.FULL:
+            policy = policies.save_from_both_policies(policy, is_attention_result)
         # Inside a scan, CSE cannot undo the recomputation; forbidding it would only cost fusions.
         return jax.checkpoint(repetition, policy=policy, prevent_cse=False)

@@ -5,6 +5,7 @@ H head width.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxinfra.config.model import AttentionConfig
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.einsum import mixed_einsum
+from pallas_kernels.flash_attention.api import LSE_NAME, OUT_NAME
 
 
 def attention(
@@ -45,6 +47,19 @@ def attention(
         )
     except pallas_kernels.UnsupportedError as error:
         raise UnsupportedError(str(error)) from error
+
+
+def is_attention_result(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A rematerialization policy: keep what attention's backward needs, whoever computes it.
+
+    Our implementations name their output and logsumexp; cuDNN's residuals are visible only as the
+    results of JAX's own primitive.
+    """
+    return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+ATTENTION_NAMES = (OUT_NAME, LSE_NAME)
+"""Names of the results of our own attention implementations."""
 
 
 def named_attention(implementation: AttentionImplementation):
