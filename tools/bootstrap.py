@@ -34,6 +34,7 @@ from bootstrap_run import SetupError, disk_full, run, say
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAMP = ".jaxinfra-setup.json"
 RECIPE = "1"  # raised when this file starts to build a different environment
+DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 MIN_CUDA_DRIVER = 580  # of CUDA 13, which the CUDA lock installs
 
 
@@ -98,8 +99,7 @@ def detect_flavour() -> str:
     """`cuda` on a Linux machine whose NVIDIA driver is loaded, else `cpu`."""
     if not sys.platform.startswith("linux"):
         return "cpu"
-    signs = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
-    return "cuda" if any(map(os.path.exists, signs)) or nvidia_driver() else "cpu"
+    return "cuda" if any(map(os.path.exists, DRIVER_FILES)) or nvidia_driver() else "cpu"
 
 
 def warn_of_old_driver() -> None:

@@ -15,6 +15,8 @@ from typing import Mapping
 from urllib.parse import unquote, urlsplit
 
 _LISTS = ("extra-index-url", "find-links", "trusted-host")
+_SUPPORT = "Library/Application Support/pip/pip.conf"  # macOS
+SYSTEM_FILES = ("/" + _SUPPORT, "/etc/pip.conf", os.path.join(sys.prefix, "pip.conf"))
 
 
 def pip_config_files(env: Mapping[str, str], home: pathlib.Path) -> list[pathlib.Path]:
@@ -23,11 +25,9 @@ def pip_config_files(env: Mapping[str, str], home: pathlib.Path) -> list[pathlib
         return []
     config_home = pathlib.Path(env.get("XDG_CONFIG_HOME") or home / ".config")
     site_dirs = [entry for entry in env.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if entry]
-    support = "Library/Application Support/pip/pip.conf"
     files = [pathlib.Path(entry) / "pip" / "pip.conf" for entry in site_dirs]
-    files += [pathlib.Path("/") / support, pathlib.Path("/etc/pip.conf")]
-    files += [home / ".pip" / "pip.conf", home / support, config_home / "pip" / "pip.conf"]
-    files += [pathlib.Path(sys.prefix) / "pip.conf"]
+    files += [pathlib.Path(entry) for entry in SYSTEM_FILES]
+    files += [home / ".pip" / "pip.conf", home / _SUPPORT, config_home / "pip" / "pip.conf"]
     if env.get("PIP_CONFIG_FILE"):
         files.append(pathlib.Path(env["PIP_CONFIG_FILE"]))
     return files

@@ -39,8 +39,8 @@ def disk_full(root: pathlib.Path) -> str:
     """The line for a full disk."""
     free = shutil.disk_usage(str(root)).free // 2**20
     return (
-        f"the disk is full ({free} MiB free at {root}); the environment takes about 1.5 GiB, with "
-        "CUDA 7 GiB, and uv's cache (UV_CACHE_DIR) may be on another disk; free some, run again"
+        f"the disk is full ({free} MiB free at {root}); the environment takes about 1.2 GiB, with "
+        "CUDA 5 GiB, and uv's cache (UV_CACHE_DIR) may be on another disk; free some, run again"
     )
 
 

@@ -1,0 +1,73 @@
+"""What the packages import is declared, and what is declared is locked with its hashes."""
+
+import ast
+import pathlib
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ("jaxinfra", "pallas_kernels")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+
+
+def canonical(requirement: str) -> str:
+    """The distribution a requirement names, spelled as the lock spells it."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement).group()).lower()
+
+
+def imported_packages(package: str) -> set[str]:
+    modules = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules.add(node.module)
+    return {module.partition(".")[0] for module in modules}
+
+
+def locked(lock: pathlib.Path) -> dict[str, str]:
+    """Version by distribution; a version that differs by platform is listed with its marker."""
+    pins = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE)
+    return dict(pins)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_are_declared(package):
+    declared = {canonical(entry) for entry in PROJECT["project"]["dependencies"]}
+    distributions = packages_distributions()
+    foreign = imported_packages(package) - set(sys.stdlib_module_names) - set(PACKAGES)
+    for module in sorted(foreign):
+        names = {canonical(entry) for entry in distributions.get(module, [module])}
+        assert names & declared, f"{package} imports {module}: declare it in pyproject.toml"
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "cuda"])
+def test_declared_is_locked(flavour):
+    wanted = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]]
+    wanted += PROJECT["build-system"]["requires"]
+    missing = {canonical(entry) for entry in wanted} - set(
+        locked(ROOT / "requirements" / f"{flavour}.lock")
+    )
+    assert not missing, "run `make lock`"
+
+
+def test_flavours_agree():
+    cpu, cuda = (locked(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", "cuda"))
+    assert cpu.items() <= cuda.items()
+    assert cuda["jax-cuda13-plugin"] == cuda["jax"] == cuda["jaxlib"]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
+def test_lock_is_pinned_hashed_and_nameless(lock):
+    text = lock.read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    for entry in entries:
+        assert re.match(r"[a-z0-9.-]+==\S+", entry), entry
+        assert re.search(r"--hash=sha256:[0-9a-f]{64}", entry), f"{entry} has no hash"
+    assert "://" not in text, "a lock names no host"

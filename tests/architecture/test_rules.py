@@ -1,0 +1,81 @@
+"""Rules of the style guide that a syntax tree can check."""
+
+import ast
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SYSTEM = sorted((ROOT / "jaxinfra").rglob("*.py"))
+PRODUCT = SYSTEM + sorted((ROOT / "pallas_kernels").rglob("*.py"))
+
+FLOAT = re.compile(r"b?float(16|32|64|8_\w+|4_\w+)")
+# Loss and metrics are fp32 scalars for people to read; no policy decides about them.
+NAMES_FLOATS = {"jaxinfra/training/step.py"}
+
+
+def name(path: pathlib.Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def device_floats(tree: ast.AST) -> list[str]:
+    """`jnp.float32` and the like; NumPy tables on the host are not a policy's business."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in attributes
+        if FLOAT.fullmatch(node.attr) and ast.unparse(node.value) in ("jnp", "jax.numpy")
+    ]
+
+
+def placements(tree: ast.AST) -> list[str]:
+    """Every mention of a mesh layout."""
+    found = []
+    for node in ast.walk(tree):
+        names = {
+            ast.alias: lambda node: node.name,
+            ast.Attribute: lambda node: node.attr,
+            ast.Name: lambda node: node.id,
+        }
+        mentioned = names[type(node)](node) if type(node) in names else ""
+        if mentioned in ("PartitionSpec", "NamedSharding"):
+            found.append(f"line {node.lineno}: {mentioned}")
+    return found
+
+
+@pytest.mark.parametrize("path", SYSTEM, ids=name)
+def test_only_numerics_names_float_dtypes(path):
+    if "numerics" not in path.parts and name(path) not in NAMES_FLOATS:
+        assert not device_floats(ast.parse(path.read_text())), "ask the precision policy"
+
+
+@pytest.mark.parametrize("floor", ["layers", "models"])
+def test_layers_declare_logical_axes_only(floor):
+    for path in (ROOT / "jaxinfra" / floor).rglob("*.py"):
+        assert not placements(ast.parse(path.read_text())), f"{name(path)}: parallel/ places"
+
+
+def test_modules_are_named_for_what_they_do():
+    vague = {"util", "utils", "helper", "helpers", "misc"}
+    assert not [name(path) for path in PRODUCT if vague & {*path.parts, path.stem}]
+
+
+def tracked_files() -> list[pathlib.Path]:
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    paths = [ROOT / line for line in listing.stdout.split("\0") if line]
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what is tracked is known to git only")
+def test_tracked_files_name_no_registry_and_no_home():
+    """They say what is installed; where from is the business of the machine that installs."""
+    hosts = [r"\.".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"))]
+    private = re.compile("|".join([*hosts, r"(?<![\w.])/(root|home/\w+|Users/\w+)/"]))
+    for path in tracked_files():
+        text = path.read_bytes().decode("utf-8", errors="ignore")
+        found = private.search(text)
+        assert not found, f"{name(path)} names {found.group()}"
