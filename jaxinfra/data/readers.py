@@ -1,0 +1,162 @@
+"""Documents out of one file: text, JSON lines (plain, gzip, zstd) and Parquet."""
+
+import dataclasses
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import zstandard
+
+from jaxinfra.core.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_PARQUET = ".parquet"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Document:
+    """A named text; the name decides on which side of the split it falls."""
+
+    name: str
+    text: str
+
+
+def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Document]:
+    """The documents of a file, by its suffix; a row of many is named ``name:number``."""
+    try:
+        if name.endswith(_JSON_LINES):
+            yield from _json_lines(path, name, text_field)
+        elif name.endswith(_PARQUET):
+            yield from _parquet(path, name, text_field)
+        else:
+            yield Document(name=name, text=_text(path))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def holds_one_document(name: str) -> bool:
+    """Whether the file is one text, rather than rows of texts."""
+    return not name.endswith((*_JSON_LINES, _PARQUET))
+
+
+def decode(data: bytes) -> str | None:
+    """Text, or None for what is not: invalid UTF-8, or a NUL byte, the mark of a binary file."""
+    try:
+        return None if b"\0" in data else data.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    text = decode(data)
+    if text is None:
+        what = f"a NUL byte at offset {data.index(0)}" if b"\0" in data else "invalid UTF-8"
+        raise DataError(
+            f"{path}: not a text file ({what}); every file must be UTF-8 text: "
+            "remove it, convert it, or name the text files by a glob such as 'DIR/**/*.txt'"
+        )
+    return text
+
+
+def _json_lines(path: Path, name: str, text_field: str) -> Iterator[Document]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+            raise DataError(
+                f"{where}: not a JSON line ({error}); each line must be one JSON object"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: a JSON {type(row).__name__}; each line must be an object")
+        if text_field not in row:
+            raise DataError(
+                f"{where}: no field {text_field!r} among {sorted(row)}; "
+                "set text_field to the one that holds the text"
+            )
+        yield Document(name=f"{name}:{number}", text=_checked(row[text_field], where, text_field))
+
+
+def _parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                raise DataError(
+                    f"{path}: no column {text_field!r} among {sorted(file.schema_arrow.names)}; "
+                    "set text_field to the one that holds the text"
+                )
+            number = 0
+            for rows in file.iter_batches(batch_size=1024, columns=[text_field]):
+                for value in rows.column(0).to_pylist():
+                    number += 1
+                    text = _checked(value, f"{path}: row {number}", text_field)
+                    yield Document(name=f"{name}:{number}", text=text)
+    except pyarrow.ArrowException as error:
+        raise DataError(
+            f"{path}: not a readable Parquet file ({_first_line(error)}); write or copy it anew"
+        ) from error
+
+
+def _checked(value: object, where: str, text_field: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: field {text_field!r} holds {type(value).__name__}; it must hold text"
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: field {text_field!r} holds half of a surrogate pair at character "
+            f"{error.start}; text must be valid Unicode"
+        ) from error
+    return value
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    pending = b""
+    for chunk in _chunks(path):
+        *lines, pending = (pending + chunk).split(b"\n")
+        yield from lines
+    yield pending
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        if path.suffix == ".zst":
+            yield from _zstd_chunks(path)
+            return
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                yield chunk
+    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError) as error:
+        raise DataError(
+            f"{path}: corrupt or truncated compressed data ({_first_line(error)}); "
+            "write or copy it anew"
+        ) from error
+
+
+def _zstd_chunks(path: Path) -> Iterator[bytes]:
+    # Not zstandard's stream_reader: at a truncated frame it ends without an error.
+    decompressor = zstandard.ZstdDecompressor()
+    with path.open("rb") as file:
+        frame = decompressor.decompressobj()
+        while data := file.read(_CHUNK_BYTES):
+            while data:
+                if frame.eof:
+                    frame = decompressor.decompressobj()
+                yield frame.decompress(data)
+                data = frame.unused_data
+        if not frame.eof:
+            raise EOFError("it ends within a frame")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
