@@ -1,0 +1,155 @@
+"""Order, restart and sharding of training batches."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from numbered_documents import numbered_documents
+
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.arrays import TokenArrays
+from jaxinfra.data.batch import Batch
+from jaxinfra.data.packing import PackedWindows
+from jaxinfra.data.pipeline import TrainIterator, sample_ids, train_batches
+
+ARRAYS = numbered_documents([13, 40, 1, 0, 7, 22, 5, 9])
+SETTINGS = {"sequence_length": 8, "batch_size": 4, "seed": 5}
+NUM_WINDOWS = PackedWindows(ARRAYS, sequence_length=8, seed=5).num_windows
+STEPS = 3 * NUM_WINDOWS // 4 + 2  # more than three epochs, and batches across their ends
+
+
+def iterate(arrays: TokenArrays = ARRAYS, **changes: int) -> TrainIterator:
+    return train_batches(arrays, **(SETTINGS | {"num_threads": 0} | changes))
+
+
+def take(iterator: TrainIterator, count: int) -> list[Batch]:
+    batches = [next(iterator) for _ in range(count)]
+    iterator.close()
+    return batches
+
+
+def assert_same(got: list[Batch], want: list[Batch]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def merge(shards: list[list[Batch]]) -> list[Batch]:
+    """Each step's rows of all processes, in process order."""
+    return [
+        jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+        for parts in zip(*shards, strict=True)
+    ]
+
+
+WHOLE = take(iterate(), STEPS)
+
+
+def test_a_batch_is_a_pytree_of_five_arrays():
+    assert NUM_WINDOWS % 4
+    leaves = jax.tree.leaves(WHOLE[0])
+    assert [leaf.shape for leaf in leaves] == [(4, 8)] * 5
+
+
+def test_the_order_is_frozen():
+    """If this changes, ORDER_VERSION must: checkpoints would otherwise resume on other data."""
+    first_tokens = [batch.tokens[:, 0].tolist() for batch in WHOLE[:4]]
+    assert first_tokens[:2] == [[77, 1000, 89, 36], [61, 1000, 20, 4]]
+    assert first_tokens[2:] == [[69, 1000, 12, 44], [28, 52, 45, 7]]
+
+
+def test_threads_do_not_change_the_order():
+    assert_same(take(iterate(num_threads=3, prefetch=5), STEPS), WHOLE)
+
+
+def test_sample_ids_are_a_ledger_of_the_batches():
+    windows = PackedWindows(ARRAYS, sequence_length=8, seed=5)
+    iterator = iterate()
+    assert_same([windows.batch(iterator.sample_ids(step)) for step in range(STEPS)], WHOLE)
+    iterator.close()
+    ids = np.concatenate([sample_ids(step, batch_size=4) for step in range(STEPS)])
+    np.testing.assert_array_equal(ids, np.arange(STEPS * 4))
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("step", [0, 1, NUM_WINDOWS // 4, STEPS - 1])
+def test_restart_continues_bitwise(step: int, threads: int):
+    first = iterate(num_threads=threads)
+    for _ in range(step):
+        next(first)
+    state = json.loads(json.dumps(first.state()))
+    first.close()
+    second = iterate(num_threads=2 - threads)
+    next(second)  # a restart may follow other use
+    second.restore(state)
+    assert second.step == step
+    assert_same(take(second, STEPS - step), WHOLE[step:])
+
+
+def test_restoring_in_place_rewinds():
+    iterator = iterate(num_threads=2)
+    state = iterator.state()
+    first = [next(iterator) for _ in range(3)]
+    iterator.restore(state)
+    assert_same(take(iterator, 3), first)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_processes_share_the_single_process_batch(count: int):
+    """Put together in process order, the rows are the very array of one process."""
+    shards = [take(iterate(process_index=i, process_count=count), STEPS) for i in range(count)]
+    assert_same(merge(shards), WHOLE)
+
+
+def test_a_run_grows_from_one_to_two_to_four_processes():
+    done, state = 0, iterate().state()
+    for count, steps in ((1, 3), (2, 4), (4, 5)):
+        shards = []
+        for index in range(count):
+            iterator = iterate(process_index=index, process_count=count)
+            iterator.restore(state)
+            shards.append([next(iterator) for _ in range(steps)])
+            new_state = iterator.state()
+            iterator.close()
+        assert_same(merge(shards), WHOLE[done : done + steps])
+        done, state = done + steps, new_state
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"sequence_length": 9}, "sequence_length=9, this run has 8"),
+        ({"batch_size": 8}, "batch_size=8, this run has 4"),
+        ({"seed": 6}, "seed=6, this run has 5"),
+    ],
+)
+def test_another_order_is_not_resumed(changes: dict[str, int], what: str):
+    other = iterate(**changes).state()
+    with pytest.raises(DataError, match=what):
+        iterate().restore(other)
+
+
+def test_other_data_are_not_resumed():
+    other = iterate(ARRAYS.select(np.array([0, 1]))).state()
+    with pytest.raises(DataError, match="the saved data order had data="):
+        iterate().restore(other)
+    with pytest.raises(DataError, match="the saved data order had data=None"):
+        iterate().restore({"step": 1})
+    for bad in (-1, "1", None):
+        with pytest.raises(DataError, match="must be a step number"):
+            iterate().restore(iterate().state() | {"step": bad})
+
+
+def test_a_failed_restore_leaves_the_iterator_usable():
+    iterator = iterate()
+    next(iterator)
+    with pytest.raises(DataError):
+        iterator.restore({"step": 3})
+    assert_same(take(iterator, 2), WHOLE[1:3])
+
+
+@pytest.mark.parametrize(("count", "index"), [(3, 0), (2, 2), (2, -1)])
+def test_a_batch_that_does_not_divide_is_refused(count: int, index: int):
+    with pytest.raises(DataError, match=f"does not divide over {count} processes"):
+        iterate(process_count=count, process_index=index)
