@@ -1,0 +1,237 @@
+"""Text to tokenized train and held-out documents, cached on disk."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import final
+
+import tokenizers
+
+from jaxinfra.config.data import DataConfig, TokenizerKind
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.arrays import (
+    VERSION,
+    TokenArrays,
+    TokenWriter,
+    is_token_arrays,
+    new_directory,
+    open_token_arrays,
+)
+from jaxinfra.data.pretokenized import open_pretokenized
+from jaxinfra.data.sources import Source, scan
+from jaxinfra.data.split import Split, require_both_sides
+from jaxinfra.data.tokenizer import (
+    BPE_PATTERN,
+    Tokenizer,
+    bytes_tokenizer,
+    split_at_lines,
+    train_bpe,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_BPE_SAMPLE_BYTES = 10_000_000
+_BPE_PIECE_CHARS = 1 << 16
+_ENCODE_CHARS = 1 << 22  # text encoded at a time
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Tokenized documents, each on exactly one side of the split."""
+
+    tokenizer: Tokenizer
+    train: TokenArrays
+    heldout: TokenArrays
+    heldout_names: tuple[str, ...]
+    heldout_text: Path | None  # the held-out documents' bytes, one after another, where kept
+
+    def heldout_documents(self) -> list[bytes]:
+        """The held-out texts in UTF-8; of pre-tokenized arrays, what their tokens decode to."""
+        if self.heldout_text is None:
+            documents = (self.heldout.document(i) for i in range(self.heldout.num_documents))
+            return [self.tokenizer.decode(tokens).encode() for tokens in documents]
+        data = self.heldout_text.read_bytes()
+        bounds = [0, *itertools.accumulate(self.heldout.document_bytes.tolist())]
+        return [data[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def open_corpus(
+    config: DataConfig, *, vocab_size: int, cache_dir: Path, tokenizer: Tokenizer | None = None
+) -> Corpus:
+    """Opens the corpus that ``config`` describes, from the cache where it has been seen.
+
+    ``vocab_size`` is the model's; byte-level BPE is trained to that size, on every k-th stretch of
+    65,536 characters of the training documents, k such that about 10 MB are used. A ``tokenizer``
+    given (a checkpoint's) is used instead of making one. What is cached is keyed by names, sizes
+    and modification times of the files, the split, and the tokenizer.
+    """
+    if is_token_arrays(Path(config.source).expanduser()):
+        saved, train, heldout, names = open_pretokenized(
+            config, vocab_size=vocab_size, tokenizer=tokenizer
+        )
+        return Corpus(
+            tokenizer=saved, train=train, heldout=heldout, heldout_names=names, heldout_text=None
+        )
+    split = Split(
+        source=scan(config.source),
+        heldout_source=None if config.heldout_source is None else _scan_heldout(config),
+        config=config,
+    )
+    split.check_names()
+    if tokenizer is None:
+        tokenizer = _make_tokenizer(split, vocab_size=vocab_size, cache_dir=cache_dir)
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; "
+            "raise the model's to at least the tokenizer's, or use a smaller tokenizer"
+        )
+    key = _key(split.identity(), tokenizer.fingerprint)
+    return _cached_corpus(cache_dir / "corpora" / key, split, tokenizer)
+
+
+def _scan_heldout(config: DataConfig) -> Source:
+    spec = str(config.heldout_source)
+    if is_token_arrays(Path(spec).expanduser()):
+        raise DataError(
+            f"heldout_source {spec!r} holds token arrays and source {config.source!r} text; "
+            "both must be text, or both token arrays"
+        )
+    return scan(spec)
+
+
+def _make_tokenizer(split: Split, *, vocab_size: int, cache_dir: Path) -> Tokenizer:
+    config = split.config.tokenizer
+    if config.kind is TokenizerKind.BYTES:
+        return bytes_tokenizer()
+    if config.path is not None:
+        return Tokenizer.load(Path(config.path).expanduser())
+    key = _key(split.identity(), vocab_size, BPE_PATTERN, tokenizers.__version__)
+    directory = cache_dir / "tokenizers" / key
+    if not (directory / "tokenizer.json").is_file():
+        trained = train_bpe(_bpe_sample(split), vocab_size=vocab_size)
+        with new_directory(directory) as unfinished:
+            trained.save(unfinished / "tokenizer.json")
+    return Tokenizer.load(directory / "tokenizer.json")
+
+
+def _bpe_sample(split: Split) -> Iterator[str]:
+    total_bytes = sum(size for _, size, _ in split.source.listing())
+    pieces = (
+        piece
+        for text in split.train_texts()
+        for piece in split_at_lines(text, limit=_BPE_PIECE_CHARS)
+    )
+    every = max(1, -(-total_bytes // _BPE_SAMPLE_BYTES))
+    num_chars = 0
+    for piece in itertools.islice(pieces, 0, None, every):
+        yield piece
+        num_chars += len(piece)
+        if num_chars > 2 * _BPE_SAMPLE_BYTES:
+            return  # Compressed files hold more than their size told.
+
+
+def _cached_corpus(directory: Path, split: Split, tokenizer: Tokenizer) -> Corpus:
+    if directory.is_dir():
+        try:
+            return _open_cached(directory, tokenizer)
+        except DataError as error:
+            _LOG.warning("cached corpus is made anew: %s", error)
+            shutil.rmtree(directory)
+    with new_directory(directory) as unfinished:
+        _tokenize(split, tokenizer, unfinished)
+    return _open_cached(directory, tokenizer)
+
+
+def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
+    heldout = open_token_arrays(directory / "heldout")
+    text_path = directory / "heldout.txt"
+    try:
+        names = tuple(json.loads((directory / "heldout_names.json").read_text()))
+        num_bytes = text_path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise DataError(f"{directory}: cannot be read ({error}); remove it") from error
+    if num_bytes != heldout.num_bytes or len(names) != heldout.num_documents:
+        raise DataError(
+            f"{directory}: heldout.txt has {num_bytes} of {heldout.num_bytes} bytes, and there are "
+            f"{len(names)} names for {heldout.num_documents} documents; remove it"
+        )
+    return Corpus(
+        tokenizer=tokenizer,
+        train=open_token_arrays(directory / "train"),
+        heldout=heldout,
+        heldout_names=names,
+        heldout_text=text_path,
+    )
+
+
+def _tokenize(split: Split, tokenizer: Tokenizer, directory: Path) -> None:
+    heldout_names: list[str] = []
+    num_train = 0
+    with contextlib.ExitStack() as stack:
+        text_file = stack.enter_context((directory / "heldout.txt").open("wb"))
+        train = stack.enter_context(_Side(directory / "train", tokenizer))
+        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer))
+        for document, is_heldout in split.documents():
+            if is_heldout:
+                heldout_names.append(document.name)
+                text_file.write(document.text.encode())
+                heldout.add(document.text)
+            else:
+                num_train += 1
+                train.add(document.text)
+        require_both_sides(split.config, num_train=num_train, num_heldout=len(heldout_names))
+        train.finish()
+        heldout.finish()
+    (directory / "heldout_names.json").write_text(json.dumps(heldout_names))
+
+
+@final
+class _Side:
+    """Encodes texts in batches into token arrays."""
+
+    def __init__(self, directory: Path, tokenizer: Tokenizer):
+        directory.mkdir()
+        self._tokenizer = tokenizer
+        self._writer = TokenWriter(
+            directory,
+            vocab_size=tokenizer.vocab_size,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+        )
+        self._pending: list[str] = []
+        self._num_chars = 0
+
+    def __enter__(self) -> "_Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def add(self, text: str) -> None:
+        self._pending.append(text)
+        self._num_chars += len(text)
+        if self._num_chars >= _ENCODE_CHARS:
+            self._encode()
+
+    def finish(self) -> None:
+        self._encode()
+        self._writer.finish()
+
+    def _encode(self) -> None:
+        for text, ids in zip(
+            self._pending, self._tokenizer.encode_batch(self._pending), strict=True
+        ):
+            self._writer.append(ids, num_bytes=len(text.encode()))
+        self._pending, self._num_chars = [], 0
+
+
+def _key(*parts: object) -> str:
+    identity = json.dumps(["jaxinfra-corpus", VERSION, *parts])
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]

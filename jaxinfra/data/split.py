@@ -1,0 +1,83 @@
+"""Train or held-out, document by document."""
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Iterator
+from typing import Any, final
+
+from jaxinfra.config.data import STDLIB, DataConfig
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.readers import Document, holds_one_document
+from jaxinfra.data.sources import Source
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """A corpus' documents, each on one side: by its source, or by the hash of its name."""
+
+    source: Source
+    heldout_source: Source | None
+    config: DataConfig
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that change whenever the documents or their sides might."""
+        sources = [self.source, *([self.heldout_source] if self.heldout_source else [])]
+        return {
+            "sources": [[str(source.root), source.listing()] for source in sources],
+            "python": sys.version if STDLIB in {source.spec for source in sources} else None,
+            "text_field": self.config.text_field,
+            "fraction": None if self.heldout_source else self.config.heldout_fraction,
+        }
+
+    def check_names(self) -> None:
+        """Raises DataError before any file is read, where names alone leave a side empty."""
+        names = self.source.names
+        if self.heldout_source is None and all(holds_one_document(name) for name in names):
+            num_heldout = sum(self._is_heldout(name) for name in names)
+            require_both_sides(
+                self.config, num_train=len(names) - num_heldout, num_heldout=num_heldout
+            )
+
+    def documents(self) -> Iterator[tuple[Document, bool]]:
+        """Every document, and whether it is held out."""
+        for document in self.source.documents(text_field=self.config.text_field):
+            yield document, self._is_heldout(document.name)
+        if self.heldout_source is not None:
+            for document in self.heldout_source.documents(text_field=self.config.text_field):
+                yield document, True
+
+    def train_texts(self) -> Iterator[str]:
+        """The training side alone."""
+        for document in self.source.documents(text_field=self.config.text_field):
+            if not self._is_heldout(document.name):
+                yield document.text
+
+    def _is_heldout(self, name: str) -> bool:
+        return self.heldout_source is None and name_hash(name) < self.config.heldout_fraction
+
+
+def name_hash(name: str) -> float:
+    """A number in [0, 1) by which a document falls on a side of the split.
+
+    It is held out if this is below ``heldout_fraction``: about that part of all documents is, and
+    none changes side when others come or go.
+    """
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / (1 << 48)
+
+
+def require_both_sides(config: DataConfig, *, num_train: int, num_heldout: int) -> None:
+    """Raises DataError, with what would help, if a side of the split has no document."""
+    if num_train and num_heldout:
+        return
+    num_documents = num_train + num_heldout
+    if not num_documents or config.heldout_source is not None:
+        empty = config.heldout_source if num_train else config.source
+        raise DataError(f"data source {empty!r}: no text in it; every document is empty")
+    side = "held out" if num_train else "trained on"
+    raise DataError(
+        f"none of the {num_documents} documents in {config.source!r} is {side} at "
+        f"heldout_fraction={config.heldout_fraction} (a document goes by the hash of its name): "
+        "change the fraction, add documents, or name a heldout_source of its own"
+    )
