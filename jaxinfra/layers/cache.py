@@ -1,6 +1,6 @@
-"""The key/value cache of one attention layer.
+"""The key/value cache of one attention layer, and of layers stacked.
 
-Dims: B batch, S cache slot (= position), K key/value heads, H head width.
+Dims: B batch, S cache slot (= position), K key/value heads, H head width, L layers.
 """
 
 import dataclasses
@@ -31,3 +31,19 @@ class LayerCache:
             return cache.at[rows_B1, positions_BT].set(new.astype(cache.dtype), mode="drop")
 
         return LayerCache(k_BSKH=put(self.k_BSKH, k_BTKH), v_BSKH=put(self.v_BSKH, v_BTKH))
+
+
+def read_layer(stacked: LayerCache, index: jax.Array) -> LayerCache:
+    """One layer of a cache with a leading L dim."""
+    return jax.tree.map(
+        lambda x_LBSKH: jax.lax.dynamic_index_in_dim(x_LBSKH, index, keepdims=False), stacked
+    )
+
+
+def write_layer(stacked: LayerCache, layer: LayerCache, index: jax.Array) -> LayerCache:
+    """The stacked cache with one layer replaced, in place where its buffer may be reused."""
+    return jax.tree.map(
+        lambda x_LBSKH, new_BSKH: jax.lax.dynamic_update_index_in_dim(x_LBSKH, new_BSKH, index, 0),
+        stacked,
+        layer,
+    )

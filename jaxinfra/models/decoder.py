@@ -16,7 +16,7 @@ from jaxinfra.config.model import BlockConfig, ModelConfig, RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core import axes
 from jaxinfra.layers.block import Block
-from jaxinfra.layers.cache import LayerCache
+from jaxinfra.layers.cache import LayerCache, read_layer, write_layer
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
@@ -123,8 +123,11 @@ class Decoder(nnx.Module):
             positions: of the new tokens; each row counts for itself.
             prefill: the cache is empty and rows start at position 0.
         """
-        hidden_BTD, cache = self._run(token_ids, positions=positions, cache=cache, prefill=prefill)
-        return hidden_BTD, cache
+        hidden_BTD, written = self._run(
+            token_ids, positions=positions, cache=cache, prefill=prefill
+        )
+        assert written is not None
+        return hidden_BTD, written
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
         """A zero cache of ``num_slots`` positions in the compute dtype."""
@@ -167,7 +170,7 @@ class Decoder(nnx.Module):
         cache: KVCache | None = None,
         prefill: bool = False,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache]:
+    ) -> tuple[jax.Array, KVCache | None]:
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1])[None], ids_BT.shape)
         embed_key, blocks_key = (
@@ -184,8 +187,11 @@ class Decoder(nnx.Module):
                 blocks_key, (self.config.num_groups, len(self.config.blocks))
             )
 
-        def repetition(x_BTD: jax.Array, layer):
-            parameters, caches, keys = layer
+        # The cache is carried, not scanned over: the loop then works in the one buffer, where a
+        # scan would read the whole cache from one and write it to another.
+        def repetition(carry: tuple[jax.Array, KVCache | None], layer):
+            x_BTD, cache = carry
+            index, parameters, keys = layer
             written = []
             for i, (graphdef, rope) in enumerate(zip(graphdefs, ropes, strict=True)):
                 block = nnx.merge(graphdef, parameters[i])
@@ -194,16 +200,20 @@ class Decoder(nnx.Module):
                     rope=rope,
                     positions_BT=positions,
                     segment_ids_BT=segment_ids,
-                    cache=None if caches is None else caches[i],
+                    cache=None if cache is None else read_layer(cache[i], index),
                     prefill=prefill,
                     dropout_key=None if keys is None else keys[i],
                 )
-                written.append(layer_cache)
-            return x_BTD, None if caches is None else tuple(written)
+                if cache is not None:
+                    written.append(write_layer(cache[i], layer_cache, index))
+            return (x_BTD, None if cache is None else tuple(written)), None
 
+        indices = None if cache is None else jnp.arange(self.config.num_groups)
         with jax.named_scope("layer"):
-            x_BTD, cache = jax.lax.scan(
-                self._rematerialized(repetition), x_BTD, (parameters, cache, layer_keys)
+            (x_BTD, cache), _ = jax.lax.scan(
+                self._rematerialized(repetition),
+                (x_BTD, cache),
+                (indices, parameters, layer_keys),
             )
         with jax.named_scope("final_norm"):
             return self.final_norm(x_BTD), cache
