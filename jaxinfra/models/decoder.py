@@ -141,8 +141,9 @@ class Decoder(nnx.Module):
                 attention.num_kv_heads,
                 attention.head_dim,
             )
-            zeros = jnp.zeros(shape, self.execution.policy.compute)
-            caches.append(LayerCache(k_BSKH=zeros, v_BSKH=zeros))
+            # Two buffers: one alone could not be donated for both.
+            k_LBSKH, v_LBSKH = (jnp.zeros(shape, self.execution.policy.compute) for _ in range(2))
+            caches.append(LayerCache(k_BSKH=k_LBSKH, v_BSKH=v_LBSKH))
         return tuple(caches)
 
     @property

@@ -1,0 +1,64 @@
+"""``jaxinfra generate RUN --prompt TEXT``: text from a trained model, as it is drawn."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.serving.generate import generate_text
+from jaxinfra.serving.load import load_run
+from jaxinfra.serving.sampling import SamplingConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="draw from the K most likely tokens only"
+    )
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the fewest tokens that make up P only"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
+        "--policy",
+        choices=[name.value for name in PolicyName],
+        help="compute dtype; by default the one the run was trained with",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="a certain checkpoint; by default the newest"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Streams the continuation to standard output, its speed to standard error."""
+    started = time.perf_counter()
+    sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    policy = None if args.policy is None else PolicyName(args.policy)
+    model = load_run(args.run, policy=policy, step=args.step)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    num_tokens, first = 0, started
+    for piece in generate_text(
+        model, prompt, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed
+    ):
+        num_tokens += 1
+        if num_tokens == 1:
+            first = time.perf_counter()
+        print(piece.text, end="", flush=True)
+    rest_s = time.perf_counter() - first
+    print()
+    speed = f", then {(num_tokens - 1) / rest_s:.1f} tokens/s" if num_tokens > 1 else ""
+    print(
+        f"{num_tokens} tokens of step {model.step}: the first after {first - started:.1f} s "
+        f"(loading and compiling){speed}",
+        file=sys.stderr,
+    )
+    return 0

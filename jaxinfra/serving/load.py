@@ -1,0 +1,127 @@
+"""A trained model from its run directory: config.json, tokenizer.json and checkpoints/."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+
+from jaxinfra import checkpoint
+from jaxinfra.config import codec
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.decoder import Decoder
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.numerics.policy import POLICIES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model as trained for ``step`` steps, with the tokenizer that its tokens are of."""
+
+    definition: ModelDefinition
+    parameters: Parameters
+    tokenizer: Tokenizer
+    config: RunConfig
+    step: int
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model with its parameters."""
+        return self.definition.bind(self.parameters)
+
+
+def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
+    """A trained decoder: ``model(token_ids)`` maps int [B, T] to float32 logits [B, T, V].
+
+    Args:
+        path: a run directory.
+        dtype: of the operands of matmuls: "float32", "bfloat16" or "float16". Parameters stay
+            float32, and so do sums, norms, softmax and logits.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: ``path`` is no run, or one that is not whole.
+    """
+    policies = {policy.compute.name: name for name, policy in POLICIES.items()}
+    if dtype not in policies:
+        raise ConfigError(f"unknown dtype {dtype!r}{nearest(str(dtype), policies)}")
+    return load_run(Path(path), policy=policies[dtype]).decoder
+
+
+def load_run(
+    path: Path, *, policy: PolicyName | None = None, step: int | None = None
+) -> LoadedModel:
+    """Reads the newest good checkpoint of a run, its parameters only, onto the first device.
+
+    The run may still be training; nothing in it is changed. Attention is chosen for this device,
+    not as the run was trained.
+
+    Args:
+        policy: numeric policy; None: the one trained with.
+        step: a certain checkpoint.
+    """
+    config = _read_config(path)
+    tokenizer = _read_tokenizer(path)
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
+            f"{config.model.vocab_size}; restore the tokenizer that the run was trained with"
+        )
+    execution = Execution(policy=POLICIES[policy or config.precision.policy])
+    definition = define_model(config.model, execution)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+        definition.shapes,
+    )
+    checkpoints = path / "checkpoints"
+    if not checkpoints.is_dir():
+        raise CheckpointError(
+            f"{path} has no checkpoints/: the run ended before its first one; train it further"
+        )
+    # The name of the field of the training state; what else is in there is not read.
+    restored = checkpoint.load(checkpoints, {"parameters": placed}, step=step)
+    return LoadedModel(
+        definition=definition,
+        parameters=restored.state["parameters"],
+        tokenizer=tokenizer,
+        config=config,
+        step=restored.step,
+    )
+
+
+def _read_config(path: Path) -> RunConfig:
+    file = path / "config.json"
+    if not file.is_file():
+        found = "has no config.json" if path.is_dir() else "is not a directory"
+        raise ConfigError(
+            f"{path} {found}; name a run directory, one that `jaxinfra train` has written"
+        )
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds a {type(values).__name__}, not a run's config")
+    if "model_type" in values:
+        raise ConfigError(
+            f"{file} is of a Hugging Face model, which this version does not load; "
+            "name a run directory"
+        )
+    try:
+        return codec.from_dict(RunConfig, values)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{path} has no tokenizer.json; without it text and tokens cannot be converted: "
+            "copy it from where the run was trained"
+        )
+    return Tokenizer.load(file)
