@@ -11,6 +11,11 @@ from jaxinfra.core.errors import DataError
 from jaxinfra.data.readers import Document, holds_one_document
 from jaxinfra.data.sources import Source
 
+# Of four prefixes tried ("" among them) the one whose largest held-out file of the standard library
+# is the smallest share: 17% of the bytes. Without one, a generated file (pydoc_data/topics.py)
+# would be half of them, and every held-out figure mostly a figure of that file.
+_SALT = "jaxinfra/"
+
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +69,7 @@ def name_hash(name: str) -> float:
     It is held out if this is below ``heldout_fraction``: about that part of all documents is, and
     none changes side when others come or go.
     """
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / (1 << 48)
+    return int.from_bytes(hashlib.sha256(f"{_SALT}{name}".encode()).digest()[:6], "big") / (1 << 48)
 
 
 def require_both_sides(config: DataConfig, *, num_train: int, num_heldout: int) -> None:
