@@ -92,8 +92,8 @@ def _handler() -> ocp.PyTreeCheckpointHandler:
 def _detached(leaf: jax.Array) -> jax.Array:
     """An array that shares no memory with one the caller is about to donate.
 
-    On CPU Orbax's host copy is a view of the device buffer. JAX 0.11 then leaves the buffer alone
-    and copies in the donating program instead; nothing promises that it always will.
+    On CPU Orbax's host copy is a view of the device buffer. JAX 0.11 does not donate a buffer that
+    has a view: the step after a save would hold two states. Nor is it promised to notice the view.
     """
     if any(device.platform == "cpu" for device in leaf.sharding.device_set):
         return jax.block_until_ready(jnp.copy(leaf))

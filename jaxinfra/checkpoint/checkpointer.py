@@ -117,6 +117,7 @@ class Checkpointer:
         )
         processes.on_first(target.prepare)
         self._in_flight = Save(target, flat, record)
+        self._in_flight.wait_until_copied()
 
     def wait(self) -> None:
         """Blocks until the save in flight is committed; raises CheckpointError if one failed."""

@@ -57,7 +57,7 @@ class Target:
 
 
 class Save:
-    """A save in flight. Constructed, it has copied the arrays to the host."""
+    """A save in flight from the moment it is constructed."""
 
     def __init__(self, target: Target, flat: Mapping[str, jax.Array], record: bytes) -> None:
         self._target, self._record = target, record
@@ -67,6 +67,9 @@ class Save:
         # The whole save runs there, so that no event loop or mesh of the caller gets in its way.
         self._thread = threading.Thread(target=self._run, name=f"save step {target.step}")
         self._thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Returns when the arrays are on the host: from then on their buffers may be donated."""
         self._copied.wait()
 
     def join(self) -> CheckpointError | None:
@@ -127,10 +130,10 @@ def failed(target: Target, error: Exception) -> CheckpointError:
     # TensorStore puts the number among a page of its own state; the exception's cause has it all.
     in_text = re.search(r"os_error_code='(\d+)'", str(error))
     code = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
-    cause = os.strerror(code) if code else str(error).partition(" [")[0].strip().removesuffix(".")
+    cause = os.strerror(code) if code else re.sub(r" \[\w+='.*", "", str(error), flags=re.DOTALL)
     full = code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = " Free some space there, or keep fewer checkpoints." if full else ""
     return CheckpointError(
-        f"step {target.step} was not saved to {target.final}: {cause}. Earlier checkpoints are "
-        f"untouched and training can go on.{remedy}"
+        f"step {target.step} was not saved to {target.final}: {cause.rstrip('. ')}. "
+        f"Earlier checkpoints are untouched and training can go on.{remedy}"
     )
