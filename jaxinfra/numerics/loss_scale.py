@@ -10,20 +10,22 @@ from jaxinfra.config.precision import LossScaling, PrecisionConfig
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LossScale:
+class LossScale[Leaf]:
     """The factor on the loss, and how long it has served without an overflow."""
 
-    value: jax.Array  # float32 []
-    finite_steps: jax.Array  # int32 [], since the last change
+    value: Leaf  # float32 []
+    finite_steps: Leaf  # int32 [], since the last change
 
 
-def initial_loss_scale(config: PrecisionConfig) -> LossScale:
+def initial_loss_scale(config: PrecisionConfig) -> LossScale[jax.Array]:
     """1 without scaling, else the configured start."""
     value = 1.0 if config.loss_scaling is LossScaling.NONE else config.initial_loss_scale
     return LossScale(value=jnp.float32(value), finite_steps=jnp.int32(0))
 
 
-def next_loss_scale(scale: LossScale, *, finite: jax.Array, config: PrecisionConfig) -> LossScale:
+def next_loss_scale(
+    scale: LossScale[jax.Array], *, finite: jax.Array, config: PrecisionConfig
+) -> LossScale[jax.Array]:
     """Dynamic: halves after a non-finite step (not under 1), doubles after ``growth_interval``
     finite ones. Static scales never change.
     """

@@ -15,7 +15,7 @@ from jaxinfra.config.model import AttentionConfig
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.einsum import mixed_einsum
-from pallas_kernels.flash_attention.api import LSE_NAME, OUT_NAME
+from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 
 def attention(

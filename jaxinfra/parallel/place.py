@@ -26,20 +26,21 @@ class Placement:
 
     def spec(self, dims: Dims) -> PartitionSpec:
         """The partition of a tensor with these dims; axes of size 1 are left out."""
-        entries = []
-        used: set[str] = set()
-        for dim in dims:
-            names = tuple(
-                str(axis) for axis in self.rules.get(dim or "", ()) if self.mesh.shape[axis] > 1
+        sharded = [self.axes(dim) for dim in dims]
+        names = [name for axes in sharded for name in axes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"dims {dims} would be sharded twice over {twice}; "
+                "a mesh axis may shard one dim of a tensor"
             )
-            if used & set(names):
-                raise ConfigError(
-                    f"dims {dims} would be sharded twice over {sorted(used & set(names))}; "
-                    "a mesh axis may shard one dim of a tensor"
-                )
-            used |= set(names)
-            entries.append(names or None)
-        return PartitionSpec(*entries)
+        return PartitionSpec(*(axes or None for axes in sharded))
+
+    def axes(self, dim: str | None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that shard this dim."""
+        return tuple(
+            str(axis) for axis in self.rules.get(dim or "", ()) if self.mesh.shape[axis] > 1
+        )
 
     def sharding(self, dims: Dims) -> NamedSharding:
         """``spec`` on this mesh."""
@@ -59,15 +60,15 @@ class Placement:
         """Shardings of all parameters; raises ConfigError where a dim does not divide."""
 
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
-            sharding = self.sharding(leaf.dims)
-            for size, dim, names in zip(shape.shape, leaf.dims, sharding.spec, strict=True):
-                shards = math.prod(self.mesh.shape[axis] for axis in names or ())
+            for size, dim in zip(shape.shape, leaf.dims, strict=True):
+                names = self.axes(dim)
+                shards = math.prod(self.mesh.shape[axis] for axis in names)
                 if size % shards:
                     raise ConfigError(
                         f"parameter {path_name(path)}: dim {dim}={size} does not divide over "
                         f"{' x '.join(names)} = {shards} devices; choose sizes that do"
                     )
-            return sharding
+            return self.sharding(leaf.dims)
 
         return jax.tree_util.tree_map_with_path(place, model.shapes, model.dims)
 
@@ -76,7 +77,7 @@ class Placement:
     ) -> optax.OptState:
         """Shardings of the optimizer's state: moments as their parameters, counters replicated."""
         return optax.tree_utils.tree_map_params(
-            optimizer,
+            optimizer.init,
             lambda _, sharding: sharding,
             jax.eval_shape(optimizer.init, model.shapes),
             self.parameters(model),

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.models.definition import ModelDefinition, Parameters
@@ -14,16 +15,19 @@ from jaxinfra.parallel.place import Placement
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TrainState:
-    """Parameters, optimizer and counters after ``step`` batches."""
+class TrainState[Leaf]:
+    """Parameters, optimizer and counters after ``step`` batches, or something for each of them."""
 
-    step: jax.Array  # int32 [], batches consumed
-    skipped: jax.Array  # int32 [], of them not applied because not finite
-    skipped_in_a_row: jax.Array  # int32 []
+    step: Leaf  # int32 [], batches consumed
+    skipped: Leaf  # int32 [], of them not applied because not finite
+    skipped_in_a_row: Leaf  # int32 []
     parameters: Parameters
     optimizer: optax.OptState
-    loss_scale: LossScale
-    rng: jax.Array  # uint32 [2], key data; a step's keys are folded from it and ``step``
+    loss_scale: LossScale[Leaf]
+    rng: Leaf  # uint32 [2], key data; a step's keys are folded from it and ``step``
+
+
+type State = TrainState[jax.Array]
 
 
 def initial_state(
@@ -32,7 +36,7 @@ def initial_state(
     *,
     precision: PrecisionConfig,
     seed: int,
-) -> TrainState:
+) -> State:
     """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings."""
     init_key, rng = jax.random.split(jax.random.key(seed))
     parameters = model.initialize(init_key)
@@ -50,7 +54,7 @@ def initial_state(
 
 def state_shardings(
     model: ModelDefinition, optimizer: optax.GradientTransformation, placement: Placement
-) -> TrainState:
+) -> TrainState[NamedSharding]:
     """A TrainState of shardings: moments lie as their parameters, scalars everywhere."""
     whole = placement.replicated
     return TrainState(

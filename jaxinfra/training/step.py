@@ -16,7 +16,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
-from jaxinfra.training.state import TrainState
+from jaxinfra.training.state import State, TrainState
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class StepMetrics:
     skipped_in_a_row: jax.Array
 
 
-type TrainStep = Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+type TrainStep = Callable[[State, Batch], tuple[State, StepMetrics]]
 
 
 def batch_loss(
@@ -81,7 +81,7 @@ def make_train_step(
     drops_out = model.config.dropout_rate > 0.0
 
     def gradient(
-        state: TrainState, batch: Batch, key: jax.Array, num_targets: jax.Array
+        state: State, batch: Batch, key: jax.Array, num_targets: jax.Array
     ) -> tuple[jax.Array, Parameters]:
         """Mean nll and the loss-scaled gradient of this part of the batch."""
 
@@ -99,7 +99,7 @@ def make_train_step(
         return loss, gradients
 
     def accumulated(
-        state: TrainState, batch: Batch, key: jax.Array, num_targets: jax.Array
+        state: State, batch: Batch, key: jax.Array, num_targets: jax.Array
     ) -> tuple[jax.Array, Parameters]:
         if training.accumulation == 1:
             return gradient(state, batch, key, num_targets)
@@ -113,7 +113,7 @@ def make_train_step(
         micro_batches = split_batch(batch, training.accumulation)
         return jax.lax.scan(add, zeros, (micro_batches, keys))[0]
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         num_targets = jnp.maximum(jnp.sum(batch.weights), 1.0)
         loss, gradients = accumulated(state, batch, key, num_targets)

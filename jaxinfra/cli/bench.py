@@ -1,0 +1,43 @@
+"""Benchmarks: ours beside the alternatives, in one process.
+
+    jaxinfra bench step --preset llama32_1b
+    jaxinfra bench attention
+
+They live in the source tree's ``experiments/bench``, beside the baselines they compare with, and
+run from a clone.
+"""
+
+import argparse
+import importlib.util
+import runpy
+import sys
+
+from jaxinfra.core.errors import ConfigError, nearest
+
+BENCHMARKS = {
+    "step": "a training step, beside the same step in plain JAX",
+    "attention": "flash attention forward and backward, beside cuDNN",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options; what follows the benchmark's name is its own."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    parser.add_argument("what", help=known)
+    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the benchmark's module as a program."""
+    if args.what not in BENCHMARKS:
+        raise ConfigError(f"unknown benchmark {args.what!r}{nearest(args.what, BENCHMARKS)}")
+    module = f"experiments.bench.{args.what}"
+    if importlib.util.find_spec("experiments") is None:
+        raise ConfigError(
+            f"benchmark {args.what!r} is not installed: benchmarks and their baselines are in the "
+            "source tree; run it from a clone's top directory"
+        )
+    sys.argv = [module, *args.options]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return 0

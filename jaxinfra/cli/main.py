@@ -1,0 +1,80 @@
+"""The command line: parse, call one function, print. Errors are one line and a non-zero exit.
+
+Exit codes: 0 done; 1 an error, said in one line; 2 wrong usage; 75 asked to stop, saved, resumable.
+"""
+
+import argparse
+import errno
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, override
+
+from jaxinfra.core.errors import JaxinfraError, nearest
+
+COMMANDS = {
+    "train": "train a model, or continue a run",
+    "generate": "sample from a run",
+    "evaluate": "loss, perplexity and bits per byte on held-out text",
+    "bench": "ours beside the alternatives, in one process",
+}
+"""Name to help; the module of the same name in this package is imported when it is called."""
+
+_FULL_OR_FORBIDDEN = {
+    errno.ENOSPC: "free space there, or name another directory",
+    errno.EDQUOT: "free space there, or name another directory",
+    errno.EROFS: "name a directory that can be written",
+    errno.EACCES: "name a directory that can be written",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one-line errors that name the nearest option."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        unknown = "unrecognized arguments: "
+        if message.startswith(unknown):
+            name = message.removeprefix(unknown).split()[0].split("=")[0]
+            options = [text for action in self._actions for text in action.option_strings]
+            message = f"unknown option {name!r}{nearest(name, options)}"
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _print_help()
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"jaxinfra: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    command = importlib.import_module(f"jaxinfra.cli.{name}")
+    parser = _Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
+    command.add_arguments(parser)
+    try:
+        return command.run(parser.parse_args(rest))
+    except JaxinfraError as error:
+        print(f"jaxinfra {name}: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away; there is nobody to tell
+    except OSError as error:
+        if error.errno not in _FULL_OR_FORBIDDEN:
+            raise
+        remedy = _FULL_OR_FORBIDDEN[error.errno]
+        where = error.filename or "the run directory's disk"
+        print(f"jaxinfra {name}: {error.strerror}: {where}; {remedy}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"jaxinfra {name}: interrupted", file=sys.stderr)
+        return 130
+    return 1
+
+
+def _print_help() -> None:
+    print("usage: jaxinfra COMMAND ...   (jaxinfra COMMAND --help says more)\n")
+    for name, text in COMMANDS.items():
+        print(f"  {name:10s} {text}")

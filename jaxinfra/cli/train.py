@@ -1,0 +1,132 @@
+"""Train a model, or continue a run.
+
+jaxinfra train                                    the tiny preset on the standard library's source
+jaxinfra train small --data /texts --mesh fsdp=8
+jaxinfra train --resume runs/small-1
+jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
+"""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+
+from jaxinfra.config import codec
+from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.presets import run_preset
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.generate import generate_text
+from jaxinfra.serving.load import load_run
+from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.training.loop import train
+from jaxinfra.training.profile import parse_profile_range
+from jaxinfra.training.run_directory import RunDirectory
+from jaxinfra.training.stop import RESUMABLE_EXIT
+
+_SAMPLE_PROMPT = "def "
+
+# Option to the setting it is short for.
+_SHORTHANDS = {
+    "steps": "training.steps",
+    "batch_size": "training.batch_size",
+    "sequence_length": "training.sequence_length",
+    "accumulation": "training.accumulation",
+    "remat": "training.remat",
+    "attention": "training.attention",
+    "seed": "training.seed",
+    "evaluate_every": "training.evaluate_every",
+    "learning_rate": "optimizer.learning_rate",
+    "policy": "precision.policy",
+    "data": "data.source",
+    "checkpoint_every": "checkpoint.every",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("preset", nargs="?", help="a preset's name; tiny by default")
+    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="new run directory (runs/PRESET-N)")
+    parser.add_argument("--mesh", metavar="AXES", help="such as fsdp=4,tensor=2")
+    for option, path in _SHORTHANDS.items():
+        parser.add_argument(f"--{option.replace('_', '-')}", metavar="X", help=f"sets {path}")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="any setting of config.json, such as optimizer.clip_norm=none",
+    )
+    parser.add_argument("--profile", metavar="START:STOP", help="trace these steps")
+    parser.add_argument("--cache", type=Path, help="tokenized corpora (default: user cache)")
+    parser.add_argument("--dry-run", action="store_true", help="print the config and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; prints the outcome, compressors' figures beside it, and a sample."""
+    resume = args.resume is not None
+    if resume and (args.preset or args.run):
+        raise ConfigError(
+            "--resume continues a run with its own config: give no preset and no --run"
+        )
+    config = (
+        RunDirectory(args.resume).read_config() if resume else run_preset(args.preset or "tiny")
+    )
+    config = _with_options(config, args)
+    if args.dry_run:
+        print(codec.to_json(config), end="")
+        return 0
+    profile = None if args.profile is None else parse_profile_range(args.profile)
+    directory = args.resume or args.run or _new_directory(args.preset or "tiny")
+    outcome = train(
+        config,
+        directory,
+        resume=resume,
+        cache_dir=args.cache or user_cache(),
+        profile=profile,
+    )
+    if outcome.summary is None:
+        return RESUMABLE_EXIT
+    _report(directory, outcome.summary)
+    return 0
+
+
+def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    settings = [
+        f"{path}={getattr(args, option)}"
+        for option, path in _SHORTHANDS.items()
+        if getattr(args, option) is not None
+    ]
+    config = codec.override(config, [*settings, *args.set])
+    if args.mesh is not None:
+        config = dataclasses.replace(config, mesh=parse_mesh(args.mesh))
+    return config
+
+
+def _new_directory(preset: str) -> Path:
+    number = 1
+    while (path := Path("runs") / f"{preset}-{number}").exists():
+        number += 1
+    return path
+
+
+def user_cache() -> Path:
+    """Where tokenized corpora are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
+
+
+def _report(directory: Path, summary: dict) -> None:
+    print(
+        f"\nheld-out text, bits per byte: this model {summary['heldout_bits_per_byte']:.3f}, "
+        f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
+        f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
+    )
+    sampling = SamplingConfig(temperature=0.8, top_p=0.95)
+    print(f"\nsample after {_SAMPLE_PROMPT!r}:\n")
+    pieces = generate_text(
+        load_run(directory), _SAMPLE_PROMPT, max_new_tokens=120, sampling=sampling, seed=0
+    )
+    print(_SAMPLE_PROMPT + "".join(pieces))
+    print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")

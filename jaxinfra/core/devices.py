@@ -1,0 +1,27 @@
+"""Published peaks of the devices that figures are given against (vendor datasheets, dense)."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DevicePeak:
+    """Ceilings of one device."""
+
+    bf16_flops: float  # dense tensor-core FLOP/s
+    hbm_bytes_per_s: float
+    hbm_bytes: int
+
+
+_PEAKS: dict[str, DevicePeak] = {
+    "A100-SXM4-80GB": DevicePeak(
+        bf16_flops=312e12, hbm_bytes_per_s=2.039e12, hbm_bytes=80 * 10**9
+    ),
+    "H100": DevicePeak(bf16_flops=989.4e12, hbm_bytes_per_s=3.35e12, hbm_bytes=80 * 10**9),
+    "H200": DevicePeak(bf16_flops=989.4e12, hbm_bytes_per_s=4.8e12, hbm_bytes=141 * 10**9),
+    "B200": DevicePeak(bf16_flops=2250e12, hbm_bytes_per_s=8.0e12, hbm_bytes=180 * 10**9),
+}
+
+
+def device_peak(device_kind: str) -> DevicePeak | None:
+    """Peaks of a JAX ``device_kind`` such as "NVIDIA H200"; None for a device not in the table."""
+    return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)

@@ -1,0 +1,34 @@
+"""Floating-point operations of a decoder, counted as multiply and add."""
+
+from jaxinfra.config.model import AttentionConfig, ModelConfig
+
+
+def mean_visible_keys(attention: AttentionConfig, *, sequence_length: int) -> float:
+    """Keys an average query of a whole document sees: T/2 causal, less under a window."""
+    length = sequence_length
+    if attention.window is None or attention.window >= length:
+        return length / 2
+    window = attention.window
+    return window - window * window / (2 * length)
+
+
+def training_flops_per_token(
+    config: ModelConfig, *, num_parameters: int, sequence_length: int
+) -> float:
+    """Forward and backward: 6 FLOPs a matmul parameter, and 12 a query-key-width triple.
+
+    Embedding rows are looked up, not multiplied, so an untied or a learned position table does not
+    count. Causal attention counts the keys that are seen, recomputation and packing do not count
+    (PaLM, arXiv 2204.02311, appendix B, with attention halved for causality).
+    """
+    lookups = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
+    if config.learned_positions:
+        lookups += config.max_positions * config.model_dim
+    core = sum(
+        12
+        * block.attention.num_q_heads
+        * block.attention.head_dim
+        * mean_visible_keys(block.attention, sequence_length=sequence_length)
+        for block in config.blocks
+    )
+    return 6.0 * (num_parameters - lookups) + core * config.num_groups

@@ -1,0 +1,79 @@
+"""Held-out loss of a saved run."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from jaxinfra.checkpoint.restoring import load
+from jaxinfra.config import codec
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
+from jaxinfra.data.corpus import open_corpus
+from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.training.evaluation import Evaluation, evaluate
+from jaxinfra.training.job import make_job
+from jaxinfra.training.run_directory import RunDirectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunEvaluation:
+    """A run's loss on a text, and what compressors make of the same text."""
+
+    step: int
+    evaluation: Evaluation
+    baseline: CompressionBaseline
+
+
+def evaluate_run(
+    directory: Path, *, mesh: MeshConfig, cache_dir: Path, source: str | None, step: int | None
+) -> RunEvaluation:
+    """Evaluates a checkpoint over every held-out token, once.
+
+    Args:
+        source: text to use instead of the run's own held-out documents, all of it.
+        step: of the checkpoint; the newest good one where None.
+    """
+    run = RunDirectory(directory)
+    config = dataclasses.replace(run.read_config(), mesh=mesh)
+    if not run.tokenizer_file.exists():
+        raise ConfigError(f"{directory} has no tokenizer.json: the run was stopped before it began")
+    data = config.data
+    if source is not None:
+        data = dataclasses.replace(data, heldout_source=source)
+    job = make_job(config)
+    corpus = open_corpus(
+        data,
+        vocab_size=config.model.vocab_size,
+        cache_dir=cache_dir,
+        tokenizer=Tokenizer.load(run.tokenizer_file),
+    )
+    restored = load(
+        run.checkpoints,
+        dataclasses.replace(
+            jax.tree.map(lambda _: None, job.abstract_state()),
+            parameters=job.abstract_state().parameters,
+        ),
+        step=step,
+        identity={"model": codec.to_dict(config.model)},
+    )
+    training = config.training
+    batches = heldout_batches(
+        corpus.heldout,
+        sequence_length=training.sequence_length,
+        batch_size=training.batch_size // training.accumulation,
+    )
+    result = evaluate(
+        job.evaluation_step,
+        restored.state.parameters,
+        batches,
+        corpus.heldout,
+        put=job.put,
+    )
+    return RunEvaluation(
+        step=restored.step,
+        evaluation=result,
+        baseline=compressed_bits_per_byte(corpus.heldout_documents()),
+    )

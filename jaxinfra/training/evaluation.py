@@ -1,0 +1,71 @@
+"""Held-out loss over every token of a text, once."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+
+from jaxinfra.data.arrays import TokenArrays
+from jaxinfra.data.batch import Batch
+from jaxinfra.models.definition import Parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Loss of a text."""
+
+    loss: float  # nats a token
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), a token."""
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total bits over the text's bytes: comparable across tokenizers and with compressors."""
+        return self.loss * self.num_tokens / math.log(2) / self.num_bytes
+
+
+class Interrupted(Exception):
+    """The evaluation was asked to stop before its end."""
+
+
+def evaluate(
+    step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]],
+    parameters: Parameters,
+    batches: Iterable[Batch],
+    arrays: TokenArrays,
+    *,
+    put: Callable[[Batch], Batch],
+    stop: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Sums nll over batches that together count each token of ``arrays`` once.
+
+    Args:
+        step: a jitted ``make_evaluation_step``.
+        put: moves a batch to the devices.
+        stop: asked between batches; raises Interrupted where it says so.
+    """
+    total, count = 0.0, 0.0
+    pending: list[tuple[jax.Array, jax.Array]] = []
+
+    def drain(keep: int) -> None:
+        nonlocal total, count
+        while len(pending) > keep:
+            nll, weight = pending.pop(0)
+            total += float(np.asarray(nll, np.float64))
+            count += float(weight)
+
+    for batch in batches:
+        if stop():
+            raise Interrupted
+        pending.append(step(parameters, put(batch)))
+        drain(keep=2)  # the host prepares the next batch while the device works
+    drain(keep=0)
+    assert round(count) == arrays.num_tokens, f"counted {count} of {arrays.num_tokens} tokens"
+    return Evaluation(loss=total / count, num_tokens=round(count), num_bytes=arrays.num_bytes)

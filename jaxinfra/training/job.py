@@ -1,0 +1,102 @@
+"""From a run's config to what the loop needs: placed, jitted, abstract; no parameter is drawn."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.data.batch import Batch
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.ops.attention import named_attention
+from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.optim.schedule import learning_rate
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.training.state import TrainState, initial_state, state_shardings
+from jaxinfra.training.step import TrainStep, make_evaluation_step, make_train_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run's functions on its mesh."""
+
+    config: RunConfig
+    model: ModelDefinition
+    optimizer: optax.GradientTransformation
+    placement: Placement
+    shardings: TrainState[NamedSharding]
+    train_step: TrainStep  # jitted; the state is donated
+    evaluation_step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]]  # jitted
+
+    def initialize(self) -> TrainState[jax.Array]:
+        """Draws the initial state directly onto the mesh."""
+        return jax.jit(self._initial, out_shardings=self.shardings)()
+
+    def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(self._initial),
+            self.shardings,
+        )
+
+    def _initial(self) -> TrainState[jax.Array]:
+        return initial_state(
+            self.model,
+            self.optimizer,
+            precision=self.config.precision,
+            seed=self.config.training.seed,
+        )
+
+    def put(self, batch: Batch) -> Batch:
+        """This process's rows, as part of a global batch on the mesh."""
+        sharding = self.placement.batch
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch
+        )
+
+
+def make_job(config: RunConfig) -> Job:
+    """Validates the config and builds its job; raises ConfigError where it cannot run here."""
+    validate(config)
+    training = config.training
+    placement = Placement(mesh=make_mesh(config.mesh))
+    execution = Execution(
+        policy=POLICIES[config.precision.policy],
+        attend=named_attention(training.attention),
+        constrain=placement.constraint(),
+        remat=training.remat,
+    )
+    model = define_model(config.model, execution)
+    optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
+    shardings = state_shardings(model, optimizer, placement)
+    step = make_train_step(
+        model,
+        optimizer,
+        learning_rate=learning_rate(config.optimizer, steps=training.steps),
+        training=training,
+        precision=config.precision,
+    )
+    whole, rows = placement.replicated, placement.batch
+    return Job(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        placement=placement,
+        shardings=shardings,
+        train_step=jax.jit(
+            step,
+            in_shardings=(shardings, rows),
+            out_shardings=(shardings, whole),
+            donate_argnums=0,
+        ),
+        evaluation_step=jax.jit(
+            make_evaluation_step(model), in_shardings=(shardings.parameters, rows)
+        ),
+    )

@@ -1,0 +1,51 @@
+"""Profiler traces of a range of steps."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from jaxinfra.core.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileRange:
+    """Steps [start, stop) to trace."""
+
+    start: int
+    stop: int
+
+
+def parse_profile_range(text: str) -> ProfileRange:
+    """Parses "10:13"."""
+    start, separator, stop = text.partition(":")
+    if not (separator and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+        raise ConfigError(f"--profile {text!r}: write START:STOP, whole steps with START < STOP")
+    return ProfileRange(start=int(start), stop=int(stop))
+
+
+class Profiler:
+    """Starts and stops XLA's profiler as steps go by; its trace opens in XProf or Perfetto."""
+
+    def __init__(self, steps: ProfileRange | None, directory: Path):
+        self._steps = steps
+        self._directory = directory
+        self._running = False
+
+    def before_step(self, step: int) -> None:
+        """Call before step number ``step`` (from 0) is dispatched."""
+        if self._steps is not None and step == self._steps.start:
+            jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True)
+            self._running = True
+
+    def after_step(self, step: int, result: jax.Array) -> None:
+        """Call after step number ``step`` was dispatched; waits for it where the range ends."""
+        if self._running and self._steps is not None and step + 1 >= self._steps.stop:
+            jax.block_until_ready(result)
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is running."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

@@ -1,0 +1,97 @@
+"""What a person sees while a run trains: a live panel on a terminal, plain lines elsewhere."""
+
+import dataclasses
+import sys
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """One moment of a run."""
+
+    step: int
+    steps: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    mfu: float | None
+    loss_scale: float
+    skipped: int
+    heldout_loss: float | None
+    remaining_s: float
+
+    def cells(self) -> list[tuple[str, str]]:
+        """Names and formatted values, in the order shown."""
+        cells = [
+            ("step", f"{self.step}/{self.steps}"),
+            ("loss", f"{self.loss:.4f}"),
+            ("grad norm", f"{self.gradient_norm:.3f}"),
+            ("lr", f"{self.learning_rate:.2e}"),
+            ("tokens/s", f"{self.tokens_per_s:,.0f}"),
+            ("MFU", "n/a" if self.mfu is None else f"{self.mfu:.1%}"),
+            ("left", duration(self.remaining_s)),
+        ]
+        if self.loss_scale != 1.0:
+            cells.append(("loss scale", f"{self.loss_scale:g}"))
+        if self.skipped:
+            cells.append(("skipped", str(self.skipped)))
+        if self.heldout_loss is not None:
+            cells.append(("held-out", f"{self.heldout_loss:.4f}"))
+        return cells
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1:02:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hour, minute = divmod(minutes, 60)
+    return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"
+
+
+class Progress:
+    """Shows statuses and messages.
+
+    Args:
+        every: steps between plain lines; a live panel is refreshed by each status.
+        quiet: show nothing (processes other than the first).
+    """
+
+    def __init__(self, *, every: int, quiet: bool = False):
+        self._every = every
+        self._quiet = quiet
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._live = (
+            Live(console=self._console, refresh_per_second=4)
+            if self._console.is_terminal and not quiet
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        """Prints a line, above the panel where there is one."""
+        if not self._quiet:
+            self._console.print(text, markup=False, soft_wrap=True)
+            sys.stdout.flush()
+
+    def show(self, status: Status) -> None:
+        """Shows a moment of the run."""
+        if self._live is not None:
+            table = Table.grid(padding=(0, 2))
+            cells = status.cells()
+            table.add_row(*(name for name, _ in cells), style="dim")
+            table.add_row(*(value for _, value in cells))
+            self._live.update(table)
+        elif status.step % self._every == 0 or status.step == status.steps:
+            self.message("  ".join(f"{name} {value}" for name, value in status.cells()))

@@ -1,0 +1,110 @@
+"""A run is a directory; this is its layout.
+
+config.json        what the run computes; with it alone the run can be repeated
+tokenizer.json     the tokenizer that its tokens are of
+metrics.jsonl      one line a step
+summary.json       the outcome
+loss.png           training and held-out loss
+tensorboard/       the same curves as events
+checkpoints/       verified checkpoints (jaxinfra.checkpoint)
+trace/             profiler traces, where asked for
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxinfra.config import codec
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths of a run, and its small JSON files."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The run's config."""
+        return self.path / "config.json"
+
+    @property
+    def tokenizer_file(self) -> Path:
+        """The run's tokenizer."""
+        return self.path / "tokenizer.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON line a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary_file(self) -> Path:
+        """The outcome."""
+        return self.path / "summary.json"
+
+    @property
+    def picture_file(self) -> Path:
+        """Loss curves."""
+        return self.path / "loss.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def trace(self) -> Path:
+        """Where profiler traces are."""
+        return self.path / "trace"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where TensorBoard events are."""
+        return self.path / "tensorboard"
+
+    def create(self, config: RunConfig) -> None:
+        """Makes the directory and writes the config; refuses one that has anything in it."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ConfigError(
+                f"{self.path} exists and is not an empty directory; a new run overwrites nothing: "
+                f"name another, or continue this one with --resume {self.path}"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config_file, codec.to_json(config))
+
+    def read_config(self) -> RunConfig:
+        """The run's config; raises ConfigError where there is none or it cannot be read."""
+        if not self.config_file.is_file():
+            raise ConfigError(f"{self.path} is no run directory: it has no config.json")
+        try:
+            values = json.loads(self.config_file.read_text())
+        except ValueError as error:
+            raise ConfigError(f"{self.config_file} is not JSON ({error})") from error
+        return codec.from_dict(RunConfig, values)
+
+    def update_config(self, config: RunConfig) -> None:
+        """Replaces the config of a run that continues under other settings; the old one stays."""
+        if self.read_config() == config:
+            return
+        number = 1 + len(list(self.path.glob("config.before-*.json")))
+        self.config_file.rename(self.path / f"config.before-{number}.json")
+        write_atomically(self.config_file, codec.to_json(config))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes the outcome."""
+        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes beside and renames, so that a reader never sees half a file."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
