@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="text to use instead of the run's own held-out documents")
     parser.add_argument("--step", type=int, help="checkpoint; the newest good one by default")
     parser.add_argument("--mesh", default="", metavar="AXES", help="such as fsdp=4,tensor=2")
-    parser.add_argument("--cache", type=Path, help="tokenized corpora (default: user cache)")
+    parser.add_argument(
+        "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

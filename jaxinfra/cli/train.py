@@ -1,6 +1,6 @@
 """Train a model, or continue a run.
 
-jaxinfra train                                    the tiny preset on the standard library's source
+jaxinfra train                                 tiny, on the standard library source
 jaxinfra train small --data /texts --mesh fsdp=8
 jaxinfra train --resume runs/small-1
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any setting of config.json, such as optimizer.clip_norm=none",
     )
     parser.add_argument("--profile", metavar="START:STOP", help="trace these steps")
-    parser.add_argument("--cache", type=Path, help="tokenized corpora (default: user cache)")
+    parser.add_argument(
+        "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the config and stop")
 
 

@@ -58,12 +58,14 @@ def train(
     state and data order of a run that never stopped, bit for bit.
 
     Args:
-        cache_dir: where tokenized corpora are kept between runs.
+        cache_dir: where tokenized corpora and compiled programs are kept between runs.
         profile: steps to trace.
 
     Raises:
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
     """
+    # A second start of the same program on the same device reads it instead of compiling it.
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
     with stop_on_signals() as stop:
         job = make_job(config)
         run = RunDirectory(directory)

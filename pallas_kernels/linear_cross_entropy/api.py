@@ -40,7 +40,8 @@ def linear_cross_entropy(
 ) -> CrossEntropySums:
     """Weighted cross entropy of ``hidden table^T`` against targets, without keeping the logits.
 
-    Memory beyond inputs and gradients is one chunk of logits, where the materialized loss keeps B*T*V fp32 values and their gradient.
+    Memory beyond inputs and gradients is one chunk of logits, where the materialized loss keeps
+    B*T*V fp32 values and their gradient.
 
     Args:
         hidden: [B, T, D], bf16, fp16 or fp32; matmul operands have its dtype, sums are fp32.
