@@ -130,5 +130,5 @@ def _report(directory: Path, summary: dict) -> None:
     pieces = generate_text(
         load_run(directory), _SAMPLE_PROMPT, max_new_tokens=120, sampling=sampling, seed=0
     )
-    print(_SAMPLE_PROMPT + "".join(pieces))
+    print(_SAMPLE_PROMPT + "".join(piece.text for piece in pieces))
     print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
