@@ -7,6 +7,7 @@ import optax
 
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.core.axes import HEAD, LAYERS, Dims
+from jaxinfra.optim.promotion import standard_promotion
 from jaxinfra.optim.schedule import learning_rate
 
 
@@ -26,7 +27,7 @@ def make_optimizer(
         if config.clip_norm is None
         else optax.clip_by_global_norm(config.clip_norm)
     )
-    return optax.chain(
+    chain = optax.chain(
         clip,
         optax.adamw(
             learning_rate(config, steps=steps),
@@ -37,6 +38,7 @@ def make_optimizer(
             mask=jax.tree.map(lambda leaf: is_matrix(leaf.dims), dims),
         ),
     )
+    return optax.GradientTransformationExtraArgs(chain.init, standard_promotion(chain.update))
 
 
 def is_matrix(dims: Dims) -> bool:

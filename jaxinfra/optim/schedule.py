@@ -3,6 +3,7 @@
 import optax
 
 from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.optim.promotion import standard_promotion
 
 
 def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
@@ -30,6 +31,6 @@ def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
                 [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)],
                 [rest - decay],
             )
-    if config.warmup_steps == 0:
-        return after
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+    if config.warmup_steps > 0:
+        after = optax.join_schedules([warmup, after], [config.warmup_steps])
+    return standard_promotion(after)
