@@ -61,12 +61,13 @@ class Attention(nnx.Module):
             execution=execution,
             rngs=rngs,
         )
-        self.query_norm = self.key_norm = None
-        if config.qk_norm is not None:
-            self.query_norm, self.key_norm = (
-                Norm(config.qk_norm, width=width, dims=(axes.HEAD,), execution=execution)
-                for _ in range(2)
-            )
+
+        def head_norm() -> Norm | None:
+            if config.qk_norm is None:
+                return None
+            return Norm(config.qk_norm, width=width, dims=(axes.HEAD,), execution=execution)
+
+        self.query_norm, self.key_norm = head_norm(), head_norm()
 
     def __call__(
         self,

@@ -50,9 +50,9 @@ class Block(nnx.Module):
         self.attention = Attention(config.attention, **sizes, execution=execution, rngs=rngs)
         self.mlp_norm = norm()
         self.mlp = Mlp(config.mlp, **sizes, execution=execution, rngs=rngs)
-        self.attention_post_norm = self.mlp_post_norm = None
-        if config.norm_placement is NormPlacement.SANDWICH:
-            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+        sandwich = config.norm_placement is NormPlacement.SANDWICH
+        self.attention_post_norm = norm() if sandwich else None
+        self.mlp_post_norm = norm() if sandwich else None
 
     def __call__(
         self,
