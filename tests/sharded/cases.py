@@ -1,0 +1,242 @@
+"""Small decoders, packed batches and built steps, shared by the tests of models, steps and meshes.
+
+Sizes divide by 8 where a mesh may shard them, and differ from each other so that a swapped dim
+shows.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import (
+    AttentionConfig,
+    BlockConfig,
+    MlpConfig,
+    MlpKind,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+    NormPlacement,
+    RopeConfig,
+)
+from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
+from jaxinfra.config.run import Remat, TrainingConfig
+from jaxinfra.data.batch import Batch
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import ModelDefinition, define_model
+from jaxinfra.numerics.loss_scale import initial_loss_scale
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.optim.schedule import learning_rate
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.training.state import TrainState, initial_state, state_shardings
+from jaxinfra.training.step import make_train_step
+
+# Epsilon near the gradients' size keeps an update a smooth function of its gradient: at 1e-8 the
+# first step is lr * sign(g), which turns rounding of a g near 0 into a full step.
+OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup_steps=2, epsilon=1e-2, clip_norm=0.5)
+STEPS = 10
+# LLVM's optimizations are half of the compile time and none of the arithmetic.
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+def llama_like() -> ModelConfig:
+    """GQA, rotary, RMSNorm, SwiGLU, tied embeddings."""
+    block = BlockConfig(
+        attention=AttentionConfig(num_q_heads=8, num_kv_heads=4, head_dim=6, rope=RopeConfig()),
+        mlp=MlpConfig(hidden_dim=40),
+    )
+    return ModelConfig(
+        vocab_size=64,
+        model_dim=32,
+        num_layers=2,
+        max_positions=64,
+        blocks=(block,),
+        tie_embeddings=True,
+        init_std=0.2,
+    )
+
+
+def gpt_like() -> ModelConfig:
+    """Learned positions, LayerNorm, GELU, biases everywhere, untied embeddings."""
+    norm = NormConfig(kind=NormKind.LAYER, bias=True)
+    block = BlockConfig(
+        attention=AttentionConfig(
+            num_q_heads=4, num_kv_heads=4, head_dim=6, rope=None, qkv_bias=True, out_bias=True
+        ),
+        mlp=MlpConfig(hidden_dim=40, kind=MlpKind.GELU, bias=True),
+        norm=norm,
+    )
+    return dataclasses.replace(
+        llama_like(),
+        blocks=(block,),
+        learned_positions=True,
+        final_norm=norm,
+        tie_embeddings=False,
+    )
+
+
+def gemma_like() -> ModelConfig:
+    """A pattern of two blocks, one with a window; soft caps, sandwich norms, qk-norm, scale
+    offsets, a scaled embedding.
+    """
+    norm = NormConfig(scale_offset=1.0)
+    attention = AttentionConfig(
+        num_q_heads=8,
+        num_kv_heads=4,
+        head_dim=6,
+        rope=RopeConfig(theta=500.0),
+        logit_soft_cap=2.0,
+        scale=0.3,
+        qk_norm=norm,
+    )
+    windowed, whole = (
+        BlockConfig(
+            attention=dataclasses.replace(attention, window=window),
+            mlp=MlpConfig(hidden_dim=40, kind=MlpKind.GEGLU_TANH),
+            norm=norm,
+            norm_placement=NormPlacement.SANDWICH,
+        )
+        for window in (5, None)
+    )
+    return dataclasses.replace(
+        llama_like(),
+        num_layers=4,
+        blocks=(windowed, whole),
+        final_norm=norm,
+        embedding_scale=5.5,
+        logit_soft_cap=3.0,
+    )
+
+
+def packed_batch(
+    *, rows: int = 8, length: int = 16, vocab_size: int = 64, seed: int = 0
+) -> Batch[jax.Array]:
+    """Rows of random documents, restarting positions, some padding; padding and the last target of
+    a document do not count.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, vocab_size, (rows, length + 1), dtype=np.int32)
+    segment_ids = np.full((rows, length), -1, np.int32)
+    positions = np.zeros((rows, length), np.int32)
+    weights = np.zeros((rows, length), np.float32)
+    for row in range(rows):
+        start = 0
+        for document, size in enumerate(rng.integers(3, length // 2, size=length)):
+            end = min(start + size, length - row % 3)
+            segment_ids[row, start:end] = document
+            positions[row, start:end] = np.arange(end - start)
+            weights[row, start : max(end - 1, start)] = 1.0
+            start = end
+    return Batch(
+        tokens=jnp.asarray(tokens[:, :-1]),
+        targets=jnp.asarray(tokens[:, 1:]),
+        segment_ids=jnp.asarray(segment_ids),
+        positions=jnp.asarray(positions),
+        weights=jnp.asarray(weights),
+    )
+
+
+def precision_of(policy: PolicyName) -> PrecisionConfig:
+    scaling = LossScaling.DYNAMIC if policy is PolicyName.FP16 else LossScaling.NONE
+    return PrecisionConfig(policy=policy, loss_scaling=scaling)
+
+
+@functools.cache
+def _drawn(config: ModelConfig) -> Any:
+    model = define_model(config, Execution())
+    draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
+    return jax.device_get(draw(jax.random.key(0)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Built:
+    """A step, jitted for a mesh as a training loop jits it."""
+
+    model: ModelDefinition
+    optimizer: optax.GradientTransformation
+    placement: Placement
+    shardings: TrainState
+    precision: PrecisionConfig
+    step: Any  # jitted, the state donated
+
+    def initialize(self) -> TrainState:
+        """To be jitted, or evaluated for its shapes."""
+        return initial_state(self.model, self.optimizer, precision=self.precision, seed=0)
+
+    def state(self) -> TrainState:
+        """The initial state, drawn once a model: drawing compiles longer than a step."""
+        parameters = _drawn(self.model.config)
+        zeros = jax.tree.map(
+            lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.initialize)
+        )
+        scale = dataclasses.replace(
+            zeros.loss_scale, value=initial_loss_scale(self.precision).value
+        )
+        state = dataclasses.replace(zeros, parameters=parameters, loss_scale=scale)
+        return jax.device_put(state, self.shardings)
+
+
+def build(
+    config: ModelConfig,
+    *,
+    mesh: MeshConfig | None = None,
+    policy: PolicyName = PolicyName.FP32,
+    precision: PrecisionConfig | None = None,
+    optimizer_config: OptimizerConfig = OPTIMIZER,
+    remat: Remat = Remat.NONE,
+    accumulation: int = 1,
+    z_loss: float = 0.0,
+    batch_size: int = 8,
+    sequence_length: int = 16,
+) -> Built:
+    mesh = mesh or MeshConfig()
+    precision = precision or precision_of(policy)
+    devices = jax.devices()[: mesh.num_devices]
+    placement = Placement(mesh=make_mesh(mesh, devices=devices))
+    execution = Execution(
+        policy=POLICIES[precision.policy], constrain=placement.constraint(), remat=remat
+    )
+    model = define_model(config, execution)
+    optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=STEPS)
+    step = make_train_step(
+        model,
+        optimizer,
+        learning_rate=learning_rate(optimizer_config, steps=STEPS),
+        training=TrainingConfig(
+            steps=STEPS,
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            accumulation=accumulation,
+            z_loss=z_loss,
+        ),
+        precision=precision,
+    )
+    shardings = state_shardings(model, optimizer, placement)
+    return Built(
+        model=model,
+        optimizer=optimizer,
+        placement=placement,
+        shardings=shardings,
+        precision=precision,
+        step=jax.jit(
+            step,
+            in_shardings=(shardings, placement.batch),
+            out_shardings=(shardings, placement.replicated),
+            donate_argnums=0,
+            compiler_options=COMPILER_OPTIONS,
+        ),
+    )
+
+
+def gradients_of(state: TrainState) -> Any:
+    """The (clipped) gradient of a first step, read from AdamW's first moment (1 - beta1) g."""
+    return optax.tree_utils.tree_get(state.optimizer, "mu")

@@ -1,0 +1,184 @@
+"""A decoder, its loss and AdamW written from the papers in float64: what everything is held to.
+
+Independent of the package on purpose: complex numbers rotate, key/value heads are repeated, the
+score matrix is whole, layers are a Python loop. Only the names of parameters are shared.
+"""
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.special import erf
+
+from jaxinfra.config.model import BlockConfig, MlpKind, ModelConfig, NormConfig, NormKind
+from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.data.batch import Batch
+
+
+@contextlib.contextmanager
+def double_precision():
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        yield
+
+
+def _doubled(function):
+    @functools.wraps(function)
+    def doubled(config, parameters, *args, **kwargs):
+        with double_precision():
+            parameters = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), parameters)
+            run = jax.jit(lambda parameters: function(config, parameters, *args, **kwargs))
+            compiled = run.lower(parameters).compile({"xla_backend_optimization_level": 0})
+            return jax.tree.map(np.asarray, compiled(parameters))
+
+    return doubled
+
+
+@_doubled
+def logits(config: ModelConfig, parameters: Any, batch: Batch) -> Any:
+    """Float64 [B, T, V]."""
+    return _logits(config, parameters, batch)
+
+
+@_doubled
+def loss_and_gradients(
+    config: ModelConfig, parameters: Any, batch: Batch, *, z_loss: float
+) -> tuple[Any, Any]:
+    """Mean nll over counted targets, and the gradient of it plus z-loss by every parameter."""
+
+    def loss(parameters):
+        logits_BTV = _logits(config, parameters, batch)
+        largest = jnp.max(logits_BTV, axis=-1)
+        lse = largest + jnp.log(jnp.sum(jnp.exp(logits_BTV - largest[..., None]), axis=-1))
+        rows, columns = np.indices(np.shape(batch.targets))
+        nll = lse - logits_BTV[rows, columns, np.asarray(batch.targets)]
+        weights = np.asarray(batch.weights, np.float64)
+        total = weights.sum()
+        return jnp.sum(weights * (nll + z_loss * lse**2)) / total, jnp.sum(weights * nll) / total
+
+    (_, nll), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
+    return nll, gradients
+
+
+def _logits(config: ModelConfig, parameters: Any, batch: Batch) -> jax.Array:
+    tokens = np.asarray(batch.tokens)
+    positions = np.asarray(batch.positions)
+    x = parameters["embedding"]["table"][tokens] * config.embedding_scale
+    if config.learned_positions:
+        x = x + parameters["positions"]["table"][positions]
+    for layer in range(config.num_layers):
+        group, i = divmod(layer, len(config.blocks))
+        weights = jax.tree.map(lambda w, group=group: w[group], parameters["blocks"][i])
+        x = _block(config.blocks[i], weights, x, positions, np.asarray(batch.segment_ids))
+    x = _norm(config.final_norm, parameters["final_norm"], x)
+    table = parameters["embedding" if config.tie_embeddings else "unembedding"]["table"]
+    return _cap(x @ table.T, config.logit_soft_cap)
+
+
+def _block(config: BlockConfig, weights: Any, x, positions, segments):
+    def branch(name, function, x):
+        y = function(_norm(config.norm, weights[f"{name}_norm"], x))
+        if f"{name}_post_norm" in weights:
+            y = _norm(config.norm, weights[f"{name}_post_norm"], y)
+        return x + y
+
+    x = branch("attention", lambda y: _attention(config, weights, y, positions, segments), x)
+    return branch("mlp", lambda y: _mlp(config.mlp.kind, weights["mlp"], y), x)
+
+
+def _attention(block: BlockConfig, weights: Any, x, positions, segments):
+    config, weights = block.attention, weights["attention"]
+
+    def project(name):
+        y = jnp.tensordot(x, weights[name]["weight"], axes=1)
+        return y + weights[name].get("bias", 0.0)
+
+    q, k, v = project("query"), project("key"), project("value")
+    if config.qk_norm is not None:
+        q = _norm(config.qk_norm, weights["query_norm"], q)
+        k = _norm(config.qk_norm, weights["key_norm"], k)
+    if config.rope is not None:
+        assert config.rope.scaling is None
+        q, k = (_rotate(y, positions, config.rope.theta) for y in (q, k))
+    group = config.num_q_heads // config.num_kv_heads
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    scale = 1.0 / np.sqrt(config.head_dim) if config.scale is None else config.scale
+    scores = _cap(scale * jnp.einsum("btnh,bsnh->bnts", q, k), config.logit_soft_cap)
+    age = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])[None, :]
+    visible = (age >= 0) & (age < (config.window or x.shape[1]))
+    visible = visible & (segments[:, :, None] == segments[:, None, :])
+    visible = (visible & (segments[:, :, None] >= 0))[:, None]
+    # Padding rows see nothing and yield 0.
+    weight = jnp.where(visible, jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    weight = weight / jnp.where(total == 0.0, 1.0, total)
+    out = jnp.einsum("bnts,bsnh->btnh", weight, v)
+    return jnp.tensordot(out, weights["out"]["weight"], axes=2) + weights["out"].get("bias", 0.0)
+
+
+def _rotate(x, positions, theta):
+    half = x.shape[-1] // 2
+    angles = positions[..., None, None] * theta ** (-2.0 * np.arange(half) / x.shape[-1])
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def _mlp(kind: MlpKind, weights: Any, x):
+    def project(name, y):
+        return y @ weights[name]["weight"] + weights[name].get("bias", 0.0)
+
+    up = project("up", x)
+    hidden = _activation(kind, project("gate", x)) * up if kind.gated else _activation(kind, up)
+    return project("down", hidden)
+
+
+def _activation(kind: MlpKind, x):
+    if kind is MlpKind.SWIGLU:
+        return x / (1.0 + jnp.exp(-x))
+    if kind in (MlpKind.GEGLU_TANH, MlpKind.GELU_TANH):
+        return 0.5 * x * (1.0 + jnp.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+    return 0.5 * x * (1.0 + jax.lax.erf(x / np.sqrt(2.0)))
+
+
+def _norm(config: NormConfig, weights: Any, x):
+    if config.kind is NormKind.LAYER:
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.epsilon)
+    return x * (weights["scale"] + config.scale_offset) + weights.get("bias", 0.0)
+
+
+def _cap(x, cap):
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """x times the normal distribution's cumulative probability."""
+    return x * 0.5 * (1.0 + erf(x / np.sqrt(2.0)))
+
+
+def clipped(gradients: Any, clip_norm: float | None) -> tuple[Any, float]:
+    """Gradients scaled to a global norm of at most ``clip_norm``, and their norm before."""
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradients)))
+    factor = 1.0 if clip_norm is None else min(1.0, clip_norm / norm)
+    return jax.tree.map(lambda g: g * factor, gradients), float(norm)
+
+
+def adamw(
+    config: OptimizerConfig, theta: np.ndarray, gradients: list[np.ndarray], rates, *, decay: bool
+) -> np.ndarray:
+    """Loshchilov and Hutter 2019, algorithm 2, over a list of steps' gradients."""
+    theta = np.asarray(theta, np.float64)
+    m, v = np.zeros_like(theta), np.zeros_like(theta)
+    for t, (g, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        m = config.beta1 * m + (1 - config.beta1) * g
+        v = config.beta2 * v + (1 - config.beta2) * g**2
+        m_hat, v_hat = m / (1 - config.beta1**t), v / (1 - config.beta2**t)
+        step = m_hat / (np.sqrt(v_hat) + config.epsilon)
+        theta = theta - rate * (step + (config.weight_decay * theta if decay else 0.0))
+    return theta

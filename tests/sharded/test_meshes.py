@@ -1,0 +1,101 @@
+"""Every mesh computes what one device computes: loss, each gradient, each parameter after a step.
+
+The bound is derived: against float64, a mesh's fp32 error may be at most twice the single
+device's, plus two units in the last place.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig
+from tests.sharded import oracle
+from tests.sharded.cases import (
+    OPTIMIZER,
+    build,
+    gemma_like,
+    gpt_like,
+    gradients_of,
+    llama_like,
+    packed_batch,
+)
+from tests.tolerance import assert_no_worse
+
+MESHES = {
+    "replica8": MeshConfig(replica=8),
+    "fsdp8": MeshConfig(fsdp=8),
+    "fsdp2-tensor4": MeshConfig(fsdp=2, tensor=4),
+    "replica2-fsdp2-tensor2": MeshConfig(replica=2, fsdp=2, tensor=2),
+    "tensor2": MeshConfig(tensor=2),
+    "replica2-fsdp4": MeshConfig(replica=2, fsdp=4),
+}
+CASES = {
+    "tied": (llama_like, {"z_loss": 0.01}),
+    "untied": (gpt_like, {"accumulation": 4, "batch_size": 32}),
+    "capped": (gemma_like, {}),
+}
+# Every mesh with one model; every model with one mesh of three axes and one with more tensor
+# shards than the smaller dims would like.
+PAIRS = [
+    *(("tied", mesh) for mesh in MESHES),
+    *(("untied", mesh) for mesh in ("replica8", "fsdp2-tensor4", "replica2-fsdp2-tensor2")),
+    *(("capped", mesh) for mesh in ("fsdp2-tensor4", "replica2-fsdp2-tensor2")),
+]
+
+
+def run(case: str, mesh: MeshConfig):
+    """(loss, gradient norm, gradients, parameters) after one step, whole on the host."""
+    make, options = CASES[case]
+    built = build(make(), mesh=mesh, **options)
+    before = built.state()
+    parameters = jax.device_get(before.parameters)
+    batch = packed_batch(rows=options.get("batch_size", 8))
+    state, metrics = built.step(before, batch)
+    after = jax.device_get((gradients_of(state), state.parameters))
+    return parameters, (metrics.loss, metrics.gradient_norm, *after)
+
+
+@functools.cache
+def single(case: str):
+    return run(case, MeshConfig())
+
+
+@functools.cache
+def exact(case: str):
+    make, options = CASES[case]
+    parameters, _ = single(case)
+    batch = packed_batch(rows=options.get("batch_size", 8))
+    loss, gradients = oracle.loss_and_gradients(
+        make(), parameters, batch, z_loss=options.get("z_loss", 0.0)
+    )
+    gradients, norm = oracle.clipped(gradients, OPTIMIZER.clip_norm)
+    assert norm > OPTIMIZER.clip_norm, "clipping is part of what is compared"
+
+    def updated(path, theta, gradient):
+        decay = not {"scale", "bias"} & {getattr(key, "key", None) for key in path}
+        rate = OPTIMIZER.learning_rate / OPTIMIZER.warmup_steps
+        return oracle.adamw(OPTIMIZER, theta, [gradient], [rate], decay=decay)
+
+    after = jax.tree_util.tree_map_with_path(updated, parameters, gradients)
+    first_moment = jax.tree.map(lambda g: (1 - OPTIMIZER.beta1) * g, gradients)
+    return loss, norm, first_moment, after
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_device_equals_the_oracle(case):
+    """Guards the next test: its bound is worthless if the single device itself is wrong."""
+    _, result = single(case)
+    epsilon = np.finfo(np.float32).eps
+    for got, true in zip(jax.tree.leaves(result), jax.tree.leaves(exact(case)), strict=True):
+        # fp32 rounding, through some tens of dependent operations of sums over up to 512 terms.
+        assert np.max(np.abs(got - true)) <= 100 * epsilon * max(np.max(np.abs(true)), 1e-3)
+
+
+@pytest.mark.parametrize(("case", "mesh"), PAIRS)
+def test_mesh_equals_one_device(case, mesh):
+    start, plain = single(case)
+    mesh_start, result = run(case, MESHES[mesh])
+    jax.tree.map(np.testing.assert_array_equal, mesh_start, start)
+    assert_no_worse(result, plain=plain, oracle=exact(case), what=f"{case} on {mesh}")
