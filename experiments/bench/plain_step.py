@@ -110,7 +110,7 @@ def make_loss(shape: Shape, remat: str) -> Callable[[Any, jax.Array, jax.Array],
 
 def make_step(
     shape: Shape, *, remat: str, learning_rate: float, weight_decay: float
-) -> tuple[optax.GradientTransformation, Callable[..., Any]]:
+) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer and the jitted, donating step (params, state, tokens, targets) -> ..., loss."""
     loss = make_loss(shape, remat)
 

@@ -28,6 +28,7 @@ from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
+from jaxinfra.diagnostics.trace import kernel_times, op_names, time_by_scope
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.policy import POLICIES
@@ -48,6 +49,7 @@ class Contender:
     advance: Callable[[], jax.Array]  # one step; returns its loss, not yet waited for
     temp_bytes: int
     compile_s: float
+    hlo_text: str | None
     losses: list[float] = dataclasses.field(default_factory=list)
 
     def time_steps(self, count: int) -> float:
@@ -126,7 +128,8 @@ def ours(
         return metrics.loss
 
     name = f"ours remat={remat} attention={attention}"
-    return Contender(name, advance, _temp_bytes(compiled), compile_s), model
+    hlo = compiled.as_text()
+    return Contender(name, advance, _temp_bytes(compiled), compile_s, hlo), model
 
 
 def plain(config: ModelConfig, *, batch: int, length: int, remat: str, steps: int) -> Contender:
@@ -158,7 +161,8 @@ def plain(config: ModelConfig, *, batch: int, length: int, remat: str, steps: in
         params, opt_state, loss = compiled(params, opt_state, tokens, targets)
         return loss
 
-    return Contender(f"plain remat={remat}", advance, _temp_bytes(compiled), compile_s)
+    name, hlo = f"plain remat={remat}", compiled.as_text()
+    return Contender(name, advance, _temp_bytes(compiled), compile_s, hlo)
 
 
 def _plain_weights(config: ModelConfig) -> dict[str, Any]:
@@ -209,13 +213,14 @@ def main() -> None:
     parser.add_argument("--remat", nargs="+", default=["dots", "named"], help="ours")
     parser.add_argument("--plain-remat", nargs="+", default=["dots"])
     parser.add_argument("--attention", nargs="+", default=["auto"])
+    parser.add_argument("--trace", type=pathlib.Path, help="where to trace the two best")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="JSON file")
     args = parser.parse_args()
     config = without_rope_scaling(MODELS[args.preset]())
     sizes = {"batch": args.batch, "length": args.length}
     total = args.steps * (args.rounds + 1) + args.rounds + 10
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     best: dict[str, tuple[float, Callable[[], Contender]]] = {}
     num_parameters = define_model(config, Execution()).num_parameters
     flops = step_flops(config, num_parameters, **sizes)
@@ -281,6 +286,9 @@ def _alternate(best: dict[str, tuple[float, Callable[[], Contender]]], args, flo
     losses = [np.asarray(contenders[side].losses) for side in ("plain", "ours")]
     difference = float(np.max(np.abs(losses[0] - losses[1]) / losses[0]))
     ratio = medians["plain"] / medians["ours"]
+    traces = {}
+    if args.trace is not None:
+        traces = {side: _trace(contenders[side], args.trace / side) for side in contenders}
     print(f"ours / plain: {ratio:.3f}x; losses differ by at most {difference:.2e} relative")
     return {
         "rows": rows,
@@ -289,7 +297,25 @@ def _alternate(best: dict[str, tuple[float, Callable[[], Contender]]], args, flo
         "max_relative_loss_difference": difference,
         "losses": {side: contenders[side].losses for side in contenders},
         "clocks_after": clocks(),
+        "traces": traces,
     }
+
+
+def _trace(contender: Contender, directory: pathlib.Path) -> dict[str, Any]:
+    """Milliseconds a step by scope, and the longest kernels."""
+    steps = 3
+    with jax.profiler.trace(str(directory)):
+        for _ in range(steps):
+            jax.block_until_ready(contender.advance())
+    names = op_names(contender.hlo_text or "")
+    kernels = kernel_times(directory)
+    scopes = {scope: ms / steps for scope, ms in time_by_scope(kernels, names).items()}
+    print(contender.name, {scope: round(ms, 2) for scope, ms in scopes.items()}, flush=True)
+    longest = [
+        dataclasses.asdict(kernel) | {"op_name": names.get(kernel.hlo_op, "")}
+        for kernel in kernels[:60]
+    ]
+    return {"steps": steps, "ms_by_scope": scopes, "kernels": longest}
 
 
 if __name__ == "__main__":
