@@ -282,3 +282,20 @@ def test_orbax_is_quiet(checkpointer, caplog):
         checkpointer.save(1, {"w": jnp.ones(3)}, data_state={})
         checkpointer.restore(abstract({"w": jnp.ones(3)}))
     assert [record.getMessage() for record in caplog.records] == []
+
+
+@pytest.mark.gpu
+def test_donation_on_a_gpu(checkpointer):
+    """The copy to pinned host memory has ended when save returns, and leaves donation alone."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices("gpu")[0])
+    want = {"w": np.random.default_rng(0).standard_normal((1 << 14, 1 << 14), np.float32)}
+    overwrite = jax.jit(lambda state: jax.tree.map(jnp.negative, state), donate_argnums=0)
+    jax.block_until_ready(overwrite(jax.device_put(want, sharding)))  # compiled before the race
+    state = jax.device_put(want, sharding)
+    wanted = abstract(state)
+    checkpointer.save(1, state, data_state={})
+    overwritten = jax.block_until_ready(overwrite(state))
+    assert state["w"].is_deleted()
+    del overwritten
+    print(f"stall for 1 GiB: {checkpointer.last_stall_s:.3f} s")
+    assert_bitwise(checkpointer.restore(wanted).state, want)
