@@ -1,1 +1,0 @@
-"""Floor 9: what fits, which mesh, how fast."""
