@@ -48,6 +48,8 @@ class Projection(nnx.Module):
         """Applies the map; result in the compute dtype."""
         y = self.policy.einsum(self.spec, x, self.weight[...])
         if self.bias is not None:
-            bias = self.policy.to_compute(self.bias[...])
-            y = y + jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+            # Added in accum, so that autodiff sums the bias's gradient over positions there too.
+            bias = self.policy.to_accum(self.bias[...])
+            bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
+            y = self.policy.to_compute(self.policy.to_accum(y) + bias)
         return checkpoint_name(y, PROJECTION)
