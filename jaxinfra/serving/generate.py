@@ -73,52 +73,90 @@ def generate(
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if not 1 <= num_ids <= vocab_size:
         raise ConfigError(f"num_ids={num_ids} must lie in 1..{vocab_size}, the model's vocabulary")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed} must lie in 0..2^63-1")
+    if not prompts:
+        raise DataError("there are no prompts; give at least one")
     rows = [np.asarray(prompt, np.int64) for prompt in prompts]
     for number, ids in enumerate(rows):
         _check_prompt(number, ids, vocab_size=vocab_size, max_positions=max_positions)
-    if not rows:
-        raise DataError("there are no prompts; give at least one")
-    # The last token drawn is not fed back, so it may lie just beyond the last position.
-    budgets = [min(max_new_tokens, max_positions - len(ids) + 1) for ids in rows]
+    graphdef, parameters = nnx.split(model)
+    request = _Request(
+        prompts=rows, max_new_tokens=max_new_tokens, max_positions=max_positions, eos_id=eos_id
+    )
+    config = StepConfig(graphdef=graphdef, sampling=sampling, num_ids=num_ids)
+    return _stream(request, parameters, config=config, seed=seed)
 
-    def finish(row: int, index: int, token: int) -> FinishReason | None:
-        if token == eos_id:
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """Checked prompts, and when their rows end."""
+
+    prompts: list[np.ndarray]
+    max_new_tokens: int
+    max_positions: int
+    eos_id: int | None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each prompt, int32 [B]."""
+        return np.array([len(ids) for ids in self.prompts], np.int32)
+
+    @property
+    def budgets(self) -> np.ndarray:
+        """Most new tokens of each row, int32 [B]."""
+        # The last token drawn is not fed back, so it may lie just beyond the last position.
+        return np.minimum(self.max_new_tokens, self.max_positions - self.lengths + 1)
+
+    @property
+    def num_slots(self) -> int:
+        """Cache slots that hold every row to its end."""
+        return bucket(int(np.max(self.lengths + self.budgets)) - 1, limit=self.max_positions)
+
+    def padded(self) -> np.ndarray:
+        """The prompts padded on the right with zeros, int32 [B, T]."""
+        length = bucket(int(self.lengths.max()), limit=self.max_positions)
+        return np.stack([np.pad(ids, (0, length - len(ids))) for ids in self.prompts]).astype(
+            np.int32
+        )
+
+    def finish(self, *, index: int, token: int, budget: int) -> FinishReason | None:
+        """Why a row ends with this token; None if it goes on."""
+        if token == self.eos_id:
             return FinishReason.EOS
-        if index + 1 < budgets[row]:
+        if index + 1 < budget:
             return None
-        full = budgets[row] < max_new_tokens
-        return FinishReason.CONTEXT if full else FinishReason.LENGTH
+        return FinishReason.LENGTH if budget == self.max_new_tokens else FinishReason.CONTEXT
 
-    def stream() -> Iterator[GeneratedToken]:
-        unfinished = set(range(len(rows)))
-        graphdef, parameters = nnx.split(model)
-        config = StepConfig(graphdef=graphdef, sampling=sampling, num_ids=num_ids)
-        lengths = np.array([len(ids) for ids in rows], np.int32)
-        num_slots = bucket(int(np.max(lengths + budgets)) - 1, limit=max_positions)
-        padded = np.zeros((len(rows), bucket(int(lengths.max()), limit=max_positions)), np.int32)
-        for row, ids in enumerate(rows):
-            padded[row, : len(ids)] = ids
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-            jax.random.key(seed), jnp.arange(len(rows))
-        )
-        tokens, state = prefill(
-            parameters, padded, lengths, keys, config=config, num_slots=num_slots
-        )
-        for index in range(max(budgets)):
-            drawn = tokens
-            if index + 1 < max(budgets):
-                # Before the host waits for the tokens just drawn: the device never waits for it.
-                tokens, state = decode(parameters, state, drawn, config=config)
-            for row, token in enumerate(np.asarray(drawn).tolist()):
-                if row in unfinished:
-                    reason = finish(row, index, token)
-                    if reason is not None:
-                        unfinished.remove(row)
-                    yield GeneratedToken(row=row, index=index, token=token, finish=reason)
-            if not unfinished:
-                return
 
-    return stream()
+def _stream(
+    request: _Request, parameters: nnx.State, *, config: StepConfig, seed: int
+) -> Iterator[GeneratedToken]:
+    lengths, budgets = request.lengths, request.budgets.tolist()
+    row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    tokens, state = prefill(
+        parameters,
+        request.padded(),
+        lengths,
+        row_keys(jax.random.key(seed), jnp.arange(len(lengths))),
+        config=config,
+        num_slots=request.num_slots,
+    )
+    unfinished = set(range(len(lengths)))
+    for index in range(max(budgets)):
+        drawn = tokens
+        if index + 1 < max(budgets):
+            # Before the host waits for the tokens just drawn: the device never waits for the host.
+            tokens, state = decode(parameters, state, drawn, config=config)
+        host_tokens = np.asarray(drawn).tolist()
+        for row in sorted(unfinished):
+            token = host_tokens[row]
+            finish = request.finish(index=index, token=token, budget=budgets[row])
+            if finish is not None:
+                unfinished.remove(row)
+            yield GeneratedToken(row=row, index=index, token=token, finish=finish)
+        if not unfinished:
+            return
 
 
 def generate_text(

@@ -47,7 +47,7 @@ def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
     """
     policies = {policy.compute.name: name for name, policy in POLICIES.items()}
     if dtype not in policies:
-        raise ConfigError(f"unknown dtype {dtype!r}{nearest(str(dtype), policies)}")
+        raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, policies)}")
     return load_run(Path(path), policy=policies[dtype]).decoder
 
 

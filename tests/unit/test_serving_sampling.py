@@ -1,0 +1,153 @@
+"""Sampling draws from the distribution its config describes, and from nothing else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, sample
+
+DRAWS = 20_000
+TIED = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 1.0], np.float32)
+RANDOM = np.random.default_rng(0).normal(size=12).astype(np.float32) * 2
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _sample(logits, keys, *, config):
+    return sample(logits, keys, config=config)
+
+
+def draws(logits: np.ndarray, config: SamplingConfig, *, num: int = DRAWS) -> np.ndarray:
+    keys = jax.random.split(jax.random.key(0), num)
+    ids = _sample(jnp.broadcast_to(logits[None], (num, logits.size)), keys, config=config)
+    assert ids.dtype == jnp.int32
+    return np.asarray(ids)
+
+
+def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
+    """Probability of every token in float64; lower ids first among equals."""
+    logits = logits.astype(np.float64)
+    order = np.argsort(-logits, kind="stable")
+    kept = order[: config.top_k]
+    weights = np.exp((logits[kept] - logits.max()) / config.temperature)
+    weights /= weights.sum()
+    if config.top_p is not None:
+        count = 1
+        while count < len(kept) and weights[:count].sum() < config.top_p:
+            count += 1
+        kept, weights = kept[:count], weights[:count]
+    probabilities = np.zeros(logits.size)
+    probabilities[kept] = weights / weights.sum()
+    return probabilities
+
+
+@pytest.mark.parametrize(
+    ("logits", "config"),
+    [
+        (RANDOM, SamplingConfig()),
+        (RANDOM, SamplingConfig(temperature=0.5)),
+        (RANDOM, SamplingConfig(temperature=3.0)),
+        (RANDOM, SamplingConfig(top_k=4)),
+        (RANDOM, SamplingConfig(top_p=0.8)),
+        (RANDOM, SamplingConfig(top_p=1.0, top_k=1000)),
+        (RANDOM, SamplingConfig(temperature=1.7, top_k=6, top_p=0.7)),
+        (TIED, SamplingConfig(top_k=2)),
+        (TIED, SamplingConfig(top_k=4)),
+        (TIED, SamplingConfig(top_p=0.5)),
+    ],
+    ids=repr,
+)
+def test_frequencies(logits, config):
+    probabilities = expected(logits, config)
+    counts = np.bincount(draws(logits, config), minlength=logits.size)
+    kept = probabilities > 0
+    assert not counts[~kept].any(), "drew a token that the config cuts"
+    mean = DRAWS * probabilities[kept]
+    chi_square = np.sum((counts[kept] - mean) ** 2 / mean)
+    freedom = kept.sum() - 1
+    # Mean and variance of chi-square are its degrees of freedom and twice that.
+    assert chi_square <= freedom + 4 * np.sqrt(2 * freedom), (counts[kept], mean)
+
+
+def test_order_is_temperature_then_top_k_then_top_p():
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    # Of the first two, 4/7 and 3/7, the first alone reaches 0.55; of all four it would take two.
+    assert set(draws(logits, SamplingConfig(top_k=2, top_p=0.55))) == {0}
+    assert set(draws(logits, SamplingConfig(top_p=0.55))) == {0, 1}
+    # Squared, 0.53, 0.3, 0.13, 0.03: two reach 0.8, where without temperature it takes three.
+    assert set(draws(logits, SamplingConfig(temperature=0.5, top_p=0.8))) == {0, 1}
+    assert set(draws(logits, SamplingConfig(top_p=0.8))) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GREEDY,
+        SamplingConfig(temperature=0.0, top_k=3, top_p=0.5),
+        SamplingConfig(top_k=1),
+        SamplingConfig(top_p=1e-9),
+        SamplingConfig(top_p=1e-45),
+    ],
+    ids=repr,
+)
+def test_narrowest_settings_are_greedy(config):
+    for logits in (RANDOM, TIED, RANDOM * 1e30):
+        assert set(draws(logits, config, num=64)) == {int(np.argmax(logits))}
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-45])
+def test_tiny_temperatures_neither_overflow_nor_divide_by_zero(temperature):
+    config = SamplingConfig(temperature=temperature)
+    assert set(draws(RANDOM, config, num=64)) == {int(np.argmax(RANDOM))}
+    assert set(draws(RANDOM * 1e37, config, num=64)) == {int(np.argmax(RANDOM))}
+    # Equals stay equally likely, however cold.
+    assert set(draws(TIED, config, num=64)) == {1, 2, 4}
+
+
+def test_excluded_tokens_are_never_drawn():
+    logits = RANDOM.copy()
+    logits[::2] = -np.inf
+    for config in (SamplingConfig(temperature=50.0), SamplingConfig(top_p=1.0, top_k=12)):
+        assert set(draws(logits, config)) <= set(range(1, 12, 2))
+    logits[1:] = -np.inf
+    logits[0] = 0.0
+    assert set(draws(logits, SamplingConfig(top_k=3, top_p=0.99), num=64)) == {0}
+
+
+def test_a_row_depends_on_itself_only():
+    config = SamplingConfig(temperature=2.0, top_k=8, top_p=0.9)
+    rows = np.random.default_rng(3).normal(size=(5, 12)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(4), 5)
+    together = np.asarray(_sample(rows, keys, config=config))
+    alone = [int(_sample(rows[i : i + 1], keys[i : i + 1], config=config)[0]) for i in range(5)]
+    assert together.tolist() == alone
+
+
+def test_cutting_the_tail_leaves_other_draws_as_they_were():
+    free = draws(RANDOM, SamplingConfig(), num=500)
+    cut = draws(RANDOM, SamplingConfig(top_k=5), num=500)
+    kept = np.isin(free, np.argsort(-RANDOM)[:5])
+    assert 0 < kept.sum() < 500
+    np.testing.assert_array_equal(free[kept], cut[kept])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": 0},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": float("nan")},
+    ],
+    ids=repr,
+)
+def test_settings_that_mean_nothing_are_refused(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        SamplingConfig(**options)
