@@ -209,9 +209,11 @@ def _executions(instructions: list[_Instruction], entry: str) -> dict[str, int |
     calls: dict[str, list[tuple[str, int | None]]] = {}
     for each in instructions:
         for callee in _callees(each):
-            trips = _TRIP_COUNT.search(each.rest) if each.opcode == "while" else None
-            times = (int(trips[1]) if trips else None) if each.opcode == "while" else 1
-            calls.setdefault(each.computation, []).append((callee, times))
+            factor: int | None = 1
+            if each.opcode == "while":
+                trips = _TRIP_COUNT.search(each.rest)
+                factor = int(trips[1]) if trips else None
+            calls.setdefault(each.computation, []).append((callee, factor))
     times: dict[str, int | None] = {entry: 1}
     pending = [entry]
     while pending:

@@ -4,6 +4,7 @@ The bound is derived: against float64, a mesh's fp32 error may be at most twice 
 device's, plus two units in the last place.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -99,3 +100,25 @@ def test_mesh_equals_one_device(case, mesh):
     mesh_start, result = run(case, MESHES[mesh])
     jax.tree.map(np.testing.assert_array_equal, mesh_start, start)
     assert_no_worse(result, plain=plain, oracle=exact(case), what=f"{case} on {mesh}")
+
+
+def test_dropout_mask_is_the_same_on_a_mesh():
+    """A mask that differed in one element would move gradients by parts in a thousand; rounding
+    moves them by what the oracle shows: one device's error, twice that for the mesh.
+    """
+    config = dataclasses.replace(llama_like(), dropout_rate=0.25)
+    results = []
+    for shape in (MeshConfig(), MESHES["replica2-fsdp2-tensor2"]):
+        built = build(config, mesh=shape, accumulation=2, batch_size=16)
+        state, metrics = built.step(built.state(), packed_batch(rows=16))
+        results.append(jax.device_get((metrics.loss, gradients_of(state))))
+    _, (plain_loss, _, plain, _) = single("tied")
+    loss, _, true, _ = exact("tied")
+    assert abs(results[0][0] - plain_loss) > 1e-3, "dropout was off"
+
+    epsilon = np.finfo(np.float32).eps
+    for alone, sharded, fp32, fp64 in zip(
+        *map(jax.tree.leaves, (*results, (plain_loss, plain), (loss, true))), strict=True
+    ):
+        relative = np.max(np.abs(fp32 - fp64)) / np.max(np.abs(fp64)) + 2 * epsilon
+        assert np.max(np.abs(sharded - alone)) <= 3 * relative * np.max(np.abs(alone))

@@ -1,0 +1,96 @@
+"""The communication each parallelism is known by, read from compiled programs."""
+
+import functools
+from collections import Counter
+
+import jax
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.diagnostics.program import Collective, collectives
+from tests.sharded.cases import build, llama_like, packed_batch
+
+CONFIG = llama_like()
+LAYERS = CONFIG.num_layers
+ACTIVATION = (8, 16, CONFIG.model_dim)
+
+
+@functools.cache
+def compiled(mesh: MeshConfig, accumulation: int = 1) -> list[Collective]:
+    rows = 8 * accumulation
+    built = build(CONFIG, mesh=mesh, accumulation=accumulation, batch_size=rows)
+    lowered = built.step.lower(jax.eval_shape(built.initialize), packed_batch(rows=rows))
+    return collectives(lowered.compile())
+
+
+def kinds(found: list[Collective]) -> set[str]:
+    return {each.kind for each in found}
+
+
+def in_scope(found: list[Collective], *parts: str) -> list[Collective]:
+    return [each for each in found if all(part in each.scope for part in parts)]
+
+
+def forward(found: list[Collective]) -> list[Collective]:
+    return [each for each in found if "transpose" not in each.scope]
+
+
+def parameter_elements(mesh: MeshConfig) -> int:
+    return build(CONFIG, mesh=mesh).model.num_parameters
+
+
+def elements(each: Collective) -> int:
+    return int(functools.reduce(lambda a, b: a * b, each.shape, 1)) * each.times
+
+
+def test_one_device_does_not_communicate():
+    assert compiled(MeshConfig()) == []
+
+
+def test_data_parallel_only_reduces_gradients():
+    mesh = MeshConfig(replica=8)
+    found = compiled(mesh)
+    assert kinds(found) == {"all-reduce"}
+    # Each gradient once (the tied table is summed in two places, embedding and loss), and scalars.
+    table = CONFIG.vocab_size * CONFIG.model_dim
+    arrays = [each for each in found if each.shape]
+    assert sum(map(elements, arrays)) == parameter_elements(mesh) + table
+    assert all("transpose" in each.scope or "loss" in each.scope for each in arrays)
+
+
+def test_tensor_parallel_all_reduces_once_a_half_block():
+    found = compiled(MeshConfig(tensor=2))
+    assert kinds(found) == {"all-reduce"}
+    for half in ("attention", "mlp"):
+        (reduced,) = in_scope(forward(found), "layer", half)
+        assert (reduced.shape, reduced.times) == (ACTIVATION, LAYERS)
+    assert len(in_scope(forward(found), "jvp(layer)")) == 2
+    # The vocabulary is sharded: rows of the table found on one device or the other, and of the
+    # logits only their maximum, sum and target, never the logits.
+    (rows,) = in_scope(forward(found), "jvp(embedding)")
+    assert (rows.shape, rows.times) == (ACTIVATION, 1)
+    per_token = [each for each in in_scope(found, "loss", "reduce") if each.shape]
+    assert Counter(each.shape for each in per_token) == {(8, 16): 3}
+    assert CONFIG.vocab_size not in {size for each in found for size in each.shape}
+
+
+def test_fully_sharded_gathers_each_layer_where_it_is_used():
+    found = compiled(MeshConfig(fsdp=8))
+    # all-to-all carries embedded tokens between batch and width shards. On CPU, XLA writes
+    # reduce-scatter as all-reduce and a slice.
+    assert kinds(found) <= {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    gathered = [each for each in found if each.kind == "all-gather" and each.dtype == "f32"]
+    # Both passes gather each layer's parameters inside the loop over layers: 4 projections, 3 of
+    # the mlp, 2 norms.
+    inside = Counter("transpose" in each.scope for each in in_scope(gathered, "jvp(layer)"))
+    assert inside == {False: 9, True: 9}
+    assert {each.times for each in in_scope(gathered, "jvp(layer)")} == {LAYERS}
+    assert all(each.shape[0] != LAYERS for each in gathered), "a stack was gathered whole"
+
+
+def test_tensor_and_fully_sharded_compose():
+    found = compiled(MeshConfig(fsdp=2, tensor=4))
+    for half in ("attention", "mlp"):
+        reduced = [
+            each for each in in_scope(forward(found), "layer", half) if each.kind == "all-reduce"
+        ]
+        assert [(each.shape[1:], each.times) for each in reduced] == [(ACTIVATION[1:], LAYERS)]
