@@ -131,7 +131,7 @@ def packed_batch(
     for row in range(rows):
         start = 0
         for document, size in enumerate(rng.integers(3, length // 2, size=length)):
-            end = min(start + size, length - row % 3)
+            end = min(start + size, length - row * row % 7)
             segment_ids[row, start:end] = document
             positions[row, start:end] = np.arange(end - start)
             weights[row, start : max(end - 1, start)] = 1.0
