@@ -3,22 +3,17 @@
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """
 
-import functools
 from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from . import cudnn, reference, xla
+from . import cudnn, reference
 from .dispatch import Call, choose
-from .spec import AttentionMasks, AttentionSpec
+from .implementations import IMPLEMENTATIONS, OUT_NAME, attend
+from .sharding import vary_alike
 from .validate import check_qkv, make_masks, make_spec
-
-OUT_NAME = "attention_out"
-LSE_NAME = "attention_lse"
-"""Names of the two arrays that the backward pass needs besides q, k, v: a rematerialization policy
-that saves them (``jax.checkpoint_policies.save_only_these_names``) never reruns the forward."""
 
 type Window = int | tuple[int | None, int | None] | None
 type Implementation = Literal["auto", "hopper", "cudnn", "xla", "reference"]
@@ -167,34 +162,8 @@ def flash_attention(
     if chosen == "reference":
         out, lse = reference.forward(query, key, value, masks, spec=spec)
     else:
-        out, lse = _attend(chosen, backward, spec, query, key, value, masks)
+        query, key, value, masks = vary_alike((query, key, value, masks))
+        out, lse = attend(
+            IMPLEMENTATIONS[chosen], backward == "split", spec, query, key, value, masks
+        )
     return (out, lse) if return_residual else out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend(
-    name: str,
-    backward: str,
-    spec: AttentionSpec,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    masks: AttentionMasks,
-) -> tuple[jax.Array, jax.Array]:
-    return xla.forward(q, k, v, masks, spec=spec)
-
-
-def _attend_fwd(name, backward, spec, q, k, v, masks):
-    out, lse = _attend(name, backward, spec, q, k, v, masks)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (out, lse), (q, k, v, masks, out, lse)
-
-
-def _attend_bwd(name, backward, spec, residuals, cotangents):
-    q, k, v, masks, out, lse = residuals
-    d_out, d_lse = cotangents
-    dq, dk, dv, d_sinks, d_bias = xla.backward(q, k, v, masks, out, lse, d_out, d_lse, spec=spec)
-    return dq, dk, dv, AttentionMasks(sinks=d_sinks, bias=d_bias)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)

@@ -279,14 +279,19 @@ def backward(
     d_lse_BTN: jax.Array,
     *,
     spec: AttentionSpec,
+    deterministic: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Gradients from (out, logsumexp): dS = P (dP - rowsum(dO O) + dlse).
 
-    The same operations in the same order each time, so results repeat bit for bit.
+    Args other than the forward's:
+        out_BTNV, lse_BTN: what the forward returned.
+        d_out_BTNV, d_lse_BTN: their cotangents.
+        deterministic: is always so here, the tiles are summed in one order.
 
     Returns:
         dq, dk, dv in the dtypes of q, k, v; d_sinks float32 [N] or None; d_bias like bias or None.
     """
+    del deterministic
     tiles = _cut(q_BTNH, k_BSKH, masks, spec)
     # An empty row has no gradient, whatever arrives for its logsumexp of -inf.
     empty_BTN = jnp.isneginf(lse_BTN)

@@ -1,0 +1,133 @@
+"""The gradient rule that implementations share: forward returns (out, logsumexp), backward
+recomputes the probabilities from them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from . import xla
+from .sharding import Kernel, has_explicit_layout, over_explicit_axes
+from .spec import AttentionMasks, AttentionSpec
+
+OUT_NAME = "attention_out"
+LSE_NAME = "attention_lse"
+"""Names of the two arrays that the backward pass needs besides q, k, v: a rematerialization policy
+that saves them (``jax.checkpoint_policies.save_only_these_names``) never reruns the forward."""
+
+type Call = Callable[[Kernel, dict[str, jax.Array], tuple[str, ...]], tuple[jax.Array, ...]]
+"""Runs a kernel on operands by name and returns the named results."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """Two functions that agree with ``reference.py``, and what lifts them to a mesh.
+
+    forward(q, k, v, masks, *, spec) -> (out, lse)
+
+    backward(q, k, v, masks, out, lse, d_out, d_lse, *, spec, deterministic)
+    -> (dq, dk, dv, d_sinks, d_bias), the last two only where the call has sinks and a bias.
+
+    Shapes are those of one device's block: out and d_out [B, T, N, V] in q's dtype, lse and d_lse
+    float32 [B, T, N], gradients in the dtypes of what they are gradients of. Of the gradients,
+    those of k, v, sinks and bias are sums over the block's own queries.
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array | None, ...]]
+    call: Call
+
+
+def call_traceable(
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    """Runs plain JAX code: the compiler batches and partitions it, except over Explicit axes, where
+    cutting sequences in chunks would need a layout for every intermediate array.
+    """
+    if has_explicit_layout(operands["q"]):
+        return over_explicit_axes(kernel, operands, results)
+    return kernel(operands)
+
+
+XLA = Implementation(forward=xla.forward, backward=xla.backward, call=call_traceable)
+IMPLEMENTATIONS = {"xla": XLA}
+"""By name. cuDNN differentiates itself, and JAX the reference."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attend(
+    implementation: Implementation,
+    deterministic: bool,
+    spec: AttentionSpec,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, V] in q's dtype, logsumexp float32 [B, T, N]), differentiable through both.
+
+    Args:
+        implementation: computes both directions.
+        deterministic: the gradient repeats bit for bit.
+        spec: the static part of the call.
+        q: [B, T, N, H].
+        k: [B, S, K, H].
+        v: [B, S, K, V].
+        masks: the other arrays; sinks and bias get gradients.
+    """
+    del deterministic
+
+    def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        (q, k, v), block_masks = _split(operands, 3)
+        return implementation.forward(q, k, v, block_masks, spec=spec)
+
+    operands = {"q": q, "k": k, "v": v, **_mask_arrays(masks)}
+    out, lse = implementation.call(kernel, operands, ("out", "lse"))
+    return out, lse
+
+
+def _attend_fwd(implementation, deterministic, spec, q, k, v, masks):
+    out, lse = attend(implementation, deterministic, spec, q, k, v, masks)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    return (out, lse), (q, k, v, masks, out, lse)
+
+
+def _attend_bwd(implementation, deterministic, spec, residuals, cotangents):
+    q, k, v, masks, out, lse = residuals
+    d_out, d_lse = cotangents
+    wanted = {"dq": True, "dk": True, "dv": True}
+    wanted |= {"d_sinks": masks.sinks is not None, "d_bias": masks.bias is not None}
+
+    def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        (q, k, v, *rest), block_masks = _split(operands, 7)
+        grads = implementation.backward(
+            q, k, v, block_masks, *rest, spec=spec, deterministic=deterministic
+        )
+        return tuple(grad for grad, want in zip(grads, wanted.values(), strict=True) if want)
+
+    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
+    results = tuple(name for name, want in wanted.items() if want)
+    grads = implementation.call(kernel, {**arrays, **_mask_arrays(masks)}, results)
+    by_name = dict(zip(results, grads, strict=True))
+    d_masks = AttentionMasks(sinks=by_name.get("d_sinks"), bias=by_name.get("d_bias"))
+    return by_name["dq"], by_name["dk"], by_name["dv"], d_masks
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _mask_arrays(masks: AttentionMasks) -> dict[str, jax.Array]:
+    fields = (field.name for field in dataclasses.fields(masks))
+    return {name: x for name in fields if (x := getattr(masks, name)) is not None}
+
+
+def _split(
+    operands: dict[str, jax.Array], count: int
+) -> tuple[tuple[jax.Array, ...], AttentionMasks]:
+    """Operands by name as the first ``count`` arrays and the masks."""
+    names = tuple(operands)
+    masks = AttentionMasks(**{name: operands[name] for name in names[count:]})
+    return tuple(operands[name] for name in names[:count]), masks

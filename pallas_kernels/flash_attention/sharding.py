@@ -1,0 +1,258 @@
+"""How attention is split over a mesh: by batch and by heads, each device calling the kernel on its
+own block.
+
+A custom call hides its computation from the partitioner, so the split is declared here, once, for
+both kinds of mesh axes: Auto (``custom_partitioning`` with a Shardy rule, because the layout is
+known only to the compiler) and Explicit (``shard_map``, because the layout is in the type). Only
+two sums cross devices: dk and dv where the query heads of one kv head are split, and the gradient
+of sinks over the batch.
+
+Dims: B batch, T query, S key, N query heads, K kv heads, G query heads per kv head, H query and key
+width, V value width.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels.common.errors import UnsupportedError
+
+type Kernel = Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]
+"""Arrays by name to results in an agreed order."""
+
+DIMS = {
+    "q": "BTNH",
+    "k": "BSKH",
+    "v": "BSKV",
+    "q_segment_ids": "BT",
+    "kv_segment_ids": "BS",
+    "q_lengths": "B",
+    "kv_lengths": "B",
+    "sinks": "N",
+    "bias": "BNTS",
+    "out": "BTNV",
+    "lse": "BTN",
+    "d_out": "BTNV",
+    "d_lse": "BTN",
+    "dq": "BTNH",
+    "dk": "BSKH",
+    "dv": "BSKV",
+    "d_sinks": "N",
+    "d_bias": "BNTS",
+}
+"""Dims of each operand and result of an attention kernel; those of a bias may have size 1."""
+
+GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "d_sinks", "bias": "d_bias"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Mesh axes that split the batch, the kv heads, and the query heads of one kv head."""
+
+    batch: tuple[str, ...]
+    kv: tuple[str, ...]
+    group: tuple[str, ...]
+    bias_shape: tuple[int, ...] | None
+
+    def spec(self, name: str) -> PartitionSpec:
+        """How an operand or result lies on the mesh."""
+        axes = {"B": self.batch, "K": self.kv, "N": self.kv + self.group}
+        return PartitionSpec(*(axes.get(dim) or None for dim in self._dims(name)))
+
+    def sum_axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes over which the blocks of a result are partial sums."""
+        match name:
+            case "dk" | "dv":
+                return self.group
+            case "d_sinks" | "d_bias":
+                dims = self._dims(name)
+                heads = () if "N" in dims else self.kv + self.group
+                return heads if "B" in dims else self.batch + heads
+            case _:
+                return ()
+
+    def _dims(self, name: str) -> str:
+        if name in ("bias", "d_bias"):
+            assert self.bias_shape is not None
+            pairs = zip(DIMS[name], self.bias_shape, strict=True)
+            return "".join("1" if size == 1 else dim for dim, size in pairs)
+        return DIMS[name]
+
+
+def make_layout(
+    q_spec: PartitionSpec, mesh_shape: Mapping[str, int], operands: Mapping[str, jax.Array]
+) -> Layout:
+    """The layout nearest to the query's that the kernel can keep.
+
+    Axes of the batch and of the heads stay while they divide them; a query head's axes split first
+    the kv heads, then, if each device is left with one kv head, the queries that share it. What
+    does not divide is gathered by the caller.
+    """
+    q_spec = PartitionSpec(*q_spec, *(None,) * (4 - len(q_spec)))
+    B, _, N, _ = operands["q"].shape
+    kv_heads = operands["k"].shape[2]
+    batch, _ = _prefix(_axes(q_spec[0]), mesh_shape, B)
+    kv, rest = _prefix(_axes(q_spec[2]), mesh_shape, kv_heads)
+    group: tuple[str, ...] = ()
+    if math.prod(mesh_shape[axis] for axis in kv) == kv_heads:
+        group, _ = _prefix(rest, mesh_shape, N // kv_heads)
+    bias_shape = operands["bias"].shape if "bias" in operands else None
+    return Layout(batch=batch, kv=kv, group=group, bias_shape=bias_shape)
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _prefix(
+    axes: tuple[str, ...], mesh_shape: Mapping[str, int], size: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Splits axes after the longest prefix whose devices divide ``size``."""
+    count = 1
+    for i, axis in enumerate(axes):
+        count *= mesh_shape[axis]
+        if size % count:
+            return axes[:i], axes[i:]
+    return axes, ()
+
+
+def vary_alike[T](arrays: T) -> T:
+    """Inside ``shard_map``, marks all arrays as varying over every axis that one of them varies on.
+
+    The transpose of that mark is a psum: so the gradient of a key that is the same on every device
+    sums the devices' parts, wherever the kernel's own gradient rule does not know of the mesh.
+    """
+    leaves = jax.tree.leaves(arrays)
+    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def mark(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying")
+
+    return jax.tree.map(mark, arrays)
+
+
+def has_explicit_layout(x: jax.Array) -> bool:
+    """Whether the type of ``x`` says how it is split over mesh axes."""
+    return any(entry is not None for entry in jax.typeof(x).sharding.spec)
+
+
+def partitioned(
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    """Calls a kernel so that arrays split over batch and heads are not gathered.
+
+    Args:
+        kernel: works on any batch and any heads; called on each device's block.
+        operands: by their names in ``DIMS``, "q" and "k" among them.
+        results: names in ``DIMS`` of what the kernel returns.
+    """
+    if has_explicit_layout(operands["q"]):
+        return over_explicit_axes(kernel, operands, results)
+    return _over_auto_axes(kernel, operands, results)
+
+
+def _local(
+    kernel: Kernel, layout: Layout, names: tuple[str, ...], results: tuple[str, ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    def on_one_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        # Made to vary alike, so that a kernel in plain JAX sees what a custom call sees: its
+        # gradients are this device's part, and the only sums are those below.
+        values = kernel(dict(zip(names, vary_alike(arrays), strict=True)))
+        return tuple(
+            jax.lax.psum(value, axes) if (axes := layout.sum_axes(name)) else value
+            for name, value in zip(results, values, strict=True)
+        )
+
+    return on_one_device
+
+
+def over_explicit_axes(
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    """``partitioned`` for a query whose type says how it is split."""
+    sharding = jax.typeof(operands["q"]).sharding
+    spec = PartitionSpec(*sharding.spec, *(None,) * (4 - len(sharding.spec)))
+    if spec[1] is not None or spec[3] is not None:
+        raise UnsupportedError(
+            f"query is sharded as {sharding.spec}: its positions or its head width are split. A "
+            "kernel sees whole sequences: gather them first, or merge partial results over the "
+            "mesh axis (ring attention)"
+        )
+    mesh = sharding.mesh
+    layout = make_layout(spec, mesh.shape, operands)
+    names = tuple(operands)
+    in_specs = tuple(layout.spec(name) for name in names)
+    # shard_map moves no data of Explicit axes by itself, neither in nor out.
+    arrays = tuple(
+        jax.sharding.reshard(operands[name], NamedSharding(mesh, in_spec))
+        for name, in_spec in zip(names, in_specs, strict=True)
+    )
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    values = jax.shard_map(
+        _local(kernel, layout, names, results),
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=tuple(layout.spec(name) for name in results),
+        axis_names={name for name, kind in axes if kind == AxisType.Explicit},
+    )(*arrays)
+    own = {"out": sharding, "lse": NamedSharding(mesh, PartitionSpec(*spec[:3]))}
+    own |= {
+        GRADIENT_OF[name]: jax.typeof(x).sharding
+        for name, x in operands.items()
+        if name in GRADIENT_OF
+    }
+    return tuple(
+        jax.sharding.reshard(value, own[name]) for name, value in zip(results, values, strict=True)
+    )
+
+
+def _over_auto_axes(
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+    names = tuple(operands)
+    grouped = operands["q"].shape[2] != operands["k"].shape[2]
+
+    def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return kernel(dict(zip(names, arrays, strict=True)))
+
+    def partition(mesh, arg_shapes, result_shapes):
+        del result_shapes
+        q_spec = arg_shapes[names.index("q")].sharding.spec
+        layout = make_layout(q_spec, mesh.shape, dict(zip(names, arg_shapes, strict=True)))
+        return (
+            mesh,
+            _local(kernel, layout, names, results),
+            tuple(NamedSharding(mesh, layout.spec(name)) for name in results),
+            tuple(NamedSharding(mesh, layout.spec(name)) for name in names),
+        )
+
+    rule, whole_dims = _shardy_rule(names, results, grouped=grouped)
+    op = custom_partitioning(whole)
+    op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole_dims)
+    return op(*operands.values())
+
+
+def _shardy_rule(
+    names: tuple[str, ...], results: tuple[str, ...], *, grouped: bool
+) -> tuple[str, tuple[str, ...]]:
+    """An einsum-like rule of which dims are split together, and those that must stay whole."""
+
+    def side(of: tuple[str, ...]) -> str:
+        # Query and kv heads are unrelated here unless they are the same. Written as N = (K G), a
+        # mesh axis longer than K would split K by a part of the axis, which no PartitionSpec can
+        # say; ``make_layout`` relates them instead.
+        return ", ".join(
+            " ".join("K" if dim == "N" and not grouped else dim for dim in DIMS[name])
+            for name in of
+        )
+
+    rule = f"{side(names)} -> {side(results)}"
+    # Shardy wants them in order of appearance.
+    return rule, tuple(dict.fromkeys(letter for letter in rule if letter in "TSHV"))
