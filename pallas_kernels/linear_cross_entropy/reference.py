@@ -21,13 +21,15 @@ def linear_cross_entropy_reference(
     """Returns (sum of weight * (nll + z_loss * lse^2), sum of weight * nll), fp32 scalars.
 
     logits = hidden table^T, operands in hidden's dtype, sums in fp32; nll = lse(logits) -
-    logits[target]. Differentiable by JAX; the second sum is for reporting.
+    logits[target]. The first is differentiable by JAX; the second is for reporting and carries no
+    gradient.
     """
     logits_BTV = einsum_f32("BTD,VD->BTV", hidden_BTD, table_VD.astype(hidden_BTD.dtype))
     if logit_soft_cap is not None:
         logits_BTV = logit_soft_cap * jnp.tanh(logits_BTV / logit_soft_cap)
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    nll_BT = lse_BT - target_BT
+    # A sum, not a gather: a target outside the vocabulary has no logit, and not the last or NaN.
+    is_target_BTV = jnp.arange(logits_BTV.shape[-1])[None, None, :] == targets_BT[..., None]
+    nll_BT = lse_BT - jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
     total = jnp.sum(weights_BT * (nll_BT + z_loss * lse_BT**2))
-    return total, jnp.sum(weights_BT * nll_BT)
+    return total, jax.lax.stop_gradient(jnp.sum(weights_BT * nll_BT))

@@ -1,0 +1,184 @@
+"""linear_cross_entropy: both implementations and all gradients against float64 NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.sharded.cases import COMPILER_OPTIONS
+from tests.tolerance import assert_no_worse
+
+B, T, D, V = 3, 12, 16, 40
+LOGITS_BYTES = B * T * V * 4
+DTYPES = ("float32", "bfloat16", "float16")
+OPTIONS = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.02},
+    "soft_cap": {"logit_soft_cap": 1.5},
+    "both": {"z_loss": 0.02, "logit_soft_cap": 1.5},
+}
+
+
+@functools.cache
+def inputs(dtype: str):
+    """hidden, table, targets, weights; the table is fp32 but representable in ``dtype``."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
+    table = jnp.asarray(rng.normal(size=(V, D)) / 2, dtype).astype(jnp.float32)
+    targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+    weights = rng.choice([0.0, 1.0, 0.5], size=(B, T)).astype(np.float32)
+    return hidden, table, targets, jnp.asarray(weights)
+
+
+@functools.cache
+def evaluate(dtype: str, **options):
+    """(total, nll) and the gradients of the total by hidden and table."""
+    hidden, table, targets, weights = inputs(dtype)
+
+    def total(hidden, table):
+        sums = linear_cross_entropy(hidden, table, targets, weights, **options)
+        return sums.total, sums.nll
+
+    gradient = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+    run = jax.jit(gradient, compiler_options=COMPILER_OPTIONS)
+    return run(hidden, table)
+
+
+def exact(dtype: str, *, z_loss: float = 0.0, logit_soft_cap: float | None = None):
+    """The same from the closed form: d total / d logit = w (p (1 + 2 z lse) - [v = target])."""
+    hidden, table, _, weights = (np.asarray(x.astype(jnp.float32), float) for x in inputs(dtype))
+    targets = np.asarray(inputs(dtype)[2])
+    raw = hidden @ table.T
+    logits = raw if logit_soft_cap is None else logit_soft_cap * np.tanh(raw / logit_soft_cap)
+    largest = logits.max(axis=-1, keepdims=True)
+    lse = (largest + np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True)))[..., 0]
+    is_target = np.arange(V) == targets[..., None]
+    nll = lse - logits[is_target].reshape(B, T)
+    slope = np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - is_target
+    slope = slope * weights[..., None]
+    if logit_soft_cap is not None:
+        slope = slope * (1 - np.tanh(raw / logit_soft_cap) ** 2)
+    sums = (np.sum(weights * (nll + z_loss * lse**2)), np.sum(weights * nll))
+    return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_is_the_formula(dtype, options):
+    got = evaluate(dtype, implementation="reference", **OPTIONS[options])
+    for mine, true in zip(
+        jax.tree.leaves(got), jax.tree.leaves(exact(dtype, **OPTIONS[options])), strict=True
+    ):
+        # fp32 inside: sums of D products, V exponentials and B T losses; one rounding to the
+        # dtype of the result, or of the table as an operand.
+        epsilon = float(jnp.finfo(jnp.float32).eps) * (D + V + B * T) + float(jnp.finfo(dtype).eps)
+        assert np.max(np.abs(mine.astype(jnp.float32) - true)) <= epsilon * np.max(np.abs(true))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_chunks"),
+    [("plain", 4), ("z_loss", 4), ("soft_cap", 4), ("both", 1), ("both", 4), ("both", T)],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunked_is_no_worse_than_the_reference(dtype, options, num_chunks):
+    chosen = OPTIONS[options]
+    got = evaluate(dtype, implementation="xla", chunk_bytes=LOGITS_BYTES // num_chunks, **chosen)
+    plain = evaluate(dtype, implementation="reference", **chosen)
+    assert_no_worse(got, plain=plain, oracle=exact(dtype, **chosen), what=f"{options} {dtype}")
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_targets_of_weight_0_do_not_count(implementation):
+    """Whatever they are: padding may hold ids that no table has."""
+    hidden, table, targets, weights = inputs("float32")
+    padded = jnp.where(weights == 0.0, jnp.int32(V + 7), targets)
+    assert (padded != targets).any()
+
+    def total(hidden, table, targets):
+        return linear_cross_entropy(
+            hidden, table, targets, weights, implementation=implementation
+        ).total
+
+    run = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+    jax.tree.map(
+        np.testing.assert_array_equal, run(hidden, table, padded), run(hidden, table, targets)
+    )
+    gradient = run(hidden, table, targets)[1][0]
+    np.testing.assert_array_equal(gradient[weights == 0.0], 0.0)
+
+
+def test_z_loss_pulls_the_normalizer_to_zero():
+    """Where all logits are equal, nll has no gradient along their sum and z-loss has 2 z lse."""
+    hidden, table = jnp.ones((1, 1, 1)), jnp.full((V, 1), 2.0)
+    targets, weights = jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1))
+
+    def total(table, z_loss):
+        return linear_cross_entropy(hidden, table, targets, weights, z_loss=z_loss).total
+
+    lse = 2.0 + np.log(V)
+    along_sum = float(jnp.sum(jax.grad(total)(table, 0.1)))
+    assert along_sum == pytest.approx(2 * 0.1 * lse, rel=1e-5)
+    assert float(jnp.sum(jax.grad(total)(table, 0.0))) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_cotangent_scales_and_nll_has_no_gradient(implementation):
+    hidden, table, targets, weights = inputs("float32")
+
+    def loss(table, factor):
+        sums = linear_cross_entropy(hidden, table, targets, weights, implementation=implementation)
+        return factor * sums.total + 100.0 * jax.lax.stop_gradient(sums.nll)
+
+    once, thrice = (jax.jit(jax.grad(loss))(table, factor) for factor in (1.0, 4.0))
+    np.testing.assert_array_equal(4.0 * once, thrice)
+
+    def reported(table):
+        return linear_cross_entropy(
+            hidden, table, targets, weights, implementation=implementation
+        ).nll
+
+    np.testing.assert_array_equal(jax.grad(reported)(table), 0.0)
+
+
+def test_memory_is_bounded_by_chunks():
+    rows, length, width, vocab = 4, 64, 16, 512
+    logits_bytes = rows * length * vocab * 4
+
+    def temporaries(**options) -> int:
+        def total(hidden, table, targets, weights):
+            return linear_cross_entropy(hidden, table, targets, weights, **options).total
+
+        floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        shapes = (
+            floats((rows, length, width)),
+            floats((vocab, width)),
+            jax.ShapeDtypeStruct((rows, length), jnp.int32),
+            floats((rows, length)),
+        )
+        compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    chunk_bytes = logits_bytes // 16
+    gradients = (rows * length + 2 * vocab) * width * 4
+    # A chunk's logits, probabilities and their gradient; both inputs' gradients, one of them
+    # updated; the inputs once more, cut in chunks.
+    bound = 3 * chunk_bytes + 2 * gradients
+    assert bound < logits_bytes
+    assert temporaries(implementation="xla", chunk_bytes=chunk_bytes) <= bound
+    assert temporaries(implementation="reference") >= logits_bytes
+
+
+def test_bad_calls_are_refused():
+    hidden, table, targets, weights = inputs("float32")
+    with pytest.raises(InputError, match=r"table has shape \(16, 40\).*asks for \[V, 16\]"):
+        linear_cross_entropy(hidden, table.T, targets, weights)
+    with pytest.raises(InputError, match=r"targets has shape \(3, 11\)"):
+        linear_cross_entropy(hidden, table, targets[:, 1:], weights)
+    with pytest.raises(InputError, match="weights are bfloat16"):
+        linear_cross_entropy(hidden, table, targets, weights.astype(jnp.bfloat16))
+    with pytest.raises(InputError, match="'fast' is unknown; choose auto, xla or reference"):
+        linear_cross_entropy(hidden, table, targets, weights, implementation="fast")
