@@ -66,7 +66,6 @@ MODELS = {
     "gqa": model(attention(), tie_embeddings=False),
     "mqa": model(attention(num_kv_heads=1)),
     "window": model(attention(window=5)),
-    "window_of_one": model(attention(window=1)),
     "gemma": model(
         attention(window=6, logit_soft_cap=2.0, scale=0.2, qk_norm=NormConfig(scale_offset=1.0)),
         attention(num_kv_heads=1, logit_soft_cap=2.0),

@@ -126,8 +126,8 @@ def test_seeded_draws_repeat_and_ignore_the_rest_of_the_batch(model):
     assert drawn([[9] * 20, PROMPTS[1], [8] * 18], seed=3)[1] == first[1]
     assert drawn(PROMPTS[:2], seed=3) == {0: first[0], 1: first[1]}
     # Equal prompts of one batch are drawn separately.
-    twins = drawn([PROMPTS[2], PROMPTS[2]], seed=3)
-    assert twins[0] != twins[1]
+    twins = drawn([PROMPTS[2], PROMPTS[1], PROMPTS[2]], seed=3)
+    assert twins[0] != twins[2]
 
 
 def test_a_row_ends_at_the_end_token_and_the_others_go_on(model):

@@ -97,8 +97,8 @@ def test_load_run_reads_the_newest_checkpoint(saved):
 
 def test_load_model_maps_ids_to_float32_logits(saved):
     path, states = saved
-    ids = np.arange(10).reshape(2, 5)
-    want = make_job(RUN).model.bind(states[4].parameters)(jnp.asarray(ids))
+    ids = jnp.arange(10).reshape(2, 5)
+    want = make_job(RUN).model.bind(states[4].parameters)(ids)
     model = jaxinfra.load_model(str(path))
     logits = model(ids)
     assert (logits.shape, logits.dtype) == ((2, 5, 260), jnp.float32)

