@@ -33,8 +33,8 @@ def call_opaque(
             for x, batched in zip(arrays, in_batched, strict=True)
         )
         if all(DIMS[name][0] == "B" for name in (*names, *results)):
-            outs = op(*(x.reshape(-1, *x.shape[2:]) for x in whole))
-            outs = tuple(x.reshape(axis_size, -1, *x.shape[1:]) for x in outs)
+            outs = op(*(x.reshape(axis_size * x.shape[1], *x.shape[2:]) for x in whole))
+            outs = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in outs)
         else:
             outs = jax.lax.map(lambda one: op(*one), whole)
         return outs, (True,) * len(results)

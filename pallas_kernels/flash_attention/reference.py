@@ -67,4 +67,4 @@ def forward(
     out_BTKGV = einsum_f32("BKGTS,BSKV->BTKGV", p_BKGTS, v_BSKV)
     lse_BKGT1 = jnp.where(empty_BKGT1, -jnp.inf, m_BKGT1 + jnp.log(l_BKGT1))
     lse_BTN = jnp.moveaxis(lse_BKGT1[..., 0], 3, 1).reshape(B, T, N)
-    return out_BTKGV.reshape(B, T, N, -1).astype(q_BTNH.dtype), lse_BTN
+    return out_BTKGV.reshape(B, T, N, v_BSKV.shape[3]).astype(q_BTNH.dtype), lse_BTN

@@ -1,0 +1,47 @@
+"""An implementation that JAX treats as it treats the Hopper kernels, and that runs on a CPU.
+
+The computation is the reference's, but vmap, partitioning and the gradient rule see a custom call.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from pallas_kernels.flash_attention import reference
+from pallas_kernels.flash_attention.implementations import XLA, Implementation, attend
+from pallas_kernels.flash_attention.opaque import call_opaque
+from pallas_kernels.flash_attention.sharding import vary_alike
+
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def attention_forward(q, k, v, masks, *, spec):
+    """Named, so that its calls can be counted in a jaxpr."""
+    return reference.forward(q, k, v, masks, spec=spec)
+
+
+def attention_backward(q, k, v, masks, out, lse, d_out, d_lse, *, spec, deterministic):
+    del out, lse, deterministic
+
+    def forward(q, k, v, sinks, bias):
+        arrays = dataclasses.replace(masks, sinks=sinks, bias=bias)
+        return reference.forward(q, k, v, arrays, spec=spec)
+
+    return jax.vjp(forward, q, k, v, masks.sinks, masks.bias)[1]((d_out, d_lse))
+
+
+STAND_IN = Implementation(forward=attention_forward, backward=attention_backward, call=call_opaque)
+BOTH = {"xla": XLA, "custom-call": STAND_IN}
+
+
+def results(implementation, spec, q, k, v, masks, d_out, d_lse):
+    """(out, lse) and the gradients of q, k, v, sinks and bias."""
+
+    def forward(q, k, v, sinks, bias):
+        arrays = dataclasses.replace(masks, sinks=sinks, bias=bias)
+        return attend(implementation, True, spec, *vary_alike((q, k, v, arrays)))
+
+    outs, pull = jax.vjp(forward, q, k, v, masks.sinks, masks.bias)
+    return outs, pull((d_out, d_lse))

@@ -1,0 +1,149 @@
+"""Attention split over batch and heads: the same numbers, and only the collectives it must have."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, xla
+from pallas_kernels.flash_attention.implementations import XLA, attend
+from pallas_kernels.flash_attention.sharding import vary_alike
+from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, results
+
+P = PartitionSpec
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+B, T, H, V = 4, 20, 8, 12
+SPEC = AttentionSpec(scale=0.3, right=0)
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    monkeypatch.setattr(xla, "MAX_CHUNK", 8)
+
+
+def arrays(N, K, *, sinks=False, bias=None):
+    keys = iter(jax.random.split(jax.random.key(N + K), 7))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
+    masks = AttentionMasks(
+        q_segment_ids=jnp.asarray(np.arange(B * T).reshape(B, T) % T // 9, jnp.int32),
+        kv_segment_ids=jnp.asarray(np.arange(B * T).reshape(B, T) % T // 9, jnp.int32),
+        sinks=normal(N) if sinks else None,
+        bias=None if bias is None else normal(*bias),
+    )
+    q, k, v = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, V)
+    return q, k, v, masks, normal(B, T, N, V), normal(B, T, N)
+
+
+def specs(kv_axis, masks):
+    """Layouts of the arguments: batch over data, heads over tensor."""
+    q, kv = P("data", None, "tensor"), P("data", None, kv_axis)
+    bias = None
+    if masks.bias is not None:
+        b, n = (size > 1 for size in masks.bias.shape[:2])
+        bias = P("data" if b else None, "tensor" if n else None)
+    mask_specs = AttentionMasks(
+        q_segment_ids=P("data"),
+        kv_segment_ids=P("data"),
+        sinks=None if masks.sinks is None else P("tensor"),
+        bias=bias,
+    )
+    return q, kv, kv, mask_specs, q, q
+
+
+def assert_equal(got, want):
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@functools.cache
+def unsharded(N, K, sinks, bias):
+    args = arrays(N, K, sinks=sinks, bias=bias)
+    return jax.jit(functools.partial(results, XLA, SPEC), compiler_options=FAST_COMPILE)(*args)
+
+
+@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    ("N", "K", "kv_axis", "sinks", "bias", "collectives"),
+    [
+        # Batch and kv heads are independent: nothing may move.
+        (8, 4, "tensor", False, None, set()),
+        # Gradients of what every batch shares are summed over it.
+        (4, 4, "tensor", True, (1, 4, 1, 20), {"all-reduce"}),
+        # Queries of one kv head lie on several devices: dk and dv are summed over them.
+        (4, 1, None, False, None, {"all-reduce"}),
+        # 2 kv heads on 4 devices: correct, but heads are gathered.
+        (8, 2, None, False, None, {"all-gather", "all-reduce"}),
+    ],
+    ids=["gqa", "sinks-and-bias", "mqa", "too-few-kv-heads"],
+)
+def test_sharded_arrays(name, axis_type, N, K, kv_axis, sinks, bias, collectives):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    args = arrays(N, K, sinks=sinks, bias=bias)
+    layout = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs(kv_axis, args[3]),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+    placed = jax.device_put(args, layout)
+    function = jax.jit(functools.partial(results, BOTH[name], SPEC), compiler_options=FAST_COMPILE)
+    compiled = function.lower(*placed).compile()
+    found = set(COLLECTIVE.findall(compiled.as_text()))
+    assert found <= collectives if "all-gather" in collectives else found == collectives
+    (out, lse), grads = compiled(*placed)
+    assert out.sharding.spec[:3] == lse.sharding.spec[:3] == ("data", None, "tensor")
+    assert_equal(((out, lse), grads), unsharded(N, K, sinks, bias))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_shard_map_over_batch_and_heads(name):
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    args = arrays(4, 4, sinks=True, bias=(1, 4, 1, 20))
+
+    def split(q, k, v, masks, d_out, d_lse):
+        layout = specs("tensor", masks)
+        return jax.shard_map(
+            lambda *block: attend(BOTH[name], True, SPEC, *vary_alike(block)),
+            mesh=mesh,
+            in_specs=layout[:4],
+            out_specs=(layout[0], layout[0]),
+        )(q, k, v, masks)
+
+    def whole(q, k, v, masks, d_out, d_lse):
+        outs, pull = jax.vjp(lambda *a: split(*a, None, None), q, k, v, masks)
+        dq, dk, dv, d_masks = pull((d_out, d_lse))
+        return outs, (dq, dk, dv, d_masks.sinks, d_masks.bias)
+
+    got = jax.jit(whole, compiler_options=FAST_COMPILE)(*args)
+    assert_equal(got, unsharded(4, 4, True, (1, 4, 1, 20)))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_keys_that_all_devices_share(name):
+    """Queries split over their positions, keys whole: gradients of the keys sum over devices."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,))
+    spec = AttentionSpec(scale=0.3)
+    q, k, v, _, d_out, _ = arrays(4, 2)
+
+    def loss(split, q, k, v):
+        def block(q, k, v):
+            return attend(BOTH[name], True, spec, *vary_alike((q, k, v, AttentionMasks())))[0]
+
+        if split:
+            by_position = P(None, "context")
+            block = jax.shard_map(
+                block, mesh=mesh, in_specs=(by_position, P(), P()), out_specs=by_position
+            )
+        return jnp.sum(block(q, k, v) * d_out)
+
+    grad = jax.jit(
+        jax.grad(loss, argnums=(1, 2, 3)), static_argnums=0, compiler_options=FAST_COMPILE
+    )
+    assert_equal(grad(True, q, k, v), grad(False, q, k, v))
