@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.hopper_masks import mask_tile
+from pallas_kernels.flash_attention.hopper_tile import mask_tile
 
 LOG2E = math.log2(math.e)
 WGMMA_COL = plgpu.Layout.WGMMA.reduce(0)
@@ -75,19 +75,23 @@ def backward(q, k, v, out, lse, d_out, d_lse, *, spec, config):
                     plgpu.barrier_arrive(do_empty.at[i])
 
                 def accumulate(dk_acc, dv_acc):
-                    def step(i, _, g, masked):
+                    def first_scores(s_acc):
+                        plgpu.wgmma(s_acc, my_k, q_smem.at[0].transpose((1, 0)))
+                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+                    plgpu.barrier_wait(q_full.at[0])
+                    s = pl.run_scoped(first_scores, plgpu.ACC((64, BM), jnp.float32))
+
+                    def step(i, s, g, masked):
                         n = kh * group + g
                         it = g * per_head + i - lo
                         slot = lax.rem(it, ST)
                         ds_tile = ds_smem.at[lax.rem(it, 2)]
+                        plgpu.barrier_wait(do_full.at[slot])
 
-                        def scores(s_acc, dp_acc):
-                            plgpu.barrier_wait(q_full.at[slot])
-                            plgpu.wgmma(s_acc, my_k, q_smem.at[slot].transpose((1, 0)))
-                            plgpu.barrier_wait(do_full.at[slot])
+                        def probabilities(dp_acc):
                             plgpu.wgmma(dp_acc, my_v, do_smem.at[slot].transpose((1, 0)))
                             lse_row = plgpu.load(lse_smem.at[slot], layout=WGMMA_COL)
-                            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                             p = jnp.exp2(s * scale2 - lax.broadcast_in_dim(lse_row, s.shape, [1]))
                             if masked:
                                 key0 = k0 + wg * 64
@@ -97,20 +101,20 @@ def backward(q, k, v, out, lse, d_out, d_lse, *, spec, config):
                                     diag_min=None if spec.right is None else key0 - i * BM - diag - spec.right,
                                     num_rows=S - key0 if tail else None,
                                 )
-                            delta_row = plgpu.load(delta_smem.at[slot], layout=WGMMA_COL)
-                            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                            return p, dp, delta_row
+                            return p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
 
-                        p, dp, delta_row = pl.run_scoped(
-                            scores, plgpu.ACC((64, BM), jnp.float32), plgpu.ACC((64, BM), jnp.float32)
-                        )
+                        p, dp = pl.run_scoped(probabilities, plgpu.ACC((64, BM), jnp.float32))
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                        ds = (p * (dp - lax.broadcast_in_dim(delta_row, p.shape, [1]))).astype(dtype)
-                        ds_tile[mine, :] = ds
+                        delta_row = plgpu.load(delta_smem.at[slot], layout=WGMMA_COL)
+                        ds = p * (dp - lax.broadcast_in_dim(delta_row, p.shape, [1]))
+                        ds_tile[mine, :] = ds.astype(dtype)
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(ds_ready)
                         plgpu.wgmma(dk_acc, ds_tile.at[mine], q_smem.at[slot])
                         plgpu.barrier_wait(ds_ready)
+
+                        next_slot = lax.rem(it + 1, ST)
+                        plgpu.barrier_wait(q_full.at[next_slot])
 
                         def query_grad(dq_acc):
                             if BM == 64:
@@ -118,34 +122,47 @@ def backward(q, k, v, out, lse, d_out, d_lse, *, spec, config):
                                 plgpu.wgmma(dq_acc, ds_tile.transpose((1, 0)), k_smem.at[:, cols])
                             else:
                                 plgpu.wgmma(dq_acc, ds_tile.at[:, mine].transpose((1, 0)), k_smem)
-                            plgpu.wgmma_wait(1)
+                            return pl.run_scoped(
+                                functools.partial(next_scores, dq_acc),
+                                plgpu.ACC((64, BM), jnp.float32),
+                            )
+
+                        def next_scores(dq_acc, s_acc):
+                            # The next tile's scores run while this tile's dQ leaves.
+                            plgpu.wgmma(s_acc, my_k, q_smem.at[next_slot].transpose((1, 0)))
+                            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                             plgpu.barrier_arrive(q_empty.at[slot])
                             plgpu.barrier_arrive(do_empty.at[slot])
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+                            dq_smem[wg] = dq
+                            plgpu.commit_smem()
+                            if BM == 64:
+                                to = dq_gmem.at[b, pl.ds(i * BM, 64), n, pl.ds(wg * q_cols, q_cols)]
+                            else:
+                                to = dq_gmem.at[b, pl.ds(i * BM + wg * 64, 64), n]
+                            plgpu.copy_smem_to_gmem(dq_smem.at[wg], to, reduction_op="add")
+                            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-                        dq = pl.run_scoped(query_grad, plgpu.ACC((q_rows, q_cols), jnp.float32))
-                        dq_smem[wg] = dq
-                        plgpu.commit_smem()
-                        if BM == 64:
-                            to = dq_gmem.at[b, pl.ds(i * BM, 64), n, pl.ds(wg * q_cols, q_cols)]
-                        else:
-                            to = dq_gmem.at[b, pl.ds(i * BM + wg * 64, 64), n]
-                        plgpu.copy_smem_to_gmem(dq_smem.at[wg], to, reduction_op="add")
+                        return pl.run_scoped(query_grad, plgpu.ACC((q_rows, q_cols), jnp.float32))
 
-                    def head(g, _):
+                    def head(g, s):
                         if spec.right is not None or tail:
-                            lax.fori_loop(lo, full_lo, functools.partial(step, g=g, masked=True), None)
-                        lax.fori_loop(full_lo, hi, functools.partial(step, g=g, masked=False), None)
+                            s = lax.fori_loop(lo, full_lo, functools.partial(step, g=g, masked=True), s)
+                        return lax.fori_loop(full_lo, hi, functools.partial(step, g=g, masked=False), s)
 
-                    lax.fori_loop(0, group, head, None)
+                    if group == 1:
+                        head(jnp.int32(0), s)
+                    else:
+                        lax.fori_loop(0, group, head, s)
                     return (
                         plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
                         plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
                     )
 
                 dk, dv = pl.run_scoped(
-                    accumulate, plgpu.ACC((64, H), jnp.float32), plgpu.ACC((64, Hv), jnp.float32)
+                    accumulate,
+                    plgpu.ACC((64, H), jnp.float32),
+                    plgpu.ACC((64, Hv), jnp.float32),
                 )
                 # Both warpgroups have read all of K for their part of dQ: its tile is free.
                 plgpu.barrier_arrive(ds_ready)
@@ -164,24 +181,28 @@ def backward(q, k, v, out, lse, d_out, d_lse, *, spec, config):
                 plgpu.copy_gmem_to_smem(v_gmem.at[b, pl.ds(k0, BN), kh], v_smem, kv_full)
 
                 def load(it, _):
-                    g = lax.div(it, per_head)
-                    i = lo + lax.rem(it, per_head)
+                    g = lax.div(it, jnp.maximum(per_head, 1))
+                    # One query tile more than there are: its scores are issued and dropped.
+                    g = jnp.minimum(g, group - 1)
+                    i = lo + lax.rem(it, jnp.maximum(per_head, 1))
                     n = kh * group + g
                     slot = lax.rem(it, ST)
                     rows = pl.ds(i * BM, BM)
                     plgpu.barrier_wait(q_empty.at[slot])
                     plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, n], q_smem.at[slot], q_full.at[slot])
                     plgpu.copy_gmem_to_smem(lse_gmem.at[b, n, rows], lse_smem.at[slot], q_full.at[slot])
-                    plgpu.barrier_wait(do_empty.at[slot])
-                    plgpu.copy_gmem_to_smem(do_gmem.at[b, rows, n], do_smem.at[slot], do_full.at[slot])
-                    plgpu.copy_gmem_to_smem(delta_gmem.at[b, n, rows], delta_smem.at[slot], do_full.at[slot])
 
-                lax.fori_loop(0, per_head * group, load, None)
-                for i in range(ST):
-                    plgpu.barrier_wait(q_empty.at[i])
-                    plgpu.barrier_wait(do_empty.at[i])
+                    @pl.when(it < per_head * group)
+                    def _():
+                        plgpu.barrier_wait(do_empty.at[slot])
+                        plgpu.copy_gmem_to_smem(do_gmem.at[b, rows, n], do_smem.at[slot], do_full.at[slot])
+                        plgpu.copy_gmem_to_smem(delta_gmem.at[b, n, rows], delta_smem.at[slot], do_full.at[slot])
 
-        tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+                lax.fori_loop(0, per_head * group + 1, load, None)
+
+        # A warpgroup's columns of dQ must be whole swizzle atoms of K.
+        swizzle = min(128, 2 * q_cols)
+        tiled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
         pl.run_scoped(
             scoped,
             plgpu.SMEM((ST, BM, H), dtype, transforms=tiled),

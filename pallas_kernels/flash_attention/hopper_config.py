@@ -15,6 +15,8 @@ class ForwardConfig:
     num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
     num_stages: int = 2  # K and V tiles in flight
     overlap: bool = True  # QK of the next tile is issued before PV of this one
+    lazy_rescale: bool = True  # rescale only when a row maximum grows by more than 2**8
+    num_polynomial: int = 0  # strips of 8 keys whose exponentials bypass the special function unit
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
     persistent: bool = False  # one block a multiprocessor loops over tiles
 

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.hopper_masks import mask_tile
+from pallas_kernels.flash_attention.hopper_tile import exp2_tile, mask_tile, sum_strips
+from pallas_kernels.flash_attention.hopper_rescale import scale_rows_if_needed
 
 LOG2E = math.log2(math.e)
 # Finite, so that exp2(old - new) of a row that has seen no key yet is 1 and not NaN.
@@ -59,7 +60,7 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
         return jnp.int32(0), full_hi, hi
 
     def kernel(q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, q_smem, k_smem, v_smem, lse_smem,
-               q_full, k_full, v_full, q_empty, k_empty, v_empty, turn, p_smem=None):
+               q_full, k_full, v_full, q_empty, k_empty, v_empty, turn, pin_smem, p_smem=None):
         wg = lax.axis_index("wg")
         sm = lax.axis_index("sm")
 
@@ -122,20 +123,24 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
                             num_cols=S - j * BN if S % BN else None,
                         )
                     m_new = jnp.maximum(m, s.max(axis=1) * scale2)
+                    if config.lazy_rescale:
+                        m_new = jnp.where(m_new - m > 8.0, m_new, m)
                     alpha = jnp.exp2(m - m_new)
-                    p = jnp.exp2(s * scale2 - lax.broadcast_in_dim(m_new, s.shape, [0]))
-                    l = l * alpha + p.sum(axis=1)
+                    x = s * scale2 - lax.broadcast_in_dim(m_new, s.shape, [0])
+                    p = exp2_tile(x, num_polynomial=0 if masked else config.num_polynomial)
+                    l = l * lax.broadcast_in_dim(alpha, l.shape, [0]) + sum_strips(p)
                     return p, m_new, l, alpha
 
                 def with_acc(o_acc):
                     m = plgpu.layout_cast(jnp.full((64,), EMPTY_MAX, jnp.float32), WGMMA_ROW)
-                    l = plgpu.layout_cast(jnp.full((64,), 0.0, jnp.float32), WGMMA_ROW)
+                    l = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), plgpu.Layout.WGMMA)
                     plgpu.barrier_wait(q_full)
 
+                    slot = lax.rem(step0, ST)
+                    plgpu.barrier_wait(k_full.at[slot])
+                    my_turn()
+
                     def first(s_acc):
-                        slot = lax.rem(step0, ST)
-                        plgpu.barrier_wait(k_full.at[slot])
-                        my_turn()
                         plgpu.wgmma(s_acc, my_q, k_smem.at[slot].transpose((1, 0)))
                         next_turn()
                         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -151,9 +156,10 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
                         slot = lax.rem(step0 + i, ST)
                         vslot = lax.rem(step0 + i - 1, ST)
 
+                        plgpu.barrier_wait(k_full.at[slot])
+                        my_turn()
+
                         def scores(s_acc):
-                            plgpu.barrier_wait(k_full.at[slot])
-                            my_turn()
                             plgpu.wgmma(s_acc, my_q, k_smem.at[slot].transpose((1, 0)))
                             plgpu.barrier_wait(v_full.at[vslot])
                             o_new = pv(o_acc_, p, vslot)
@@ -161,7 +167,8 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
                             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                             plgpu.barrier_arrive(k_empty.at[slot])
                             p32, m_, l_, alpha = softmax(s, j, m, l, masked)
-                            my_lse[...] = l_
+                            if config.overlap:
+                                pin_smem[wg] = l_
                             # Pins the softmax before the wait for PV, under which it runs.
                             return *lax.optimization_barrier((p32, m_, l_, alpha)), *(o_new if stage_p else ())
                         p, m, l, alpha, *o_new = pl.run_scoped(scores, plgpu.ACC((64, BN), jnp.float32))
@@ -170,7 +177,10 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
                         if stage_p:
                             return p.astype(dtype), m, l, o * lax.broadcast_in_dim(alpha, o.shape, [0])
                         o, alpha = lax.optimization_barrier((o, alpha))
-                        o_acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
+                        if config.lazy_rescale:
+                            o_acc[...] = scale_rows_if_needed(o, alpha)
+                        else:
+                            o_acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
                         return p.astype(dtype), m, l
 
                     carry = (p, m, l, o_acc[0]) if stage_p else (p, m, l)
@@ -189,6 +199,7 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
                     return o, m, l
 
                 o, m, l = with_acc([plgpu.broadcasted_iota(jnp.int32, (64, Hv), 0, layout=plgpu.Layout.WGMMA).astype(jnp.float32) * 0.0]) if stage_p else pl.run_scoped(with_acc, plgpu.ACC((64, Hv), jnp.float32))
+                l = l.sum(axis=1)
                 inv = jnp.where(l == 0.0, 0.0, 1.0 / l)
                 my_q[...] = (o * lax.broadcast_in_dim(inv, o.shape, [0])).astype(dtype)
                 my_lse[...] = jnp.where(l == 0.0, -jnp.inf, (m + jnp.log2(l)) * (1 / LOG2E))
@@ -250,6 +261,7 @@ def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
             plgpu.Barrier(num_arrivals=W, num_barriers=ST),
             plgpu.Barrier(num_arrivals=W, num_barriers=ST),
             plgpu.Barrier(num_barriers=W),
+            plgpu.SMEM((W, 64, 8), jnp.float32),
             *([plgpu.SMEM((W, 64, BN), dtype, transforms=tiled)] if stage_p else []),
         ],
         grid=(num_sms if config.persistent else num_tiles,),
