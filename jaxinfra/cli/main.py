@@ -21,8 +21,9 @@ COMMANDS = {
 }
 """Name to help; the module of the same name in this package is imported when it is called."""
 
-_FULL_OR_FORBIDDEN = {
+_REMEDIES = {
     errno.ENOSPC: "free space there, or name another directory",
+    errno.EFBIG: "raise the limit on file sizes, or name another directory",
     errno.EDQUOT: "free space there, or name another directory",
     errno.EROFS: "name a directory that can be written",
     errno.EACCES: "name a directory that can be written",
@@ -63,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away; there is nobody to tell
     except OSError as error:
-        if error.errno not in _FULL_OR_FORBIDDEN:
+        if error.errno is None:
             raise
-        remedy = _FULL_OR_FORBIDDEN[error.errno]
+        remedy = _REMEDIES.get(error.errno, "check that path and its disk")
         where = error.filename or "the run directory's disk"
         print(f"jaxinfra {name}: {error.strerror}: {where}; {remedy}", file=sys.stderr)
     except KeyboardInterrupt:

@@ -19,6 +19,8 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.training.describe import parameter_table
+from jaxinfra.training.job import make_job
 from jaxinfra.training.loop import train
 from jaxinfra.training.profile import parse_profile_range
 from jaxinfra.training.run_directory import RunDirectory
@@ -63,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the config and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the config and what each device would hold of the parameters, and stop",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,10 +83,11 @@ def run(args: argparse.Namespace) -> int:
         RunDirectory(args.resume).read_config() if resume else run_preset(args.preset or "tiny")
     )
     config = _with_options(config, args)
-    if args.dry_run:
-        print(codec.to_json(config), end="")
-        return 0
     profile = None if args.profile is None else parse_profile_range(args.profile)
+    if args.dry_run:
+        table = parameter_table(make_job(config))
+        print(f"{codec.to_json(config)}\n{table}")
+        return 0
     directory = args.resume or args.run or _new_directory(args.preset or "tiny")
     outcome = train(
         config,
@@ -91,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if outcome.summary is None:
         return RESUMABLE_EXIT
-    _report(directory, outcome.summary)
+    if not outcome.was_complete:
+        _report(directory, outcome.summary)
     return 0
 
 

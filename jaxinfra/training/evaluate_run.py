@@ -14,7 +14,7 @@ from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.training.evaluation import Evaluation, evaluate
-from jaxinfra.training.job import make_job
+from jaxinfra.training.job import keep_compiled_programs, make_job
 from jaxinfra.training.run_directory import RunDirectory
 
 
@@ -40,9 +40,11 @@ def evaluate_run(
     config = dataclasses.replace(run.read_config(), mesh=mesh)
     if not run.tokenizer_file.exists():
         raise ConfigError(f"{directory} has no tokenizer.json: the run was stopped before it began")
+    keep_compiled_programs(cache_dir)
     data = config.data
     if source is not None:
-        data = dataclasses.replace(data, heldout_source=source)
+        # As both sides: the run's own training text, which may be gone, is not needed.
+        data = dataclasses.replace(data, source=source, heldout_source=source)
     job = make_job(config)
     corpus = open_corpus(
         data,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -60,6 +61,11 @@ class Job:
         return jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch
         )
+
+
+def keep_compiled_programs(cache_dir: Path) -> None:
+    """A second start of the same program on the same devices reads it instead of compiling it."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
 
 
 def make_job(config: RunConfig) -> Job:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import final
 
 import jax
 
@@ -10,10 +11,18 @@ from jaxinfra.core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRange:
-    """Steps [start, stop) to trace."""
+    """Steps [start, stop) to trace, numbered from 0: the first is the one that compiles."""
 
     start: int
     stop: int
+
+    def require_within(self, *, first: int, steps: int) -> None:
+        """Raises ConfigError unless every step of it is among those to come."""
+        if self.start < first or self.stop > steps:
+            raise ConfigError(
+                f"--profile {self.start}:{self.stop}: the steps to come are {first}:{steps}; "
+                "choose a range within"
+            )
 
 
 def parse_profile_range(text: str) -> ProfileRange:
@@ -24,6 +33,7 @@ def parse_profile_range(text: str) -> ProfileRange:
     return ProfileRange(start=int(start), stop=int(stop))
 
 
+@final
 class Profiler:
     """Starts and stops XLA's profiler as steps go by; its trace opens in XProf or Perfetto."""
 

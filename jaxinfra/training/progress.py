@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Self
 
 from rich.console import Console
@@ -18,12 +19,12 @@ class Status:
     loss: float
     gradient_norm: float
     learning_rate: float
-    tokens_per_s: float
+    tokens_per_s: float | None  # None until a step is timed
     mfu: float | None
     loss_scale: float
     skipped: int
     heldout_loss: float | None
-    remaining_s: float
+    remaining_s: float | None
 
     def cells(self) -> list[tuple[str, str]]:
         """Names and formatted values, in the order shown."""
@@ -32,9 +33,9 @@ class Status:
             ("loss", f"{self.loss:.4f}"),
             ("grad norm", f"{self.gradient_norm:.3f}"),
             ("lr", f"{self.learning_rate:.2e}"),
-            ("tokens/s", f"{self.tokens_per_s:,.0f}"),
-            ("MFU", "n/a" if self.mfu is None else f"{self.mfu:.1%}"),
-            ("left", duration(self.remaining_s)),
+            ("tokens/s", _or_unknown(self.tokens_per_s, lambda rate: f"{rate:,.0f}")),
+            ("MFU", _or_unknown(self.mfu, lambda share: f"{share:.1%}")),
+            ("left", _or_unknown(self.remaining_s, duration)),
         ]
         if self.loss_scale != 1.0:
             cells.append(("loss scale", f"{self.loss_scale:g}"))
@@ -43,6 +44,10 @@ class Status:
         if self.heldout_loss is not None:
             cells.append(("held-out", f"{self.heldout_loss:.4f}"))
         return cells
+
+
+def _or_unknown(value: float | None, show: Callable[[float], str]) -> str:
+    return "n/a" if value is None else show(value)
 
 
 def duration(seconds: float) -> str:

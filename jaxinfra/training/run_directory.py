@@ -77,10 +77,20 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config_file, codec.to_json(config))
 
+    def discard(self) -> None:
+        """Undoes ``create`` where a new run cannot begin, so that a corrected one may be there."""
+        for file in (self.config_file, self.tokenizer_file):
+            file.unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
     def read_config(self) -> RunConfig:
         """The run's config; raises ConfigError where there is none or it cannot be read."""
         if not self.config_file.is_file():
-            raise ConfigError(f"{self.path} is no run directory: it has no config.json")
+            raise ConfigError(
+                f"{self.path} is no run directory: it has no config.json; name one that "
+                "`jaxinfra train` has made"
+            )
         try:
             values = json.loads(self.config_file.read_text())
         except ValueError as error:
@@ -95,9 +105,13 @@ class RunDirectory:
         self.config_file.rename(self.path / f"config.before-{number}.json")
         write_atomically(self.config_file, codec.to_json(config))
 
+    def read_summary(self) -> dict[str, Any] | None:
+        """The outcome; None before there is one."""
+        return json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes the outcome."""
-        write_atomically(self.summary_file, json.dumps(summary, indent=2) + "\n")
+        write_atomically(self.summary_file, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:

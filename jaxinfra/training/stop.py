@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted at once, obeyed between steps."""
+"""Signals that ask a run to stop: obeyed at once during set-up, between steps after it."""
 
 import signal
 from collections.abc import Iterator
@@ -6,7 +6,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 RESUMABLE_EXIT = 75
-"""Exit code of a run that was asked to stop, saved, and can be resumed (EX_TEMPFAIL)."""
+"""Exit code of a run that was asked to stop and can be continued (EX_TEMPFAIL)."""
+
+
+class Stopped(BaseException):
+    """Raised by a signal while there is nothing to save.
+
+    Like KeyboardInterrupt no Exception, so that no handler of failures takes it for one.
+    """
 
 
 class StopRequest:
@@ -14,9 +21,33 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._at_once = False
 
     def __bool__(self) -> bool:
         return self.signal is not None
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within, a signal raises Stopped: for work that a second start does again.
+
+        In the middle of a compilation it does so when the compiler returns.
+        """
+        self._at_once = True
+        try:
+            if self:  # it came before
+                raise Stopped
+            yield
+        finally:
+            self._at_once = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        del frame
+        if self and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)
+        if self._at_once:
+            raise Stopped
 
 
 @contextmanager
@@ -26,14 +57,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     A second SIGINT raises KeyboardInterrupt: somebody does not want to wait for the save.
     """
     request = StopRequest()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        del frame
-        if request and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        request.signal = signal.Signals(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, request.note) for number in numbers}
     try:
         yield request
     finally:

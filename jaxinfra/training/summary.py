@@ -1,0 +1,40 @@
+"""A finished run's outcome, from what it recorded."""
+
+import math
+from typing import Any
+
+from jaxinfra.data.baseline import compressed_bits_per_byte
+from jaxinfra.data.corpus import Corpus
+from jaxinfra.training.clock import Clock, median_step_s, peak_bytes
+from jaxinfra.training.job import Job
+from jaxinfra.training.metrics import MetricsLog, finite
+
+
+def summarize(job: Job, corpus: Corpus, log: MetricsLog, clock: Clock) -> dict[str, Any]:
+    """What ``summary.json`` holds; a figure that is not known, or not finite, is None."""
+    steps = job.config.training.steps
+    last, heldout = log.find("loss"), log.find("heldout_loss", step=steps)
+    assert last is not None, "a run has at least one step"
+    assert heldout is not None, "a run is evaluated at its end"
+    loss = heldout["heldout_loss"]
+    baseline = compressed_bits_per_byte(corpus.heldout_documents())
+    step_s = median_step_s(log.records)
+    return finite(
+        {
+            "final_loss": last["loss"],
+            "heldout_loss": loss,
+            "heldout_perplexity": None if loss is None else math.exp(min(loss, 700.0)),
+            "heldout_bits_per_byte": heldout["heldout_bits_per_byte"],
+            "heldout_bytes": corpus.heldout.num_bytes,
+            "gzip_bits_per_byte": baseline.gzip_each,
+            "xz_bits_per_byte": baseline.xz_all,
+            "tokens_per_s": clock.tokens_per_s(step_s),
+            "mfu": clock.mfu(step_s),
+            "steps": steps,
+            "skipped": last["skipped"],
+            "stall_s": sum(record.get("stall_s", 0.0) for record in log.records),
+            "wall_s": clock.elapsed_s,
+            "peak_bytes": peak_bytes(),
+            "num_parameters": job.model.num_parameters,
+        }
+    )
