@@ -1,0 +1,234 @@
+"""Each layer against NumPy in float64, or a property of its own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxinfra.config.model import AttentionConfig, MlpConfig, MlpKind, NormConfig, NormKind
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core import axes
+from jaxinfra.layers.attention import Attention
+from jaxinfra.layers.dropout import dropout
+from jaxinfra.layers.embedding import Embedding
+from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.mlp import Mlp
+from jaxinfra.layers.norm import Norm
+from jaxinfra.layers.stack import stack
+from jaxinfra.numerics.policy import POLICIES
+from pallas_kernels import flash_attention
+from tests.sharded import oracle
+from tests.sharded.cases import COMPILER_OPTIONS
+
+EPSILON = float(np.finfo(np.float32).eps)
+IMPLEMENTATIONS = ("xla", "reference")
+
+
+def draw(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_scaled_scores_of_unit_variance_inputs_have_unit_variance(implementation):
+    """Why scores are divided by sqrt(d_k): of unit-variance q and k their variance is d_k."""
+    rows, width = 4096, 64
+    q, k, v = (draw(rows, 1, 1, width, seed=seed) for seed in range(3))
+
+    def score_variance(scale: float | None) -> float:
+        # With one visible key the logsumexp of the scores is the score.
+        _, lse = flash_attention(
+            q, k, v, scale=scale, implementation=implementation, return_residual=True
+        )
+        return float(jnp.var(lse))
+
+    # A variance of n normal-like values has a relative deviation of sqrt(2 / n): five of them.
+    within = 5 * np.sqrt(2 / rows)
+    assert score_variance(1.0) == pytest.approx(width, rel=within)
+    assert score_variance(None) == pytest.approx(1.0, rel=within)
+
+
+def attention_layer(config: AttentionConfig) -> Attention:
+    return Attention(
+        config, model_dim=24, std=0.3, out_std=0.3, execution=Execution(), rngs=nnx.Rngs(params=0)
+    )
+
+
+def attend(layer: Attention, x: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
+    run = jax.jit(
+        lambda x: layer(x, rope=None, positions_BT=positions)[0], compiler_options=COMPILER_OPTIONS
+    )
+    return run(x)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_grouped_query_attention_is_multi_head_with_repeated_keys(num_kv_heads):
+    """Multi-query (1 kv head), grouped (2) and multi-head (4) with the same weights."""
+    grouped = attention_layer(
+        AttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=6, rope=None)
+    )
+    multi = attention_layer(AttentionConfig(num_q_heads=4, num_kv_heads=4, head_dim=6, rope=None))
+    for name in ("query", "out"):
+        getattr(multi, name).weight[...] = getattr(grouped, name).weight[...]
+    for name in ("key", "value"):
+        weight = getattr(grouped, name).weight[...]
+        getattr(multi, name).weight[...] = jnp.repeat(weight, 4 // num_kv_heads, axis=1)
+    x = draw(2, 10, 24)
+    outputs = [attend(layer, x) for layer in (grouped, multi)]
+    # The same sums in another order: sums of 24, 6, 10 and 24 products.
+    bound = EPSILON * (24 + 6 + 10 + 24) * float(jnp.max(jnp.abs(outputs[1])))
+    np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+@pytest.mark.parametrize(
+    "config",
+    [
+        NormConfig(),
+        NormConfig(scale_offset=1.0, epsilon=1e-2),
+        NormConfig(kind=NormKind.LAYER, bias=True),
+        NormConfig(kind=NormKind.LAYER),
+    ],
+    ids=["rms", "rms-offset", "layer-bias", "layer"],
+)
+def test_norm(config, policy):
+    width = 48
+    execution = Execution(policy=POLICIES[policy])
+    norm = Norm(config, width=width, dims=(axes.EMBED,), execution=execution)
+    norm.scale[...] = norm.scale[...] + draw(width, seed=1)
+    if norm.bias is not None:
+        norm.bias[...] = draw(width, seed=2)
+    # A mean far from 0 would cancel if variance were computed as E[x^2] - E[x]^2.
+    x = (30.0 + draw(5, 7, width)).astype(execution.policy.compute)
+    got = norm(x)
+    assert got.dtype == execution.policy.compute
+
+    x64 = np.asarray(x.astype(jnp.float32), float)
+    if config.kind is NormKind.LAYER:
+        x64 = x64 - x64.mean(axis=-1, keepdims=True)
+    y = x64 / np.sqrt(np.mean(x64**2, axis=-1, keepdims=True) + config.epsilon)
+    want = y * (np.asarray(norm.scale[...], float) + config.scale_offset)
+    if norm.bias is not None:
+        want = want + np.asarray(norm.bias[...], float)
+    # fp32 inside: x - mean loses eps of the mean (30) and sums run over the width; then one
+    # rounding to the compute dtype.
+    error = EPSILON * (30 + width) + float(jnp.finfo(got.dtype).eps)
+    assert np.max(np.abs(got.astype(jnp.float32) - want)) <= error * np.max(np.abs(want))
+
+
+SPELLED = {
+    MlpKind.SWIGLU: lambda x: x / (1 + np.exp(-x)),
+    MlpKind.GEGLU: oracle.gelu,
+    MlpKind.GEGLU_TANH: lambda x: (
+        0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    ),
+    MlpKind.GELU: oracle.gelu,
+    MlpKind.GELU_TANH: lambda x: (
+        0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MlpKind)
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp(kind, bias):
+    config = MlpConfig(hidden_dim=20, kind=kind, bias=bias)
+    mlp = Mlp(
+        config, model_dim=12, std=0.7, out_std=0.7, execution=Execution(), rngs=nnx.Rngs(params=0)
+    )
+
+    def apply(projection, x):
+        y = x @ np.asarray(projection.weight[...], float)
+        return y if projection.bias is None else y + np.asarray(projection.bias[...], float)
+
+    for number, projection in enumerate((mlp.gate, mlp.up, mlp.down)):
+        if projection is not None and projection.bias is not None:
+            projection.bias[...] = draw(*projection.bias[...].shape, seed=number)
+    x = draw(2, 5, 12)
+    up = apply(mlp.up, np.asarray(x, float))
+    if mlp.gate is None:
+        want = apply(mlp.down, SPELLED[kind](up))
+    else:
+        want = apply(mlp.down, SPELLED[kind](apply(mlp.gate, np.asarray(x, float))) * up)
+    # Two sums of products, 12 and 20 long, and an activation.
+    assert np.max(np.abs(mlp(x) - want)) <= EPSILON * (12 + 20 + 8) * np.max(np.abs(want))
+
+
+def embedding(**options) -> Embedding:
+    return Embedding(
+        num_rows=7,
+        rows_dim=axes.VOCAB,
+        model_dim=4,
+        std=1.0,
+        execution=Execution(**options),
+        rngs=nnx.Rngs(params=0),
+    )
+
+
+def test_an_id_outside_the_table_yields_nan():
+    layer = embedding()
+    rows = layer(jnp.array([[0, 6, 7, -8]]))
+    np.testing.assert_array_equal(rows[0, :2], layer.table[...][jnp.array([0, 6])])
+    assert jnp.isnan(rows[0, 2:]).all()
+
+
+def test_gradient_of_a_repeated_token_is_summed_in_fp32():
+    """In bf16 a sum of ones stops growing at 256."""
+    layer = embedding(policy=POLICIES[PolicyName.BF16])
+    graphdef, state = nnx.split(layer)
+    ids = jnp.zeros((1, 1000), jnp.int32)
+
+    def total(state):
+        return jnp.sum(nnx.merge(graphdef, state)(ids).astype(jnp.float32))
+
+    gradient = jax.grad(total)(state)["table"][...]
+    np.testing.assert_array_equal(gradient[0], 1000.0)
+
+
+def test_dropout_keeps_the_mean():
+    rate, x = 0.3, jnp.ones((200, 200))
+    dropped = dropout(x, rate=rate, key=jax.random.key(0))
+    kept = float(jnp.mean(dropped != 0))
+    # Five standard deviations of a binomial fraction.
+    assert kept == pytest.approx(1 - rate, abs=5 * np.sqrt(rate * (1 - rate) / x.size))
+    np.testing.assert_array_equal(np.unique(dropped), np.float32([0.0, 1.0 / (1.0 - rate)]))
+    np.testing.assert_array_equal(dropout(x, rate=rate, key=jax.random.key(0)), dropped)
+    assert (dropout(x, rate=rate, key=jax.random.key(1)) != dropped).any()
+    assert dropout(x, rate=rate, key=None) is x
+    assert dropout(x, rate=0.0, key=jax.random.key(0)) is x
+
+
+def test_stacked_layers_are_drawn_independently():
+    config = MlpConfig(hidden_dim=40)
+
+    def make(rngs):
+        return Mlp(config, model_dim=50, std=0.5, out_std=0.25, execution=Execution(), rngs=rngs)
+
+    stacked = stack(make, num_layers=3, rngs=nnx.Rngs(params=0))
+    up, down = stacked.up.weight, stacked.down.weight
+    assert up.axes == (axes.LAYERS, axes.EMBED, axes.MLP)
+    for weight, std in ((up[...], 0.5), (down[...], 0.25)):
+        for layer in range(3):
+            # The deviation of n values' deviation is std / sqrt(2 n): five of them.
+            within = 5 / np.sqrt(2 * weight[layer].size)
+            assert float(jnp.std(weight[layer])) == pytest.approx(std, rel=within)
+        correlation = np.corrcoef(np.reshape(weight, (3, -1)))
+        assert np.max(np.abs(correlation - np.eye(3))) < 5 / np.sqrt(weight[0].size)
+
+
+def test_window_counts_the_token_itself():
+    config = AttentionConfig(num_q_heads=1, num_kv_heads=1, head_dim=6, rope=None)
+    x = draw(1, 9, 24)
+
+    def output(window: int | None) -> jax.Array:
+        return attend(attention_layer(dataclasses.replace(config, window=window)), x)
+
+    # A token sees itself and window - 1 before it: within the window nothing changes.
+    np.testing.assert_allclose(output(4)[:, :4], output(None)[:, :4], atol=8 * EPSILON)
+    assert (jnp.abs(output(4)[:, 4:] - output(None)[:, 4:]) > 1e-4).any(axis=-1).all()
+    values = attention_layer(config).value(x)
+    alone = attention_layer(dataclasses.replace(config, window=1))
+    np.testing.assert_allclose(output(1), alone.out(values), atol=8 * EPSILON)

@@ -1,0 +1,279 @@
+"""The decoder: sizes of published models, causality, packing, recomputation, initialization."""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.diagnostics.program import matmuls
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import define_model
+from jaxinfra.ops.attention import named_attention
+from jaxinfra.parallel.place import path_name
+from tests.sharded import oracle
+from tests.sharded.cases import (
+    COMPILER_OPTIONS,
+    build,
+    gemma_like,
+    gpt_like,
+    gradients_of,
+    llama_like,
+    packed_batch,
+)
+from tests.tolerance import assert_no_worse
+
+ON_CPU = (AttentionImplementation.XLA, AttentionImplementation.REFERENCE)
+# Every model, every implementation, and all masks and caps at once with both.
+MODELS_ON_CPU = [
+    (llama_like, AttentionImplementation.XLA),
+    (gpt_like, AttentionImplementation.REFERENCE),
+    (gemma_like, AttentionImplementation.XLA),
+    (gemma_like, AttentionImplementation.REFERENCE),
+]
+PUBLISHED = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "llama32_1b": 1_235_814_400,
+    "llama32_3b": 3_212_749_824,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_counts_are_the_published_ones(name):
+    config = MODELS[name]()
+    count = define_model(config, Execution()).num_parameters
+    if name in PUBLISHED:
+        assert count == PUBLISHED[name]
+        assert f"{count:,} parameters" in MODELS[name].__doc__
+    else:
+        assert name in ("tiny", "small"), "a published model without its published size"
+
+
+@functools.cache
+def drawn(config: ModelConfig):
+    model = define_model(config, Execution())
+    draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
+    return jax.device_get(draw(jax.random.key(0)))
+
+
+def jitted(function):
+    return jax.jit(function, compiler_options=COMPILER_OPTIONS)
+
+
+@functools.cache
+def forward(config: ModelConfig, implementation: AttentionImplementation):
+    model = define_model(config, Execution(attend=named_attention(implementation)))
+
+    def logits(parameters, tokens, **batch):
+        return model.bind(parameters)(tokens, **batch)
+
+    return jitted(logits)
+
+
+def decoder(config: ModelConfig, implementation=AttentionImplementation.XLA, parameters=None):
+    """(tokens, segment_ids=, positions=) to logits."""
+    parameters = drawn(config) if parameters is None else parameters
+    return functools.partial(forward(config, implementation), parameters)
+
+
+@pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
+def test_logits_are_the_oracle_s(make, implementation):
+    config, batch = make(), packed_batch(rows=3)
+    model = decoder(config, implementation)
+    got = model(batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions)
+    want = oracle.logits(config, drawn(config), batch)
+    # fp32 through tens of dependent operations, as test_meshes allows one device.
+    epsilon = 100 * float(np.finfo(np.float32).eps)
+    assert got.dtype == jnp.float32
+    assert np.max(np.abs(got - want)) <= epsilon * np.max(np.abs(want))
+
+
+def seen_by(config: ModelConfig, implementation, segment_ids=None) -> np.ndarray:
+    """bool [T, S]: whether the logits at t move with the token embedded at s."""
+    length = 12
+    tokens = jnp.arange(length)[None]  # each token once: its table row is its position's input
+    model = define_model(config, Execution(attend=named_attention(implementation)))
+    direction = jnp.asarray(np.random.default_rng(0).normal(size=config.vocab_size), jnp.float32)
+
+    def probes(table):
+        parameters = {**jax.tree.map(jnp.asarray, drawn(config)), "embedding": {"table": table}}
+        logits = model.bind(parameters)(tokens, segment_ids=segment_ids)
+        return jnp.einsum("tv,v->t", logits[0], direction)
+
+    jacobian = jitted(jax.jacrev(probes))(jnp.asarray(drawn(config)["embedding"]["table"]))
+    return np.asarray(jnp.any(jacobian[:, :length] != 0.0, axis=-1))
+
+
+AGE = np.arange(12)[:, None] - np.arange(12)[None, :]
+
+
+@pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
+def test_no_token_sees_the_future_or_another_document(make, implementation):
+    config = dataclasses.replace(make(), tie_embeddings=False)
+    np.testing.assert_array_equal(seen_by(config, implementation), AGE >= 0)
+    documents = np.array([0] * 5 + [1] * 4 + [2] * 3)
+    same_document = documents[:, None] == documents[None, :]
+    np.testing.assert_array_equal(
+        seen_by(config, implementation, jnp.asarray(documents)[None]), (AGE >= 0) & same_document
+    )
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_receptive_field_of_windows_adds_up_over_layers(implementation):
+    config = dataclasses.replace(llama_like(), tie_embeddings=False)
+    block = config.blocks[0]
+    windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=3))
+    config = dataclasses.replace(config, blocks=(windowed,))
+    reach = config.num_layers * (3 - 1)
+    np.testing.assert_array_equal(seen_by(config, implementation), (AGE >= 0) & (reach >= AGE))
+
+
+@pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
+def test_a_packed_document_has_the_logits_it_has_alone(make, implementation):
+    config, batch = make(), packed_batch(rows=1)
+    segments = np.repeat([0, 1, 2], [6, 6, 4])
+    batch = dataclasses.replace(
+        batch,
+        segment_ids=jnp.asarray(segments)[None],
+        positions=jnp.asarray(np.concatenate([np.arange(n) for n in (6, 6, 4)]))[None],
+    )
+    run = decoder(config, implementation)
+    packed = run(batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions)
+    exact = oracle.logits(config, drawn(config), batch)
+    for document in range(3):
+        here = segments == document
+        alone = run(batch.tokens[:, here])
+        assert_no_worse(packed[:, here], plain=alone, oracle=exact[:, here])
+
+
+def test_final_soft_cap_bounds_logits():
+    config = dataclasses.replace(llama_like(), init_std=2.0)
+    tokens = packed_batch(rows=2).tokens
+    raw = decoder(config)(tokens)
+    capped_config = dataclasses.replace(config, logit_soft_cap=5.0)
+    capped = decoder(capped_config, parameters=drawn(config))(tokens)
+    assert float(jnp.max(jnp.abs(raw))) > 10.0
+    want = 5.0 * np.tanh(np.asarray(raw, float) / 5.0)
+    # tanh's slope is at most 1: what raw logits lost to rounding, and tanh's own.
+    bound = 8 * float(np.finfo(np.float32).eps) * float(jnp.max(jnp.abs(raw)))
+    assert np.max(np.abs(capped - want)) <= bound
+
+
+def test_learned_positions_are_added_where_the_batch_says():
+    config = gpt_like()
+    run = decoder(config)
+    tokens = packed_batch(rows=1).tokens
+    default = run(tokens)
+    counted = jnp.arange(tokens.shape[1])[None]
+    np.testing.assert_array_equal(run(tokens, positions=counted), default)
+    assert (run(tokens, positions=counted + 1) != default).any()
+    last = jnp.array([[config.max_positions - 1]])
+    assert jnp.isfinite(run(tokens[:, :1], positions=last)).all()
+    assert jnp.isnan(run(tokens[:, :1], positions=last + 1)).all(), "beyond the table"
+
+
+def test_an_id_beyond_the_vocabulary_is_loud():
+    config = llama_like()
+    tokens = packed_batch(rows=2).tokens.at[0, 5].set(config.vocab_size)
+    logits = decoder(config)(tokens)
+    assert jnp.isnan(logits[0, 5:]).all()
+    assert jnp.isfinite(logits[1]).all(), "of another row"
+
+
+def test_scan_over_layers_is_a_loop():
+    """Four layers scanned one at a time, in pairs, and unrolled into one repetition."""
+    config = dataclasses.replace(llama_like(), num_layers=4)
+    tokens = packed_batch(rows=2).tokens
+    scanned = decoder(config)(tokens)
+    for pattern in (2, 4):
+        stacks = drawn(config)["blocks"][0]
+        blocks = {
+            i: jax.tree.map(operator.itemgetter(slice(i, None, pattern)), stacks)
+            for i in range(pattern)
+        }
+        unrolled = decoder(
+            dataclasses.replace(config, blocks=config.blocks * pattern),
+            parameters={**drawn(config), "blocks": blocks},
+        )
+        np.testing.assert_array_equal(unrolled(tokens), scanned)
+
+
+@functools.cache
+def stepped(remat: Remat):
+    config = llama_like()
+    built = build(config, remat=remat)
+    state, metrics = built.step(built.state(), packed_batch())
+    return jax.device_get((metrics.loss, gradients_of(state)))
+
+
+@pytest.mark.parametrize("remat", [Remat.FULL, Remat.DOTS, Remat.NAMED])
+def test_recomputation_changes_no_bit(remat):
+    jax.tree.map(np.testing.assert_array_equal, stepped(remat), stepped(Remat.NONE))
+
+
+@pytest.mark.parametrize(
+    ("remat", "projections", "core"),
+    [
+        (Remat.NONE, 0, 0),
+        (Remat.DOTS, 0, 0),
+        # All but the last: nothing in the backward pass reads its result.
+        (Remat.NAMED, 6, 0),
+        (Remat.FULL, 6, 2),
+    ],
+)
+def test_what_is_recomputed(remat, projections, core):
+    built = build(llama_like(), policy=PolicyName.BF16, remat=remat)
+    traced = built.step.trace(jax.eval_shape(built.initialize), packed_batch())
+    found = matmuls(traced.lower(lowering_platforms=("cuda",)))
+    backward = [each.scope for each in found if "transpose(jvp(layer))" in each.scope]
+    counts = Counter("core" in scope for scope in backward)
+    assert counts == {False: 2 * 7 + projections, True: 5 + core}
+
+
+def test_initial_deviation_shrinks_with_depth_into_the_residual_stream():
+    config = dataclasses.replace(gpt_like(), model_dim=64, num_layers=8, init_std=0.02)
+    into_stream = 0.02 / math.sqrt(2 * 8)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(drawn(config))[0]:
+        name = path_name(path)
+        if name.endswith("bias"):
+            assert not leaf.any()
+        elif name.endswith("scale"):
+            assert (leaf == 1.0).all()
+        else:
+            std = into_stream if name.endswith(("out/weight", "down/weight")) else 0.02
+            within = 5 / math.sqrt(2 * leaf.size)
+            assert np.std(leaf) == pytest.approx(std, rel=within), name
+            assert abs(np.mean(leaf)) <= 5 * std / math.sqrt(leaf.size), name
+
+
+def test_scale_offset_starts_at_one():
+    scale = drawn(gemma_like())["final_norm"]["scale"]
+    assert not scale.any(), "offset 1 + scale 0"
+
+
+def test_dims_name_every_dim_of_every_parameter():
+    for make in MODELS.values():
+        model = define_model(make(), Execution())
+        for shape, leaf in zip(
+            jax.tree.leaves(model.shapes), jax.tree.leaves(model.dims), strict=True
+        ):
+            assert len(shape.shape) == len(leaf.dims)
+            assert None not in leaf.dims
