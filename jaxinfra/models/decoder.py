@@ -85,9 +85,9 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token, in the accum dtype (fp32)."""
-        hidden_BTD = self.hidden(token_ids, segment_ids=segment_ids, positions=positions)
-        return self.logits(hidden_BTD)
+        """Logits of the next token, in the accum dtype (fp32). Compiled once a shape."""
+        graphdef, parameters = nnx.split(self)
+        return _logits(graphdef, parameters, token_ids, segment_ids, positions)
 
     def hidden(
         self,
@@ -257,3 +257,16 @@ class Decoder(nnx.Module):
             policy = policies.save_from_both_policies(policy, is_attention_result)
         # Inside a scan, CSE cannot undo the recomputation; forbidding it would only cost fusions.
         return jax.checkpoint(repetition, policy=policy, prevent_cse=False)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(
+    graphdef: nnx.GraphDef[Decoder],
+    parameters: nnx.State,
+    token_ids: jax.Array,
+    segment_ids: jax.Array | None,
+    positions: jax.Array | None,
+) -> jax.Array:
+    decoder = nnx.merge(graphdef, parameters)
+    hidden_BTD = decoder.hidden(token_ids, segment_ids=segment_ids, positions=positions)
+    return decoder.logits(hidden_BTD)
