@@ -2,6 +2,7 @@
 
 import enum
 import json
+import math
 import typing
 from typing import Any
 
@@ -23,7 +24,10 @@ def _converter() -> cattrs.Converter:
 
 
 def _exactly(value: Any, scalar: type) -> Any:
-    if scalar is float and type(value) is int:
+    if scalar is float and type(value) in (int, float):
+        # NaN passes every comparison that a range check makes.
+        if not math.isfinite(value):
+            raise ConfigError(f"{value!r} is not a finite number")
         return float(value)
     if type(value) is not scalar:
         raise ConfigError(f"{value!r} is a {type(value).__name__}, expected {scalar.__name__}")

@@ -109,15 +109,18 @@ def validate(run: RunConfig) -> None:
         raise ConfigError(
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
+    sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
+    sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
-        attention = block.attention
         for name, size in (
-            ("num_q_heads", attention.num_q_heads),
-            ("num_kv_heads", attention.num_kv_heads),
+            ("num_q_heads", block.attention.num_q_heads),
+            ("num_kv_heads", block.attention.num_kv_heads),
             ("mlp.hidden_dim", block.mlp.hidden_dim),
         ):
-            if size % mesh.tensor:
-                raise ConfigError(
-                    f"{name}={size} does not divide over tensor={mesh.tensor}; "
-                    "choose a tensor size that divides it"
-                )
+            sharded.append((name, size, "tensor", mesh.tensor))
+    for name, size, axis, shards in sharded:
+        if size % shards:
+            raise ConfigError(
+                f"{name}={size} does not divide over {axis}={shards}; "
+                f"choose a {axis} size that divides it"
+            )

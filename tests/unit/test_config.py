@@ -1,0 +1,226 @@
+"""Configs: JSON both ways, settings by path, and every rule with its values and remedy."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxinfra.config.codec import from_dict, override, to_dict, to_json
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
+from jaxinfra.config.model import (
+    LinearScaling,
+    Llama3Scaling,
+    MlpKind,
+    NormConfig,
+    NtkScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from jaxinfra.config.presets import MODELS, run_preset
+from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.core.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_presets_survive_json_and_are_valid(name):
+    run = run_preset(name)
+    validate(run)
+    assert from_dict(RunConfig, json.loads(to_json(run))) == run
+    assert to_json(run).endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LinearScaling(factor=2.0),
+        NtkScaling(factor=2.0),
+        YarnScaling(factor=4.0, original_max_positions=4096, attention_factor=1.5),
+        Llama3Scaling(
+            factor=8.0,
+            low_frequency_factor=1.0,
+            high_frequency_factor=4.0,
+            original_max_positions=8192,
+        ),
+        None,
+    ],
+)
+def test_each_rope_scaling_survives_json(scaling):
+    rope = RopeConfig(scaling=scaling)
+    values = json.loads(json.dumps(to_dict(rope)))
+    assert from_dict(RopeConfig, values) == rope
+    if scaling is not None:
+        assert values["scaling"]["kind"] == type(scaling).__name__
+
+
+def test_settings_reach_every_kind_of_field():
+    run = override(
+        run_preset("tiny"),
+        [
+            "training.steps=7",
+            "optimizer.learning_rate=1",
+            "optimizer.clip_norm=none",
+            " mesh.fsdp = 2 ",
+            "precision.policy=bf16",
+            "model.blocks.0.mlp.kind=geglu",
+            "model.blocks.0.attention.qk_norm={}",
+            'model.blocks.0.attention.rope.scaling={"kind": "LinearScaling", "factor": 2}',
+            "data.source=/some/where=else",
+            "model.tie_embeddings=false",
+        ],
+    )
+    block = run.model.blocks[0]
+    assert run.training.steps == 7
+    assert run.optimizer.learning_rate == 1.0
+    assert isinstance(run.optimizer.learning_rate, float)
+    assert run.optimizer.clip_norm is None
+    assert run.mesh == MeshConfig(fsdp=2)
+    assert run.precision.policy == "bf16"
+    assert block.mlp.kind is MlpKind.GEGLU
+    assert block.attention.qk_norm == NormConfig()
+    assert block.attention.rope == RopeConfig(scaling=LinearScaling(factor=2.0))
+    assert run.data.source == "/some/where=else"
+    assert run.model.tie_embeddings is False
+    assert override(run, []) == run
+
+
+WRONG_SETTINGS = {
+    # Names, with the nearest one.
+    "training.stepz=3": r"no setting 'training.stepz'.*did you mean 'steps'\? Known: .*batch_size",
+    "trainer.steps=3": r"unknown name 'trainer'; did you mean 'training'\?",
+    "model.blocks.1.mlp.bias=true": r"unknown name '1'; Known: 0",
+    "training.steps": r"'training.steps' has no value; write path=value",
+    "precision.policy=bf61": r"'bf61' is no PolicyName; did you mean 'bf16'\? Known: bf16, fp16",
+    # Types mean what they say.
+    "training.steps=1.5": r"1.5 is a float, expected int",
+    'training.steps="3"': r"'3' is a str, expected int",
+    "training.steps=true": r"True is a bool, expected int",
+    "model.tie_embeddings=1": r"1 is a int, expected bool",
+    "optimizer.learning_rate=NaN": r"nan is not a finite number",
+    "optimizer.learning_rate=Infinity": r"inf is not a finite number",
+    # Rules of one config.
+    "data.heldout_fraction=1": r"heldout_fraction=1.0 must lie in \(0, 1\)",
+    "data.prefetch_batches=0": r"prefetch_batches=0 at least 1",
+    "data.num_prefetch_threads=-1": r"num_prefetch_threads=-1 must not be negative",
+    "data.tokenizer.kind=file": r"kind=file with path=None: a path goes with kind=file",
+    "data.tokenizer.path=x.json": r"kind=bpe with path='x.json'.*only with it",
+    "mesh.tensor=0": r"mesh axis tensor=0 must be at least 1",
+    "model.blocks.0.attention.num_kv_heads=3": r"num_q_heads=4 is not a multiple of "
+    r"num_kv_heads=3; query heads share key/value heads in equal groups",
+    "model.blocks.0.attention.head_dim=0": r"head_dim=0 must be positive",
+    "model.blocks.0.attention.head_dim=7": r"head_dim=7.*even",
+    "model.blocks.0.attention.window=0": r"window=0 must be at least 1 \(a token sees itself\)",
+    "model.num_layers=0": r"num_layers=0 is not a multiple of the block pattern's length 1",
+    "model.blocks=[]": r"block pattern's length 0",
+    "model.vocab_size=0": r"vocab_size=0 must be at least 1",
+    "model.model_dim=-1": r"model_dim=-1 must be at least 1",
+    "model.max_positions=0": r"max_positions=0 must be at least 1",
+    "model.dropout_rate=1": r"dropout_rate=1.0 must lie in \[0, 1\)",
+    "optimizer.learning_rate=0": r"learning_rate=0.0 must be positive",
+    "optimizer.warmup_steps=-1": r"warmup_steps=-1 not negative",
+    "optimizer.beta1=1": r"beta1=1.0 must lie in \[0, 1\)",
+    "optimizer.beta2=-0.1": r"beta2=-0.1 must lie in \[0, 1\)",
+    "optimizer.epsilon=0": r"epsilon=0.0 must be positive",
+    "optimizer.weight_decay=-1": r"weight_decay=-1.0 not negative",
+    "optimizer.final_fraction=2": r"final_fraction=2.0 in \[0, 1\]",
+    "optimizer.clip_norm=0": r"clip_norm=0.0 must be positive, or none",
+    "optimizer.decay_steps=0": r"decay_steps=0 must be at least 1, or none",
+    "precision.policy=fp16": r"policy=fp16 with loss_scaling=none loses gradients.*choose",
+    "precision.initial_loss_scale=0.5": r"initial_loss_scale=0.5.*must be at least 1",
+    "precision.growth_interval=0": r"growth_interval=0 must be at least 1",
+    "training.steps=0": r"steps=0 must be at least 1",
+    "training.batch_size=0": r"batch_size=0 must be at least 1",
+    "training.sequence_length=0": r"sequence_length=0 must be at least 1",
+    "training.accumulation=0": r"accumulation=0 must be at least 1",
+    "training.log_every=0": r"log_every=0 must be at least 1",
+    "training.evaluate_every=0": r"evaluate_every=0 must be at least 1, or none",
+    "training.accumulation=5": r"batch_size=16 is not a multiple of accumulation=5",
+    "training.z_loss=-1": r"z_loss=-1.0 must not be negative",
+    "checkpoint.every=0": r"every=0 .* must be at least 1",
+    "checkpoint.keep_last=0": r"keep_last=0 must be at least 1",
+    "checkpoint.keep_best=-1": r"keep_best=-1 not negative",
+}
+
+
+@pytest.mark.parametrize("setting", WRONG_SETTINGS)
+def test_a_wrong_setting_names_values_and_rule(setting):
+    with pytest.raises(ConfigError, match=WRONG_SETTINGS[setting]) as error:
+        override(run_preset("tiny"), [setting])
+    assert "\n" not in str(error.value), "one clear line"
+
+
+# Rules across configs: each part is right alone.
+IMPOSSIBLE = {
+    "mesh.replica=3": r"a micro-batch of 16 sequences \(batch_size=16 / accumulation=1\) does not "
+    r"divide over replica=3 x fsdp=1; make it a multiple of 3",
+    "training.accumulation=16 mesh.fsdp=2": r"a micro-batch of 1 sequences .*multiple of 2",
+    "training.sequence_length=4096": r"sequence_length=4096 exceeds the model's "
+    r"max_positions=2048; shorten the sequence or raise model.max_positions",
+    "optimizer.warmup_steps=100000": r"warmup_steps=100000 exceeds steps=",
+    "mesh.tensor=4": r"num_kv_heads=2 does not divide over tensor=4; choose a tensor size",
+    "mesh.tensor=2 model.blocks.0.mlp.hidden_dim=5": r"mlp.hidden_dim=5 does not divide over",
+    "mesh.tensor=2 model.vocab_size=4097": r"vocab_size=4097 does not divide over tensor=2",
+    "mesh.fsdp=2 model.model_dim=127": r"model_dim=127 does not divide over fsdp=2",
+}
+
+
+@pytest.mark.parametrize("settings", IMPOSSIBLE)
+def test_an_impossible_run_names_values_rule_and_remedy(settings):
+    run = override(run_preset("tiny"), settings.split())
+    with pytest.raises(ConfigError, match=IMPOSSIBLE[settings]):
+        validate(run)
+
+
+def test_unknown_and_missing_fields_are_named():
+    values = to_dict(run_preset("tiny"))
+    with pytest.raises(ConfigError, match="required field 'training' is missing"):
+        from_dict(RunConfig, {name: part for name, part in values.items() if name != "training"})
+    with pytest.raises(ConfigError, match="extra fields found \\(colour\\)"):
+        from_dict(RunConfig, {**values, "colour": "red"})
+    with pytest.raises(ConfigError) as error:
+        from_dict(RunConfig, {**values, "model": 3})
+    assert "RunConfig.model" in str(error.value)
+
+
+def test_all_wrong_fields_are_named_at_once():
+    with pytest.raises(ConfigError, match=r"(?s)steps.*batch_size|batch_size.*steps"):
+        override(run_preset("tiny"), ["training.steps=x", "training.batch_size=y"])
+
+
+def test_parse_mesh():
+    assert parse_mesh("fsdp=4,tensor=2") == MeshConfig(fsdp=4, tensor=2)
+    assert parse_mesh(" replica=2 , fsdp=2,") == MeshConfig(replica=2, fsdp=2)
+    assert parse_mesh("") == MeshConfig()
+    mesh = MeshConfig(replica=2, fsdp=3, tensor=4)
+    assert (mesh.num_devices, mesh.num_data_shards) == (24, 6)
+    assert list(mesh.sizes()) == ["pipe", "replica", "fsdp", "context", "tensor"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fdsp=4", r"unknown mesh axis 'fdsp'; did you mean 'fsdp'\? Known: context, fsdp"),
+        ("fsdp=2,fsdp=4", "'fsdp' is given twice in 'fsdp=2,fsdp=4'"),
+        ("fsdp", "'fsdp' needs a whole size, as in fsdp=4,tensor=2"),
+        ("fsdp=", "'fsdp=' needs a whole size"),
+        ("fsdp=-1", "'fsdp=-1' needs a whole size"),
+        ("fsdp=2.0", "'fsdp=2.0' needs a whole size"),
+        ("fsdp=0", "fsdp=0 must be at least 1"),
+    ],
+)
+def test_a_wrong_mesh_says_what_is_wrong(text, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_mesh(text)
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"'lama3_8b'; did you mean 'llama3_8b'\? Known: gpt2"):
+        run_preset("lama3_8b")
+
+
+def test_a_preset_varies_by_replace_only():
+    run = run_preset("tiny")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.training.steps = 3
+    longer = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=3))
+    assert longer.training.steps == 3
+    assert run_preset("tiny") == run
