@@ -1,0 +1,104 @@
+"""Policies, the mixed-precision einsum against float64, and the rule of the loss scale."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
+from jaxinfra.numerics.loss_scale import initial_loss_scale, next_loss_scale
+from jaxinfra.numerics.policy import POLICIES
+
+EPSILON = float(np.finfo(np.float32).eps)
+SPEC, SHAPES = "BTD,DNH->BTNH", ((3, 20, 16), (16, 4, 5))
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_policies_keep_fp32_masters_and_sums(name):
+    policy = POLICIES[name]
+    compute = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[name]
+    assert (policy.param, policy.compute, policy.accum) == (jnp.float32, compute, jnp.float32)
+    x = jnp.ones(3, jnp.float16)
+    assert policy.to_compute(x).dtype == compute
+    assert policy.to_accum(x).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("method", ["einsum", "einsum_accum"])
+@pytest.mark.parametrize("name", PolicyName)
+def test_mixed_einsum_rounds_operands_and_results_only(name, method):
+    """Against float64 on the rounded operands: what is left is fp32 summation and one rounding of
+    each result that is not fp32. A weight's gradient is fp32: it has no such rounding.
+    """
+    policy = POLICIES[name]
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES)
+    x = policy.to_compute(x)
+    einsum = functools.partial(getattr(policy, method), SPEC)
+    out, pull = jax.vjp(einsum, x, weight)
+    cotangent = jnp.asarray(rng.normal(size=out.shape), out.dtype)
+    dx, dweight = pull(cotangent)
+    assert out.dtype == (policy.compute if method == "einsum" else jnp.float32)
+    assert (dx.dtype, dweight.dtype) == (policy.compute, jnp.float32)
+
+    def exact(array):
+        return np.asarray(array.astype(policy.compute).astype(jnp.float32), float)
+
+    x64, weight64, cotangent64 = exact(x), exact(weight), exact(cotangent)
+    for got, terms, want in (
+        (out, 16, np.einsum(SPEC, x64, weight64)),
+        (dx, 20, np.einsum("BTNH,DNH->BTD", cotangent64, weight64)),
+        (dweight, 60, np.einsum("BTD,BTNH->DNH", x64, cotangent64)),
+    ):
+        rounding = 0.0 if got.dtype == jnp.float32 else float(jnp.finfo(got.dtype).eps) / 2
+        bound = (rounding + terms * EPSILON) * np.max(np.abs(want))
+        assert np.max(np.abs(got.astype(jnp.float32) - want)) <= bound
+
+
+def scales(config: PrecisionConfig, finite: list[bool]) -> list[float]:
+    scale = initial_loss_scale(config)
+    values = [float(scale.value)]
+    for step in finite:
+        scale = next_loss_scale(scale, finite=jnp.bool_(step), config=config)
+        values.append(float(scale.value))
+    return values
+
+
+def dynamic(start: float, interval: int) -> PrecisionConfig:
+    return PrecisionConfig(
+        policy=PolicyName.FP16,
+        loss_scaling=LossScaling.DYNAMIC,
+        initial_loss_scale=start,
+        growth_interval=interval,
+    )
+
+
+@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(st.booleans(), max_size=25), st.integers(1, 4))
+def test_dynamic_scale(finite, interval):
+    values = scales(dynamic(64.0, interval), finite)
+    run = 0
+    for step, before, after in zip(finite, values, values[1:], strict=False):
+        run = run + 1 if step else 0
+        if not step:
+            assert after == max(before / 2, 1.0)
+        elif run == interval:
+            assert after == 2 * before
+            run = 0
+        else:
+            assert after == before
+
+
+def test_dynamic_scale_stays_between_1_and_overflow():
+    assert scales(dynamic(2.0, 9), [False, False, False]) == [2.0, 1.0, 1.0, 1.0]
+    assert scales(dynamic(2.0**127, 1), [True, True]) == [2.0**127] * 3
+
+
+def test_other_scales_never_change():
+    none = PrecisionConfig()
+    static = PrecisionConfig(loss_scaling=LossScaling.STATIC, initial_loss_scale=8.0)
+    assert scales(none, [True, False] * 3) == [1.0] * 7
+    assert scales(static, [True, False] * 3) == [8.0] * 7
