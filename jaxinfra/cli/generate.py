@@ -7,13 +7,15 @@ from pathlib import Path
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.serving.generate import generate_text
-from jaxinfra.serving.load import load_run
+from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import SamplingConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="run directory, or one with a Hugging Face model"
+    )
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
     )
@@ -43,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     policy = None if args.policy is None else PolicyName(args.policy)
-    model = load_run(args.run, policy=policy, step=args.step)
+    model = load(args.run, policy=policy, step=args.step)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     num_tokens, first = 0, started
     for piece in generate_text(
@@ -56,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
     rest_s = time.perf_counter() - first
     print()
     speed = f", then {(num_tokens - 1) / rest_s:.1f} tokens/s" if num_tokens > 1 else ""
+    step = "" if model.step is None else f" of step {model.step}"
     print(
-        f"{num_tokens} tokens of step {model.step}: the first after {first - started:.1f} s "
+        f"{num_tokens} tokens{step}: the first after {first - started:.1f} s "
         f"(loading and compiling){speed}",
         file=sys.stderr,
     )

@@ -71,7 +71,21 @@ class YarnScaling:
     truncate: bool = True  # round the ramp's ends to whole dims, as the reference code does
 
 
-type RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE: each pair's frequency divided by its own factor (Ding et al. 2024; Phi-3).
+
+    A sequence that stays within ``original_max_positions`` uses the short factors, a longer one the
+    long factors at every position.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float  # multiplies cos and sin
+
+
+type RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +94,11 @@ class RopeConfig:
 
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
+    fraction: float = 1.0  # of each head's width that is rotated, from its front; the rest is kept
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's elements are rotated."""
+        return int(head_dim * self.fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +133,29 @@ class AttentionConfig:
                 f"num_q_heads={q} is not a multiple of num_kv_heads={k}; "
                 "query heads share key/value heads in equal groups"
             )
-        if self.head_dim < 1 or (self.rope is not None and self.head_dim % 2):
-            raise ConfigError(f"head_dim={self.head_dim} must be positive, and even under rotary")
+        if self.head_dim < 1:
+            raise ConfigError(f"head_dim={self.head_dim} must be positive")
+        if self.rope is not None:
+            _check_rope(self.rope, head_dim=self.head_dim)
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window={self.window} must be at least 1 (a token sees itself)")
+
+
+def _check_rope(rope: RopeConfig, *, head_dim: int) -> None:
+    rotary_dim = rope.rotary_dim(head_dim)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ConfigError(
+            f"rotary embedding of {rotary_dim} of head_dim={head_dim} elements (fraction="
+            f"{rope.fraction}): it turns pairs, so the number must be even, positive and no larger"
+        )
+    if isinstance(rope.scaling, LongRopeScaling):
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(rope.scaling, name))
+            if count != rotary_dim // 2:
+                raise ConfigError(
+                    f"{name} has {count} entries; one for each of the {rotary_dim // 2} pairs "
+                    "that are rotated is needed"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Rotary position embedding and its scalings for longer contexts.
 
-Dims: B batch, T position, N heads, H head width, R = H/2 rotated pairs.
+Dims: B batch, T position, N heads, H head width, R rotated pairs (H/2 unless
+a fraction of the head is rotated).
 """
 
 import math
@@ -12,6 +13,7 @@ import numpy as np
 from jaxinfra.config.model import (
     LinearScaling,
     Llama3Scaling,
+    LongRopeScaling,
     NtkScaling,
     RopeConfig,
     YarnScaling,
@@ -21,12 +23,18 @@ type RopeTable = tuple[jax.Array, jax.Array]
 """cos and sin of every position's angles, fp32 [B, T, R]."""
 
 
-def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[np.ndarray, float]:
+def rope_frequencies(
+    config: RopeConfig, *, head_dim: int, long: bool = False
+) -> tuple[np.ndarray, float]:
     """Angle a position adds to each pair, float64 [R], and the factor on cos and sin.
 
     theta_i = theta^(-2i/d) (Su et al. 2021, equation 15), then the config's scaling.
+
+    Args:
+        long: of a sequence beyond the original context; matters to LongRoPE only.
     """
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    rotary_dim = config.rotary_dim(head_dim)
+    exponents = np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim
     plain = config.theta**-exponents
     match config.scaling:
         case None:
@@ -34,12 +42,15 @@ def rope_frequencies(config: RopeConfig, *, head_dim: int) -> tuple[np.ndarray, 
         case LinearScaling(factor=factor):
             return plain / factor, 1.0
         case NtkScaling(factor=factor):
-            stretched = config.theta * factor ** (head_dim / (head_dim - 2))
+            stretched = config.theta * factor ** (rotary_dim / (rotary_dim - 2))
             return stretched**-exponents, 1.0
         case Llama3Scaling() as scaling:
             return _llama3(plain, scaling), 1.0
         case YarnScaling() as scaling:
-            return _yarn(plain, scaling, theta=config.theta, head_dim=head_dim)
+            return _yarn(plain, scaling, theta=config.theta, rotary_dim=rotary_dim)
+        case LongRopeScaling() as scaling:
+            factors = scaling.long_factors if long else scaling.short_factors
+            return plain / np.array(factors), scaling.attention_factor
 
 
 def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
@@ -51,20 +62,20 @@ def _llama3(plain: np.ndarray, scaling: Llama3Scaling) -> np.ndarray:
 
 
 def _yarn(
-    plain: np.ndarray, scaling: YarnScaling, *, theta: float, head_dim: int
+    plain: np.ndarray, scaling: YarnScaling, *, theta: float, rotary_dim: int
 ) -> tuple[np.ndarray, float]:
     def pair_turning(times: float) -> float:
         """The (real) pair index that turns so often over the original context."""
         positions = scaling.original_max_positions / (times * 2 * math.pi)
-        return head_dim * math.log(positions) / (2 * math.log(theta))
+        return rotary_dim * math.log(positions) / (2 * math.log(theta))
 
     first, last = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
     if first == last:
         last += 0.001  # the reference code's guard against an empty ramp
-    ramp = np.clip((np.arange(head_dim // 2) - first) / (last - first), 0.0, 1.0)
+    ramp = np.clip((np.arange(rotary_dim // 2) - first) / (last - first), 0.0, 1.0)
     frequencies = (1.0 - ramp) * plain + ramp * plain / scaling.factor
     temperature = scaling.attention_factor
     if temperature is None:
@@ -73,16 +84,31 @@ def _yarn(
 
 
 def rope_table(config: RopeConfig, *, head_dim: int, positions_BT: jax.Array) -> RopeTable:
-    """cos and sin for these positions, computed once and shared by all layers of that config."""
+    """cos and sin for these positions, computed once and shared by all layers of that config.
+
+    Under LongRoPE the largest of a row's positions decides for the whole row.
+    """
     frequencies, factor = rope_frequencies(config, head_dim=head_dim)
     frequencies_R = jnp.asarray(frequencies, dtype=np.float32)
-    angles_BTR = positions_BT.astype(frequencies_R.dtype)[..., None] * frequencies_R[None, None, :]
+    frequencies_BTR = frequencies_R[None, None, :]
+    if isinstance(config.scaling, LongRopeScaling):
+        long, _ = rope_frequencies(config, head_dim=head_dim, long=True)
+        is_long_B = jnp.max(positions_BT, axis=1) >= config.scaling.original_max_positions
+        frequencies_BTR = jnp.where(
+            is_long_B[:, None, None],
+            jnp.asarray(long, dtype=np.float32)[None, None, :],
+            frequencies_BTR,
+        )
+    angles_BTR = positions_BT.astype(frequencies_R.dtype)[..., None] * frequencies_BTR
     return factor * jnp.cos(angles_BTR), factor * jnp.sin(angles_BTR)
 
 
 def apply_rope(x_BTNH: jax.Array, table: RopeTable) -> jax.Array:
-    """Rotates pairs (i, i + H/2) of each head; fp32 inside, x's dtype out."""
+    """Rotates pairs (i, i + R) of each head's first 2R elements; fp32 inside, x's dtype out."""
     cos_BT1R, sin_BT1R = (part[:, :, None, :] for part in table)
-    first, second = jnp.split(x_BTNH.astype(cos_BT1R.dtype), 2, axis=-1)
+    num_pairs = cos_BT1R.shape[-1]
+    turned, kept = x_BTNH[..., : 2 * num_pairs], x_BTNH[..., 2 * num_pairs :]
+    first, second = jnp.split(turned.astype(cos_BT1R.dtype), 2, axis=-1)
     rotated = (first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R)
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    rotated = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    return jnp.concatenate([rotated, kept], axis=-1) if kept.shape[-1] else rotated

@@ -2,13 +2,14 @@
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxinfra.config.model import LongRopeScaling, ModelConfig
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.load import LoadedModel
@@ -51,7 +52,7 @@ def generate(
     max_new_tokens: int,
     sampling: SamplingConfig,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_ids: Collection[int] = (),
     num_ids: int | None = None,
 ) -> Iterator[GeneratedToken]:
     """Continues every prompt, yielding tokens as they are drawn: one of each row, then the next.
@@ -61,7 +62,7 @@ def generate(
 
     Args:
         prompts: token ids; lengths may differ.
-        eos_id: ends a row; None: no token does.
+        eos_ids: each of them ends a row.
         num_ids: ids from here on are never drawn, such as those the tokenizer lacks.
 
     Raises:
@@ -82,7 +83,10 @@ def generate(
         _check_prompt(number, ids, vocab_size=vocab_size, max_positions=max_positions)
     graphdef, parameters = nnx.split(model)
     request = _Request(
-        prompts=rows, max_new_tokens=max_new_tokens, max_positions=max_positions, eos_id=eos_id
+        prompts=rows,
+        max_new_tokens=max_new_tokens,
+        max_positions=_positions_for(model.config, rows),
+        eos_ids=frozenset(eos_ids),
     )
     config = StepConfig(graphdef=graphdef, sampling=sampling, num_ids=num_ids)
     return _stream(request, parameters, config=config, seed=seed)
@@ -95,7 +99,7 @@ class _Request:
     prompts: list[np.ndarray]
     max_new_tokens: int
     max_positions: int
-    eos_id: int | None
+    eos_ids: frozenset[int]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -122,7 +126,7 @@ class _Request:
 
     def finish(self, *, index: int, token: int, budget: int) -> FinishReason | None:
         """Why a row ends with this token; None if it goes on."""
-        if token == self.eos_id:
+        if token in self.eos_ids:
             return FinishReason.EOS
         if index + 1 < budget:
             return None
@@ -168,8 +172,9 @@ def generate_text(
     ``generate``.
     """
     tokenizer = model.tokenizer
-    # Training puts this token before every document.
-    prompt_ids = [tokenizer.bos_id, *tokenizer.encode(prompt).tolist()]
+    # Training here puts this token before every document; other models say what they begin with.
+    prefix = (tokenizer.bos_id,) if model.prefix_ids is None else model.prefix_ids
+    prompt_ids = [*prefix, *tokenizer.encode(prompt).tolist()] or [tokenizer.bos_id]
     decoder = tokenizer.stream_decoder()
     for token in prompt_ids:
         decoder.push(token)  # some tokenizers drop the space before a text's first word
@@ -179,8 +184,9 @@ def generate_text(
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         seed=seed,
-        eos_id=tokenizer.eos_id,
-        num_ids=tokenizer.vocab_size,
+        eos_ids=(tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids,
+        # A tokenizer may know more tokens than the model has rows for, and the other way round.
+        num_ids=min(tokenizer.vocab_size, model.definition.config.vocab_size),
     )
 
     def stream() -> Iterator[TextPiece]:
@@ -196,6 +202,25 @@ def generate_text(
 def bucket(length: int, *, limit: int) -> int:
     """The next power of two, at least 16 and at most ``limit``: few shapes, few compilations."""
     return min(max(_MIN_BUCKET, 1 << (length - 1).bit_length()), limit)
+
+
+def _positions_for(config: ModelConfig, prompts: Sequence[np.ndarray]) -> int:
+    """How many positions rows that begin with these prompts may use.
+
+    Under LongRoPE the keys of a sequence within the original context are rotated otherwise than
+    those of a longer one. What is cached stays as it is, so a row ends where it would cross over.
+    """
+    scalings = [block.attention.rope and block.attention.rope.scaling for block in config.blocks]
+    originals = [each.original_max_positions for each in scalings if type(each) is LongRopeScaling]
+    if not originals or all(len(ids) > max(originals) for ids in prompts):
+        return config.max_positions
+    if any(len(ids) > min(originals) for ids in prompts):
+        raise ConfigError(
+            f"prompts of {sorted(len(ids) for ids in prompts)} tokens: those up to "
+            f"{min(originals)}, the original context of LongRoPE, and longer ones cannot share a "
+            "batch; generate them apart"
+        )
+    return min(originals)
 
 
 def _check_prompt(number: int, ids: np.ndarray, *, vocab_size: int, max_positions: int) -> None:

@@ -1,4 +1,6 @@
-"""A trained model from its run directory: config.json, tokenizer.json and checkpoints/."""
+"""A trained model from a run directory (config.json, tokenizer.json and checkpoints/) or from a
+directory of safetensors.
+"""
 
 import dataclasses
 import json
@@ -7,6 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra import checkpoint
+from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.config import codec
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
@@ -16,17 +19,21 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.serving.load_pretrained import load_pretrained, read_separators
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model as trained for ``step`` steps, with the tokenizer that its tokens are of."""
+    """A model, with the tokenizer that its tokens are of."""
 
     definition: ModelDefinition
     parameters: Parameters
     tokenizer: Tokenizer
-    config: RunConfig
-    step: int
+    config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
+    step: int | None
+    # What text begins with and ends at; None: the tokenizer's own document separators.
+    prefix_ids: tuple[int, ...] | None = None
+    eos_ids: tuple[int, ...] | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -38,17 +45,46 @@ def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
     """A trained decoder: ``model(token_ids)`` maps int [B, T] to float32 logits [B, T, V].
 
     Args:
-        path: a run directory.
-        dtype: of the operands of matmuls: "float32", "bfloat16" or "float16". Parameters stay
-            float32, and so do sums, norms, softmax and logits.
+        path: a run directory, or one with a Hugging Face model or a converted one.
+        dtype: of the operands of matmuls: "float32", "bfloat16" or "float16". Parameters of a run
+            stay float32, others are held in it; sums, norms, softmax and logits are float32.
 
     Raises:
-        ConfigError, DataError, CheckpointError: ``path`` is no run, or one that is not whole.
+        ConfigError, DataError, CheckpointError: ``path`` is no model, or one that is not whole.
     """
     policies = {policy.compute.name: name for name, policy in POLICIES.items()}
     if dtype not in policies:
         raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, policies)}")
-    return load_run(Path(path), policy=policies[dtype]).decoder
+    path = Path(path)
+    if is_model_directory(path):
+        pretrained = load_pretrained(path, policy=policies[dtype])
+        return pretrained.definition.bind(pretrained.parameters)
+    return load_run(path, policy=policies[dtype]).decoder
+
+
+def load(path: Path, *, policy: PolicyName | None = None, step: int | None = None) -> LoadedModel:
+    """A model with its tokenizer, from a run or a model directory.
+
+    Args:
+        policy: numeric policy; None: the one trained with, or of the dtype stored.
+        step: a certain checkpoint of a run.
+    """
+    if not is_model_directory(path):
+        return load_run(path, policy=policy, step=step)
+    if step is not None:
+        raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
+    tokenizer = _read_tokenizer(path)
+    pretrained = load_pretrained(path, policy=policy)
+    separators = read_separators(path)
+    return LoadedModel(
+        definition=pretrained.definition,
+        parameters=pretrained.parameters,
+        tokenizer=tokenizer,
+        config=None,
+        step=None,
+        prefix_ids=separators.prefix_ids,
+        eos_ids=separators.eos_ids or (tokenizer.eos_id,),
+    )
 
 
 def load_run(
@@ -98,7 +134,8 @@ def _read_config(path: Path) -> RunConfig:
     if not file.is_file():
         found = "has no config.json" if path.is_dir() else "is not a directory"
         raise ConfigError(
-            f"{path} {found}; name a run directory, one that `jaxinfra train` has written"
+            f"{path} {found}; name a run directory, one that `jaxinfra train` has written, "
+            "or one with a Hugging Face model"
         )
     try:
         values = json.loads(file.read_text())
@@ -107,10 +144,7 @@ def _read_config(path: Path) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"{file} holds a {type(values).__name__}, not a run's config")
     if "model_type" in values:
-        raise ConfigError(
-            f"{file} is of a Hugging Face model, which this version does not load; "
-            "name a run directory"
-        )
+        raise ConfigError(f"{file} is of a Hugging Face model, not of a run; name a run directory")
     try:
         return codec.from_dict(RunConfig, values)
     except ConfigError as error:
@@ -122,6 +156,6 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     if not file.is_file():
         raise ConfigError(
             f"{path} has no tokenizer.json; without it text and tokens cannot be converted: "
-            "copy it from where the run was trained"
+            "copy it from where the model was trained"
         )
     return Tokenizer.load(file)

@@ -133,7 +133,7 @@ def test_seeded_draws_repeat_and_ignore_the_rest_of_the_batch(model):
 def test_a_row_ends_at_the_end_token_and_the_others_go_on(model):
     free = rows(generate(model, PROMPTS, max_new_tokens=12, sampling=GREEDY))
     eos_id = free[1][4]
-    tokens = list(generate(model, PROMPTS, max_new_tokens=12, sampling=GREEDY, eos_id=eos_id))
+    tokens = list(generate(model, PROMPTS, max_new_tokens=12, sampling=GREEDY, eos_ids=[eos_id]))
     for row, ids in rows(tokens).items():
         end = free[row].index(eos_id) + 1 if eos_id in free[row] else 12
         assert ids == free[row][:end]
@@ -211,7 +211,7 @@ def test_text_is_the_decoding_of_the_tokens(model):
     text = "".join(piece.text for piece in pieces)
     tokenizer = loaded.tokenizer
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    options = {"num_ids": 257, "eos_id": 256, "seed": 1}
+    options = {"num_ids": 257, "eos_ids": [256], "seed": 1}
     tokens = generate(model, [ids], max_new_tokens=20, sampling=SAMPLING, **options)
     drawn = [new.token for new in tokens if new.token != tokenizer.eos_id]
     whole = tokenizer.decode([*ids, *drawn])

@@ -1,0 +1,102 @@
+"""Hugging Face configs to ours and back, for every architecture there is a table entry for."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.models.hf import families, gpt2
+from jaxinfra.models.hf.keys import Keys
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """One architecture: its name, and its config both ways."""
+
+    architecture: str
+    read: Callable[[Keys], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM", read=families.read_llama, write=families.write_llama
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM", read=families.read_mistral, write=families.write_mistral
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM", read=families.read_qwen2, write=families.write_qwen2
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM", read=families.read_qwen3, write=families.write_qwen3
+    ),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM", read=families.read_gemma2, write=families.write_gemma2
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM", read=families.read_phi3, write=families.write_phi3
+    ),
+    "gpt2": Family(architecture="GPT2LMHeadModel", read=gpt2.read_gpt2, write=gpt2.write_gpt2),
+}
+"""By ``model_type``. The order is that in which an export looks for one that can say the model."""
+
+
+def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The model that a Hugging Face ``config.json`` describes.
+
+    Raises:
+        ConfigError: an architecture, a key or a value that would change what is computed and is
+            not supported; named, with the reason.
+    """
+    model_type = model_type_of(values)
+    family = FAMILIES[model_type]
+    architectures = values.get("architectures")
+    if architectures and family.architecture not in architectures:
+        raise ConfigError(
+            f"{model_type} config: architectures={architectures}: a language model, "
+            f"{family.architecture}, is needed"
+        )
+    keys = Keys(values, what=f"{model_type} config")
+    config = family.read(keys)
+    keys.finish()
+    return config
+
+
+def model_type_of(values: Mapping[str, Any]) -> str:
+    """The ``model_type``; raises ConfigError for one that is not supported."""
+    model_type = values.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"model_type={model_type!r} is not supported{nearest(str(model_type), FAMILIES)}"
+        )
+    return model_type
+
+
+def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[str, Any]:
+    """A Hugging Face ``config.json`` that reads back as exactly this model.
+
+    Args:
+        model_type: the architecture to write; None: the first that can say this model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    candidates = [model_type] if model_type is not None else list(FAMILIES)
+    for name in candidates:
+        written = {
+            "architectures": [FAMILIES[name].architecture],
+            "model_type": name,
+            **FAMILIES[name].write(config),
+        }
+        try:
+            same = from_hf_config(written) == config
+        except ConfigError:
+            same = False  # this architecture cannot say it
+        if same:
+            return written
+    raise ConfigError(
+        f"no Hugging Face architecture among {', '.join(candidates)} can express this model; "
+        "it combines features that none of them has together"
+    )

@@ -1,0 +1,145 @@
+"""Llama and what descends from it: each architecture's config into ours, and ours back.
+
+A reader takes the strict ``Keys`` of a config and returns the model, a writer returns the keys.
+What all of them share is in ``shared.py``, the table of architectures in ``config.py``.
+"""
+
+from typing import Any
+
+from jaxinfra.config.model import LongRopeScaling, ModelConfig, NormConfig, NormPlacement
+from jaxinfra.models.hf.keys import Keys
+from jaxinfra.models.hf.shared import (
+    ACTIVATION_NAMES,
+    FULL,
+    SLIDING,
+    decoder_config,
+    decoder_keys,
+    layer_windows,
+    typed_windows,
+)
+
+
+def read_llama(keys: Keys) -> ModelConfig:
+    """Llama 2, 3, 3.1, 3.2."""
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(keys, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias", False))
+
+
+def write_llama(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_llama``."""
+    block = config.blocks[0]
+    return decoder_keys(config) | {
+        "attention_bias": block.attention.out_bias,
+        "mlp_bias": block.mlp.bias,
+    }
+
+
+def read_mistral(keys: Keys) -> ModelConfig:
+    """Mistral: one window for all layers."""
+    return decoder_config(keys, windows=(keys.nullable_integer("sliding_window"),))
+
+
+def write_mistral(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_mistral``."""
+    return decoder_keys(config) | {"sliding_window": config.blocks[0].attention.window}
+
+
+def read_qwen2(keys: Keys) -> ModelConfig:
+    """Qwen 2 and 2.5: biased query, key and value."""
+    return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
+
+
+def read_qwen3(keys: Keys) -> ModelConfig:
+    """Qwen 3: query and key normalized by head."""
+    bias = keys.flag("attention_bias", False)
+    norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
+    return decoder_config(
+        keys, windows=layer_windows(keys), qkv_bias=bias, out_bias=bias, qk_norm=norm
+    )
+
+
+def write_qwen2(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen2``."""
+    windows = [block.attention.window for block in config.blocks] * config.num_groups
+    widths = {window for window in windows if window is not None}
+    return decoder_keys(config) | {
+        "use_sliding_window": bool(widths),
+        "sliding_window": max(widths, default=None),
+        # What releases before layer_types read: the layers from here on have windows.
+        "max_window_layers": next(
+            (i for i, window in enumerate(windows) if window is not None), len(windows)
+        ),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+    }
+
+
+def write_qwen3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen3``."""
+    return write_qwen2(config) | {"attention_bias": config.blocks[0].attention.out_bias}
+
+
+def read_phi3(keys: Keys) -> ModelConfig:
+    """Phi-3, 3.5-mini, 4: fused projections, LongRoPE."""
+    return decoder_config(
+        keys,
+        windows=(keys.integer("sliding_window", None),),
+        partial_rotary=True,
+        original_max_positions=4096,
+        dropout_rate=keys.number("resid_pdrop", 0.0),
+    )
+
+
+def write_phi3(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_phi3``."""
+    rope = config.blocks[0].attention.rope
+    scaling = None if rope is None else rope.scaling
+    original = scaling.original_max_positions if isinstance(scaling, LongRopeScaling) else 4096
+    return decoder_keys(config) | {
+        "sliding_window": config.blocks[0].attention.window,
+        "original_max_position_embeddings": original,
+        "resid_pdrop": config.dropout_rate,
+        "embd_pdrop": config.dropout_rate,
+    }
+
+
+def read_gemma2(keys: Keys) -> ModelConfig:
+    """Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
+    keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
+    keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
+    num_layers = keys.integer("num_hidden_layers")
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(
+        keys,
+        activation_key="hidden_activation",
+        windows=typed_windows(
+            keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
+            keys.nullable_integer("sliding_window"),
+            num_layers=num_layers,
+        ),
+        qkv_bias=bias,
+        out_bias=bias,
+        score_scale=keys.number("query_pre_attn_scalar") ** -0.5,
+        score_cap=keys.number("attn_logit_softcapping", None),
+        logit_cap=keys.number("final_logit_softcapping", None),
+        norm_offset=1.0,
+        norm_placement=NormPlacement.SANDWICH,
+        embedding_scale=keys.integer("hidden_size") ** 0.5,
+        tied_by_default=True,
+    )
+
+
+def write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_gemma2``."""
+    attention = config.blocks[0].attention
+    keys = write_qwen2(config)
+    for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
+        del keys[name]
+    scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
+    scalar = round(scale**-2, 6)
+    return keys | {
+        "hidden_activation": ACTIVATION_NAMES.get(config.blocks[0].mlp.kind),
+        "attention_bias": attention.out_bias,
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": attention.logit_soft_cap,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }

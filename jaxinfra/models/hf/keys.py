@@ -1,0 +1,126 @@
+"""Strict reading of a Hugging Face config: every key is used, checked, or known not to matter."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from jaxinfra.core.errors import ConfigError
+
+_MISSING = object()
+
+# Keys that no logit depends on: bookkeeping, defaults of generation, dropout (training only; ours
+# is a choice of the run), and switches of how the reference implementation computes the same.
+_NEUTRAL_NAMES = """
+    _name_or_path architectures model_type transformers_version torch_dtype dtype auto_map
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class
+    use_cache cache_implementation attention_dropout attn_pdrop embd_pdrop resid_pdrop
+    reorder_and_upcast_attn pretraining_tp _attn_implementation attn_implementation
+    _attn_implementation_autoset return_dict output_attentions output_hidden_states output_scores
+    return_dict_in_generate id2label label2id num_labels problem_type finetuning_task
+    task_specific_params chunk_size_feed_forward torchscript use_bfloat16 tf_legacy_loss prefix
+    summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    classifier_dropout gradient_checkpointing unsloth_version unsloth_fixed
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id
+    forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens
+"""
+NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
+
+# Keys of any architecture that change what is computed unless they have these values.
+_PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("quantization_config", (None,), "quantized checkpoints are not read; use the original one"),
+    ("is_encoder_decoder", (False,), "only decoders are supported"),
+    ("is_decoder", (True, False), "only decoders are supported"),
+    ("add_cross_attention", (False,), "cross-attention is not supported"),
+    ("cross_attention_hidden_size", (None,), "cross-attention is not supported"),
+    ("tie_encoder_decoder", (False,), "only decoders are supported"),
+    ("pruned_heads", ({}, None), "heads cannot be pruned"),
+)
+
+
+class Keys:
+    """The entries of one config, with a note of which have been read.
+
+    Args:
+        values: as parsed from JSON.
+        what: names the config in messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, what: str):
+        self._values = values
+        self._what = what
+        self._read: set[str] = set()
+
+    def integer(self, name: str, default: Any = _MISSING) -> Any:
+        """A whole number; the default may be None."""
+        return self._typed(name, default, (int,))
+
+    def nullable_integer(self, name: str) -> int | None:
+        """A whole number or null, but named: releases differ in what they take for granted."""
+        if name not in self._values:
+            raise ConfigError(f"{self._what}: required key {name!r} is missing; it may be null")
+        return self.integer(name, None)
+
+    def number(self, name: str, default: Any = _MISSING) -> Any:
+        """A number, as float; the default may be None."""
+        value = self._typed(name, default, (int, float))
+        return float(value) if value is not None else None
+
+    def flag(self, name: str, default: Any = _MISSING) -> bool:
+        """True or false."""
+        return self._typed(name, default, (bool,))
+
+    def text(self, name: str, default: Any = _MISSING) -> Any:
+        """A string."""
+        return self._typed(name, default, (str,))
+
+    def sequence(self, name: str, default: Any = _MISSING) -> Any:
+        """A list, as a tuple; the default may be None."""
+        value = self._typed(name, default, (list, tuple))
+        return None if value is None else tuple(value)
+
+    def mapping(self, name: str) -> Mapping[str, Any] | None:
+        """A nested object, None where there is none."""
+        return self._typed(name, None, (dict,))
+
+    def expect(self, name: str, allowed: Sequence[Any], reason: str) -> None:
+        """Refuses any value but those allowed; a missing key is allowed."""
+        self._read.add(name)
+        value = self._values.get(name, allowed[0])
+        if not any(value is each or value == each for each in allowed):
+            raise ConfigError(f"{self._what}: {name}={value!r}: {reason}")
+
+    def choice(self, name: str, choices: Mapping[str, Any], default: Any = _MISSING) -> Any:
+        """What a name among a few stands for."""
+        value = self.text(name, default)
+        if value not in choices:
+            raise ConfigError(
+                f"{self._what}: {name}={value!r} is not supported; known: {', '.join(choices)}"
+            )
+        return choices[value]
+
+    def finish(self, neutral: Collection[str] = NEUTRAL) -> None:
+        """Refuses keys that were not read and are not known to be without effect."""
+        for name, allowed, reason in _PLAIN:
+            self.expect(name, allowed, reason)
+        unknown = sorted(set(self._values) - self._read - set(neutral))
+        if unknown:
+            listed = ", ".join(f"{name}={self._values[name]!r}" for name in unknown)
+            raise ConfigError(
+                f"{self._what}: unknown keys, which may change what the model computes: {listed}; "
+                "remove them if they are without effect"
+            )
+
+    def _typed(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+        self._read.add(name)
+        value = self._values.get(name)
+        if value is None:  # the reference implementation takes null for "not given" too
+            if default is _MISSING:
+                raise ConfigError(f"{self._what}: required key {name!r} is missing")
+            return default
+        # JSON's true is an int in Python, and no number.
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{self._what}: {name}={value!r} is no {expected}")
+        return value

@@ -1,0 +1,72 @@
+"""How the elements of one of their tensors lie, against one of our parameters.
+
+A layout is written like an einsum over named dims: ``"(N H) D -> D N H"`` says that their matrix
+has a row for every element of every head, and that ours has the input first and the heads apart.
+It is a reshape and a transposition, so it loses nothing and is undone exactly.
+
+Letters: D model width, N query heads, K key/value heads, H head width, F mlp width, V vocabulary,
+P positions of a learned table.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+type Index = tuple[slice, ...]
+"""A slice of every dim, with start and stop, without steps."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """A layout with the sizes of its dims."""
+
+    theirs: tuple[tuple[str, ...], ...]  # letters that each of their dims is made of
+    ours: tuple[str, ...]
+    sizes: Mapping[str, int]
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """Shape of their tensor, or of our part of a fused one."""
+        return tuple(math.prod(self.sizes[letter] for letter in dim) for dim in self.theirs)
+
+    @property
+    def our_shape(self) -> tuple[int, ...]:
+        """Shape of our parameter, of one layer."""
+        return tuple(self.sizes[letter] for letter in self.ours)
+
+    def to_theirs(self, ours: np.ndarray) -> np.ndarray:
+        """Their tensor from all of ours."""
+        order = [self.ours.index(letter) for dim in self.theirs for letter in dim]
+        return ours.transpose(order).reshape(self.their_shape)
+
+    def read(self, read_theirs: Callable[[Index], np.ndarray], index: Index) -> np.ndarray:
+        """A slice of ours; of theirs only what it needs is read.
+
+        Where one of their dims is made of several, it is cut along the first of them and the rest
+        is cut after reading.
+        """
+        wanted = dict(zip(self.ours, index, strict=True))
+        their_index, shape = [], []
+        for dim in self.theirs:
+            first, *inner = dim
+            width = math.prod(self.sizes[letter] for letter in inner)
+            rows = wanted[first]
+            their_index.append(slice(rows.start * width, rows.stop * width))
+            shape += [rows.stop - rows.start, *(self.sizes[letter] for letter in inner)]
+            wanted[first] = slice(0, rows.stop - rows.start)
+        letters = [letter for dim in self.theirs for letter in dim]
+        block = read_theirs(tuple(their_index)).reshape(shape)
+        block = block.transpose([letters.index(letter) for letter in self.ours])
+        return block[tuple(wanted[letter] for letter in self.ours)]
+
+
+def parse_layout(text: str, sizes: Mapping[str, int]) -> Layout:
+    """Reads ``"(N H) D -> D N H"``."""
+    theirs, ours = text.split("->")
+    dims = tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S", theirs))
+    letters = tuple(ours.split())
+    assert sorted(letter for dim in dims for letter in dim) == sorted(letters), text
+    return Layout(theirs=dims, ours=letters, sizes=sizes)

@@ -1,0 +1,158 @@
+"""A weight table resolved for one model: which tensors there are, and where each of our parameters
+lies in them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxinfra.config.model import BlockConfig, ModelConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.definition import Parameters
+from jaxinfra.models.hf.layout import Layout, parse_layout
+from jaxinfra.models.hf.weights import WEIGHTS, Rule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One layer of one of our parameters, within one of their tensors."""
+
+    path: str
+    layer: int | None  # of the stacked parameter; None: it is not stacked
+    layout: Layout
+    start: int  # along the tensor's fused dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tensor:
+    """One of their tensors: parts of ours one after the other along a dim."""
+
+    name: str
+    shape: tuple[int, ...]
+    fused_dim: int
+    parts: tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WeightMap:
+    """All tensors of a model in the order they are written, and our parameters within them."""
+
+    tensors: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]  # of our parameters, stacked
+    places: Mapping[tuple[str, int | None], tuple[Tensor, Part]]  # by our path and layer
+    root: str
+    ignored: re.Pattern[str] | None
+    tied: Mapping[str, str]  # a tensor that may be there, and the one it then equals
+
+    def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
+        """Where the layers of a parameter of ours lie."""
+        return [place for (each, _), place in self.places.items() if each == path]
+
+
+def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> WeightMap:
+    """Resolves an architecture's table for a model.
+
+    Args:
+        shapes: ``ModelDefinition.shapes`` of the same model.
+
+    Raises:
+        ConfigError: a parameter of the model has no tensor in this architecture.
+    """
+    table = WEIGHTS[model_type]
+    flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
+    pattern = len(config.blocks)
+    tensors = [
+        tensor
+        for each in table.outside
+        for tensor in _resolve(each, "", "", None, _sizes(config, config.blocks[0]), flat)
+    ]
+    for number in range(config.num_layers):
+        group, i = divmod(number, pattern)
+        prefix = table.layer_prefix.format(number)
+        sizes = _sizes(config, config.blocks[i])
+        for each in table.layer:
+            tensors += _resolve(each, prefix, f"blocks/{i}/", group, sizes, flat)
+    places = {
+        (part.path, part.layer): (tensor, part) for tensor in tensors for part in tensor.parts
+    }
+    _check_complete(model_type, config, flat, places)
+    tied = {}
+    if config.tie_embeddings:
+        (vocabulary,) = (t.name for t in tensors if t.parts[0].path == "embedding/table")
+        tied = {"lm_head.weight": vocabulary}
+    return WeightMap(
+        tensors={tensor.name: tensor for tensor in tensors},
+        shapes=flat,
+        places=places,
+        root=table.root,
+        ignored=re.compile(table.ignored) if table.ignored else None,
+        tied=tied,
+    )
+
+
+def _resolve(
+    rule: Rule,
+    prefix: str,
+    path_prefix: str,
+    layer: int | None,
+    sizes: Mapping[str, int],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[Tensor]:
+    """The rule's tensor, if the model has its parameters."""
+    present = [path for path, _ in rule.parts if path_prefix + path in shapes]
+    if len(present) < len(rule.parts):
+        return []
+    parts: list[Part] = []
+    start = 0
+    shape: tuple[int, ...] = ()
+    for path, text in rule.parts:
+        layout = parse_layout(text, sizes)
+        parts.append(Part(path=path_prefix + path, layer=layer, layout=layout, start=start))
+        shape = layout.their_shape
+        start += shape[rule.fused_dim]
+    whole = (*shape[: rule.fused_dim], start, *shape[rule.fused_dim + 1 :])
+    name = prefix + rule.name
+    return [Tensor(name=name, shape=whole, fused_dim=rule.fused_dim, parts=tuple(parts))]
+
+
+def _sizes(config: ModelConfig, block: BlockConfig) -> dict[str, int]:
+    return {
+        "D": config.model_dim,
+        "N": block.attention.num_q_heads,
+        "K": block.attention.num_kv_heads,
+        "H": block.attention.head_dim,
+        "F": block.mlp.hidden_dim,
+        "V": config.vocab_size,
+        "P": config.max_positions,
+    }
+
+
+def _check_complete(
+    model_type: str,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    places: Mapping[tuple[str, int | None], tuple[Tensor, Part]],
+) -> None:
+    for path, shape in shapes.items():
+        stacked = path.startswith("blocks/")
+        layers = range(config.num_groups) if stacked else (None,)
+        found = [places[path, layer] for layer in layers if (path, layer) in places]
+        if len(found) < len(layers):
+            raise ConfigError(
+                f"a {model_type} checkpoint has no tensor for parameter {path} "
+                f"{'x'.join(map(str, shape))} of this model"
+            )
+        for _, part in found:
+            expected = shape[1:] if stacked else shape
+            assert part.layout.our_shape == expected, f"{path}: {part.layout.our_shape}, {expected}"
+
+
+def by_path(parameters: Parameters) -> dict[str, Any]:
+    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
+    }

@@ -1,0 +1,84 @@
+"""A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tokenizers
+
+from jaxinfra.checkpoint.model_directory import read_model_directory
+from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedModel:
+    """A model and its parameters on a mesh."""
+
+    definition: ModelDefinition
+    parameters: Parameters
+
+
+def load_pretrained(
+    path: Path, *, policy: PolicyName | None = None, mesh: MeshConfig | None = None
+) -> PretrainedModel:
+    """Reads a model directory, tensor by tensor, each device its shard only.
+
+    Parameters are held in the compute dtype, as nothing trains them: half the memory of fp32
+    masters, and exact where the checkpoint has no more precision.
+
+    Args:
+        policy: None: that of the dtype in which the embedding is stored.
+        mesh: one device by default.
+    """
+    directory = read_model_directory(path)
+    placement = Placement(mesh=make_mesh(mesh or MeshConfig(), devices=jax.local_devices()))
+    # Names and shapes do not depend on the policy, and the files say which one fits them.
+    source = directory.open(define_model(directory.config, Execution()))
+    if policy is None:
+        policy = _policy_of(source.dtype("embedding/table"))
+    execution = Execution(
+        policy=dataclasses.replace(POLICIES[policy], param=POLICIES[policy].compute),
+        constrain=placement.constraint(),
+    )
+    definition = define_model(directory.config, execution)
+    shardings = placement.parameters(definition)
+    return PretrainedModel(
+        definition=definition, parameters=place_parameters(source, definition, shardings)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Separators:
+    """The tokens that text begins with and ends at."""
+
+    prefix_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]  # empty: not said
+
+
+def read_separators(path: Path) -> Separators:
+    """What the tokenizer puts before a text, and what the model's own files say ends one."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    prefix = tokenizer.encode("", add_special_tokens=True).ids
+    found: Any = None
+    for name in ("generation_config.json", "config.json"):
+        file = path / name
+        if found is None and file.is_file():
+            values = json.loads(file.read_text())
+            found = (values.get("hf") or values).get("eos_token_id")
+    eos_ids = [] if found is None else found if isinstance(found, list) else [found]
+    return Separators(prefix_ids=tuple(prefix), eos_ids=tuple(eos_ids))
+
+
+def _policy_of(dtype: np.dtype) -> PolicyName:
+    names = {policy.compute.name: name for name, policy in POLICIES.items()}
+    return names.get(dtype.name, PolicyName.FP32)

@@ -1,0 +1,287 @@
+"""Makes the golden files beside this script with the reference implementation.
+
+Needs an environment of its own, because PyTorch is no dependency of the project:
+
+    python3.11 -m venv /tmp/hf
+    /tmp/hf/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
+    /tmp/hf/bin/python tests/golden/hf/make_golden.py [CASE ...]
+
+A case is a directory: ``config.json`` and weights as ``save_pretrained`` writes them, and
+``golden.npz`` with
+
+    ids                  int [2, T]
+    logits32, logits64   of those ids, in float32 and in float64 [2, T, V]
+    short_*              the same of a shorter sequence, where a model treats it differently
+    prompts, continued   greedy continuations: prompt lengths [2], tokens [2, new]
+    gradient32/NAME, gradient64/NAME   of the mean next-token loss by a few weights
+
+The float64 run is float64 throughout: the reference implementation computes rotary angles, norms
+and softmax in float32 whatever the model's dtype, so the names of float32 are rebound meanwhile.
+"""
+
+import contextlib
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+HERE = pathlib.Path(__file__).parent
+LENGTH, SHORT, NEW = 36, 12, 20
+PROMPTS = (5, 13)
+MIN_GAP = 1e-3  # between the two largest logits of every greedy choice
+
+# Six query heads on two key/value heads; heads are not hidden_size / num_heads wide.
+COMMON = dict(
+    vocab_size=61,
+    hidden_size=36,
+    intermediate_size=44,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=10,
+    max_position_embeddings=64,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
+SMALL = COMMON | dict(hidden_size=24, intermediate_size=28, num_hidden_layers=4, head_dim=6)
+UNTIED, TIED = dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)
+
+
+def rope(**parameters):
+    return dict(rope_parameters={"rope_theta": 100.0} | parameters)
+
+
+LONGROPE = dict(
+    rope_type="longrope",
+    short_factor=[1.0, 1.1, 1.3],
+    long_factor=[1.2, 1.9, 3.5],
+    partial_rotary_factor=0.75,
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+GRADIENTS = ("k_proj.weight", "qkv_proj.weight", "c_attn.weight", "layernorm.weight", "ln_2.weight")
+
+CASES = {
+    "llama": ("Llama", COMMON | UNTIED | rope(rope_type="default")),
+    "llama_linear": (
+        "Llama",
+        COMMON
+        | UNTIED
+        | rope(rope_type="linear", factor=3.0)
+        | dict(attention_bias=True, mlp_bias=True),
+    ),
+    "llama3": (
+        "Llama",
+        COMMON
+        | TIED
+        | rope(
+            rope_type="llama3",
+            factor=4.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=16,
+        ),
+    ),
+    "llama_yarn": ("Llama", COMMON | UNTIED | rope(**YARN, mscale=0.7, mscale_all_dim=0.3)),
+    "mistral": ("Mistral", COMMON | UNTIED | rope(rope_type="default") | dict(sliding_window=7)),
+    "qwen2": (
+        "Qwen2",
+        SMALL
+        | TIED
+        | rope(rope_type="default")
+        | dict(use_sliding_window=True, sliding_window=7, max_window_layers=2),
+    ),
+    "qwen2_yarn": ("Qwen2", COMMON | UNTIED | rope(**YARN)),
+    "qwen3": (
+        "Qwen3",
+        COMMON | TIED | rope(**YARN, attention_factor=1.3, beta_fast=8.0, beta_slow=0.5),
+    ),
+    "gemma2": (
+        "Gemma2",
+        SMALL
+        | TIED
+        | rope(rope_type="default")
+        | dict(
+            sliding_window=7,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=6.0,
+        ),
+    ),
+    "phi3": (
+        "Phi3",
+        COMMON | UNTIED | rope(rope_type="default") | dict(head_dim=6, sliding_window=9),
+    ),
+    "phi3_longrope": (
+        "Phi3",
+        COMMON
+        | TIED
+        | rope(**LONGROPE)
+        # The longest sequence the model was first trained on; longer ones use the long factors.
+        | dict(hidden_size=48, head_dim=8, original_max_position_embeddings=30),
+    ),
+    "gpt2": (
+        "GPT2",
+        dict(
+            vocab_size=61,
+            n_embd=40,
+            n_layer=2,
+            n_head=5,
+            n_inner=52,
+            n_positions=48,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    ),
+    "gpt2_untied": (
+        "GPT2",
+        dict(
+            vocab_size=61,
+            n_embd=30,
+            n_layer=2,
+            n_head=5,
+            n_positions=48,
+            bos_token_id=None,
+            eos_token_id=None,
+            activation_function="gelu",
+        )
+        | UNTIED,
+    ),
+}
+
+
+@contextlib.contextmanager
+def double_precision():
+    """All names of float32 mean float64."""
+    names = {name: getattr(torch, name) for name in ("float", "float32")}
+    cast = torch.Tensor.float
+    torch.float = torch.float32 = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        for name, value in names.items():
+            setattr(torch, name, value)
+        torch.Tensor.float = cast
+        torch.set_default_dtype(torch.float32)
+
+
+def build(kind, options):
+    config = getattr(transformers, f"{kind}Config")(**options)
+    config._attn_implementation = "eager"
+    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    return getattr(transformers, name)(config).eval()
+
+
+def randomize(model, seed):
+    """Weights large enough that attention is far from uniform and every one of them is noticed."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 2:
+            is_table = any(table in name for table in ("embed", "wte", "wpe"))
+            parameter.data = noise * (1.0 if is_table else 1.3 * parameter.shape[1] ** -0.5)
+        elif "norm" in name or ".ln_" in name:
+            is_scale = name.endswith("weight") and "Gemma2" not in type(model).__name__
+            parameter.data = 0.3 * noise + (1.0 if is_scale else 0.0)
+        else:
+            parameter.data = 0.3 * noise
+
+
+def loss_gradients(model, ids):
+    model.zero_grad()
+    logits = model(ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    chosen = {
+        name: parameter.grad.numpy().copy()
+        for name, parameter in model.named_parameters()
+        if name.endswith(GRADIENTS) and ".1." in name
+    }
+    return loss.item(), chosen
+
+
+def continuation(model, prompt):
+    # Without a mask, tokens equal to the padding id would be taken for padding.
+    mask = torch.ones_like(prompt)
+    tokens = model.generate(
+        prompt, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0
+    )
+    return tokens[0, prompt.shape[1] :]
+
+
+def smallest_gap(model64, prompt, new):
+    with torch.no_grad():
+        logits = model64(torch.cat([prompt[0], new])[None], use_cache=False).logits[0]
+    chosen = logits[prompt.shape[1] - 1 : -1]
+    best = chosen.topk(2).values
+    assert torch.equal(chosen.argmax(-1), new), "the float64 model continues otherwise"
+    return (best[:, 0] - best[:, 1]).min().item()
+
+
+def golden(kind, options, seed):
+    """All arrays of a case, or None where a greedy choice is too close for rounding."""
+    model = build(kind, options)
+    randomize(model, seed)
+    with double_precision():
+        model64 = build(kind, options)
+        model64.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 61, (2, LENGTH), generator=generator)
+    long_prompts = options.get("original_max_position_embeddings")
+    prompts = PROMPTS if long_prompts is None else (PROMPTS[0], long_prompts + 1)
+    new = [continuation(model, ids[row : row + 1, :n]) for row, n in enumerate(prompts)]
+    with torch.no_grad(), double_precision():
+        gaps = [
+            smallest_gap(model64, ids[row : row + 1, :n], new[row]) for row, n in enumerate(prompts)
+        ]
+    if min(gaps) < MIN_GAP:
+        return None
+    arrays = {"ids": ids.numpy(), "prompts": np.array(prompts), "continued": torch.stack(new)}
+    with torch.no_grad():
+        arrays["logits32"] = model(ids, use_cache=False).logits
+        arrays["short_logits32"] = model(ids[:, :SHORT], use_cache=False).logits
+        with double_precision():
+            arrays["logits64"] = model64(ids, use_cache=False).logits
+            arrays["short_logits64"] = model64(ids[:, :SHORT], use_cache=False).logits
+    if long_prompts is None:
+        del arrays["short_logits32"], arrays["short_logits64"]
+    arrays["loss32"], gradients = loss_gradients(model, ids)
+    arrays |= {f"gradient32/{name}": value for name, value in gradients.items()}
+    with double_precision():
+        arrays["loss64"], gradients = loss_gradients(model64, ids)
+    arrays |= {f"gradient64/{name}": value for name, value in gradients.items()}
+    arrays = {name: np.asarray(value) for name, value in arrays.items()}
+    assert arrays["logits32"].dtype == np.float32
+    assert arrays["logits64"].dtype == np.float64
+    error = np.abs(arrays["logits64"] - arrays["logits32"]).max()
+    assert 0 < error < 1e-4, error
+    print(f"  seed {seed}: gap {min(gaps):.1e}, float32 error {error:.1e}, {len(gradients)} grads")
+    return model, arrays
+
+
+def main(names):
+    for name in names or CASES:
+        kind, options = CASES[name]
+        print(name)
+        for seed in range(20):
+            made = golden(kind, options, seed)
+            if made is not None:
+                break
+        else:
+            raise SystemExit(f"{name}: no seed gives clear greedy choices")
+        model, arrays = made
+        directory = HERE / name
+        shutil.rmtree(directory, ignore_errors=True)
+        # One case in shards.
+        model.save_pretrained(directory, max_shard_size="40KB" if name == "qwen3" else "5GB")
+        (directory / "generation_config.json").unlink(missing_ok=True)
+        np.savez_compressed(directory / "golden.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

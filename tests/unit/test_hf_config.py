@@ -1,0 +1,200 @@
+"""Hugging Face configs into ours and back: strict, in both forms of rotary settings."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from jaxinfra.config.model import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from jaxinfra.config.presets import MODELS
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.hf import from_hf_config, to_hf_config
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+
+
+def values(name, **changes):
+    return json.loads((GOLDEN / name / "config.json").read_text()) | changes
+
+
+def without(name, *keys):
+    return {key: value for key, value in values(name).items() if key not in keys}
+
+
+def rope_of(config):
+    return config.blocks[0].attention.rope
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_round_trip(name):
+    given = values(name)
+    config = from_hf_config(given)
+    written = to_hf_config(config, model_type=given["model_type"])
+    assert from_hf_config(written) == config
+    # Another architecture may say the same model; it must then say all of it.
+    assert from_hf_config(to_hf_config(config)) == config
+
+
+# The scaled settings as transformers 4 wrote them: beside rope_theta, under another name.
+@pytest.mark.parametrize(
+    ("name", "older"),
+    [
+        ("llama_linear", {"type": "linear", "factor": 3.0}),
+        (
+            "llama3",
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        ),
+        ("qwen2_yarn", {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+    ],
+)
+def test_older_and_newer_rope_keys_say_the_same(name, older):
+    old = without(name, "rope_parameters") | {"rope_theta": 100.0, "rope_scaling": older}
+    assert from_hf_config(old) == from_hf_config(values(name))
+
+
+def test_older_longrope_keys():
+    new = values("phi3_longrope")
+    factors = {key: new["rope_parameters"][key] for key in ("short_factor", "long_factor")}
+    old = without("phi3_longrope", "rope_parameters") | {
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "su", **factors},
+    }
+    config = from_hf_config(old)
+    assert config == from_hf_config(new)
+    scaling = rope_of(config).scaling
+    assert isinstance(scaling, LongRopeScaling)
+    # sqrt(1 + ln(64/30) / ln(30)): how much longer the context became decides.
+    assert scaling.attention_factor == pytest.approx(1.1057894, abs=1e-7)
+
+
+def test_contradicting_rope_keys_are_refused():
+    both = values("llama", rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_theta=100.0)
+    with pytest.raises(ConfigError, match=r"rope_scaling says .* rope_parameters"):
+        from_hf_config(both)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope type 'dynamic' is not supported"),
+        ({"rope_type": "linear"}, "required key 'factor'"),
+        ({"rope_type": "linear", "factor": "2"}, "factor='2' is no int or float"),
+        ({"rope_type": "linear", "factor": 2.0, "warp": 1}, "unknown keys.*warp=1"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "rotates whole heads"),
+    ],
+)
+def test_rope_settings_that_cannot_be_followed_are_refused(scaling, message):
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(values("llama", rope_parameters=scaling))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"model_type": "llame"}, "'llame' is not supported; did you mean 'llama'"),
+        ("llama", {"model_type": None}, "model_type=None is not supported"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+        ("llama", {"head_gain": 2.0}, "unknown keys.*head_gain=2.0"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantized checkpoints"),
+        ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported"),
+        ("llama", {"hidden_size": 36.5}, "hidden_size=36.5 is no int"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers=True is no int"),
+        ("llama", {"num_key_value_heads": 4}, "not a multiple of num_kv_heads"),
+        ("llama", {"sliding_window": 7}, "unknown keys.*sliding_window"),
+        ("gemma2", {"use_bidirectional_attention": True}, "attention here is causal"),
+        ("gemma2", {"hidden_act": "silu"}, "hidden_activation says otherwise"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention'"),
+        ("qwen2", {"use_sliding_window": False}, "no sliding_window is set"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer"),
+        ("gpt2", {"scale_attn_weights": False}, "without 1/sqrt"),
+        ("gpt2", {"n_ctx": 12}, "must equal n_positions"),
+        ("gpt2", {"add_cross_attention": True}, "cross-attention is not supported"),
+    ],
+)
+def test_keys_that_cannot_be_followed_are_refused(name, changes, message):
+    from_hf_config(values(name))
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(values(name, **changes))
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "rms_norm_eps", "max_position_embeddings"])
+def test_required_keys(key):
+    with pytest.raises(ConfigError, match=f"required key '{key}'"):
+        from_hf_config(without("llama", key))
+
+
+def test_a_window_must_be_named_even_if_null():
+    with pytest.raises(ConfigError, match="'sliding_window' is missing; it may be null"):
+        from_hf_config(without("mistral", "sliding_window"))
+    config = from_hf_config(values("mistral", sliding_window=None))
+    assert config.blocks[0].attention.window is None
+
+
+def test_windows_by_layer():
+    assert [block.attention.window for block in from_hf_config(values("gemma2")).blocks] == [
+        7,
+        None,
+    ]
+    older = without("qwen2", "layer_types")
+    assert from_hf_config(older) == from_hf_config(values("qwen2"))
+    windows = [block.attention.window for block in from_hf_config(older).blocks]
+    assert windows == [None, None, 7, 7]
+    off = from_hf_config(older | {"use_sliding_window": False})
+    assert [block.attention.window for block in off.blocks] == [None]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_presets_are_expressible(name):
+    config = MODELS[name]()
+    assert from_hf_config(to_hf_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        LinearScaling(factor=2.5),
+        Llama3Scaling(
+            factor=8.0,
+            low_frequency_factor=1.0,
+            high_frequency_factor=4.0,
+            original_max_positions=64,
+        ),
+        YarnScaling(factor=4.0, original_max_positions=32, beta_fast=16.0, truncate=False),
+        YarnScaling(factor=4.0, original_max_positions=32, attention_factor=1.0),
+    ],
+)
+def test_scalings_are_written_and_read_back(scaling):
+    config = with_rope(RopeConfig(theta=500.0, scaling=scaling))
+    assert from_hf_config(to_hf_config(config)) == config
+
+
+def test_models_without_a_counterpart_are_refused():
+    with pytest.raises(ConfigError, match="NtkScaling has no counterpart"):
+        to_hf_config(with_rope(RopeConfig(scaling=NtkScaling(factor=2.0))))
+    tiny = MODELS["tiny"]()
+    with pytest.raises(ConfigError, match="no Hugging Face architecture"):
+        to_hf_config(dataclasses.replace(tiny, learned_positions=True))
+
+
+def with_rope(rope):
+    tiny = MODELS["tiny"]()
+    (block,) = tiny.blocks
+    block = dataclasses.replace(block, attention=dataclasses.replace(block.attention, rope=rope))
+    return dataclasses.replace(tiny, blocks=(block,))

@@ -1,0 +1,107 @@
+"""Every architecture against the reference implementation's files (tests/golden/hf)."""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tolerance import assert_no_worse
+
+from jaxinfra.checkpoint.sources import LiveParameters, assemble
+from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.load_pretrained import load_pretrained
+from jaxinfra.serving.sampling import GREEDY
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
+CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+# One of each architecture, for time.
+GRADIENT_CASES = ("gemma2", "gpt2", "llama3", "mistral", "phi3_longrope", "qwen2", "qwen3")
+
+
+@functools.cache
+def golden(name):
+    with np.load(GOLDEN / name / "golden.npz") as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def pretrained(name):
+    return load_pretrained(GOLDEN / name)
+
+
+def decoder(name):
+    return pretrained(name).definition.bind(pretrained(name).parameters)
+
+
+@jax.jit
+def logits(decoder, ids):
+    return decoder(ids)
+
+
+def test_all_architectures_have_a_case():
+    architectures = {
+        json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in CASES
+    }
+    assert architectures == {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(name):
+    arrays = golden(name)
+    for prefix in ("", "short_"):
+        if f"{prefix}logits32" not in arrays:
+            continue
+        plain, oracle = arrays[f"{prefix}logits32"], arrays[f"{prefix}logits64"]
+        got = logits(decoder(name), arrays["ids"][:, : plain.shape[1]].astype(np.int32))
+        assert np.max(np.abs(np.asarray(got) - plain)) < 1e-4
+        assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} {prefix}logits")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_continuations(name):
+    arrays = golden(name)
+    prompts = [ids[:length] for ids, length in zip(arrays["ids"], arrays["prompts"], strict=True)]
+    # LongRoPE: one prompt is of the original context, one beyond it, which cannot share a batch.
+    batches = [[0], [1]] if "longrope" in name else [[0, 1]]
+    for rows in batches:
+        new = arrays["continued"][rows]
+        drawn = np.full_like(new, -1)
+        for each in generate(
+            decoder(name),
+            [prompts[row] for row in rows],
+            max_new_tokens=new.shape[1],
+            sampling=GREEDY,
+        ):
+            drawn[each.row, each.index] = each.token
+        np.testing.assert_array_equal(drawn, new)
+
+
+@pytest.mark.parametrize("name", GRADIENT_CASES)
+def test_loss_and_gradients(name):
+    arrays = golden(name)
+    ids = arrays["ids"].astype(np.int32)
+    model = pretrained(name)
+    values = json.loads((GOLDEN / name / "config.json").read_text())
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(parameters):
+        nll = -jax.nn.log_softmax(model.definition.bind(parameters)(ids)[:, :-1])
+        return jnp.mean(jnp.take_along_axis(nll, ids[:, 1:, None], axis=-1))
+
+    value, gradients = loss(model.parameters)
+    plain, oracle = np.float32(arrays["loss32"]), arrays["loss64"]
+    assert_no_worse(value, plain=plain, oracle=oracle, what=f"{name} loss")
+    # In their layout, which the weight map makes of gradients as it does of weights.
+    weights = weight_map(values["model_type"], model.definition.config, model.definition.shapes)
+    ours = LiveParameters(arrays=by_path(gradients))
+    names = [key.removeprefix("gradient32/") for key in arrays if key.startswith("gradient32/")]
+    assert len(names) >= 2
+    for each in names:
+        got = assemble(ours, weights.tensors[each])
+        plain, oracle = arrays[f"gradient32/{each}"], arrays[f"gradient64/{each}"]
+        assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} gradient of {each}")
