@@ -27,19 +27,40 @@ def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | No
     return int(major), int(minor)
 
 
+def cuda_version(device: jax.Device | None = None) -> int | None:
+    """CUDA's version as CUDA counts it, 1000 * major + 10 * minor: 13000 for 13.0."""
+    device = device or target()
+    found = re.search(r"cuda (\d+)", device.client.platform_version)
+    return int(found.group(1)) if found else None
+
+
 def kind_slug(device: jax.Device | None = None) -> str:
     """The device kind as a file name: ``nvidia-h200``, ``cpu``."""
     return re.sub(r"[^a-z0-9]+", "-", (device or target()).device_kind.lower()).strip("-")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BrokenCompiler:
-    """A range of CUDA versions whose ptxas miscompiles something."""
+class Miscompilation:
+    """CUDA versions whose ptxas makes wrong code of something."""
 
-    first: int  # inclusive, as CUDA counts: 1000 * major + 10 * minor
-    last: int  # inclusive
+    first: int  # inclusive, counted as in ``cuda_version``
+    fixed: int  # the first version that is right again
     what: str
 
 
-MISCOMPILERS = (BrokenCompiler(first=12080, last=12090, what="causal attention kernels"),)
-"""Compilers whose output cannot be trusted; a kernel refuses rather than return wrong numbers."""
+MISCOMPILATIONS = (Miscompilation(first=12080, fixed=12091, what="causal attention kernels"),)
+"""A kernel refuses these rather than return wrong numbers (CUDA 12.8.0 to 12.9.0)."""
+
+
+def miscompiled(what: str, device: jax.Device | None = None) -> str | None:
+    """Why the installed CUDA cannot be trusted with something; None if it can.
+
+    Args:
+        what: one of ``MISCOMPILATIONS``.
+        device: default the target.
+    """
+    version = cuda_version(device)
+    for known in MISCOMPILATIONS:
+        if known.what == what and version is not None and known.first <= version < known.fixed:
+            return f"ptxas of CUDA {version} miscompiles {what}; {known.fixed} or later is needed"
+    return None

@@ -14,6 +14,8 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import cudnn
+from .preference import preferences
+from .sharding import half_manual_mesh
 from .spec import AttentionMasks, AttentionSpec
 
 NAMES = ("hopper", "cudnn", "xla", "reference")
@@ -57,7 +59,7 @@ def why_not(name: str, call: Call) -> str | None:
         case "hopper":
             return "the Hopper kernels are not part of this version"
         case "cudnn":
-            return cudnn.unsupported(
+            return half_manual_mesh() or cudnn.unsupported(
                 call.spec,
                 call.masks,
                 call.q,
@@ -95,19 +97,18 @@ def choose(implementation: str, call: Call) -> str:
 
 def _automatic(call: Call) -> str:
     reasons = {}
-    for name in ("hopper", "cudnn"):
+    for name in preferences(call.spec, call.q, call.k, call.v):
         reason = why_not(name, call)
         if reason is None:
-            break
+            refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
+            _announce(name, device.kind_slug(), call.describe(), refusals)
+            return name
         reasons[name] = reason
-    else:
-        name = "xla"
-    refusals = "; ".join(f"not {refused}: {reason}" for refused, reason in reasons.items())
-    _announce(name, device.kind_slug(), call.describe(), refusals)
-    return name
+    raise AssertionError("xla serves every call")
 
 
 @functools.cache
 def _announce(name: str, device_kind: str, case: str, refusals: str) -> None:
     """Logs a choice; the cache makes it once for each distinct case."""
-    _logger.info("flash_attention on %s uses %s for %s (%s)", device_kind, name, case, refusals)
+    because = f" ({refusals})" if refusals else ""
+    _logger.info("flash_attention on %s uses %s for %s%s", device_kind, name, case, because)

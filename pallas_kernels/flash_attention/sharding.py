@@ -143,6 +143,25 @@ def has_explicit_layout(x: jax.Array) -> bool:
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
 
 
+def half_manual_mesh() -> str | None:
+    """Why a custom call cannot be placed here: inside a ``shard_map`` over some axes of a mesh that
+    leaves others to the compiler. JAX's ``custom_partitioning`` fails or crashes there.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    left = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and mesh.shape[name] > 1
+    ]
+    if not mesh.manual_axes or not left:
+        return None
+    return (
+        f"this shard_map is over {', '.join(mesh.manual_axes)} and leaves {', '.join(left)} to the "
+        "compiler, which cannot split a custom call there: make it a shard_map over all axes, or "
+        "put one over the rest around this call"
+    )
+
+
 def partitioned(
     kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:

@@ -12,6 +12,7 @@ width, V value width; I query chunk, J key chunk; t and s are positions within a
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,19 +20,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.common import device
 from pallas_kernels.common.dot import einsum_f32
 
 from .masking import visible_BTS, visible_tiles
 from .reference import grouped_bias
 from .spec import AttentionMasks, AttentionSpec
 
-MAX_CHUNK = 512
-"""Longest chunk: a tile of scores is then 1 MiB a head in float32."""
+# Scores of one tile over all batch rows and heads, in elements. On a CPU a tile that stays in
+# cache won by up to 4 times over one chunk (2 cores, lengths 256 to 4096); on a GPU a tile must be
+# large enough to fill it, and is bounded by the memory it takes (256 MiB in float32).
+_TILE_SCORES = {"cpu": 2**18, "gpu": 2**26}
+_SHORTEST_CHUNK = {"cpu": 64, "gpu": 128}
+MAX_CHUNK = 1024
 
 
-def chunk_length(length: int) -> int:
-    """Positions a chunk: at most MAX_CHUNK, and even enough that padding stays small."""
-    count = max(1, -(-length // MAX_CHUNK))
+def longest_chunk(rows: int) -> int:
+    """Positions a chunk has at most, where a tile spans ``rows`` = batch times query heads."""
+    platform = "cpu" if device.target().platform == "cpu" else "gpu"
+    fitting = 2 ** int(math.log2(max(1.0, math.sqrt(_TILE_SCORES[platform] / rows))))
+    return min(max(fitting, _SHORTEST_CHUNK[platform]), MAX_CHUNK)
+
+
+def chunk_length(length: int, longest: int) -> int:
+    """Positions a chunk: at most ``longest``, and so even that padding stays small."""
+    count = max(1, -(-length // longest))
     even = -(-length // count)
     return max(1, even if count == 1 else -(-even // 8) * 8)
 
@@ -157,8 +170,10 @@ class _Tiles:
 def _cut(
     q_BTNH: jax.Array, k_BSKH: jax.Array, masks: AttentionMasks, spec: AttentionSpec
 ) -> _Tiles:
-    T, (S, K) = q_BTNH.shape[1], k_BSKH.shape[1:3]
-    q_chunk, kv_chunk = chunk_length(T), chunk_length(S)
+    B, T, N, _ = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    longest = longest_chunk(B * N)
+    q_chunk, kv_chunk = chunk_length(T, longest), chunk_length(S, longest)
     bias = None
     if masks.bias is not None:
         bias = grouped_bias(masks.bias, K)

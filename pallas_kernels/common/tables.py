@@ -1,0 +1,157 @@
+"""Measured choices, as JSON files: one for each op, question and device kind.
+
+A row says that in this case this choice took so many milliseconds. Files are strict: what is not
+understood is an error, because a table that is half read silently picks slow kernels.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+
+from . import device
+from .errors import InputError
+
+SCHEMA = 1
+USER_FOLDER_VARIABLE = "PALLAS_KERNELS_TABLES"
+"""Environment variable that names a folder of the user's own tables: OP/QUESTION-DEVICE.json."""
+
+type Value = str | int | float | bool | None
+
+
+class TableError(InputError):
+    """A table file that is not what ``save`` writes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measurement."""
+
+    case: tuple[tuple[str, Value], ...]  # sorted by name
+    choice: tuple[tuple[str, Value], ...]
+    ms: float
+
+    @classmethod
+    def of(cls, *, case: dict[str, Value], choice: dict[str, Value], ms: float) -> "Row":
+        """A row from plain dicts."""
+        return cls(case=tuple(sorted(case.items())), choice=tuple(sorted(choice.items())), ms=ms)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """All measurements that answer one question about one op on one kind of device."""
+
+    op: str
+    question: str
+    device_kind: str
+    environment: tuple[tuple[str, str], ...]  # versions, clock, command: how to repeat it
+    rows: tuple[Row, ...]
+
+    def with_rows(self, rows: Iterable[Row]) -> "Table":
+        """A table in which new measurements replace old ones of the same case and choice."""
+        merged = {(row.case, row.choice): row for row in (*self.rows, *rows)}
+        return dataclasses.replace(self, rows=tuple(merged.values()))
+
+    def best(self, case: dict[str, Value]) -> Row | None:
+        """The fastest choice measured for exactly this case."""
+        wanted = tuple(sorted(case.items()))
+        rows = [row for row in self.rows if row.case == wanted]
+        return min(rows, key=lambda row: row.ms, default=None)
+
+
+def save(table: Table, path: pathlib.Path) -> None:
+    """Writes a table so that equal tables are equal files, one row a line."""
+    head = {
+        "schema": SCHEMA,
+        "op": table.op,
+        "question": table.question,
+        "device_kind": table.device_kind,
+        "environment": dict(sorted(table.environment)),
+    }
+    lines = sorted(
+        json.dumps({"case": dict(row.case), "choice": dict(row.choice), "ms": row.ms})
+        for row in table.rows
+    )
+    body = ",\n".join(f"    {line}" for line in lines)
+    text = json.dumps(head, indent=2)[:-2] + f',\n  "rows": [\n{body}\n  ]\n}}\n'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def load(path: pathlib.Path) -> Table:
+    """Reads a table.
+
+    Raises:
+        TableError: the file is not JSON, or has other fields or types than ``save`` writes, or the
+            same case and choice twice.
+    """
+    try:
+        document = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise TableError(f"{path} is not JSON: {error}; measure again or restore it") from error
+    texts = ("op", "question", "device_kind")
+    _expect(path, isinstance(document, dict), "is not an object")
+    _expect(path, set(document) == {"schema", "environment", "rows", *texts}, "has other fields")
+    _expect(path, document["schema"] == SCHEMA, f"has schema {document['schema']}, not {SCHEMA}")
+    _expect(path, all(isinstance(document[name], str) for name in texts), "has a non-text name")
+    _expect(path, _is_mapping(document["environment"], (str,)), "has a bad environment")
+    _expect(path, isinstance(document["rows"], list), "has no list of rows")
+    rows = []
+    for i, row in enumerate(document["rows"]):
+        fits = isinstance(row, dict) and set(row) == {"case", "choice", "ms"}
+        _expect(path, fits, f"row {i} has other fields than case, choice, ms")
+        plain = (str, int, float, bool, type(None))
+        fits = _is_mapping(row["case"], plain) and _is_mapping(row["choice"], plain)
+        _expect(path, fits, f"row {i} has a case or choice that is not of plain values")
+        is_time = isinstance(row["ms"], (int, float)) and not isinstance(row["ms"], bool)
+        _expect(path, is_time and row["ms"] > 0, f"row {i} has ms={row['ms']}")
+        rows.append(Row.of(**row))
+    keys = {(row.case, row.choice) for row in rows}
+    _expect(path, len(keys) == len(rows), "measures a case and choice twice")
+    return Table(
+        op=document["op"],
+        question=document["question"],
+        device_kind=document["device_kind"],
+        environment=tuple(sorted(document["environment"].items())),
+        rows=tuple(rows),
+    )
+
+
+def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
+    """The table for the current device: the packaged one, overlaid by the user's own.
+
+    Args:
+        folder: the op's ``tuned`` folder.
+        op: the op's name.
+        question: what the table answers, such as "forward" or "dispatch".
+    """
+    return _find(folder, op, question, device.kind_slug(), os.environ.get(USER_FOLDER_VARIABLE))
+
+
+@functools.cache
+def _find(
+    folder: pathlib.Path, op: str, question: str, slug: str, user_folder: str | None
+) -> Table | None:
+    name = f"{question}-{slug}.json"
+    places = [folder / name]
+    if user_folder:
+        places.append(pathlib.Path(user_folder) / op / name)
+    found = None
+    for place in places:
+        if place.exists():
+            table = load(place)
+            agrees = (table.op, table.question) == (op, question)
+            _expect(place, agrees, f"answers {table.question} of {table.op}")
+            found = table if found is None else found.with_rows(table.rows)
+    return found
+
+
+def _is_mapping(value: object, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kinds) for item in value.values())
+
+
+def _expect(path: pathlib.Path, true: bool, otherwise: str) -> None:
+    if not true:
+        raise TableError(f"{path} {otherwise}; measure again or restore it")

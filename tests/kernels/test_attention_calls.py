@@ -1,0 +1,185 @@
+"""What flash_attention accepts, what it refuses in which words, and who computes it."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import InputError, UnsupportedError, flash_attention
+from pallas_kernels.common import tables
+from pallas_kernels.flash_attention import AttentionSpec, cudnn, dispatch, preference
+from pallas_kernels.flash_attention.masking import AttentionMasks
+from pallas_kernels.flash_attention.sharding import half_manual_mesh
+from pallas_kernels.flash_attention.workloads import BARS, SPECIAL, WORKLOADS
+
+
+def array(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+Q, K, V = array(2, 8, 4, 16), array(2, 10, 2, 16), array(2, 10, 2, 24)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"query": array(8, 4, 16)}, r"query has shape \(8, 4, 16\).*\[B,T,N,H\]"),
+        ({"key": array(2, 10, 2, 16, dtype=jnp.bfloat16)}, "float32, bfloat16, float32.*cast"),
+        ({"key": array(3, 10, 2, 16)}, "batch sizes 2, 3, 2"),
+        ({"value": array(2, 10, 4, 24)}, r"key \(2, 10, 2, 16\) and value \(2, 10, 4, 24\)"),
+        ({"key": array(2, 10, 2, 8)}, "head width 16 and key 8"),
+        ({"query": array(2, 8, 5, 16)}, "num_query_heads=5 is not a multiple of num_kv_heads=2"),
+        ({"query": array(2, 8, 0, 16)}, "only sequence lengths may be 0"),
+        ({"scale": float("nan")}, "scale=nan must be a finite Python number"),
+        ({"logit_soft_cap": 0.0}, "logit_soft_cap=0.0 must be above 0"),
+        ({"local_window_size": (3, -1)}, r"local_window_size=\(3, -1\).*None in the pair"),
+        ({"local_window_size": (1, 2, 3)}, "pair"),
+        ({"q_segment_ids": array(2, 8, dtype=jnp.int32)}, "come together"),
+        (
+            {"q_segment_ids": array(2, 8), "kv_segment_ids": array(2, 10)},
+            r"q_segment_ids is float32 \(2, 8\).*integers of shape \(2, 8\)",
+        ),
+        ({"query_seq_lengths": array(3, dtype=jnp.int32)}, r"query_seq_lengths.*shape \(2,\)"),
+        ({"key_value_seq_lengths": array(2)}, "key_value_seq_lengths is float32"),
+        ({"sinks": array(2)}, r"one float a query head: \(4,\)"),
+        ({"bias": array(2, 3, 8, 10)}, r"broadcast to \[B,N,T,S\] = \(2, 4, 8, 10\)"),
+        ({"bias": array(1, 2, 4, 8, 10)}, "bias is float32"),
+        ({"implementation": "triton"}, "implementation='triton' must be auto or hopper"),
+        ({"backward": "fast"}, "backward='fast' must be one of fused, split"),
+    ],
+)
+def test_bad_input_is_explained(change, words):
+    with pytest.raises(InputError, match=words):
+        flash_attention(**({"query": Q, "key": K, "value": V} | change))
+
+
+def test_a_traced_scale_is_refused():
+    with pytest.raises(InputError, match="multiply the query instead"):
+        jax.jit(lambda scale: flash_attention(Q, K, V, scale=scale))(0.5)
+
+
+def test_types_of_results():
+    out, lse = flash_attention(*(x.astype(jnp.bfloat16) for x in (Q, K, V)), return_residual=True)
+    assert (out.shape, out.dtype) == ((2, 8, 4, 24), jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 8, 4), jnp.float32)
+    assert flash_attention(Q, K, V, bias=array(8, 10)).dtype == jnp.float32
+
+
+def make_call(**changes):
+    values = {
+        "spec": AttentionSpec(scale=1.0, right=0),
+        "masks": AttentionMasks(),
+        "q": array(2, 8, 4, 64, dtype=jnp.bfloat16),
+        "k": array(2, 8, 2, 64, dtype=jnp.bfloat16),
+        "v": array(2, 8, 2, 64, dtype=jnp.bfloat16),
+        "backward": "fused",
+        "return_residual": False,
+    }
+    return dispatch.Call(**(values | changes))
+
+
+def test_a_named_implementation_refuses_and_names_who_can():
+    words = r"'cudnn' cannot .* needs an NVIDIA GPU.*These can: xla, reference"
+    with pytest.raises(UnsupportedError, match=words):
+        flash_attention(Q, K, V, implementation="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"q": array(2, 8, 4, 64)}, "does not take float32"),
+        ({"v": array(2, 8, 2, 32, dtype=jnp.bfloat16)}, "one head width"),
+        ({"k": array(2, 9, 2, 64, dtype=jnp.bfloat16)}, "top-left"),
+        ({"spec": AttentionSpec(scale=1.0, left=3, right=1)}, "window to the right"),
+        ({"spec": AttentionSpec(scale=1.0, left=3)}, "must be causal"),
+        ({"spec": AttentionSpec(scale=1.0, logit_soft_cap=3.0)}, "soft cap"),
+        ({"masks": AttentionMasks(q_segment_ids=1)}, "segment ids"),
+        ({"masks": AttentionMasks(kv_lengths=1)}, "rows without keys"),
+        ({"masks": AttentionMasks(sinks=1)}, "sinks"),
+        ({"masks": AttentionMasks(bias=1)}, "bias gradient"),
+        ({"return_residual": True}, "logsumexp"),
+        ({"backward": "split"}, "bit for bit"),
+    ],
+)
+def test_what_cudnn_is_trusted_with(change, reason, monkeypatch):
+    monkeypatch.setattr(cudnn.device, "compute_capability", lambda: (9, 0))
+    got = dispatch.why_not("cudnn", make_call(**change))
+    assert got is None if reason is None else reason in got
+
+
+def test_auto_logs_each_case_once(caplog):
+    caplog.set_level(logging.INFO, logger="pallas_kernels")
+    for _ in range(2):
+        flash_attention(Q, K, V, local_window_size=3)
+    flash_attention(Q, K, V, local_window_size=5)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert "on cpu uses xla for float32 b2 t8 s10 heads 4/2 width 16/24 left=3" in lines[0]
+    assert "not cudnn: it needs an NVIDIA GPU" in lines[0]
+
+
+def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
+    case = preference.case_of(*(getattr(make_call(), name) for name in ("spec", "q", "k", "v")))
+
+    def row(length, name, ms):
+        lengths = {"q_length": length, "kv_length": length}
+        return tables.Row.of(case=case | lengths, choice={"implementation": name}, ms=ms)
+
+    table = tables.Table(
+        op="flash_attention",
+        question="dispatch",
+        device_kind="cpu",
+        environment=(),
+        rows=(row(16, "xla", 1.0), row(16, "cudnn", 2.0), row(4096, "cudnn", 3.0)),
+    )
+    assert preference.rank(table, case) == ["xla", "cudnn"]
+    assert preference.rank(table, case | {"q_length": 2048, "kv_length": 2048}) == ["cudnn"]
+    assert preference.rank(table, case | {"mask": "window"}) == []
+    tables.save(table, tmp_path / "flash_attention" / "dispatch-cpu.json")
+    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
+    call = make_call()
+    order = preference.preferences(call.spec, call.q, call.k, call.v)
+    assert order == ["xla", "cudnn", "hopper"]
+
+
+def test_a_custom_call_in_a_half_manual_mesh_is_refused():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    seen = []
+
+    def block(x):
+        seen.append(half_manual_mesh())
+        return x
+
+    specs = PartitionSpec("data", "tensor")
+    for axes in ({"data"}, {"data", "tensor"}):
+        spec = PartitionSpec(*(axis if axis in axes else None for axis in specs))
+        split = jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
+        jax.eval_shape(split, array(4, 4))
+    assert half_manual_mesh() is None
+    assert "over data and leaves tensor to the compiler" in seen[0]
+    assert seen[1] is None
+
+
+def test_workloads_count_their_work():
+    assert len(BARS) == 36
+    assert len({workload.name for workload in WORKLOADS}) == len(WORKLOADS)
+    by_name = {workload.name: workload for workload in WORKLOADS}
+    full, causal = by_name["d128 full b1 s16384 h32/8"], by_name["d128 causal b1 s16384 h32/8"]
+    assert full.forward_flops() == 4 * 32 * 16384**2 * 128
+    assert full.backward_flops() == 2.5 * full.forward_flops()
+    assert causal.visible_scores() == 32 * 16384 * 16385 // 2
+    packed = by_name["packed 8 x 1024 b4"]
+    assert packed.visible_scores() == 4 * 32 * 8 * 1024 * 1025 // 2
+    window = next(w for w in SPECIAL if w.window)
+    assert window.visible_scores() == 32 * (1024 * 16384 - 1024 * 1023 // 2)
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_workloads_are_valid_calls(workload):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arrays = jax.eval_shape(workload.arrays, key)
+    out = jax.eval_shape(lambda arrays: flash_attention(**arrays, **workload.options()), arrays)
+    assert out.shape == (workload.B, workload.T, workload.N, workload.V)

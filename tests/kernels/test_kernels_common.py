@@ -1,0 +1,181 @@
+"""What all ops share: products, device facts, tables of measurements, timing."""
+
+import json
+import types
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.common import device, tables, timing
+from pallas_kernels.common.dot import einsum_f32
+from tests.tolerance import assert_no_worse
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_products_accumulate_in_float32(dtype):
+    rng = np.random.default_rng(0)
+    # 4096 equal signs: a 16-bit accumulator would stop growing at 256 or 2048.
+    a, b = (jnp.asarray(1 + rng.random((3, 4096)), dtype) for _ in range(2))
+    exact = np.einsum("ij,kj->ik", *(np.asarray(x, np.float64) for x in (a, b)))
+    got = jax.jit(einsum_f32, static_argnums=0)("ij,kj->ik", a, b)
+    plain = np.einsum("ij,kj->ik", *(np.asarray(x, np.float32) for x in (a, b)))
+    assert got.dtype == jnp.float32
+    assert_no_worse(got, plain=plain, oracle=exact, factor=4.0)  # two orders of one fp32 sum
+
+
+def test_the_accumulator_is_in_the_gpu_program():
+    for dtype, algorithm in (("bfloat16", "BF16_BF16_F32"), ("float16", "F16_F16_F32")):
+        x = jax.ShapeDtypeStruct((8, 8), dtype)
+        traced = jax.jit(einsum_f32, static_argnums=0).trace("ij,kj->ik", x, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        kind = "bf16" if dtype == "bfloat16" else "f16"
+        assert f"lhs_precision_type = {kind}" in text, algorithm
+        assert "accumulation_type = f32" in text, algorithm
+
+
+def a_device(kind, platform="gpu", version="PJRT C API\ncuda 13000", capability="9.0"):
+    client = types.SimpleNamespace(platform_version=version)
+    return types.SimpleNamespace(
+        platform=platform, device_kind=kind, client=client, compute_capability=capability
+    )
+
+
+def test_device_facts():
+    h200 = a_device("NVIDIA H200")
+    assert device.kind_slug(h200) == "nvidia-h200"
+    assert device.compute_capability(h200) == (9, 0)
+    assert device.cuda_version(h200) == 13000
+    assert device.compute_capability() is None  # of this CPU
+    assert device.kind_slug() == "cpu"
+    with jax.default_device(jax.devices()[3]):
+        assert device.target() == jax.devices()[3]
+
+
+@pytest.mark.parametrize(
+    ("version", "refused"), [(12060, False), (12080, True), (12090, True), (12091, False)]
+)
+def test_compilers_that_miscompile_are_refused(version, refused):
+    found = a_device("NVIDIA H100", version=f"PJRT C API\ncuda {version}")
+    reason = device.miscompiled("causal attention kernels", found)
+    assert (reason is not None) == refused
+    assert device.miscompiled("causal attention kernels", jax.devices()[0]) is None
+
+
+values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-9, 9), st.text(max_size=5))
+names = st.text("abcdef", min_size=1, max_size=4)
+rows = st.builds(
+    tables.Row.of,
+    case=st.dictionaries(names, values, max_size=3),
+    choice=st.dictionaries(names, values, max_size=3),
+    ms=st.floats(1e-6, 1e6),
+)
+
+
+@hypothesis.given(
+    st.lists(rows, max_size=5, unique_by=lambda row: json.dumps([row.case, row.choice]))
+)
+@hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+def test_tables_survive_a_file(tmp_path, some_rows):
+    table = tables.Table(
+        op="norm",
+        question="forward",
+        device_kind="NVIDIA H200",
+        environment=(("jax", "0.11.2"),),
+        rows=(),
+    ).with_rows(some_rows)
+    path = tmp_path / "deep" / "table.json"
+    tables.save(table, path)
+    loaded = tables.load(path)
+    assert set(loaded.rows) == set(table.rows)
+    assert loaded.environment == table.environment
+    text = path.read_text()
+    tables.save(loaded, path)
+    assert path.read_text() == text
+
+
+def good_document():
+    row = {"case": {"n": 3}, "choice": {"tile": 64}, "ms": 0.5}
+    return {
+        "schema": 1,
+        "op": "norm",
+        "question": "forward",
+        "device_kind": "cpu",
+        "environment": {"jax": "0.11.2"},
+        "rows": [row],
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda d: d.update(schema=2), "has schema 2, not 1"),
+        (lambda d: d.update(extra=1), "has other fields"),
+        (lambda d: d.pop("environment"), "has other fields"),
+        (lambda d: d.update(op=3), "non-text name"),
+        (lambda d: d.update(environment={"jax": 1}), "bad environment"),
+        (lambda d: d["rows"][0].update(ms=0), "ms=0"),
+        (lambda d: d["rows"][0].update(ms=True), "ms=True"),
+        (lambda d: d["rows"][0].update(note=""), "row 0 has other fields"),
+        (lambda d: d["rows"][0].update(case={"n": [1]}), "not of plain values"),
+        (lambda d: d["rows"].append(d["rows"][0]), "twice"),
+    ],
+)
+def test_damaged_tables_are_refused(tmp_path, damage, words):
+    document = good_document()
+    damage(document)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(tables.TableError, match=words):
+        tables.load(path)
+    path.write_text("{")
+    with pytest.raises(tables.TableError, match="not JSON"):
+        tables.load(path)
+
+
+def test_the_users_table_overlays_the_packaged_one(tmp_path, monkeypatch):
+    packaged, user = tmp_path / "tuned", tmp_path / "user"
+    document = good_document()
+    document["rows"].append({"case": {"n": 3}, "choice": {"tile": 128}, "ms": 0.7})
+    packaged.mkdir()
+    (packaged / "forward-cpu.json").write_text(json.dumps(document))
+    assert tables.find(packaged, "norm", "backward") is None
+    best = tables.find(packaged, "norm", "forward").best({"n": 3})
+    assert dict(best.choice) == {"tile": 64}
+    # On this machine the other tile is faster.
+    document["rows"] = [{"case": {"n": 3}, "choice": {"tile": 128}, "ms": 0.2}]
+    (user / "norm").mkdir(parents=True)
+    (user / "norm" / "forward-cpu.json").write_text(json.dumps(document))
+    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(user))
+    found = tables.find(packaged, "norm", "forward")
+    assert dict(found.best({"n": 3}).choice) == {"tile": 128}
+    assert found.best({"n": 4}) is None
+    document["op"] = "softmax"
+    (user / "norm" / "forward-cpu.json").write_text(json.dumps(document))
+    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(user) + "/.")
+    with pytest.raises(tables.TableError, match="answers forward of softmax"):
+        tables.find(packaged, "norm", "forward")
+
+
+def test_candidates_take_turns():
+    turns = []
+
+    def recorder(name):
+        def function(x):
+            jax.debug.callback(lambda: turns.append(name))
+            return x
+
+        return jax.jit(function)
+
+    x = jnp.ones(3)
+    found = timing.measure({name: (recorder(name), (x,)) for name in "ab"}, rounds=2, iterations=2)
+    jax.effects_barrier()
+    assert "".join(turns) == "ab" + "aabb" * 2
+    assert {name: len(taken.times_ms) for name, taken in found.items()} == {"a": 4, "b": 4}
+    assert found["a"].clock == "wall"
+    assert timing.Timing(times_ms=(1.0, 9.0, 2.0), clock="wall").median_ms == 2.0
