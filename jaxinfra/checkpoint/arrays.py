@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,24 @@ class _OrbaxFilter(logging.Filter):
 _FILTER = _OrbaxFilter()
 
 
+class _LateCallbacks:
+    """An unraisable-exception hook that passes over TensorStore's calls into a closed event loop.
+
+    When one write of a save fails, Orbax raises it and closes its loop; the writes that end later
+    still call back, and Python would print a traceback for each.
+    """
+
+    def __init__(self, following: Callable[["sys.UnraisableHookArgs"], object]) -> None:
+        self._following = following
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        closed = str(unraisable.exc_value) == "Event loop is closed"
+        if not (closed and unraisable.exc_type is RuntimeError and unraisable.object is None):
+            self._following(unraisable)
+
+
 def silence_orbax() -> None:
     """Keeps Orbax's log to warnings; the absl logger is shared, so only its records go."""
     logging.getLogger("absl").addFilter(_FILTER)  # adding it twice does nothing
+    if not isinstance(sys.unraisablehook, _LateCallbacks):
+        sys.unraisablehook = _LateCallbacks(sys.unraisablehook)
