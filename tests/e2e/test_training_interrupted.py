@@ -1,0 +1,126 @@
+"""Runs that are stopped or killed, and end as if nothing had happened: bit for bit, line by line.
+
+The run accumulates gradients, drops out, passes from one epoch to the next, evaluates and saves.
+"""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from e2e.faults import signal_at
+from e2e.processes import start
+from e2e.runs import STEPS, assert_same_run, checkpoints, metrics
+
+from jaxinfra.training.stop import RESUMABLE_EXIT
+
+TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
+
+
+def test_the_run_passes_an_epoch_and_drops_out(whole):
+    lines = metrics(whole)
+    windows = json.loads((whole / "config.json").read_text())
+    assert windows["model"]["dropout_rate"] > 0
+    assert windows["training"]["accumulation"] > 1
+    # 3 kB of one-byte tokens: 20 steps of 8 x 32 are more than one epoch and less than two.
+    assert 3100 < sum(line["tokens"] for line in lines if "loss" in line) < 6200
+
+
+def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path):
+    # Tokenized anew: the same text in another place has another key in the cache.
+    text = shutil.copytree(bench.text, tmp_path / "text")
+    moments = [
+        # what is asked to stop when, the signal, the step it must then be at
+        ("jaxinfra.data.corpus:_tokenize", 1, TERM, 0),
+        ("jaxinfra.data.tokenizer:Tokenizer.encode_batch", 1, INT, 0),
+        ("jaxinfra.training.job:Job.initialize", 1, TERM, 0),
+        ("jaxinfra.training.job:Job.put", 1, INT, 1),  # then the first step compiles
+        ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 1),
+        ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
+        ("jaxinfra.training.trainer:evaluate", 1, TERM, 8),  # which resuming makes up for
+        ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
+        ("jaxinfra.training.trainer:evaluate", 2, INT, STEPS),
+        ("jaxinfra.training.trainer:summarize", 1, TERM, None),  # too late to stop anything
+    ]
+    run = bench / "run"
+    for number, (target, call, which, at_step) in enumerate(moments):
+        arguments = bench.resume("run") if number else [*bench.new("run"), "--data", text]
+        ended = bench.run(arguments, before=signal_at(target, which, call=call))
+        assert "Traceback" not in ended.stderr, ended
+        if at_step is None:
+            assert ended.code == 0, (target, ended)
+            break
+        assert ended.code == RESUMABLE_EXIT, (target, ended)
+        assert f"stopped by {which.name}" in ended.stdout, (target, ended)
+        assert f"jaxinfra train --resume {run}" in ended.stdout, (target, ended)
+        assert max(checkpoints(run), default=0) == at_step, (target, ended)
+    assert_same_run(run, whole)
+
+
+@pytest.mark.parametrize("which", [TERM, INT])
+def test_stopped_at_a_random_step(bench, whole, which):
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    at_step = random.Random(seed).randrange(1, STEPS)
+    run = bench / "run"
+    with start(*bench.new("run"), log=bench.log()) as running:
+        running.wait_until(lambda said: f"\nstep {at_step}/" in said)
+        running.signal(which)
+        ended = running.end()
+    if ended.code == 0:
+        pytest.fail(f"it ended before step {at_step} could be interrupted: {ended}")
+    assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
+    assert f"stopped by {which.name} at step {max(checkpoints(run))}, saved" in ended.stdout
+    assert max(checkpoints(run)) >= at_step
+    resumed = bench.run(bench.resume("run"))
+    assert (resumed.code, resumed.stderr) == (0, ""), resumed
+    assert_same_run(run, whole)
+
+
+def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
+    run = bench / "run"
+    moments = [
+        # what it is killed in, and the newest complete checkpoint then
+        ("jaxinfra.data.tokenizer:Tokenizer.save", 1, 0),
+        ("jaxinfra.checkpoint.manifest:write", 1, 0),  # step 4: the files are there, no sums
+        ("jaxinfra.checkpoint.layout:commit", 2, 4),  # step 8: all is there but the name
+        ("jaxinfra.checkpoint.layout:delete", 1, 12),  # of step 4, after the commit of 12
+        ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
+        ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
+        ("jaxinfra.training.trainer:draw_loss", 1, STEPS),
+        ("jaxinfra.training.run_directory:RunDirectory.write_summary", 1, STEPS),
+    ]
+    for number, (target, call, newest) in enumerate(moments):
+        arguments = bench.resume("run") if number else bench.new("run")
+        ended = bench.run(arguments, before=signal_at(target, KILL, call=call))
+        assert ended.code == -KILL, (target, ended)
+        assert max(checkpoints(run), default=0) == newest, (target, ended)
+    resumed = bench.run(bench.resume("run"))
+    assert resumed.code == 0, resumed
+    assert_same_run(run, whole)
+    assert checkpoints(run) == checkpoints(whole)
+
+
+@pytest.mark.parametrize("num_runs", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments(bench, whole, num_runs):
+    seed = random.SystemRandom().randrange(2**32)
+    rng = random.Random(seed)
+    print(f"seed {seed}")
+    for number in range(num_runs):
+        name = f"run{number}"
+        arguments = bench.new(name)
+        for _ in range(2):
+            after_lines, delay_s = rng.randrange(STEPS + 5), rng.uniform(0, 0.1)
+            with start(*arguments, log=bench.log()) as running:
+                running.wait_until(lambda said: said.count("\n") >= after_lines)  # noqa: B023
+                time.sleep(delay_s)
+                running.signal(KILL)
+                code = running.end().code
+            print(f"run {number}: {code} {delay_s:.3f} s after {after_lines} lines")
+            assert code in (-KILL, 0)
+            arguments = bench.resume(name)
+        resumed = bench.run(arguments)
+        assert resumed.code == 0, resumed
+        assert_same_run(bench / name, whole)
