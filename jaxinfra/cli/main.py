@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a model, or continue a run",
     "generate": "sample from a run",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
+    "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
     "bench": "ours beside the alternatives, in one process",
 }
 """Name to help; the module of the same name in this package is imported when it is called."""

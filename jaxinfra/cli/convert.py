@@ -1,0 +1,43 @@
+"""``jaxinfra convert SRC DST``: Hugging Face to ours, ours or a run to Hugging Face."""
+
+import argparse
+from pathlib import Path
+
+from jaxinfra.checkpoint.conversion import parse_dtype
+from jaxinfra.checkpoint.tensor_files import DTYPES
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.convert import convert
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.add_argument(
+        "source", metavar="SRC", type=Path, help="a Hugging Face model, a converted one, or a run"
+    )
+    parser.add_argument("destination", metavar="DST", type=Path, help="a new directory")
+    parser.add_argument(
+        "--dtype",
+        metavar="TYPE",
+        help=f"of all weights ({', '.join(DTYPES.values())}); by default as they are",
+    )
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=5.0, metavar="GB", help="of a file (10^9 bytes)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts and says what was written."""
+    if not args.max_shard_gb > 0:
+        raise ConfigError(f"--max-shard-gb={args.max_shard_gb} must be positive")
+    result = convert(
+        args.source,
+        args.destination,
+        dtype=None if args.dtype is None else parse_dtype(args.dtype),
+        max_shard_bytes=int(args.max_shard_gb * 10**9),
+    )
+    num_bytes = sum(file.stat().st_size for file in args.destination.glob("*.safetensors"))
+    print(
+        f"{args.destination}: {result.definition.num_parameters:,} parameters in the layout of "
+        f"{result.target}, {num_bytes / 1e9:.3f} GB"
+    )
+    return 0
