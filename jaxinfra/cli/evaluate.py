@@ -1,17 +1,20 @@
-"""Loss, perplexity and bits per byte of a run on held-out text."""
+"""Loss, perplexity and bits per byte of a model on held-out text."""
 
 import argparse
 import json
 from pathlib import Path
 
+from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.cli.train import user_cache
 from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import evaluate_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("run", type=Path, help="run directory, or one with a Hugging Face model")
     parser.add_argument("--data", help="text to use instead of the run's own held-out documents")
     parser.add_argument("--step", type=int, help="checkpoint; the newest good one by default")
     parser.add_argument("--mesh", default="", metavar="AXES", help="such as fsdp=4,tensor=2")
@@ -23,13 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates and prints a table, or JSON."""
-    result = evaluate_run(
-        args.run,
-        mesh=parse_mesh(args.mesh),
-        cache_dir=args.cache or user_cache(),
-        source=args.data,
-        step=args.step,
-    )
+    mesh, cache_dir = parse_mesh(args.mesh), args.cache or user_cache()
+    if is_model_directory(args.run):
+        if args.step is not None:
+            raise ConfigError(f"--step {args.step}: {args.run} is a single model, without steps")
+        result = evaluate_pretrained(args.run, mesh=mesh, cache_dir=cache_dir, source=args.data)
+    else:
+        result = evaluate_run(
+            args.run, mesh=mesh, cache_dir=cache_dir, source=args.data, step=args.step
+        )
     evaluation, baseline = result.evaluation, result.baseline
     values = {
         "step": result.step,
@@ -41,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         "gzip_bits_per_byte": baseline.gzip_each,
         "xz_bits_per_byte": baseline.xz_all,
     }
+    if result.step is None:
+        del values["step"]
     if args.json:
         print(json.dumps(values))
         return 0

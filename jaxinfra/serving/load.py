@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra import checkpoint
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.config import codec
 from jaxinfra.config.precision import PolicyName
@@ -19,7 +20,7 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.serving.load_pretrained import load_pretrained, read_separators
+from jaxinfra.serving.separators import read_separators
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,9 +20,9 @@ from jaxinfra.training.run_directory import RunDirectory
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunEvaluation:
-    """A run's loss on a text, and what compressors make of the same text."""
+    """A model's loss on a text, and what compressors make of the same text."""
 
-    step: int
+    step: int | None  # None: the model is of no run
     evaluation: Evaluation
     baseline: CompressionBaseline
 

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from tolerance import assert_no_worse
 
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.sources import LiveParameters, assemble
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.models.hf import by_path, weight_map
 from jaxinfra.serving.generate import generate
-from jaxinfra.serving.load_pretrained import load_pretrained
 from jaxinfra.serving.sampling import GREEDY
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 # One of each architecture, for time.
+BF16_CASES = ("gemma2", "gpt2", "llama3", "qwen3")
 GRADIENT_CASES = ("gemma2", "gpt2", "llama3", "mistral", "phi3_longrope", "qwen2", "qwen3")
 
 
@@ -59,6 +61,16 @@ def test_logits(name):
         got = logits(decoder(name), arrays["ids"][:, : plain.shape[1]].astype(np.int32))
         assert np.max(np.abs(np.asarray(got) - plain)) < 1e-4
         assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} {prefix}logits")
+
+
+@pytest.mark.parametrize("name", BF16_CASES)
+def test_bfloat16_logits(name):
+    """Weights and activations rounded alike, so no worse than the reference implementation's."""
+    arrays = golden(name)
+    model = load_pretrained(GOLDEN / name, policy=PolicyName.BF16)
+    got = logits(model.definition.bind(model.parameters), arrays["ids"].astype(np.int32))
+    plain, oracle = arrays["logits16"], arrays["logits64"]
+    assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} bfloat16 logits")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -88,6 +88,8 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
         written = {
             "architectures": [FAMILIES[name].architecture],
             "model_type": name,
+            # Named, because their defaults are ids of the published models.
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
             **FAMILIES[name].write(config),
         }
         try:

@@ -11,6 +11,7 @@ A case is a directory: ``config.json`` and weights as ``save_pretrained`` writes
 
     ids                  int [2, T]
     logits32, logits64   of those ids, in float32 and in float64 [2, T, V]
+    logits16             the same with weights and activations in bfloat16, stored as float32
     short_*              the same of a shorter sequence, where a model treats it differently
     prompts, continued   greedy continuations: prompt lengths [2], tokens [2, new]
     gradient32/NAME, gradient64/NAME   of the mean next-token loss by a few weights
@@ -248,6 +249,10 @@ def golden(kind, options, seed):
         with double_precision():
             arrays["logits64"] = model64(ids, use_cache=False).logits
             arrays["short_logits64"] = model64(ids[:, :SHORT], use_cache=False).logits
+        half = build(kind, options)
+        half.load_state_dict(model.state_dict())
+        half = half.to(torch.bfloat16)
+        arrays["logits16"] = half(ids, use_cache=False).logits.float()
     if long_prompts is None:
         del arrays["short_logits32"], arrays["short_logits64"]
     arrays["loss32"], gradients = loss_gradients(model, ids)

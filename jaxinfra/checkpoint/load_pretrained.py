@@ -1,13 +1,10 @@
 """A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them."""
 
 import dataclasses
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import tokenizers
 
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.checkpoint.onto_mesh import place_parameters
@@ -26,6 +23,7 @@ class PretrainedModel:
 
     definition: ModelDefinition
     parameters: Parameters
+    placement: Placement
 
 
 def load_pretrained(
@@ -53,30 +51,10 @@ def load_pretrained(
     definition = define_model(directory.config, execution)
     shardings = placement.parameters(definition)
     return PretrainedModel(
-        definition=definition, parameters=place_parameters(source, definition, shardings)
+        definition=definition,
+        parameters=place_parameters(source, definition, shardings),
+        placement=placement,
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Separators:
-    """The tokens that text begins with and ends at."""
-
-    prefix_ids: tuple[int, ...]
-    eos_ids: tuple[int, ...]  # empty: not said
-
-
-def read_separators(path: Path) -> Separators:
-    """What the tokenizer puts before a text, and what the model's own files say ends one."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    prefix = tokenizer.encode("", add_special_tokens=True).ids
-    found: Any = None
-    for name in ("generation_config.json", "config.json"):
-        file = path / name
-        if found is None and file.is_file():
-            values = json.loads(file.read_text())
-            found = (values.get("hf") or values).get("eos_token_id")
-    eos_ids = [] if found is None else found if isinstance(found, list) else [found]
-    return Separators(prefix_ids=tuple(prefix), eos_ids=tuple(eos_ids))
 
 
 def _policy_of(dtype: np.dtype) -> PolicyName:

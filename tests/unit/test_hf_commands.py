@@ -1,0 +1,123 @@
+"""A run exported to Hugging Face and used from there: generate and evaluate give the same."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import processors
+
+import jaxinfra
+from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.cli.main import main
+from jaxinfra.config import codec
+from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
+from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.serving.load import load
+from jaxinfra.serving.separators import read_separators
+from jaxinfra.training.job import make_job
+
+MODEL = ModelConfig(
+    vocab_size=260,
+    model_dim=16,
+    num_layers=2,
+    max_positions=64,
+    blocks=(
+        BlockConfig(
+            attention=AttentionConfig(num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()),
+            mlp=MlpConfig(hidden_dim=24),
+        ),
+    ),
+    tie_embeddings=True,
+    init_std=0.5,
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "tiny"
+    path.mkdir()
+    text = path.parent / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    config = RunConfig(
+        model=MODEL,
+        data=DataConfig(
+            source=str(text),
+            heldout_source=str(text),
+            tokenizer=TokenizerConfig(kind=TokenizerKind.BYTES),
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=0),
+        training=TrainingConfig(steps=1, batch_size=4, sequence_length=64),
+    )
+    (path / "config.json").write_text(codec.to_json(config))
+    bytes_tokenizer().save(path / "tokenizer.json")
+    identity = {"model": codec.to_dict(MODEL)}
+    with Checkpointer(path / "checkpoints", CheckpointConfig(), identity=identity) as saver:
+        saver.save(1, make_job(config).initialize(), data_state={})
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    assert main(["convert", str(run), str(run.parent / "hf")]) == 0
+    return run.parent / "hf"
+
+
+def test_an_exported_run_gives_the_same_logits(run, exported):
+    ids = np.arange(30, dtype=np.int32)[None]
+    of_run, of_export = (
+        jax.jit(jaxinfra.load_model(path).__call__)(ids) for path in (run, exported)
+    )
+    np.testing.assert_array_equal(of_run, of_export)
+
+
+def test_an_exported_run_separates_texts_as_in_training(exported):
+    assert read_separators(exported).prefix_ids == (256,)
+    assert read_separators(exported).eos_ids == (256,)
+    # As any reader of tokenizer.json does it.
+    ids = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json")).encode("ab").ids
+    assert ids == [256, *b"ab"]
+
+
+def test_generate_continues_alike(run, exported, capsys):
+    texts = []
+    for path in (run, exported):
+        options = ["--prompt", "The fox", "--max-new-tokens", "12", "--temperature", "0"]
+        assert main(["generate", str(path), *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+
+
+def test_evaluate_agrees(run, exported, tmp_path, capsys):
+    losses = []
+    for path in (run, exported):
+        text = str(run.parent / "text.txt")
+        options = ["--data", text, "--cache", str(tmp_path / "cache"), "--json"]
+        assert main(["evaluate", str(path), *options]) == 0
+        losses.append(json.loads(capsys.readouterr().out))
+    assert losses[1]["heldout_loss"] == pytest.approx(losses[0].pop("heldout_loss"), rel=1e-6)
+    assert losses[0]["tokens"] == losses[1]["tokens"]
+    assert set(losses[0]) - set(losses[1]) == {"step"}
+
+
+def test_steps_belong_to_runs(exported, capsys):
+    for command, *options in (["evaluate"], ["generate", "--prompt", "x"]):
+        assert main([command, str(exported), "--step", "3", *options]) == 1
+        assert "a single model, w" in capsys.readouterr().err
+
+
+def test_end_tokens_are_the_models_own(exported, tmp_path):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in exported.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [65, 256]}))
+    tokenizer = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer.post_processor = processors.ByteLevel()
+    tokenizer.save(str(copy / "tokenizer.json"))
+    model = load(copy)
+    assert (model.prefix_ids, model.eos_ids) == ((), (65, 256))
