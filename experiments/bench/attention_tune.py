@@ -1,4 +1,4 @@
-"""Times tile variants of the Hopper attention kernels beside cuDNN, each compared with cuDNN's values.
+"""Times tile variants of the Hopper attention kernels beside cuDNN, each against cuDNN's values.
 
 python -m experiments.bench.attention_tune --dims 128 --out results.json
 """
@@ -16,30 +16,24 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.flash_attention import hopper_backward, hopper_forward
 from pallas_kernels.flash_attention.hopper_config import BackwardConfig, ForwardConfig
-from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 
 FORWARD = {
     64: [
-        dict(block_kv=128, num_warpgroups=3),
-        dict(block_kv=128, num_warpgroups=3, overlap=False),
-        dict(block_kv=128, num_warpgroups=3, num_polynomial=2),
-        dict(block_kv=128, num_warpgroups=3, num_polynomial=2, ping_pong=False),
-        dict(block_kv=128, num_warpgroups=3, num_polynomial=2, overlap=False),
-        dict(block_kv=128, num_warpgroups=3, num_polynomial=4, overlap=False),
+        ForwardConfig(block_kv=128, num_warpgroups=3),
+        ForwardConfig(block_kv=128, num_warpgroups=3, overlap=False),
+        ForwardConfig(block_kv=128, num_warpgroups=3, lazy_rescale=False),
     ],
     128: [
-        dict(block_kv=128),
-        dict(block_kv=128, overlap=False),
-        dict(block_kv=128, ping_pong=False),
-        dict(block_kv=128, overlap=False, num_polynomial=2),
+        ForwardConfig(block_kv=128),
+        ForwardConfig(block_kv=128, overlap=False),
+        ForwardConfig(block_kv=128, ping_pong=False),
+        ForwardConfig(block_kv=128, lazy_rescale=False),
     ],
-    256: [
-        dict(block_kv=64),
-        dict(block_kv=64, overlap=False),
-        dict(block_kv=64, overlap=False, ping_pong=False),
-    ],
+    256: [ForwardConfig(block_kv=64), ForwardConfig(block_kv=64, overlap=False)],
 }
-BACKWARD = {64: [dict(block_q=64)], 128: [dict(block_q=64)]}
+BACKWARD = {64: [BackwardConfig()], 128: [BackwardConfig()], 256: []}
+NO_MASKS = AttentionMasks()
 
 
 def qkv(B, T, N, K, H, Hv=None, S=None, seed=0, dtype=jnp.bfloat16):
@@ -57,6 +51,7 @@ def relative(got, want):
 def times_of(f, *args, iterations=8):
     """Median kernel time of each kernel of one call, in ms."""
     _, runs = profiler.measure(jax.jit(f), iterations=iterations, aggregate=False)(*args)
+    assert runs is not None
     names = [name for name, _ in runs[0]]
     return {
         f"{i}:{name[:24]}": statistics.median(run[i][1] for run in runs)
@@ -82,36 +77,37 @@ def measure_case(d, causal, with_backward, emit):
     flop = 4 * 4 * N * 4096**2 * d / (2 if causal else 1)
     ms = sum(times_of(functools.partial(cudnn, causal=causal), *big[:3]).values())
     emit(d, causal, "fwd", "cudnn", 0.0, ms, flop / ms / 1e9)
-    for kw in FORWARD[d]:
-        f = functools.partial(hopper_forward.forward, spec=spec, config=ForwardConfig(**kw))
+    for config in FORWARD[d]:
+        f = functools.partial(hopper_forward.forward, masks=NO_MASKS, spec=spec, config=config)
         try:
             err = relative(jax.jit(f)(*small[:3])[0], want_out)
             ms = sum(times_of(f, *big[:3]).values())
-            emit(d, causal, "fwd", str(kw), err, ms, flop / ms / 1e9)
+            emit(d, causal, "fwd", str(config), err, ms, flop / ms / 1e9)
         except Exception as e:
-            emit(d, causal, "fwd", str(kw), repr(e)[:200])
+            emit(d, causal, "fwd", str(config), repr(e)[:200])
     if not with_backward:
         return
     parts = times_of(functools.partial(cudnn_vjp, causal=causal), *big)
     ms = sum(parts.values())
     emit(d, causal, "fwd+bwd", "cudnn", 0.0, ms, 3.5 * flop / ms / 1e9, parts)
     forward = functools.partial(
-        hopper_forward.forward, spec=spec, config=ForwardConfig(**FORWARD[d][0])
+        hopper_forward.forward, masks=NO_MASKS, spec=spec, config=FORWARD[d][0]
     )
-    for kw in BACKWARD.get(d, []):
-        config = BackwardConfig(**kw)
+    for config in BACKWARD[d]:
 
         def f(q, k, v, do, out, lse, config=config):
-            return hopper_backward.backward(q, k, v, out, lse, do, None, spec=spec, config=config)
+            return hopper_backward.backward(
+                q, k, v, NO_MASKS, out, lse, do, None, spec=spec, config=config
+            )
 
         try:
             got = jax.jit(f)(*small, *jax.jit(forward)(*small[:3]))
             err = max(relative(g, w) for g, w in zip(got, want, strict=True))
             parts = times_of(f, *big, *jax.jit(forward)(*big[:3]))
             ms = sum(parts.values())
-            emit(d, causal, "bwd", str(kw), err, ms, 2.5 * flop / ms / 1e9, parts)
+            emit(d, causal, "bwd", str(config), err, ms, 2.5 * flop / ms / 1e9, parts)
         except Exception as e:
-            emit(d, causal, "bwd", str(kw), repr(e)[:200])
+            emit(d, causal, "bwd", str(config), repr(e)[:200])
 
 
 def main():

@@ -1,11 +1,21 @@
-"""Fused flash attention backward for Hopper: one loop over queries per key tile, five matmuls.
+"""Fused flash attention backward for Hopper: per key tile one loop over queries, five matmuls.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
 query and key, Hv head width of value.
+
+A block owns 128 keys of one key/value head, 64 a warpgroup, whose dK and dV stay in registers over
+all query heads of the group. Scores are computed transposed, keys by queries, so that P and dS
+leave the softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over
+blocks: both warpgroups put dS in shared memory, each computes half of the tile's dQ from it, and
+the copy engine adds that to a float32 array in global memory. While it leaves, the next scores are
+computed.
 """
 
+import dataclasses
 import functools
 import math
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,227 +23,404 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.hopper_tile import mask_tile
+from .hopper_config import BackwardConfig
+from .hopper_geometry import (
+    Geometry,
+    TileRange,
+    geometry_of,
+    pad_rows,
+    query_tiles,
+    swizzle_bytes,
+    tiled,
+)
+from .hopper_segments import tile_ranges, token_ids
+from .hopper_tile import mask_tile
+from .spec import AttentionMasks, AttentionSpec
 
 LOG2E = math.log2(math.e)
-WGMMA_COL = plgpu.Layout.WGMMA.reduce(0)
+WGMMA = plgpu.Layout.WGMMA
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
+NUM_WARPGROUPS = 2
+KEYS = 64 * NUM_WARPGROUPS
 
 
-def backward(q, k, v, out, lse, d_out, d_lse, *, spec, config):
-    B, T, N, H = q.shape
-    _, S, K, Hv = v.shape
-    W = 2
-    BN, BM, ST = 64 * W, config.block_q, config.num_stages
-    dtype = q.dtype
-    group = N // K
-    nq, nk = -(-T // BM), -(-S // BN)
-    diag = S - T
-    scale2 = spec.scale * LOG2E
-    t_pad = nq * BM
-    tail = S % BN != 0
-    # Per WG part of dQ: half the columns of 64 rows, or all columns of its 64 rows.
-    q_rows, q_cols = (64, H // W) if BM == 64 else (64, H)
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    config: BackwardConfig,
+    with_dq: bool = True,
+    interpretable: bool = False,
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Gradients of q, k and v, those of k and v summed over the query heads that share them.
 
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    if d_lse is not None:
-        delta = delta - d_lse.swapaxes(1, 2)
-    delta = jnp.pad(delta, ((0, 0), (0, 0), (0, t_pad - T)))
-    # exp2(s - inf) = 0 for rows without keys and rows past the end.
-    lse2 = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E).swapaxes(1, 2)
-    lse2 = jnp.pad(lse2, ((0, 0), (0, 0), (0, t_pad - T)), constant_values=jnp.inf)
+    Args:
+        q, k, v, masks, spec: as in the forward.
+        out, lse: what the forward returned.
+        d_out, d_lse: cotangents of both.
+        config: tiles.
+        with_dq: False leaves dQ out (the split form computes it in a pass of its own).
+        interpretable: avoids what the interpreter lacks: matmul operands in registers and copies
+            that add. dQ is then summed over key tiles afterwards.
+    """
+    g = geometry_of(q, k, v)
+    dtype, num_q_tiles = q.dtype, -(-g.T // config.block_q)
+    kernel = _Backward(
+        g=g, spec=spec, c=config, dtype=dtype, with_dq=with_dq, interpretable=interpretable,
+        segmented=(ids := token_ids(
+            masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=KEYS
+        )) is not None,
+    )  # fmt: skip
+    lse2, delta = row_statistics(out, lse, d_out, d_lse, num_q_tiles * config.block_q)
+    q, k, v, d_out = (pad_rows(x) for x in (q, k, v, d_out))
+    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
+    if ids is not None:
+        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
+        operands["ranges"] = tile_ranges(ids[1], ids[0], KEYS, config.block_q)
+    if with_dq:
+        copies = (kernel.num_k_tiles,) if interpretable else ()
+        operands["dq"] = jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))
+    names = tuple(operands)
 
-    def q_range(kt):
-        lo, full_lo = jnp.int32(0), jnp.int32(0)
-        if spec.right is not None:
-            first = kt * BN - diag - spec.right
-            lo = jnp.clip(lax.div(jnp.maximum(first, 0), BM), 0, nq)
-            full_lo = jnp.clip(lax.div(jnp.maximum(first + BN - 1, 0) + BM - 1, BM), lo, nq)
-        return lo, full_lo, jnp.int32(nq)
-
-    def kernel(q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, dq_gmem, dk_gmem, dv_gmem):
-        def scoped(q_smem, do_smem, lse_smem, delta_smem, k_smem, v_smem, ds_smem, dq_smem,
-                   kv_full, q_full, do_full, q_empty, do_empty, ds_ready):
-            wg = lax.axis_index("wg")
-            tile = lax.axis_index("tile")
-            bk = lax.rem(tile, B * K)
-            kt = lax.div(tile, B * K)  # key tile 0 has the most queries: first
-            b, kh = lax.div(bk, K), lax.rem(bk, K)
-            k0 = kt * BN
-            lo, full_lo, hi = q_range(kt)
-            if tail:
-                full_lo = jnp.where(k0 + BN > S, hi, full_lo)
-            per_head = hi - lo
-            mine = pl.ds(pl.multiple_of(wg * 64, 64), 64)
-
-            @pl.when(wg < W)
-            def _compute():
-                plgpu.set_max_registers(240, action="increase")
-                my_k, my_v = k_smem.at[mine], v_smem.at[mine]
-                plgpu.barrier_wait(kv_full)
-                for i in range(ST):
-                    plgpu.barrier_arrive(q_empty.at[i])
-                    plgpu.barrier_arrive(do_empty.at[i])
-
-                def accumulate(dk_acc, dv_acc):
-                    def first_scores(s_acc):
-                        plgpu.wgmma(s_acc, my_k, q_smem.at[0].transpose((1, 0)))
-                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-                    plgpu.barrier_wait(q_full.at[0])
-                    s = pl.run_scoped(first_scores, plgpu.ACC((64, BM), jnp.float32))
-
-                    def step(i, s, g, masked):
-                        n = kh * group + g
-                        it = g * per_head + i - lo
-                        slot = lax.rem(it, ST)
-                        ds_tile = ds_smem.at[lax.rem(it, 2)]
-                        plgpu.barrier_wait(do_full.at[slot])
-
-                        def probabilities(dp_acc):
-                            plgpu.wgmma(dp_acc, my_v, do_smem.at[slot].transpose((1, 0)))
-                            lse_row = plgpu.load(lse_smem.at[slot], layout=WGMMA_COL)
-                            p = jnp.exp2(s * scale2 - lax.broadcast_in_dim(lse_row, s.shape, [1]))
-                            if masked:
-                                key0 = k0 + wg * 64
-                                p = mask_tile(
-                                    p,
-                                    fill=0.0,
-                                    diag_min=None if spec.right is None else key0 - i * BM - diag - spec.right,
-                                    num_rows=S - key0 if tail else None,
-                                )
-                            return p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-
-                        p, dp = pl.run_scoped(probabilities, plgpu.ACC((64, BM), jnp.float32))
-                        plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[slot])
-                        delta_row = plgpu.load(delta_smem.at[slot], layout=WGMMA_COL)
-                        ds = p * (dp - lax.broadcast_in_dim(delta_row, p.shape, [1]))
-                        ds_tile[mine, :] = ds.astype(dtype)
-                        plgpu.commit_smem()
-                        plgpu.barrier_arrive(ds_ready)
-                        plgpu.wgmma(dk_acc, ds_tile.at[mine], q_smem.at[slot])
-                        plgpu.barrier_wait(ds_ready)
-
-                        next_slot = lax.rem(it + 1, ST)
-                        plgpu.barrier_wait(q_full.at[next_slot])
-
-                        def query_grad(dq_acc):
-                            if BM == 64:
-                                cols = pl.ds(pl.multiple_of(wg * q_cols, q_cols), q_cols)
-                                plgpu.wgmma(dq_acc, ds_tile.transpose((1, 0)), k_smem.at[:, cols])
-                            else:
-                                plgpu.wgmma(dq_acc, ds_tile.at[:, mine].transpose((1, 0)), k_smem)
-                            return pl.run_scoped(
-                                functools.partial(next_scores, dq_acc),
-                                plgpu.ACC((64, BM), jnp.float32),
-                            )
-
-                        def next_scores(dq_acc, s_acc):
-                            # The next tile's scores run while this tile's dQ leaves.
-                            plgpu.wgmma(s_acc, my_k, q_smem.at[next_slot].transpose((1, 0)))
-                            dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                            plgpu.barrier_arrive(q_empty.at[slot])
-                            plgpu.barrier_arrive(do_empty.at[slot])
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                            dq_smem[wg] = dq
-                            plgpu.commit_smem()
-                            if BM == 64:
-                                to = dq_gmem.at[b, pl.ds(i * BM, 64), n, pl.ds(wg * q_cols, q_cols)]
-                            else:
-                                to = dq_gmem.at[b, pl.ds(i * BM + wg * 64, 64), n]
-                            plgpu.copy_smem_to_gmem(dq_smem.at[wg], to, reduction_op="add")
-                            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-                        return pl.run_scoped(query_grad, plgpu.ACC((q_rows, q_cols), jnp.float32))
-
-                    def head(g, s):
-                        if spec.right is not None or tail:
-                            s = lax.fori_loop(lo, full_lo, functools.partial(step, g=g, masked=True), s)
-                        return lax.fori_loop(full_lo, hi, functools.partial(step, g=g, masked=False), s)
-
-                    if group == 1:
-                        head(jnp.int32(0), s)
-                    else:
-                        lax.fori_loop(0, group, head, s)
-                    return (
-                        plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
-                        plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
-                    )
-
-                dk, dv = pl.run_scoped(
-                    accumulate,
-                    plgpu.ACC((64, H), jnp.float32),
-                    plgpu.ACC((64, Hv), jnp.float32),
-                )
-                # Both warpgroups have read all of K for their part of dQ: its tile is free.
-                plgpu.barrier_arrive(ds_ready)
-                plgpu.barrier_wait(ds_ready)
-                my_k[...] = (dk * spec.scale).astype(dtype)
-                my_v[...] = dv.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(my_k, dk_gmem.at[b, pl.ds(k0 + wg * 64, 64), kh])
-                plgpu.copy_smem_to_gmem(my_v, dv_gmem.at[b, pl.ds(k0 + wg * 64, 64), kh])
-                plgpu.wait_smem_to_gmem(0)
-
-            @pl.when(wg == W)
-            def _load():
-                plgpu.set_max_registers(24, action="decrease")
-                plgpu.copy_gmem_to_smem(k_gmem.at[b, pl.ds(k0, BN), kh], k_smem, kv_full)
-                plgpu.copy_gmem_to_smem(v_gmem.at[b, pl.ds(k0, BN), kh], v_smem, kv_full)
-
-                def load(it, _):
-                    g = lax.div(it, jnp.maximum(per_head, 1))
-                    # One query tile more than there are: its scores are issued and dropped.
-                    g = jnp.minimum(g, group - 1)
-                    i = lo + lax.rem(it, jnp.maximum(per_head, 1))
-                    n = kh * group + g
-                    slot = lax.rem(it, ST)
-                    rows = pl.ds(i * BM, BM)
-                    plgpu.barrier_wait(q_empty.at[slot])
-                    plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, n], q_smem.at[slot], q_full.at[slot])
-                    plgpu.copy_gmem_to_smem(lse_gmem.at[b, n, rows], lse_smem.at[slot], q_full.at[slot])
-
-                    @pl.when(it < per_head * group)
-                    def _():
-                        plgpu.barrier_wait(do_empty.at[slot])
-                        plgpu.copy_gmem_to_smem(do_gmem.at[b, rows, n], do_smem.at[slot], do_full.at[slot])
-                        plgpu.copy_gmem_to_smem(delta_gmem.at[b, n, rows], delta_smem.at[slot], do_full.at[slot])
-
-                lax.fori_loop(0, per_head * group + 1, load, None)
-
-        # A warpgroup's columns of dQ must be whole swizzle atoms of K.
-        swizzle = min(128, 2 * q_cols)
-        tiled = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+    def body(*refs):
+        gmem = dict(zip((*names, "dk", "dv"), refs, strict=True))
         pl.run_scoped(
-            scoped,
-            plgpu.SMEM((ST, BM, H), dtype, transforms=tiled),
-            plgpu.SMEM((ST, BM, Hv), dtype, transforms=tiled),
-            plgpu.SMEM((ST, BM), jnp.float32),
-            plgpu.SMEM((ST, BM), jnp.float32),
-            plgpu.SMEM((BN, H), dtype, transforms=tiled),
-            plgpu.SMEM((BN, Hv), dtype, transforms=tiled),
-            plgpu.SMEM((2, BN, BM), dtype, transforms=tiled),
-            plgpu.SMEM((W, q_rows, q_cols), jnp.float32,
-                       transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))),
-            plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ST),
-            plgpu.Barrier(num_arrivals=2, num_barriers=ST),
-            plgpu.Barrier(num_arrivals=W, num_barriers=ST),
-            plgpu.Barrier(num_arrivals=W, num_barriers=ST),
-            plgpu.Barrier(num_arrivals=W),
+            lambda **scratch: kernel.run(
+                types.SimpleNamespace(**gmem), types.SimpleNamespace(**scratch)
+            ),
+            **kernel.scratch(),
             collective_axes="wg",
         )
 
-    dq_ref = jax.new_ref(jnp.zeros((B, T, N, H), jnp.float32))
-    mesh = plgpu.Mesh(grid=(nk * B * K,), grid_names=("tile",), num_threads=W + 1, thread_name="wg")
-
-    def body(q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, dq_gmem, dk_gmem, dv_gmem):
-        kernel(q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, dq_gmem, dk_gmem, dv_gmem)
-
-    dk, dv = pl.kernel(
+    call: Any = pl.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
-        mesh=mesh,
+        mesh=plgpu.Mesh(
+            grid=(kernel.num_k_tiles * g.B * g.K,),
+            grid_names=("tile",),
+            num_threads=NUM_WARPGROUPS + 1,
+            thread_name="wg",
+        ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(q, k, v, d_out, lse2, delta, dq_ref)
-    dq = (jax.freeze(dq_ref) * spec.scale).astype(dtype)
-    return dq, dk, dv
+    )
+    dk, dv = call(*operands.values())
+    dq = None
+    if with_dq:
+        dq = operands["dq"][...]
+        dq = dq.sum(axis=0) if interpretable else dq
+        dq = (dq[:, : g.T] * spec.scale).astype(dtype)
+    return dq, dk[:, : g.S], dv[:, : g.S]
+
+
+def row_statistics(
+    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None, padded: int
+) -> tuple[jax.Array, jax.Array]:
+    """Per query [B, N, padded]: logsumexp in log2 units, and delta = dO . O - d_lse.
+
+    With P = exp(S - lse) and dP = dO V', dS = P * (dP - delta).
+    """
+    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        delta = delta - d_lse.swapaxes(1, 2)
+    # exp2(s - inf) = 0: rows without keys and rows past the end have no probabilities.
+    lse2 = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E).swapaxes(1, 2)
+    pad = ((0, 0), (0, 0), (0, padded - lse2.shape[2]))
+    return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Backward:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    g: Geometry
+    spec: AttentionSpec
+    c: BackwardConfig
+    dtype: jnp.dtype
+    segmented: bool
+    with_dq: bool
+    interpretable: bool
+
+    @property
+    def num_k_tiles(self) -> int:
+        return -(-self.g.S // KEYS)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
+        return self.g.S % KEYS != 0 and not self.segmented
+
+    @property
+    def masked(self) -> bool:
+        s = self.spec
+        return self.segmented or s.left is not None or s.right is not None or self.ragged
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """A warpgroup's part of a tile's dQ: half the columns of 64 rows, or 64 of 128 rows."""
+        return (64, self.g.H // NUM_WARPGROUPS) if self.c.block_q == 64 else (64, self.g.H)
+
+    def scratch(self) -> dict:
+        g, c = self.g, self.c
+        # A warpgroup's columns of dQ must be whole swizzle atoms of K.
+        tile = tiled(swizzle_bytes(self.dq_shape[1], g.Hv, c.block_q))
+        rows = (c.num_stages, c.block_q)
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        with_ids = 3 if self.segmented else 2
+        buffers = {
+            "q": plgpu.SMEM((*rows, g.H), self.dtype, transforms=tile),
+            "do": plgpu.SMEM((*rows, g.Hv), self.dtype, transforms=tile),
+            "lse": plgpu.SMEM(rows, jnp.float32),
+            "delta": plgpu.SMEM(rows, jnp.float32),
+            "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
+            "ds": plgpu.SMEM((2, KEYS, c.block_q), self.dtype, transforms=tile),
+            "kv_full": plgpu.Barrier(num_arrivals=with_ids),
+            "q_full": ring(num_arrivals=with_ids),
+            "do_full": ring(num_arrivals=2),
+            "q_empty": ring(num_arrivals=NUM_WARPGROUPS),
+            "do_empty": ring(num_arrivals=NUM_WARPGROUPS),
+            "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
+        }
+        if self.with_dq:
+            f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
+            shape = (NUM_WARPGROUPS, *self.dq_shape)
+            buffers["dq"] = plgpu.SMEM(shape, jnp.float32, transforms=f32_tile)
+        if self.segmented:
+            buffers["q_ids"] = plgpu.SMEM(rows, jnp.int32)
+            buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
+        if self.interpretable:
+            buffers["p"] = plgpu.SMEM((KEYS, c.block_q), self.dtype, transforms=tile)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: its tile's coordinates, then a role for each warpgroup."""
+        g, c = self.g, self.c
+        wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
+        # Under a causal mask the first keys are seen by the most queries: longest first.
+        head, k_tile = lax.rem(tile, g.B * g.K), lax.div(tile, g.B * g.K)
+        b, kv_head = lax.div(head, g.K), lax.rem(head, g.K)
+        k0 = k_tile * KEYS
+        queries = query_tiles(self.spec, g, k0, KEYS, c.block_q)
+        if self.segmented:
+            queries = queries.meet(gmem.ranges, b, k_tile)
+        queries = queries.ordered(at_least_one=False)
+
+        @pl.when(wg < NUM_WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(240, action="increase")
+            self.compute(gmem, smem, b, kv_head, k_tile, queries)
+
+        @pl.when(wg == NUM_WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(24, action="decrease")
+            self.load(gmem, smem, b, kv_head, k0, queries)
+
+    def load(self, gmem, smem, b, kv_head, k0, queries: TileRange) -> None:
+        """Keys and values once, then the queries of each head of the group into the ring."""
+        g, c = self.g, self.c
+        keys = pl.ds(k0, KEYS)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
+        per_head = queries.hi - queries.lo
+        count = per_head * g.group
+
+        def step(it, _):
+            # One query tile more than there are: its scores are computed and dropped.
+            head = jnp.minimum(lax.div(it, jnp.maximum(per_head, 1)), g.group - 1)
+            i = queries.lo + lax.rem(it, jnp.maximum(per_head, 1))
+            n, slot = kv_head * g.group + head, lax.rem(it, c.num_stages)
+            rows = pl.ds(i * c.block_q, c.block_q)
+            full = smem.q_full.at[slot]
+            plgpu.barrier_wait(smem.q_empty.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
+            plgpu.copy_gmem_to_smem(gmem.lse.at[b, n, rows], smem.lse.at[slot], full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[slot], full)
+
+            @pl.when(it < count)
+            def _():
+                full = smem.do_full.at[slot]
+                plgpu.barrier_wait(smem.do_empty.at[slot])
+                plgpu.copy_gmem_to_smem(gmem.do.at[b, rows, n], smem.do.at[slot], full)
+                plgpu.copy_gmem_to_smem(gmem.delta.at[b, n, rows], smem.delta.at[slot], full)
+
+        lax.fori_loop(0, count + 1, step, None)
+        for i in range(c.num_stages):  # the last uses of each slot
+            plgpu.barrier_wait(smem.q_empty.at[i])
+            plgpu.barrier_wait(smem.do_empty.at[i])
+
+    def compute(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
+        """64 keys of a warpgroup: dK and dV over all queries, then out."""
+        g = self.g
+        wg = lax.axis_index("wg")
+        mine = pl.ds(pl.multiple_of(wg * 64, 64), 64)
+        for i in range(self.c.num_stages):
+            plgpu.barrier_arrive(smem.q_empty.at[i])
+            plgpu.barrier_arrive(smem.do_empty.at[i])
+        plgpu.barrier_wait(smem.kv_full)
+        dk, dv = pl.run_scoped(
+            functools.partial(self.accumulate, gmem, smem, b, kv_head, k_tile, queries),
+            plgpu.ACC((64, g.H), jnp.float32),
+            plgpu.ACC((64, g.Hv), jnp.float32),
+        )
+        # Both warpgroups have read all of K for their parts of dQ: its space is free.
+        plgpu.barrier_arrive(smem.ds_ready)
+        plgpu.barrier_wait(smem.ds_ready)
+        smem.k[mine, :] = (dk * self.spec.scale).astype(self.dtype)
+        smem.v[mine, :] = dv.astype(self.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(k_tile * KEYS + wg * 64, 64)
+        plgpu.copy_smem_to_gmem(smem.k.at[mine], gmem.dk.at[b, rows, kv_head])
+        plgpu.copy_smem_to_gmem(smem.v.at[mine], gmem.dv.at[b, rows, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def accumulate(self, gmem, smem, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc):
+        """The loop over heads of the group and query tiles."""
+        g, c = self.g, self.c
+        wg = lax.axis_index("wg")
+        mine = pl.ds(pl.multiple_of(wg * 64, 64), 64)
+        my_k, my_v = smem.k.at[mine], smem.v.at[mine]
+        kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
+        per_head = queries.hi - queries.lo
+
+        def issue_scores(s_acc, slot):
+            plgpu.wgmma(s_acc, my_k, smem.q.at[slot].transpose((1, 0)))
+
+        def first_scores(s_acc):
+            issue_scores(s_acc, 0)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        def step(i, s, head, masked: bool):
+            it = head * per_head + i - queries.lo
+            slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
+            ds_smem = smem.ds.at[lax.rem(it, 2)]
+            q_smem, do_smem = smem.q.at[slot], smem.do.at[slot]
+            # Waits come before the accumulator exists: its zeros then cost no instruction.
+            plgpu.barrier_wait(smem.do_full.at[slot])
+
+            def probabilities(dp_acc):
+                plgpu.wgmma(dp_acc, my_v, do_smem.transpose((1, 0)))
+                p, slope = self.probabilities(smem, slot, s, i, k_tile, kv_ids, masked)
+                return p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+
+            p, slope, dp = pl.run_scoped(probabilities, plgpu.ACC((64, c.block_q), jnp.float32))
+            if self.interpretable:
+                smem.p[mine, :] = p.astype(self.dtype)
+                plgpu.commit_smem()
+                plgpu.wgmma(dv_acc, smem.p.at[mine], do_smem)
+            else:
+                plgpu.wgmma(dv_acc, p.astype(self.dtype), do_smem)
+            delta = plgpu.load(smem.delta.at[slot], layout=COL)
+            ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
+            ds = ds if slope is None else ds * slope
+            ds_smem[mine, :] = ds.astype(self.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.ds_ready)
+            plgpu.wgmma(dk_acc, ds_smem.at[mine], q_smem)
+            if not self.with_dq:
+                plgpu.wgmma_wait(0)
+            plgpu.barrier_wait(smem.ds_ready)
+            plgpu.barrier_wait(smem.q_full.at[next_slot])
+
+            def query_gradient(dq_acc):
+                if self.c.block_q == 64:
+                    columns = pl.ds(pl.multiple_of(wg * self.dq_shape[1], 16), self.dq_shape[1])
+                    plgpu.wgmma(dq_acc, ds_smem.transpose((1, 0)), smem.k.at[:, columns])
+                else:
+                    plgpu.wgmma(dq_acc, ds_smem.at[:, mine].transpose((1, 0)), smem.k)
+                return pl.run_scoped(
+                    functools.partial(next_scores, dq_acc),
+                    plgpu.ACC((64, c.block_q), jnp.float32),
+                )
+
+            def next_scores(dq_acc, s_acc):
+                issue_scores(s_acc, next_slot)
+                # Without dQ in between, waiting for the scores is waiting for all.
+                done = s_acc if dq_acc is None else dq_acc
+                result = plgpu.wgmma_accumulator_load(done, wait_n=0 if dq_acc is None else 1)
+                plgpu.barrier_arrive(smem.q_empty.at[slot])
+                plgpu.barrier_arrive(smem.do_empty.at[slot])
+                if dq_acc is None:
+                    return result
+                self.add_to_dq(gmem, smem, result, b, kv_head * g.group + head, i, k_tile)
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+            if self.with_dq:
+                return pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
+            return pl.run_scoped(
+                functools.partial(next_scores, None), plgpu.ACC((64, c.block_q), jnp.float32)
+            )
+
+        def one_head(head, s):
+            full = functools.partial(step, head=head, masked=False)
+            masked = functools.partial(step, head=head, masked=True)
+            if not self.masked:
+                return lax.fori_loop(queries.lo, queries.hi, full, s)
+            s = lax.fori_loop(queries.lo, queries.full_lo, masked, s)
+            s = lax.fori_loop(queries.full_lo, queries.full_hi, full, s)
+            if self.segmented or self.spec.left is not None:
+                s = lax.fori_loop(queries.full_hi, queries.hi, masked, s)
+            return s
+
+        plgpu.barrier_wait(smem.q_full.at[0])
+        s = pl.run_scoped(first_scores, plgpu.ACC((64, c.block_q), jnp.float32))
+        lax.fori_loop(0, g.group, one_head, s)
+        # The tile loaded once too often.
+        last = lax.rem(per_head * g.group, c.num_stages)
+        plgpu.barrier_arrive(smem.q_empty.at[last])
+        return (
+            plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
+            plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
+        )
+
+    def probabilities(self, smem, slot, s, i, k_tile, kv_ids, masked: bool):
+        """P transposed, from scores; and the soft cap's derivative, None without one."""
+        lse = plgpu.load(smem.lse.at[slot], layout=COL)
+        unit, slope, cap = self.spec.scale * LOG2E, None, self.spec.logit_soft_cap
+        if cap is not None:
+            # tanh(x) by ex2, as in the forward.
+            t = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * LOG2E * self.spec.scale / cap)) + 1.0)
+            s, unit, slope = t, cap * LOG2E, 1.0 - t * t
+        p = jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [1]))
+        if not masked:
+            return p, slope
+        if self.segmented:
+            q_ids = plgpu.load(smem.q_ids.at[slot], layout=COL)
+            q_ids = lax.broadcast_in_dim(q_ids, p.shape, [1])
+            p = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, p.shape, [0]), p, 0.0)
+        key0 = k_tile * KEYS + 64 * lax.axis_index("wg")
+        # Column minus row is query minus key here.
+        aligned = key0 - self.g.diagonal - i * self.c.block_q
+        left, right = self.spec.left, self.spec.right
+        return mask_tile(
+            p,
+            fill=0.0,
+            diag_min=None if right is None else aligned - right,
+            diag_max=None if left is None else aligned + left,
+            num_rows=self.g.S - key0 if self.ragged else None,
+        ), slope
+
+    def add_to_dq(self, gmem, smem, dq, b, n, i, k_tile) -> None:
+        """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""
+        wg = lax.axis_index("wg")
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem.dq[wg] = dq
+        plgpu.commit_smem()
+        width = self.dq_shape[1]
+        if self.c.block_q == 64:
+            index = (b, pl.ds(i * 64, 64), n, pl.ds(wg * width, width))
+        else:
+            index = (b, pl.ds(i * self.c.block_q + wg * 64, 64), n)
+        if self.interpretable:
+            plgpu.copy_smem_to_gmem(smem.dq.at[wg], gmem.dq.at[k_tile, *index])
+        else:
+            plgpu.copy_smem_to_gmem(smem.dq.at[wg], gmem.dq.at[index], reduction_op="add")

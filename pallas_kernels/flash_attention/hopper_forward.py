@@ -1,11 +1,19 @@
-"""Flash attention forward for Hopper: warp-specialized, two matmuls in flight, one persistent grid.
+"""Flash attention forward for Hopper: one warpgroup loads, two or three compute.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
-query and key, Hv head width of value. A tile is ``block_q`` queries of one head of one sequence.
+query and key, Hv head width of value.
+
+A block owns ``64 * num_warpgroups`` queries of one head and walks the key tiles they see from the
+last to the first, so that the masked diagonal comes before the long unmasked loop. Per tile a
+compute warpgroup issues two matmuls back to back, the scores of this tile and the value product of
+the tile before, and works on the softmax of the first while the second runs. Warpgroups take turns
+at the tensor cores. Scores are in units of log2: an exponential is a multiply-add and an ex2.
 """
 
+import dataclasses
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,261 +21,401 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.flash_attention.hopper_tile import exp2_tile, mask_tile, sum_strips
-from pallas_kernels.flash_attention.hopper_rescale import scale_rows_if_needed
+from .hopper_config import ForwardConfig
+from .hopper_geometry import (
+    Geometry,
+    TileRange,
+    geometry_of,
+    heads_per_wave,
+    key_tiles,
+    pad_rows,
+    swizzle_bytes,
+    tiled,
+)
+from .hopper_rescale import scale_rows_if_needed
+from .hopper_segments import tile_ranges, token_ids
+from .hopper_tile import exp2_tile, mask_tile, soft_cap, sum_strips
+from .spec import AttentionMasks, AttentionSpec
 
 LOG2E = math.log2(math.e)
-# Finite, so that exp2(old - new) of a row that has seen no key yet is 1 and not NaN.
-L2_BYTES = 24 * 2**20
-EMPTY_MAX = -1e30
-WGMMA_ROW = plgpu.Layout.WGMMA.reduce(1)
+WGMMA = plgpu.Layout.WGMMA
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
+# Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
+NO_MAXIMUM = -1e30
+# A row's reference maximum may lag by 2**8: its probabilities stay far from overflow in fp16.
+RESCALE_ABOVE = 8.0
 
 
-def head_group(B, N, K, kv_head_bytes):
-    q_heads = (N // K) * max(1, L2_BYTES // kv_head_bytes)
-    return max(d for d in range(1, B * N + 1) if (B * N) % d == 0 and d <= max(q_heads, N // K))
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    *,
+    spec: AttentionSpec,
+    config: ForwardConfig,
+    interpretable: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv].
 
+    Args:
+        q, k, v: fp16 or bf16.
+        masks: the array part of the masks; no bias.
+        spec: the static part.
+        config: tiles.
+        interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
+            operands in registers and inline code.
 
-def forward(q, k, v, *, spec, config, num_sms=132, stage_p=False):
-    B, T, N, H = q.shape
-    _, S, K, Hv = v.shape
-    BM, BN, W, ST = config.block_q, config.block_kv, config.num_warpgroups, config.num_stages
-    dtype = q.dtype
-    group = N // K
-    num_q_tiles = -(-T // BM)
-    num_tiles = B * N * num_q_tiles
-    diag = S - T
-    causal = spec.right is not None
-    scale2 = spec.scale * LOG2E
+    Returns:
+        out [B, T, N, Hv] in q's dtype and logsumexp float32 [B, T, N].
+    """
+    g = geometry_of(q, k, v)
+    q, k, v = (pad_rows(x) for x in (q, k, v))
+    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=config.block_kv)
+    operands = {"q": q, "k": k, "v": v}
+    if ids is not None:
+        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
+        operands["ranges"] = tile_ranges(*ids, config.block_q, config.block_kv)
+    if masks.sinks is not None:
+        operands["sinks"] = masks.sinks.astype(jnp.float32) * LOG2E
+    kernel = _Forward(
+        g=g, spec=spec, c=config, segmented=ids is not None, sinks=masks.sinks is not None,
+        dtype=q.dtype, interpretable=interpretable,
+    )  # fmt: skip
+    names = tuple(operands)
 
-    hg = head_group(B, N, K, S * (H + Hv) * 2)
+    def body(*refs, **scratch):
+        gmem = dict(zip((*names, "out", "lse"), refs, strict=True))
+        q_smem, out_smem = scratch.pop("qo")
+        smem = types.SimpleNamespace(**scratch, q=q_smem, out=out_smem)
+        kernel.run(types.SimpleNamespace(**gmem), smem)
 
-    def coords(tile):
-        # Longest first inside a group of heads whose keys and values fit in L2 together.
-        g = lax.div(tile, hg * num_q_tiles)
-        r = lax.rem(tile, hg * num_q_tiles)
-        qt = num_q_tiles - 1 - lax.div(r, hg)
-        bh = g * hg + lax.rem(r, hg)
-        return lax.div(bh, N), lax.rem(bh, N), qt
-
-    def kv_range(qt):
-        hi = jnp.int32(-(-S // BN))
-        full_hi = jnp.int32(S // BN)
-        if spec.right is not None:
-            last = jnp.minimum((qt + 1) * BM, T) + diag + spec.right
-            hi = jnp.clip(lax.div(last + BN - 1, BN), 1, hi)
-            full_hi = jnp.clip(lax.div(qt * BM + diag + spec.right + 1, BN), 0, full_hi)
-        return jnp.int32(0), full_hi, hi
-
-    def kernel(q_gmem, k_gmem, v_gmem, out_gmem, lse_gmem, q_smem, k_smem, v_smem, lse_smem,
-               q_full, k_full, v_full, q_empty, k_empty, v_empty, turn, pin_smem, p_smem=None):
-        wg = lax.axis_index("wg")
-        sm = lax.axis_index("sm")
-
-        def loop_tiles(body, init):
-            if config.persistent:
-                rounds, rest = divmod(num_tiles, num_sms)
-
-                def offset(i):  # snake: whoever has the longest of one round gets the shortest of the next
-                    return jnp.where(lax.rem(i, 2) == 0, sm, num_sms - 1 - sm)
-
-                mine = rounds + (offset(jnp.int32(rounds)) < rest).astype(jnp.int32)
-                return lax.fori_loop(0, mine, lambda i, c: body(i * num_sms + offset(i), c), init)
-            return body(sm, init)
-
-        @pl.when(wg < W)
-        def _compute():
-            plgpu.set_max_registers(240 if W == 2 else 160, action="increase")
-            my_q = q_smem.at[wg]
-            my_lse = lse_smem.at[wg]
-            plgpu.barrier_arrive(q_empty)
-            for i in range(ST):
-                plgpu.barrier_arrive(k_empty.at[i])
-                plgpu.barrier_arrive(v_empty.at[i])
-            if config.ping_pong:
-                @pl.when(wg == W - 1)
-                def _():
-                    plgpu.barrier_arrive(turn.at[0])
-
-            def tile_body(tile, step0):
-                b, n, qt = coords(tile)
-                lo, full_hi, hi = kv_range(qt)
-                q0 = qt * BM + wg * 64
-
-                def pv(o_acc, p, vslot):
-                    if p_smem is None:
-                        plgpu.wgmma(o_acc, p, v_smem.at[vslot])
-                    else:
-                        p_smem[wg] = p
-                        plgpu.commit_smem()
-                        def f(acc):
-                            plgpu.wgmma(acc, p_smem.at[wg], v_smem.at[vslot])
-                            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-                        o_acc = [o_acc[0] + pl.run_scoped(f, plgpu.ACC((64, Hv), jnp.float32))]
-                    return o_acc
-
-                def my_turn():
-                    if config.ping_pong:
-                        plgpu.barrier_wait(turn.at[wg])
-
-                def next_turn():
-                    if config.ping_pong:
-                        plgpu.barrier_arrive(turn.at[lax.rem(wg + 1, W)])
-
-                def softmax(s, j, m, l, masked):
-                    if masked:
-                        s = mask_tile(
-                            s,
-                            fill=-jnp.inf,
-                            diag_max=q0 + diag + spec.right - j * BN if causal else None,
-                            num_cols=S - j * BN if S % BN else None,
-                        )
-                    m_new = jnp.maximum(m, s.max(axis=1) * scale2)
-                    if config.lazy_rescale:
-                        m_new = jnp.where(m_new - m > 8.0, m_new, m)
-                    alpha = jnp.exp2(m - m_new)
-                    x = s * scale2 - lax.broadcast_in_dim(m_new, s.shape, [0])
-                    p = exp2_tile(x, num_polynomial=0 if masked else config.num_polynomial)
-                    l = l * lax.broadcast_in_dim(alpha, l.shape, [0]) + sum_strips(p)
-                    return p, m_new, l, alpha
-
-                def with_acc(o_acc):
-                    m = plgpu.layout_cast(jnp.full((64,), EMPTY_MAX, jnp.float32), WGMMA_ROW)
-                    l = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), plgpu.Layout.WGMMA)
-                    plgpu.barrier_wait(q_full)
-
-                    slot = lax.rem(step0, ST)
-                    plgpu.barrier_wait(k_full.at[slot])
-                    my_turn()
-
-                    def first(s_acc):
-                        plgpu.wgmma(s_acc, my_q, k_smem.at[slot].transpose((1, 0)))
-                        next_turn()
-                        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                        plgpu.barrier_arrive(k_empty.at[slot])
-                        return softmax(s, hi - 1, m, l, causal or S % BN != 0)
-                    p, m, l, _ = pl.run_scoped(first, plgpu.ACC((64, BN), jnp.float32))
-                    p = p.astype(dtype)
-
-                    def step(i, carry, masked):
-                        p, m, l, *ov = carry
-                        o_acc_ = ov or o_acc
-                        j = hi - 1 - i
-                        slot = lax.rem(step0 + i, ST)
-                        vslot = lax.rem(step0 + i - 1, ST)
-
-                        plgpu.barrier_wait(k_full.at[slot])
-                        my_turn()
-
-                        def scores(s_acc):
-                            plgpu.wgmma(s_acc, my_q, k_smem.at[slot].transpose((1, 0)))
-                            plgpu.barrier_wait(v_full.at[vslot])
-                            o_new = pv(o_acc_, p, vslot)
-                            next_turn()
-                            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                            plgpu.barrier_arrive(k_empty.at[slot])
-                            p32, m_, l_, alpha = softmax(s, j, m, l, masked)
-                            if config.overlap:
-                                pin_smem[wg] = l_
-                            # Pins the softmax before the wait for PV, under which it runs.
-                            return *lax.optimization_barrier((p32, m_, l_, alpha)), *(o_new if stage_p else ())
-                        p, m, l, alpha, *o_new = pl.run_scoped(scores, plgpu.ACC((64, BN), jnp.float32))
-                        o = o_new[0] if stage_p else plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                        plgpu.barrier_arrive(v_empty.at[vslot])
-                        if stage_p:
-                            return p.astype(dtype), m, l, o * lax.broadcast_in_dim(alpha, o.shape, [0])
-                        o, alpha = lax.optimization_barrier((o, alpha))
-                        if config.lazy_rescale:
-                            o_acc[...] = scale_rows_if_needed(o, alpha)
-                        else:
-                            o_acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
-                        return p.astype(dtype), m, l
-
-                    carry = (p, m, l, o_acc[0]) if stage_p else (p, m, l)
-                    n_masked = jnp.maximum(hi - full_hi, 1)
-                    if causal:
-                        carry = lax.fori_loop(1, n_masked, functools.partial(step, masked=True), carry)
-                        carry = lax.fori_loop(n_masked, hi, functools.partial(step, masked=False), carry)
-                    else:
-                        carry = lax.fori_loop(1, hi, functools.partial(step, masked=False), carry)
-                    p, m, l, *ov = carry
-                    vslot = lax.rem(step0 + hi - 1, ST)
-                    plgpu.barrier_wait(v_full.at[vslot])
-                    o_new = pv(ov or o_acc, p, vslot)
-                    o = o_new[0] if stage_p else plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
-                    plgpu.barrier_arrive(v_empty.at[vslot])
-                    return o, m, l
-
-                o, m, l = with_acc([plgpu.broadcasted_iota(jnp.int32, (64, Hv), 0, layout=plgpu.Layout.WGMMA).astype(jnp.float32) * 0.0]) if stage_p else pl.run_scoped(with_acc, plgpu.ACC((64, Hv), jnp.float32))
-                l = l.sum(axis=1)
-                inv = jnp.where(l == 0.0, 0.0, 1.0 / l)
-                my_q[...] = (o * lax.broadcast_in_dim(inv, o.shape, [0])).astype(dtype)
-                my_lse[...] = jnp.where(l == 0.0, -jnp.inf, (m + jnp.log2(l)) * (1 / LOG2E))
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(my_q, out_gmem.at[b, pl.ds(q0, 64), n])
-                plgpu.copy_smem_to_gmem(my_lse, lse_gmem.at[b, n, pl.ds(q0, 64)])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(q_empty)
-                return step0 + hi
-
-            loop_tiles(tile_body, jnp.int32(0))
-            plgpu.wait_smem_to_gmem(0)
-            if config.ping_pong:
-                @pl.when(wg == 0)
-                def _():
-                    plgpu.barrier_wait(turn.at[0])
-
-        @pl.when(wg == W)
-        def _load():
-            plgpu.set_max_registers(24 if W == 2 else 32, action="decrease")
-
-            def tile_body(tile, step0):
-                b, n, qt = coords(tile)
-                kh = lax.div(n, group)
-                lo, _, hi = kv_range(qt)
-                plgpu.barrier_wait(q_empty)
-                for w in range(W):
-                    plgpu.copy_gmem_to_smem(q_gmem.at[b, pl.ds(qt * BM + w * 64, 64), n], q_smem.at[w], q_full)
-
-                def load(i, _):
-                    j = hi - 1 - i
-                    slot = lax.rem(step0 + i, ST)
-                    plgpu.barrier_wait(k_empty.at[slot])
-                    plgpu.copy_gmem_to_smem(k_gmem.at[b, pl.ds(j * BN, BN), kh], k_smem.at[slot], k_full.at[slot])
-                    plgpu.barrier_wait(v_empty.at[slot])
-                    plgpu.copy_gmem_to_smem(v_gmem.at[b, pl.ds(j * BN, BN), kh], v_smem.at[slot], v_full.at[slot])
-                lax.fori_loop(0, hi, load, None)
-                return step0 + hi
-            loop_tiles(tile_body, jnp.int32(0))
-            plgpu.barrier_wait(q_empty)
-            for i in range(ST):
-                plgpu.barrier_wait(k_empty.at[i])
-                plgpu.barrier_wait(v_empty.at[i])
-
-    tiled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    t_pad = num_q_tiles * BM
     out, lse = plgpu.kernel(
-        kernel,
-        out_type=(jax.ShapeDtypeStruct((B, T, N, Hv), dtype), jax.ShapeDtypeStruct((B, N, t_pad), jnp.float32)),
-        scratch_types=[
-            plgpu.SMEM((W, 64, H), dtype, transforms=tiled),
-            plgpu.SMEM((ST, BN, H), dtype, transforms=tiled),
-            plgpu.SMEM((ST, BN, Hv), dtype, transforms=tiled),
-            plgpu.SMEM((W, 64), jnp.float32),
-            plgpu.Barrier(num_arrivals=W),
-            plgpu.Barrier(num_barriers=ST),
-            plgpu.Barrier(num_barriers=ST),
-            plgpu.Barrier(num_arrivals=W),
-            plgpu.Barrier(num_arrivals=W, num_barriers=ST),
-            plgpu.Barrier(num_arrivals=W, num_barriers=ST),
-            plgpu.Barrier(num_barriers=W),
-            plgpu.SMEM((W, 64, 8), jnp.float32),
-            *([plgpu.SMEM((W, 64, BN), dtype, transforms=tiled)] if stage_p else []),
-        ],
-        grid=(num_sms if config.persistent else num_tiles,),
-        grid_names=("sm",),
-        num_threads=W + 1,
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((*q.shape[:3], g.Hv), q.dtype),
+            jax.ShapeDtypeStruct((g.B, g.N, kernel.num_q_tiles * config.block_q), jnp.float32),
+        ),
+        scratch_types=kernel.scratch(),
+        grid=(g.B * g.N * kernel.num_q_tiles,),
+        grid_names=("tile",),
+        num_threads=config.num_warpgroups + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-    )(q, k, v)
-    return out, lse[:, :, :T].swapaxes(1, 2)
+    )(*operands.values())
+    return out[:, : g.T], lse[:, :, : g.T].swapaxes(1, 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Forward:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    g: Geometry
+    spec: AttentionSpec
+    c: ForwardConfig
+    segmented: bool
+    sinks: bool
+    dtype: jnp.dtype
+    interpretable: bool
+
+    @property
+    def num_q_tiles(self) -> int:
+        return -(-self.g.T // self.c.block_q)
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile can need a mask."""
+        s = self.spec
+        return self.segmented or s.left is not None or s.right is not None or self.ragged
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
+        return self.g.S % self.c.block_kv != 0 and not self.segmented
+
+    def scratch(self) -> dict:
+        g, c = self.g, self.c
+        tile = tiled(swizzle_bytes(g.H, g.Hv, c.block_kv))
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        with_ids = 2 if self.segmented else 1
+        buffers = {
+            # The output takes the queries' space at the end, each warpgroup its own: rows are added
+            # to the narrower of the two so that warpgroups are equally far apart in both.
+            "qo": plgpu.RefUnion(
+                *(
+                    plgpu.SMEM(
+                        (c.num_warpgroups, 64 * max(g.H, g.Hv) // width, width),
+                        self.dtype,
+                        transforms=tile,
+                    )
+                    for width in (g.H, g.Hv)
+                )
+            ),
+            "k": plgpu.SMEM((c.num_stages, c.block_kv, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((c.num_stages, c.block_kv, g.Hv), self.dtype, transforms=tile),
+            "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
+            "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * with_ids),
+            "k_full": ring(num_arrivals=with_ids),
+            "v_full": ring(),
+            "k_empty": ring(num_arrivals=c.num_warpgroups),
+            "v_empty": ring(num_arrivals=c.num_warpgroups),
+            "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
+        }
+        if self.segmented:
+            buffers["q_ids"] = plgpu.SMEM((c.num_warpgroups, 64), jnp.int32)
+            buffers["kv_ids"] = plgpu.SMEM((c.num_stages, c.block_kv), jnp.int32)
+        if self.interpretable:
+            shape = (c.num_warpgroups, 64, c.block_kv)
+            buffers["p"] = plgpu.SMEM(shape, self.dtype, transforms=tile)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: its tile's coordinates, then a role for each warpgroup."""
+        g, c = self.g, self.c
+        wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
+        # Longest first (the last queries, under a causal mask), inside a wave of heads.
+        wave = heads_per_wave(g.B * g.N, g.group, 2 * g.S * (g.H + g.Hv))
+        in_wave = lax.rem(tile, wave * self.num_q_tiles)
+        head = lax.div(tile, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
+        q_tile = self.num_q_tiles - 1 - lax.div(in_wave, wave)
+        b, n = lax.div(head, g.N), lax.rem(head, g.N)
+        q0 = q_tile * c.block_q
+        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv)
+        if self.segmented:
+            keys = keys.meet(gmem.ranges, b, q_tile)
+        keys = keys.ordered(at_least_one=True)
+
+        @pl.when(wg < c.num_warpgroups)
+        def _():
+            plgpu.set_max_registers(240 if c.num_warpgroups == 2 else 160, action="increase")
+            self.compute(gmem, smem, b, n, q0, keys)
+
+        @pl.when(wg == c.num_warpgroups)
+        def _():
+            # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what a multiprocessor has: asking
+            # for more does not fail, it waits for ever.
+            plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
+            self.load(gmem, smem, b, n, q0, keys)
+
+    def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
+        """Queries once, then keys and values into the ring, as compute warpgroups empty it."""
+        g, c = self.g, self.c
+        kv_head = lax.div(n, g.group)
+        for w in range(c.num_warpgroups):
+            rows = pl.ds(q0 + 64 * w, 64)
+            q_smem = smem.q.at[w, pl.ds(0, 64)]
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full)
+
+        def step(i, _):
+            slot = lax.rem(i, c.num_stages)
+            rows = pl.ds((keys.hi - 1 - i) * c.block_kv, c.block_kv)
+            full = smem.k_full.at[slot]
+            plgpu.barrier_wait(smem.k_empty.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, rows], smem.kv_ids.at[slot], full)
+            plgpu.barrier_wait(smem.v_empty.at[slot])
+            plgpu.copy_gmem_to_smem(
+                gmem.v.at[b, rows, kv_head], smem.v.at[slot], smem.v_full.at[slot]
+            )
+
+        lax.fori_loop(0, keys.hi - keys.lo, step, None)
+        for slot in range(c.num_stages):
+            plgpu.barrier_wait(smem.k_empty.at[slot])
+            plgpu.barrier_wait(smem.v_empty.at[slot])
+
+    def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
+        """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
+        g, c = self.g, self.c
+        wg = lax.axis_index("wg")
+        row0 = q0 + 64 * wg
+        for slot in range(c.num_stages):
+            plgpu.barrier_arrive(smem.k_empty.at[slot])
+            plgpu.barrier_arrive(smem.v_empty.at[slot])
+        if c.ping_pong:
+            pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+        plgpu.barrier_wait(smem.q_full)
+        attend = functools.partial(self.attend, smem, row0, keys)
+        if self.interpretable:
+            o, peak, total = attend(_StagedProduct(smem, g.Hv))
+        else:
+            o, peak, total = pl.run_scoped(
+                lambda acc: attend(_Product(smem, acc)), plgpu.ACC((64, g.Hv), jnp.float32)
+            )
+        if c.ping_pong:
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
+
+        total = total.sum(axis=1)
+        factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        if self.sinks:
+            sink = gmem.sinks[n]
+            top = jnp.maximum(peak, sink)
+            total, shrink = (
+                total * jnp.exp2(peak - top) + jnp.exp2(sink - top),
+                jnp.exp2(peak - top),
+            )
+            peak, factor = top, shrink / total
+        out_smem = smem.out.at[wg, pl.ds(0, 64)]
+        out_smem[...] = (o * lax.broadcast_in_dim(factor, o.shape, [0])).astype(self.dtype)
+        lse = (peak + jnp.log2(total)) * (1 / LOG2E)
+        smem.lse[wg] = jnp.where(total == 0.0, -jnp.inf, lse)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[b, pl.ds(row0, 64), n])
+        plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, n, pl.ds(row0, 64)])
+        plgpu.wait_smem_to_gmem(0)
+
+    def attend(self, smem, row0, keys: TileRange, product):
+        """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
+        c = self.c
+        wg = lax.axis_index("wg")
+        peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), ROW)
+        total = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), WGMMA)
+        q_ids = plgpu.load(smem.q_ids.at[wg], layout=ROW) if self.segmented else None
+
+        def scores(i, between, then, masked: bool, peak, total):
+            """Issues QK and what ``between`` issues; the softmax; ``then`` must follow it."""
+            slot = lax.rem(i, c.num_stages)
+            # Waits come before the accumulator exists: its zeros then cost no instruction.
+            plgpu.barrier_wait(smem.k_full.at[slot])
+            if c.ping_pong:
+                plgpu.barrier_wait(smem.turn.at[wg])
+
+            def body(s_acc):
+                q_smem = smem.q.at[wg, pl.ds(0, 64)]
+                plgpu.wgmma(s_acc, q_smem, smem.k.at[slot].transpose((1, 0)))
+                carried = between()
+                if c.ping_pong:
+                    plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if then is None else 1)
+                if self.spec.logit_soft_cap is not None:
+                    s = soft_cap(s, self.spec.scale, self.spec.logit_soft_cap)
+                if masked:
+                    s = self.mask(smem, slot, s, row0, (keys.hi - 1 - i) * c.block_kv, q_ids)
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+                p, *rest = self.softmax(s, peak, total, masked)
+                if then is not None and c.overlap:
+                    # A store is what keeps the softmax ahead of the wait for PV: the assembler
+                    # moves plain arithmetic behind it, and then nothing runs under PV.
+                    smem.pin[wg] = rest[1]
+                return lax.optimization_barrier((p, *rest, carried))
+
+            return pl.run_scoped(body, plgpu.ACC((64, c.block_kv), jnp.float32))
+
+        def step(i, carry, masked: bool):
+            p, peak, total, o = carry
+            slot = lax.rem(i - 1, c.num_stages)
+            issue = functools.partial(product.issue, o, p, slot)
+            p, peak, total, alpha, o = scores(i, issue, product.rescale, masked, peak, total)
+            o = product.rescale(o, slot, alpha, lazy=c.lazy_rescale)
+            return p.astype(self.dtype), peak, total, o
+
+        p, peak, total, _, o = scores(jnp.int32(0), product.start, None, self.masked, peak, total)
+        carry = (p.astype(self.dtype), peak, total, o)
+        first, count = jnp.int32(1), keys.hi - keys.lo
+        masked_step = functools.partial(step, masked=True)
+        full_step = functools.partial(step, masked=False)
+        if self.masked:
+            after_right = jnp.maximum(keys.hi - keys.full_hi, 1)
+            after_full = jnp.maximum(keys.hi - keys.full_lo, 1)
+            carry = lax.fori_loop(first, after_right, masked_step, carry)
+            carry = lax.fori_loop(after_right, after_full, full_step, carry)
+            if self.segmented or self.spec.left is not None:
+                carry = lax.fori_loop(after_full, count, masked_step, carry)
+        else:
+            carry = lax.fori_loop(first, count, full_step, carry)
+        p, peak, total, o = carry
+        slot = lax.rem(count - 1, c.num_stages)
+        o = product.finish(product.issue(o, p, slot), slot)
+        return o, peak, total
+
+    def softmax(self, s, peak, total, masked: bool):
+        """Probabilities relative to the running maximum, and what the maximum's growth costs."""
+        capped = self.spec.logit_soft_cap is not None
+        unit = LOG2E if capped else self.spec.scale * LOG2E
+        top = jnp.maximum(peak, s.max(axis=1) * unit)
+        if self.c.lazy_rescale:
+            top = jnp.where(top - peak > RESCALE_ABOVE, top, peak)
+        alpha = jnp.exp2(peak - top)
+        x = s * unit - lax.broadcast_in_dim(top, s.shape, [0])
+        p = exp2_tile(x, num_polynomial=0 if masked else self.c.num_polynomial)
+        total = total * lax.broadcast_in_dim(alpha, total.shape, [0]) + sum_strips(p)
+        return p, top, total, alpha
+
+    def mask(self, smem, slot, s, row0, col0, q_ids):
+        """-inf where the query of a row does not see the key of a column."""
+        aligned = row0 + self.g.diagonal - col0
+        left, right = self.spec.left, self.spec.right
+        if self.segmented:
+            kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=COL)
+            q_ids = lax.broadcast_in_dim(q_ids, s.shape, [0])
+            s = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, s.shape, [1]), s, -jnp.inf)
+        return mask_tile(
+            s,
+            fill=-jnp.inf,
+            diag_max=None if right is None else aligned + right,
+            diag_min=None if left is None else aligned - left,
+            num_cols=self.g.S - col0 if self.ragged else None,
+        )
+
+
+class _Product:
+    """The value product in an accumulator that lives as long as the tile."""
+
+    def __init__(self, smem, acc):
+        self.smem, self.acc = smem, acc
+
+    def start(self):
+        return ()
+
+    def issue(self, o, p, slot):
+        plgpu.barrier_wait(self.smem.v_full.at[slot])
+        plgpu.wgmma(self.acc, p, self.smem.v.at[slot])
+        return o
+
+    def finish(self, o, slot):
+        del o
+        o = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
+        plgpu.barrier_arrive(self.smem.v_empty.at[slot])
+        return o
+
+    def rescale(self, o, slot, alpha, lazy: bool):
+        o, alpha = lax.optimization_barrier((self.finish(o, slot), alpha))
+        if lazy:
+            self.acc[...] = scale_rows_if_needed(o, alpha)
+        else:
+            self.acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
+        return ()
+
+
+class _StagedProduct:
+    """The same with the sum in registers and P in shared memory, for the interpreter."""
+
+    def __init__(self, smem, value_dim: int):
+        self.smem, self.value_dim = smem, value_dim
+
+    def start(self):
+        zeros = plgpu.broadcasted_iota(jnp.int32, (64, self.value_dim), 0, layout=WGMMA)
+        return zeros.astype(jnp.float32) * 0.0
+
+    def issue(self, o, p, slot):
+        p_smem = self.smem.p.at[lax.axis_index("wg")]
+        plgpu.barrier_wait(self.smem.v_full.at[slot])
+        p_smem[...] = p
+        plgpu.commit_smem()
+
+        def product(acc):
+            plgpu.wgmma(acc, p_smem, self.smem.v.at[slot])
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        return o + pl.run_scoped(product, plgpu.ACC((64, self.value_dim), jnp.float32))
+
+    def finish(self, o, slot):
+        plgpu.barrier_arrive(self.smem.v_empty.at[slot])
+        return o
+
+    def rescale(self, o, slot, alpha, lazy: bool):
+        del lazy
+        return self.finish(o, slot) * lax.broadcast_in_dim(alpha, o.shape, [0])

@@ -1,14 +1,17 @@
 """The one step Pallas cannot say: a branch that each warp takes or skips on its own."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, scf
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
+ALL_LANES = 0xFFFFFFFF
 
 
 def scale_rows_if_needed(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -20,13 +23,10 @@ def scale_rows_if_needed(x: jax.Array, factor: jax.Array) -> jax.Array:
     )
     def scale(ctx, x, factor):
         del ctx
-        i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
-        one = mgpu.c(1.0, factor.mlir_dtype)
-        changed = mgpu.c(0, i1)
-        for reg in (factor != mgpu.FragmentedArray.splat(one, factor.shape, factor.layout)).registers.flat:
-            changed = arith.ori(changed, _scalar(reg))
-        any_changed = nvvm.vote_sync(mgpu.c(0xFFFFFFFF, i32), changed, "any")
-        branch = scf.IfOp(any_changed, [r.type for r in x.registers.flat], has_else=True)
+        branch = scf.IfOp(
+            _any_lane_differs_from_one(factor), [r.type for r in x.registers.flat], has_else=True
+        )
+        assert branch.else_block is not None
         with ir.InsertionPoint(branch.then_block):
             scaled = x * factor.broadcast_in_dim(x.shape, (0,), x.layout)
             scf.yield_(list(scaled.registers.flat))
@@ -38,11 +38,20 @@ def scale_rows_if_needed(x: jax.Array, factor: jax.Array) -> jax.Array:
     return scale(x, factor)
 
 
-def _scalar(reg):
-    from jaxlib.mlir.dialects import vector
+def _any_lane_differs_from_one(factor: Any) -> Any:
+    i1, i32 = ir.IntegerType.get_signless(1), ir.IntegerType.get_signless(32)
+    one = mgpu.FragmentedArray.splat(
+        mgpu.c(1.0, factor.mlir_dtype), factor.shape, factor.layout, is_signed=None
+    )
+    differs: Any = mgpu.c(0, i1)
+    for register in (factor != one).registers.flat:
+        differs = arith.ori(differs, _first_element(register))
+    lanes: Any = mgpu.c(ALL_LANES, i32)
+    return nvvm.vote_sync(lanes, differs, "any")
 
-    if isinstance(reg.type, ir.VectorType):
-        return vector.extract(
-            reg, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0])
-        )
-    return reg
+
+def _first_element(register: Any) -> Any:
+    if not isinstance(register.type, ir.VectorType):
+        return register
+    position = ir.DenseI64ArrayAttr.get([0])
+    return vector.extract(register, dynamic_position=[], static_position=position)

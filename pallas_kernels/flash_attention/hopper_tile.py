@@ -1,14 +1,17 @@
 """Arithmetic on one score tile in registers, written per strip of 8 columns.
 
-A warpgroup holds a tile in the WGMMA layout: of each strip a thread owns two columns of two rows. Whole
-strips can be sliced, added and concatenated without moving a value between threads.
+A warpgroup holds a tile in the WGMMA layout: of each strip a thread owns two columns of two rows.
+Whole strips are sliced, added and concatenated without moving a value between threads.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+LOG2E = math.log2(math.e)
 STRIP = 8
 ROUND_SHIFT = 1.5 * 2.0**23
 
@@ -26,12 +29,12 @@ def mask_tile(
     num_cols: jax.Array | None = None,
     num_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Keeps ``diag_min <= column - row <= diag_max``, ``column < num_cols`` and ``row < num_rows``.
+    """Keeps ``diag_min <= column - row <= diag_max``, ``column < num_cols``, ``row < num_rows``.
 
-    A bound is kept once, for the first strip, and strip i compares it with the constant 8 * i: a mask
-    built from whole-tile iotas has the compiler keep a register per column across the loop.
+    A bound is kept once, for the first strip, and strip i compares it with the constant 8 * i: a
+    mask built from whole-tile iotas has the compiler keep a register per column across the loop.
     """
-    rows, cols = x.shape
+    rows = x.shape[0]
     row, col = _iota(rows, 0), _iota(rows, 1)
     out = []
     for i, strip in enumerate(strips(x)):
@@ -84,3 +87,8 @@ def _exp2_cubic(x: jax.Array) -> jax.Array:
     y = ((0.05517141 * fraction + 0.24261075) * fraction + 0.69326099) * fraction + 0.9999281
     exponent = lax.shift_left(lax.bitcast_convert_type(shifted, jnp.int32), 23)
     return lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.int32) + exponent, jnp.float32)
+
+
+def soft_cap(s: jax.Array, scale: float, cap: float) -> jax.Array:
+    """``cap * tanh(scale * s / cap)``, by ex2: the hardware's tanh is good to 2**-11 only."""
+    return cap - (2.0 * cap) / (jnp.exp2(s * (2.0 * LOG2E * scale / cap)) + 1.0)

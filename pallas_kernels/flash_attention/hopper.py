@@ -1,0 +1,145 @@
+"""Attention on Hopper GPUs: what these kernels take, and the calls the gradient rule makes.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import UnsupportedError
+
+from . import hopper_backward, hopper_forward
+from .hopper_config import (
+    SMEM_LIMIT_BYTES,
+    BackwardConfig,
+    ForwardConfig,
+    backward_config,
+    forward_config,
+)
+from .spec import AttentionMasks, AttentionSpec
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
+BACKWARD_WIDTHS = ("64/64", "96/96", "128/128")
+
+
+def unsupported(
+    spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
+) -> str | None:
+    """Why the forward kernel cannot compute this call; None if it can."""
+    H, Hv = q.shape[3], v.shape[3]
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes q={q.dtype} k={k.dtype} v={v.dtype} are not all bfloat16 or all float16"
+    widths = f"{H}/{Hv}"
+    if widths not in WIDTHS:
+        return f"head widths {widths} of query and value are none of {', '.join(WIDTHS)}"
+    if masks.bias is not None:
+        return "an additive bias is not implemented in these kernels"
+    if spec.scale <= 0:
+        return f"scale={spec.scale} is not positive, so the largest score is not the largest logit"
+    if min(q.shape[1], k.shape[1]) == 0:
+        return f"lengths T={q.shape[1]} S={k.shape[1]} leave nothing to load"
+    return None
+
+
+def unsupported_backward(
+    spec: AttentionSpec,
+    masks: AttentionMasks,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    deterministic: bool,
+) -> str | None:
+    """Why the backward kernels cannot differentiate this call; None if they can."""
+    reason = unsupported(spec, masks, q, k, v)
+    if reason is not None:
+        return reason
+    H, Hv = q.shape[3], v.shape[3]
+    if deterministic:
+        return "the deterministic backward is not part of this version"
+    if f"{H}/{Hv}" not in BACKWARD_WIDTHS:
+        return f"head widths {H}/{Hv} are none of {', '.join(BACKWARD_WIDTHS)}"
+    return None
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    *,
+    spec: AttentionSpec,
+    config: ForwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """out [B, T, N, Hv] in q's dtype and logsumexp float32 [B, T, N].
+
+    Raises:
+        UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
+    """
+    reason = unsupported(spec, masks, q, k, v)
+    config = config or forward_config(q.shape[3], v.shape[3])
+    used = config.smem_bytes(q.shape[3], v.shape[3])
+    if reason is None and used > SMEM_LIMIT_BYTES:
+        reason = f"{config} takes {used} bytes of shared memory, and a block has {SMEM_LIMIT_BYTES}"
+    if reason is not None:
+        raise UnsupportedError(f"Hopper attention: {reason}")
+    return hopper_forward.forward(q, k, v, masks, spec=spec, config=config)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    deterministic: bool,
+    config: BackwardConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of q, k, v, and of the sinks where the call has them.
+
+    Args:
+        q, k, v, masks, spec: as in the forward.
+        out, lse: what the forward returned.
+        d_out, d_lse: cotangents of both; None for a logsumexp nobody used.
+        deterministic: dQ summed in a fixed order, so that a repeated call returns the same bits.
+        config: tiles; the table's where None.
+
+    Raises:
+        UnsupportedError: ``unsupported_backward`` has a reason, or the tiles exceed shared memory.
+    """
+    reason = unsupported_backward(spec, masks, q, k, v, deterministic=deterministic)
+    config = config or backward_config(q.shape[3], v.shape[3])
+    used = config.smem_bytes(q.shape[3], v.shape[3])
+    if reason is None and used > SMEM_LIMIT_BYTES:
+        reason = f"{config} takes {used} bytes of shared memory, and a block has {SMEM_LIMIT_BYTES}"
+    if reason is not None:
+        raise UnsupportedError(f"Hopper attention backward: {reason}")
+    dq, dk, dv = hopper_backward.backward(
+        q, k, v, masks, out, lse, d_out, d_lse, spec=spec, config=config
+    )
+    assert dq is not None  # with_dq is left True
+    d_sinks = None
+    if masks.sinks is not None:
+        d_sinks = sink_gradient(masks.sinks, out, lse, d_out, d_lse)
+    return dq, dk, dv, d_sinks
+
+
+def sink_gradient(
+    sinks: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+) -> jax.Array:
+    """A sink is a key with no value: its score's gradient is -P delta, summed over queries."""
+    delta = jnp.einsum("btnh,btnh->btn", out.astype(jnp.float32), d_out.astype(jnp.float32))
+    if d_lse is not None:
+        delta = delta - d_lse
+    return -(jnp.exp(sinks.astype(jnp.float32) - lse) * delta).sum(axis=(0, 1))
