@@ -1,7 +1,6 @@
 """How a decoder runs, as opposed to what it is: one value handed to every layer."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -30,9 +29,26 @@ class Attend(Protocol):
         ...
 
 
-def _unconstrained(x: jax.Array, dims: Dims) -> jax.Array:
-    del dims
-    return x
+class Constrain(Protocol):
+    """Where activations lie."""
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that the batch dim is spread over."""
+        ...
+
+    def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """x, placed as a tensor of these dims."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Anywhere:
+    batch_shards: int = 1
+
+    def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
+        del dims
+        return x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,5 +61,5 @@ class Execution:
 
     policy: Policy = POLICIES[PolicyName.FP32]
     attend: Attend = attention
-    constrain: Callable[[jax.Array, Dims], jax.Array] = _unconstrained
+    constrain: Constrain = _Anywhere()
     remat: Remat = Remat.NONE

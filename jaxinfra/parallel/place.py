@@ -4,7 +4,6 @@ shardings here and nowhere else.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,13 +83,25 @@ class Placement:
             transform_non_params=lambda _: self.replicated,
         )
 
-    def constraint(self) -> Callable[[jax.Array, Dims], jax.Array]:
+    def constraint(self) -> "ActivationPlacement":
         """What ``Execution.constrain`` should be on this mesh."""
+        return ActivationPlacement(self)
 
-        def constrain(x: jax.Array, dims: Dims) -> jax.Array:
-            return jax.lax.with_sharding_constraint(x, self.sharding(dims))
 
-        return constrain
+@dataclasses.dataclass(frozen=True, eq=False)
+class ActivationPlacement:
+    """Places activations inside a traced function; equal to itself only, as layers hash it."""
+
+    placement: Placement
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that the batch dim is spread over."""
+        return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(BATCH))
+
+    def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """x, constrained to the sharding that the rules give these dims."""
+        return jax.lax.with_sharding_constraint(x, self.placement.sharding(dims))
 
 
 def path_name(path: Any) -> str:

@@ -60,6 +60,7 @@ def batch_loss(
             batch.weights,
             z_loss=z_loss,
             logit_soft_cap=model.config.logit_soft_cap,
+            batch_shards=model.execution.constrain.batch_shards,
         )
 
 

@@ -37,6 +37,7 @@ def linear_cross_entropy(
     logit_soft_cap: float | None = None,
     implementation: str = "auto",
     chunk_bytes: int | None = None,
+    batch_shards: int = 1,
 ) -> CrossEntropySums:
     """Weighted cross entropy of ``hidden table^T`` against targets, without keeping the logits.
 
@@ -51,7 +52,10 @@ def linear_cross_entropy(
         z_loss: weight of lse^2 (PaLM, arXiv 2204.02311, section 5).
         logit_soft_cap: logits become cap * tanh(logits / cap) (Gemma-2).
         implementation: "auto" and "xla" are chunked; "reference" materializes.
-        chunk_bytes: most fp32 logits at a time; by default 2 MiB on a CPU, 1 GiB elsewhere.
+        chunk_bytes: most fp32 logits of a shard at a time; by default 2 MiB on a CPU, 1 GiB
+            elsewhere.
+        batch_shards: devices that the batch dim is spread over. The table's gradient is summed
+            apart for each, so that it is communicated once and not once a chunk.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
@@ -64,6 +68,10 @@ def linear_cross_entropy(
     for name, array in (("targets", targets), ("weights", weights)):
         if array.shape != (batch, length):
             raise InputError(f"{name} has shape {array.shape}; hidden asks for {(batch, length)}")
+    if batch_shards < 1 or batch % batch_shards:
+        raise InputError(
+            f"batch_shards={batch_shards} does not divide a batch of {batch}; shards are equal"
+        )
     if weights.dtype != jnp.float32:
         raise InputError(f"weights are {weights.dtype}; they must be float32, as the sums are")
     if implementation == "reference":
@@ -78,7 +86,10 @@ def linear_cross_entropy(
             weights,
             z_loss=z_loss,
             logit_soft_cap=logit_soft_cap,
-            num_chunks=_num_chunks(batch, length, table.shape[0], chunk_bytes=chunk_bytes),
+            chunk_length=_chunk_length(
+                batch // batch_shards, length, table.shape[0], chunk_bytes=chunk_bytes
+            ),
+            batch_shards=batch_shards,
         )
     else:
         raise InputError(
@@ -87,9 +98,9 @@ def linear_cross_entropy(
     return CrossEntropySums(*sums)
 
 
-def _num_chunks(batch: int, length: int, vocab: int, *, chunk_bytes: int | None) -> int:
-    """The fewest equal chunks of positions whose fp32 logits fit the bound."""
+def _chunk_length(rows: int, length: int, vocab: int, *, chunk_bytes: int | None) -> int:
+    """Positions a chunk: the fewest chunks whose fp32 logits fit the bound, of even length."""
     if chunk_bytes is None:
         chunk_bytes = _CHUNK_BYTES.get(jax.default_backend(), _ACCELERATOR_CHUNK_BYTES)
-    needed = -(-batch * length * vocab * 4 // chunk_bytes)
-    return next(n for n in range(min(max(needed, 1), length), length + 1) if length % n == 0)
+    num_chunks = min(max(-(-rows * length * vocab * 4 // chunk_bytes), 1), length)
+    return -(-length // num_chunks)

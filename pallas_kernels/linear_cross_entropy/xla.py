@@ -4,7 +4,12 @@ The loss is a sum, so its gradient is known up to one scalar as soon as the logi
 pass of a differentiated call computes both gradients chunk by chunk and the backward pass only
 scales them. Three matmuls instead of four, and no logits kept.
 
-Dims: B batch, C position within a chunk, D model width, V vocabulary.
+Every sum over the batch is kept apart for each of its shards until the last chunk. Were it one sum,
+a batch spread over devices would be communicated in every turn of the loop: the table's gradient
+once a chunk.
+
+Dims: B batch, Z shard of the batch, b row within a shard, T position, C position within a chunk,
+D model width, V vocabulary.
 """
 
 import functools
@@ -19,7 +24,8 @@ from pallas_kernels.common.dot import einsum_f32
 class _Static(NamedTuple):
     z_loss: float
     logit_soft_cap: float | None
-    num_chunks: int
+    chunk_length: int
+    batch_shards: int
 
 
 def linear_cross_entropy_xla(
@@ -30,13 +36,15 @@ def linear_cross_entropy_xla(
     *,
     z_loss: float,
     logit_soft_cap: float | None,
-    num_chunks: int,
+    chunk_length: int,
+    batch_shards: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference, in ``num_chunks`` equal chunks of positions (T must be a multiple).
+    """As the reference, ``chunk_length`` positions at a time, the last chunk padded.
 
-    The second result carries no gradient. The table's gradient is summed in fp32.
+    The second result carries no gradient. The table's gradient is summed in fp32. B must be a
+    multiple of ``batch_shards``.
     """
-    static = _Static(z_loss, logit_soft_cap, num_chunks)
+    static = _Static(z_loss, logit_soft_cap, chunk_length, batch_shards)
     return _loss(static, hidden_BTD, table_VD, targets_BT, weights_BT)
 
 
@@ -45,31 +53,34 @@ def _loss(static, hidden_BTD, table_VD, targets_BT, weights_BT):
     table = table_VD.astype(hidden_BTD.dtype)
 
     def chunk(sums, operands):
-        total, nll, _ = _chunk_loss(static, table, *operands)
-        return (sums[0] + total, sums[1] + nll), None
+        total_Z, nll_Z, _ = _chunk_loss(static, table, *operands)
+        return (sums[0] + total_Z, sums[1] + nll_Z), None
 
-    zero = jnp.zeros((), jnp.float32)
+    zero_Z = jnp.zeros(static.batch_shards, jnp.float32)
     chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
-    return jax.lax.scan(chunk, (zero, zero), chunks)[0]
+    total_Z, nll_Z = jax.lax.scan(chunk, (zero_Z, zero_Z), chunks)[0]
+    return jnp.sum(total_Z), jnp.sum(nll_Z)
 
 
 def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
     table = table_VD.astype(hidden_BTD.dtype)
 
     def chunk(sums, operands):
-        total, nll, d_logits_BCV = _chunk_loss(static, table, *operands)
-        hidden_BCD = operands[0]
-        d_hidden_BCD = einsum_f32("BCV,VD->BCD", d_logits_BCV, table).astype(hidden_BCD.dtype)
-        d_table = sums[2] + einsum_f32("BCV,BCD->VD", d_logits_BCV, hidden_BCD)
-        return (sums[0] + total, sums[1] + nll, d_table), d_hidden_BCD
+        total_Z, nll_Z, d_logits_ZbCV = _chunk_loss(static, table, *operands)
+        hidden_ZbCD = operands[0]
+        d_hidden_ZbCD = einsum_f32("ZbCV,VD->ZbCD", d_logits_ZbCV, table)
+        d_table_ZVD = sums[2] + einsum_f32("ZbCV,ZbCD->ZVD", d_logits_ZbCV, hidden_ZbCD)
+        sums = (sums[0] + total_Z, sums[1] + nll_Z, d_table_ZVD)
+        return sums, d_hidden_ZbCD.astype(hidden_ZbCD.dtype)
 
-    zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros(table_VD.shape, jnp.float32))
+    zero_Z = jnp.zeros(static.batch_shards, jnp.float32)
+    start = (zero_Z, zero_Z, jnp.zeros((static.batch_shards, *table_VD.shape), jnp.float32))
     chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
-    (total, nll, d_table), d_hidden = jax.lax.scan(chunk, start, chunks)
-    d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden_BTD.shape)
+    (total_Z, nll_Z, d_table_ZVD), d_hidden = jax.lax.scan(chunk, start, chunks)
+    d_hidden_BTD = _join(d_hidden, like=hidden_BTD)
     like = jnp.zeros((0,), table_VD.dtype)
-    return (total, nll), (d_hidden_BTD, d_table, like, weights_BT)
+    sums = jnp.sum(total_Z), jnp.sum(nll_Z)
+    return sums, (d_hidden_BTD, jnp.sum(d_table_ZVD, axis=0), like, weights_BT)
 
 
 def _backward(static, residuals, cotangents):
@@ -85,31 +96,44 @@ _loss.defvjp(_forward, _backward)
 
 
 def _split(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] to [num_chunks, B, C, ...]: batch stays whole, so it may stay sharded."""
-    return tuple(
-        jnp.moveaxis(x.reshape(x.shape[0], static.num_chunks, -1, *x.shape[2:]), 1, 0)
-        for x in arrays
-    )
+    """[B, T, ...] to [chunks, Z, b, C, ...], padded with zeros: a weight of 0 does not count."""
+
+    def split(x: jax.Array) -> jax.Array:
+        length, chunk = x.shape[1], static.chunk_length
+        if length % chunk:
+            x = jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(static.batch_shards, -1, x.shape[1] // chunk, chunk, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0)
+
+    return tuple(split(x) for x in arrays)
 
 
-def _chunk_loss(static: _Static, table, hidden_BCD, targets_BC, weights_BC):
-    """Both sums of one chunk, and the gradient of the first by the raw logits."""
-    logits_BCV = einsum_f32("BCD,VD->BCV", hidden_BCD, table)
-    slope_BCV = None
+def _join(chunks_ZbCD: jax.Array, *, like: jax.Array) -> jax.Array:
+    """Undoes ``_split`` for one array."""
+    batch, length, width = like.shape
+    return jnp.moveaxis(chunks_ZbCD, 0, 2).reshape(batch, -1, width)[:, :length]
+
+
+def _chunk_loss(static: _Static, table, hidden_ZbCD, targets_ZbC, weights_ZbC):
+    """Both sums of one chunk by shard, and the gradient of the first by the raw logits."""
+    logits_ZbCV = einsum_f32("ZbCD,VD->ZbCV", hidden_ZbCD, table)
+    slope_ZbCV = None
     if static.logit_soft_cap is not None:
-        ratio_BCV = jnp.tanh(logits_BCV / static.logit_soft_cap)
-        logits_BCV = static.logit_soft_cap * ratio_BCV
-        slope_BCV = 1.0 - ratio_BCV**2
-    lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    is_target_BCV = jnp.arange(logits_BCV.shape[-1])[None, None, :] == targets_BC[..., None]
-    target_BC = jnp.sum(jnp.where(is_target_BCV, logits_BCV, 0.0), axis=-1)
-    nll_BC = lse_BC - target_BC
-    total = jnp.sum(weights_BC * (nll_BC + static.z_loss * lse_BC**2))
+        ratio_ZbCV = jnp.tanh(logits_ZbCV / static.logit_soft_cap)
+        logits_ZbCV = static.logit_soft_cap * ratio_ZbCV
+        slope_ZbCV = 1.0 - ratio_ZbCV**2
+    lse_ZbC = jax.nn.logsumexp(logits_ZbCV, axis=-1)
+    ids_V = jnp.expand_dims(jnp.arange(logits_ZbCV.shape[-1]), (0, 1, 2))
+    is_target_ZbCV = ids_V == targets_ZbC[..., None]
+    target_ZbC = jnp.sum(jnp.where(is_target_ZbCV, logits_ZbCV, 0.0), axis=-1)
+    nll_ZbC = lse_ZbC - target_ZbC
+    total_Z = jnp.sum(weights_ZbC * (nll_ZbC + static.z_loss * lse_ZbC**2), axis=(1, 2))
+    nll_Z = jnp.sum(weights_ZbC * nll_ZbC, axis=(1, 2))
 
-    probability_BCV = jnp.exp(logits_BCV - lse_BC[..., None])
-    row_BC = 1.0 + 2.0 * static.z_loss * lse_BC
-    d_logits_BCV = probability_BCV * row_BC[..., None] - is_target_BCV.astype(jnp.float32)
-    d_logits_BCV = weights_BC[..., None] * d_logits_BCV
-    if slope_BCV is not None:
-        d_logits_BCV = d_logits_BCV * slope_BCV
-    return total, jnp.sum(weights_BC * nll_BC), d_logits_BCV.astype(hidden_BCD.dtype)
+    probability_ZbCV = jnp.exp(logits_ZbCV - lse_ZbC[..., None])
+    row_ZbC = 1.0 + 2.0 * static.z_loss * lse_ZbC
+    d_logits_ZbCV = probability_ZbCV * row_ZbC[..., None] - is_target_ZbCV.astype(jnp.float32)
+    d_logits_ZbCV = weights_ZbC[..., None] * d_logits_ZbCV
+    if slope_ZbCV is not None:
+        d_logits_ZbCV = d_logits_ZbCV * slope_ZbCV
+    return total_Z, nll_Z, d_logits_ZbCV.astype(hidden_ZbCD.dtype)

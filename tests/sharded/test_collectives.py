@@ -1,5 +1,6 @@
 """The communication each parallelism is known by, read from compiled programs."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -69,7 +70,7 @@ def test_tensor_parallel_all_reduces_once_a_half_block():
     (rows,) = in_scope(forward(found), "jvp(embedding)")
     assert (rows.shape, rows.times) == (ACTIVATION, 1)
     per_token = [each for each in in_scope(found, "loss", "reduce") if each.shape]
-    assert Counter(each.shape for each in per_token) == {(8, 16): 3}
+    assert Counter(each.shape[-2:] for each in per_token) == {(8, 16): 3}
     assert CONFIG.vocab_size not in {size for each in found for size in each.shape}
 
 
@@ -94,3 +95,19 @@ def test_tensor_and_fully_sharded_compose():
             each for each in in_scope(forward(found), "layer", half) if each.kind == "all-reduce"
         ]
         assert [(each.shape[1:], each.times) for each in reduced] == [(ACTIVATION[1:], LAYERS)]
+
+
+def test_table_gradient_is_reduced_once_not_once_a_chunk():
+    """The loss runs in two chunks of positions here; summed as one array over the batch, the
+    table's gradient would be communicated in each.
+    """
+    config = dataclasses.replace(CONFIG, vocab_size=16_384, tie_embeddings=False)
+    built = build(config, mesh=MeshConfig(replica=4, fsdp=2), sequence_length=64)
+    assert built.model.execution.constrain.batch_shards == 8
+    batch = packed_batch(length=64)
+    compiled = built.step.lower(jax.eval_shape(built.initialize), batch).compile()
+    in_loss = in_scope(collectives(compiled), "loss")
+    scalars = [each.times for each in in_loss if not each.shape]
+    assert set(scalars) == {1}, "sums over the batch are communicated at the end, too"
+    table = [each for each in in_loss if config.vocab_size in each.shape]
+    assert [(each.kind, each.times) for each in table] == [("all-reduce", 1)]

@@ -30,7 +30,6 @@ MESHES = {
     "fsdp2-tensor4": MeshConfig(fsdp=2, tensor=4),
     "replica2-fsdp2-tensor2": MeshConfig(replica=2, fsdp=2, tensor=2),
     "tensor2": MeshConfig(tensor=2),
-    "replica2-fsdp4": MeshConfig(replica=2, fsdp=4),
 }
 CASES = {
     "tied": (llama_like, {"z_loss": 0.01}),

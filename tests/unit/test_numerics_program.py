@@ -45,20 +45,24 @@ def equation(matmul: Matmul) -> str:
     return matmul.scope.split("/")[-2]
 
 
+def is_weight_gradient(matmul: Matmul) -> bool:
+    """Whether the result has no batch dim left, neither B nor the loss's b."""
+    return not set("Bb") & set(equation(matmul).partition("->")[2])
+
+
 def wrong_matmuls(found: list[Matmul], compute: str) -> list[Matmul]:
     """Matmuls whose operands are not in ``compute``, whose sums are not pinned to fp32, that round
-    a weight's gradient (the result has no batch dim left), or that autodiff wrote: its scope
+    a weight's gradient, or that autodiff wrote: its scope
     ``transpose(jvp(BTD,DF->BTF))`` is no equation, and it rounds weights' gradients.
     """
 
     def right(matmul: Matmul) -> bool:
-        is_weight_gradient = "B" not in equation(matmul).partition("->")[2]
         return (
             re.fullmatch(r"\w+,\w+->\w+", equation(matmul)) is not None
             and matmul.lhs == matmul.rhs == compute
             and matmul.accumulator == "f32"
             and matmul.result in (compute, "f32")
-            and (matmul.result == "f32" or not is_weight_gradient)
+            and (matmul.result == "f32" or not is_weight_gradient(matmul))
         )
 
     return [matmul for matmul in found if not right(matmul)]
@@ -76,7 +80,7 @@ def test_every_matmul_of_a_step_is_what_the_policy_says(make, policy):
     found = matmuls(lowered)
     forward, projections, blocks = SIZES[make]
     assert len(found) == blocks * (forward + 2 * projections + 5) + 3
-    weight_gradients = [m for m in found if "B" not in equation(m).partition("->")[2]]
+    weight_gradients = [matmul for matmul in found if is_weight_gradient(matmul)]
     assert len(weight_gradients) == blocks * projections + 1
     assert not wrong_matmuls(found, COMPUTE[policy])
     assert not opaque_operations(lowered), "a library call may hide a matmul"
