@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.presets import models, runs
+from jaxinfra.config.presets import gemma, mistral, models, qwen, runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError, nearest
 
@@ -17,6 +17,8 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         models.llama2_70b,
         models.llama3_8b,
         models.llama3_70b,
+        models.llama31_8b,
+        models.llama31_70b,
         models.llama3_405b,
         models.llama32_1b,
         models.llama32_3b,
@@ -24,6 +26,27 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         models.gpt2_medium,
         models.gpt2_large,
         models.gpt2_xl,
+        mistral.mistral_7b,
+        mistral.mistral_7b_v03,
+        mistral.phi3_mini_4k,
+        mistral.phi3_medium_4k,
+        mistral.phi4,
+        qwen.qwen25_05b,
+        qwen.qwen25_15b,
+        qwen.qwen25_3b,
+        qwen.qwen25_7b,
+        qwen.qwen25_14b,
+        qwen.qwen25_32b,
+        qwen.qwen25_72b,
+        qwen.qwen3_06b,
+        qwen.qwen3_17b,
+        qwen.qwen3_4b,
+        qwen.qwen3_8b,
+        qwen.qwen3_14b,
+        qwen.qwen3_32b,
+        gemma.gemma2_2b,
+        gemma.gemma2_9b,
+        gemma.gemma2_27b,
     )
 }
 _RUNS: dict[str, Callable[[], RunConfig]] = {"tiny": runs.tiny, "small": runs.small}

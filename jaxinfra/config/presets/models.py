@@ -1,5 +1,7 @@
 """Model shapes. A preset is a function; a variant is ``dataclasses.replace`` on its result."""
 
+import dataclasses
+
 from jaxinfra.config.model import (
     AttentionConfig,
     BlockConfig,
@@ -62,6 +64,16 @@ def llama3_8b() -> ModelConfig:
 def llama3_70b() -> ModelConfig:
     """Llama-3-70B: 70,553,706,496 parameters."""
     return _llama3(model_dim=8192, num_layers=80, heads=(64, 8), hidden_dim=28_672)
+
+
+def llama31_8b() -> ModelConfig:
+    """Llama-3.1-8B: 8,030,261,248 parameters."""
+    return _long(llama3_8b(), factor=8.0)
+
+
+def llama31_70b() -> ModelConfig:
+    """Llama-3.1-70B and Llama-3.3-70B: 70,553,706,496 parameters."""
+    return _long(llama3_70b(), factor=8.0)
 
 
 def llama3_405b() -> ModelConfig:
@@ -128,6 +140,17 @@ def _llama31_scaling(factor: float) -> Llama3Scaling:
         low_frequency_factor=1.0,
         high_frequency_factor=4.0,
         original_max_positions=8192,
+    )
+
+
+def _long(config: ModelConfig, *, factor: float) -> ModelConfig:
+    (block,) = config.blocks
+    rope = RopeConfig(theta=500_000.0, scaling=_llama31_scaling(factor))
+    attention = dataclasses.replace(block.attention, rope=rope)
+    return dataclasses.replace(
+        config,
+        max_positions=131_072,
+        blocks=(dataclasses.replace(block, attention=attention),),
     )
 
 

@@ -36,6 +36,12 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("cross_attention_hidden_size", (None,), "cross-attention is not supported"),
     ("tie_encoder_decoder", (False,), "only decoders are supported"),
     ("pruned_heads", ({}, None), "heads cannot be pruned"),
+    # Of some architectures only, and named by others to say no.
+    ("attention_bias", (False, None), "this architecture has no such bias"),
+    ("mlp_bias", (False, None), "this architecture has no such bias"),
+    ("sliding_window", (None,), "this architecture has no windows"),
+    ("use_sliding_window", (False, None), "this architecture has no windows"),
+    ("rope_scaling", (None,), "this architecture has no rotary embedding"),
 )
 
 
@@ -103,7 +109,8 @@ class Keys:
     def finish(self, neutral: Collection[str] = NEUTRAL) -> None:
         """Refuses keys that were not read and are not known to be without effect."""
         for name, allowed, reason in _PLAIN:
-            self.expect(name, allowed, reason)
+            if name not in self._read:
+                self.expect(name, allowed, reason)
         unknown = sorted(set(self._values) - self._read - set(neutral))
         if unknown:
             listed = ", ".join(f"{name}={self._values[name]!r}" for name in unknown)
