@@ -110,6 +110,10 @@ class NormConfig:
     bias: bool = False
     scale_offset: float = 0.0  # Gemma multiplies by (1 + scale): 1.0
 
+    def __post_init__(self) -> None:
+        if self.epsilon <= 0.0:
+            raise ConfigError(f"norm epsilon={self.epsilon} must be positive: zeros divide by it")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionConfig:
@@ -139,9 +143,20 @@ class AttentionConfig:
             _check_rope(self.rope, head_dim=self.head_dim)
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window={self.window} must be at least 1 (a token sees itself)")
+        _check_cap(self.logit_soft_cap)
+
+
+def _check_cap(cap: float | None) -> None:
+    if cap is not None and cap <= 0.0:
+        raise ConfigError(f"logit_soft_cap={cap} must be positive, or none")
 
 
 def _check_rope(rope: RopeConfig, *, head_dim: int) -> None:
+    if rope.theta <= 1.0:
+        raise ConfigError(f"rope theta={rope.theta} must exceed 1: pairs turn at theta^(-2i/d)")
+    factor = getattr(rope.scaling, "factor", 1.0)
+    if factor < 1.0:
+        raise ConfigError(f"rope scaling factor={factor} must be at least 1: it lengthens contexts")
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
@@ -165,6 +180,10 @@ class MlpConfig:
     hidden_dim: int
     kind: MlpKind = MlpKind.SWIGLU
     bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_dim < 1:
+            raise ConfigError(f"mlp hidden_dim={self.hidden_dim} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +230,9 @@ class ModelConfig:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ConfigError(f"dropout_rate={self.dropout_rate} must lie in [0, 1)")
+        if self.init_std <= 0.0:
+            raise ConfigError(f"init_std={self.init_std} must be positive: zeros never learn")
+        _check_cap(self.logit_soft_cap)
 
     @property
     def num_groups(self) -> int:
