@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.checkpoint.model_directory import config_json
-from jaxinfra.checkpoint.sources import ParameterSource, assemble
+from jaxinfra.checkpoint.sources import ParameterSource, assemble_rows
 from jaxinfra.checkpoint.tensor_files import DTYPES
 from jaxinfra.checkpoint.tensor_writer import new_directory, write_tensor_files
 from jaxinfra.config.model import ModelConfig
@@ -22,7 +22,7 @@ from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path, from_hf_config, to_hf_config, weight_map
 from jaxinfra.models.hf.mapping import Tensor
 
-_PIECE_BYTES = 64 * 2**20
+_PIECE_BYTES = 64 * 2**20  # of a tensor in memory at a time
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -55,6 +55,7 @@ def write_ours(
     tokenizer_directory: Path,
     dtype: np.dtype | None,
     max_shard_bytes: int,
+    piece_bytes: int = _PIECE_BYTES,
 ) -> None:
     """Writes a model directory in our layout.
 
@@ -67,7 +68,7 @@ def write_ours(
     def pieces(name: str, kind: np.dtype) -> Iterator[np.ndarray]:
         shape = shapes[name]
         row_bytes = math.prod(shape[1:]) * source.dtype(name).itemsize
-        step = max(1, _PIECE_BYTES // row_bytes)
+        step = max(1, piece_bytes // row_bytes)
         whole = tuple(slice(0, size) for size in shape[1:])
         for start in range(0, shape[0], step):
             rows = slice(start, min(start + step, shape[0]))
@@ -95,6 +96,7 @@ def write_hf(
     tokenizer_directory: Path,
     dtype: np.dtype | None,
     max_shard_bytes: int,
+    piece_bytes: int = _PIECE_BYTES,
 ) -> None:
     """Writes a model directory in the layout of Hugging Face.
 
@@ -113,7 +115,8 @@ def write_hf(
     values[key] = kinds[vocabulary.name].name
 
     def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
-        yield cast(assemble(source, tensor), kinds[tensor.name], tensor.name)
+        for rows in assemble_rows(source, tensor, piece_bytes=piece_bytes):
+            yield cast(rows, kinds[tensor.name], tensor.name)
 
     with _filled(path, tokenizer_directory) as directory:
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")

@@ -5,7 +5,8 @@ is that slice and no more.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -192,3 +193,31 @@ def assemble(source: ParameterSource, tensor: Tensor) -> np.ndarray:
 
     parts = [part.layout.to_theirs(layer_of(part)) for part in tensor.parts]
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=tensor.fused_dim)
+
+
+def assemble_rows(
+    source: ParameterSource, tensor: Tensor, *, piece_bytes: int
+) -> Iterator[np.ndarray]:
+    """One of their tensors in pieces of whole rows, which hold about ``piece_bytes`` each."""
+    if tensor.fused_dim > 0 and len(tensor.parts) > 1:
+        yield assemble(source, tensor)  # every row has elements of all parts
+        return
+    for part in tensor.parts:
+        cut = part.layout.theirs[0][0]
+        size = part.layout.sizes[cut]
+        num_bytes = math.prod(part.layout.our_shape) * source.dtype(part.path).itemsize
+        step = max(1, piece_bytes * size // num_bytes)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            index = tuple(
+                slice(start, stop) if letter == cut else slice(0, part.layout.sizes[letter])
+                for letter in part.layout.ours
+            )
+            if part.layer is None:
+                ours = source.read(part.path, index)
+            else:
+                ours = source.read(part.path, (slice(part.layer, part.layer + 1), *index))[0]
+            layout = dataclasses.replace(
+                part.layout, sizes={**part.layout.sizes, cut: stop - start}
+            )
+            yield layout.to_theirs(ours)

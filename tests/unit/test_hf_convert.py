@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import jaxinfra
-from jaxinfra.checkpoint.conversion import cast, write_hf
+from jaxinfra.checkpoint.conversion import cast, write_hf, write_ours
 from jaxinfra.checkpoint.model_directory import read_model_directory
 from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.sources import LiveParameters
@@ -76,6 +76,28 @@ def test_there_and_back_is_bitwise(name, tmp_path):
     assert len(list(ours.glob("*.safetensors"))) > 1
     elements = [sum(x.size for x in tensors(path).values()) for path in (ours, back)]
     assert elements[0] == elements[1]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama_linear", "phi3", "qwen2"])
+def test_pieces_of_tensors_make_the_same_files(name, tmp_path):
+    """Rows of a few elements at a time, whatever a tensor's layout is."""
+    given = read_model_directory(GOLDEN / name)
+    definition = define_model(given.config, Execution())
+    options = dict(
+        hf=given.hf,
+        tokenizer_directory=GOLDEN / name,
+        dtype=None,
+        max_shard_bytes=10**9,
+    )
+    for piece_bytes in (300, 10**9):
+        path = tmp_path / str(piece_bytes)
+        write_ours(
+            given.open(definition), definition, path / "ours", piece_bytes=piece_bytes, **options
+        )
+        ours = read_model_directory(path / "ours").open(definition)
+        write_hf(ours, definition, path / "back", piece_bytes=piece_bytes, **options)
+        assert_same_tensors(tensors(path / "back"), tensors(GOLDEN / name))
+    assert_same_tensors(*(tensors(tmp_path / size / "ours") for size in ("300", "1000000000")))
 
 
 def test_ours_loads_as_theirs(tmp_path):
