@@ -154,23 +154,25 @@ def _check_cap(cap: float | None) -> None:
 def _check_rope(rope: RopeConfig, *, head_dim: int) -> None:
     if rope.theta <= 1.0:
         raise ConfigError(f"rope theta={rope.theta} must exceed 1: pairs turn at theta^(-2i/d)")
-    factor = getattr(rope.scaling, "factor", 1.0)
-    if factor < 1.0:
-        raise ConfigError(f"rope scaling factor={factor} must be at least 1: it lengthens contexts")
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ConfigError(
             f"rotary embedding of {rotary_dim} of head_dim={head_dim} elements (fraction="
             f"{rope.fraction}): it turns pairs, so the number must be even, positive and no larger"
         )
-    if isinstance(rope.scaling, LongRopeScaling):
+    scaling = rope.scaling
+    if isinstance(scaling, LongRopeScaling):
         for name in ("short_factors", "long_factors"):
-            count = len(getattr(rope.scaling, name))
+            count = len(getattr(scaling, name))
             if count != rotary_dim // 2:
                 raise ConfigError(
                     f"{name} has {count} entries; one for each of the {rotary_dim // 2} pairs "
                     "that are rotated is needed"
                 )
+    elif scaling is not None and scaling.factor < 1.0:
+        raise ConfigError(
+            f"rope scaling factor={scaling.factor} must be at least 1: it lengthens contexts"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
