@@ -13,8 +13,9 @@ from tolerance import assert_no_worse
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.sources import LiveParameters, assemble
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf import by_path, weight_map
-from jaxinfra.serving.generate import generate
+from jaxinfra.serving.generate import FinishReason, generate
 from jaxinfra.serving.sampling import GREEDY
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
@@ -117,3 +118,24 @@ def test_loss_and_gradients(name):
         got = assemble(ours, weights.tensors[each])
         plain, oracle = arrays[f"gradient32/{each}"], arrays[f"gradient64/{each}"]
         assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} gradient of {each}")
+
+
+def test_longrope_rows_end_where_they_would_cross_over():
+    """A prompt whose padded length is beyond the original context still counts as short."""
+    ids, original = golden("phi3_longrope")["ids"][0], 30
+    model = decoder("phi3_longrope")
+    tokens = list(generate(model, [ids[:17]], max_new_tokens=40, sampling=GREEDY))
+    assert [each.finish for each in tokens[-2:]] == [None, FinishReason.CONTEXT]
+    assert len(tokens) == original - 17 + 1
+    # Without a cache, a row at a time, every sequence is of one kind or the other by its length.
+    row = [*ids[:17].tolist(), *(each.token for each in tokens)][:original]
+    want = np.argmax(logits(model, np.array([row], np.int32))[0, 16:], axis=-1)
+    assert [each.token for each in tokens] == want.tolist()
+
+
+def test_longrope_prompts_of_both_kinds_do_not_share_a_batch():
+    ids = golden("phi3_longrope")["ids"]
+    with pytest.raises(ConfigError, match=r"\[5, 31\] tokens.*generate them apart"):
+        generate(
+            decoder("phi3_longrope"), [ids[0, :31], ids[1, :5]], max_new_tokens=2, sampling=GREEDY
+        )
