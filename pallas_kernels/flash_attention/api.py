@@ -3,6 +3,7 @@
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """
 
+import functools
 from typing import Literal, overload
 
 import jax
@@ -11,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import cudnn, reference
 from .dispatch import Call, choose
-from .implementations import IMPLEMENTATIONS, OUT_NAME, attend
+from .implementations import IMPLEMENTATIONS, OUT_NAME, attend, call_by_name
 from .sharding import vary_alike
 from .validate import check_qkv, make_masks, make_spec
 
@@ -157,12 +158,16 @@ def flash_attention(
         return_residual=return_residual,
     )
     chosen = choose(implementation, call)
+    query, key, value, masks = vary_alike((query, key, value, masks))
     if chosen == "cudnn":
-        return checkpoint_name(cudnn.attention(query, key, value, spec=spec), OUT_NAME)
+        # Its own gradient rule keeps its residuals, unnamed: only the output can be named here.
+        forward = functools.partial(cudnn.forward, spec=spec)
+        (out,) = call_by_name(forward, query, key, value, masks, results=("out",))
+        return checkpoint_name(out, OUT_NAME)
     if chosen == "reference":
-        out, lse = reference.forward(query, key, value, masks, spec=spec)
+        forward = functools.partial(reference.forward, spec=spec)
+        out, lse = call_by_name(forward, query, key, value, masks, results=("out", "lse"))
     else:
-        query, key, value, masks = vary_alike((query, key, value, masks))
         out, lse = attend(
             IMPLEMENTATIONS[chosen], backward == "split", spec, query, key, value, masks
         )

@@ -52,11 +52,17 @@ def unsupported(
     return next((reason for applies, reason in reasons if applies), None)
 
 
-def attention(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, spec: AttentionSpec
-) -> jax.Array:
-    """out [B, T, N, H]; the call must have passed ``unsupported``."""
-    return jax.nn.dot_product_attention(
+def forward(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    masks: AttentionMasks,
+    *,
+    spec: AttentionSpec,
+) -> tuple[jax.Array]:
+    """(out [B, T, N, H],), differentiable; the call must have passed ``unsupported``."""
+    del masks
+    out = jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
@@ -65,3 +71,4 @@ def attention(
         local_window_size=None if spec.left is None else (spec.left, 0),
         implementation="cudnn",
     )
+    return (out,)

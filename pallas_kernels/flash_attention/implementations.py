@@ -10,6 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from . import xla
+from .opaque import call_opaque
 from .sharding import Kernel, has_explicit_layout, over_explicit_axes
 from .spec import AttentionMasks, AttentionSpec
 
@@ -50,6 +51,38 @@ def call_traceable(
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
     return kernel(operands)
+
+
+def of_kernels(
+    forward: Callable[..., tuple[jax.Array, jax.Array]],
+    backward: Callable[..., tuple[jax.Array | None, ...]],
+) -> Implementation:
+    """An implementation by custom calls, which know no bias: their backward returns (dq, dk, dv,
+    d_sinks or None).
+    """
+
+    def backward_without_bias(*arrays, **options):
+        return (*backward(*arrays, **options), None)
+
+    return Implementation(forward=forward, backward=backward_without_bias, call=call_opaque)
+
+
+def call_by_name(
+    forward: Callable[..., tuple[jax.Array, ...]],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    *,
+    results: tuple[str, ...],
+) -> tuple[jax.Array, ...]:
+    """Calls a forward that JAX differentiates by itself."""
+
+    def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        (q, k, v), block_masks = _split(operands, 3)
+        return forward(q, k, v, block_masks)
+
+    return call_traceable(kernel, {"q": q, "k": k, "v": v, **_mask_arrays(masks)}, results)
 
 
 XLA = Implementation(forward=xla.forward, backward=xla.backward, call=call_traceable)

@@ -33,33 +33,33 @@ class Case:
     sinks: bool = False
     bias: tuple[int, ...] | None = None
     outliers: bool = False
-    dtypes: tuple[str, ...] = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)  # in the suite for CPUs; () leaves it to the GPU's
 
 
 _F16, _BF16, _BOTH = ("float16",), ("bfloat16",), ("float32", "bfloat16")
 _ALL = ("float32", "bfloat16", "float16")
 
 CASES = (
-    Case(name="full", dtypes=_ALL),
-    Case(name="causal", causal=True, dtypes=_ALL),
+    Case(name="full", dtypes=_F16),
+    Case(name="causal", N=8, causal=True, dtypes=_BOTH),
     Case(name="causal-more-keys", T=41, S=90, causal=True),
     Case(name="causal-more-queries", T=90, S=41, causal=True),  # the first 49 rows see nothing
     Case(name="decode", T=1, S=83, causal=True, dtypes=_BF16),
     Case(name="window", window=(13, 5)),
-    Case(name="window-left", window=(20, 0), T=100, S=100, dtypes=_BOTH),
+    Case(name="window-left", window=(20, 0), T=100, S=100, dtypes=_BF16),
     Case(name="window-open-left", window=(None, 7), T=60, S=85),
-    Case(name="window-open-right", window=(4, None)),
+    Case(name="window-open-right", window=(4, None), dtypes=()),
     Case(name="window-of-two", window=(1, 0), T=50, S=50),
-    Case(name="packed", segments=True, causal=True, dtypes=_BOTH),
+    Case(name="packed", segments=True, causal=True, dtypes=_BF16),
     Case(name="packed-cross", segments=True, T=60, S=85),
     Case(name="lengths", q_lengths=(77, 30), kv_lengths=(0, 55)),
-    Case(name="lengths-causal", q_lengths=(50, 77), kv_lengths=(33, 64), causal=True),
-    Case(name="soft-cap", cap=1.5),
+    Case(name="lengths-causal", q_lengths=(50, 77), kv_lengths=(33, 64), causal=True, dtypes=()),
+    Case(name="soft-cap", cap=1.5, dtypes=()),
     Case(name="soft-cap-causal", cap=30.0, causal=True, outliers=True, dtypes=_BF16),
     Case(name="sinks", sinks=True, causal=True, dtypes=_BF16),
     Case(name="sinks-empty-rows", sinks=True, kv_lengths=(0, 70)),
     Case(name="scale", scale=-0.7, causal=True),
-    Case(name="scale-zero", scale=0.0),
+    Case(name="scale-zero", scale=0.0, dtypes=()),
     Case(name="bias", bias=(2, 4, 77, 77)),
     Case(name="bias-broadcast", bias=(1, 4, 1, 77), causal=True, cap=5.0, dtypes=_BF16),
     Case(name="bias-of-queries", bias=(2, 1, 77, 1), segments=True),
@@ -68,7 +68,7 @@ CASES = (
     Case(name="everything", causal=True, window=(40, 3), segments=True, kv_lengths=(60, 77),
          q_lengths=(77, 66), cap=4.0, sinks=True, scale=0.2, T=61, S=77, N=6, dtypes=_ALL),
     Case(name="mha", N=3, K=3, causal=True),
-    Case(name="gqa-3", N=6, K=2, causal=True, dtypes=_BF16),
+    Case(name="gqa-3", N=6, K=2, causal=True, dtypes=()),
     Case(name="gqa-8", N=16, K=2, T=40, S=40, causal=True, dtypes=_F16),
     Case(name="mqa", N=5, K=1, causal=True),
     Case(name="width-80", H=80, V=80, causal=True, dtypes=_BF16),
@@ -90,7 +90,7 @@ def arguments(case: Case, dtype) -> tuple[dict, dict]:
         if case.outliers:
             # A few channels much larger than the rest, as trained models have.
             x = np.where(rng.random(shape[-1]) < 0.05, 8 * x, x)
-        return jnp.asarray(x).astype(dtype)
+        return jnp.asarray(x.astype(dtype))
 
     arrays = {"query": normal(B, T, N, H), "key": normal(B, S, K, H), "value": normal(B, S, K, V)}
     if case.sinks:
@@ -120,7 +120,7 @@ def cotangents(case: Case, dtype) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(1 + sum(map(ord, case.name)))
     d_out = rng.standard_normal((case.B, case.T, case.N, case.V), dtype=np.float32)
     d_lse = rng.standard_normal((case.B, case.T, case.N), dtype=np.float32)
-    return jnp.asarray(d_out).astype(dtype), jnp.asarray(d_lse)
+    return jnp.asarray(d_out.astype(dtype)), jnp.asarray(d_lse)
 
 
 def run(case: Case, dtype, *, residual: bool = True, **options) -> dict[str, jax.Array]:

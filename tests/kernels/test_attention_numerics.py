@@ -15,26 +15,32 @@ GRID = [
 ]
 
 
+def assert_the_formula(case, dtype, plain, oracle):
+    """The plain implementation must deserve its part in the bound of the others."""
+    if dtype == "float32":
+        # Two fp32 programs differ in the order of their sums alone, neither being the better one.
+        numpy, factor = cases.oracle(case, jnp.float32, dtype=np.float32), 4.0
+    else:
+        # The best there can be is the exact result, rounded: a few roundings of p and ds are more.
+        rounded = {name: x.astype(dtype) for name, x in oracle.items()}
+        numpy = {name: x.astype(plain[name].dtype) for name, x in rounded.items()}
+        factor = 16.0
+    assert_no_worse(plain, plain=numpy, oracle=oracle, what=f"reference {case.name}", factor=factor)
+
+
 @pytest.mark.parametrize(("case", "dtype"), GRID)
-def test_xla_is_as_accurate_as_the_formula(case, dtype, monkeypatch):
+def test_reference_and_xla(case, dtype, monkeypatch):
     plain, oracle = cases.expected(case, dtype)
+    assert_the_formula(case, dtype, plain, oracle)
     # Small chunks, so that these lengths make several, with a ragged last one.
     monkeypatch.setattr(xla, "MAX_CHUNK", 32)
     got = cases.run(case, jnp.dtype(dtype), implementation="xla")
     assert_no_worse(got, plain=plain, oracle=oracle, what=f"xla {case.name}")
 
 
-@pytest.mark.parametrize("name", ["causal-more-queries", "everything", "bias"])
+@pytest.mark.parametrize("name", ["causal-more-queries", "bias"])
 def test_xla_in_one_chunk(name):
     case = cases.NAMED[name]
     plain, oracle = cases.expected(case, "float32")
     got = cases.run(case, jnp.float32, implementation="xla")
     assert_no_worse(got, plain=plain, oracle=oracle, what=f"xla {name}")
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
-def test_the_formula_is_as_accurate_as_numpy(case):
-    got, oracle = cases.expected(case, "float32")
-    plain = cases.oracle(case, jnp.float32, dtype=np.float32)
-    # Two fp32 programs differ in the order of their sums alone, neither being the better one.
-    assert_no_worse(got, plain=plain, oracle=oracle, what=f"reference {case.name}", factor=4.0)

@@ -23,8 +23,11 @@ SPEC = AttentionSpec(scale=0.3, right=0)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("name", BOTH)
 def test_vmap_equals_a_loop(name, sinks):
-    keys = iter(jax.random.split(jax.random.key(0), 8))
-    normal = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
     masks = AttentionMasks(
         kv_lengths=jnp.asarray([[9, 20], [0, 15], [20, 1]]), sinks=normal(3, 4) if sinks else None
     )
@@ -33,11 +36,12 @@ def test_vmap_equals_a_loop(name, sinks):
     args += (normal(3, 2, 20, 4, 8), normal(3, 2, 20, 4))
     one = functools.partial(results, BOTH[name], SPEC)
     mapped = jit(jax.vmap(one, in_axes=(0, None, 0, 0, 0, 0)))(*args)
+    alone = jit(one)
     for i in range(3):
-        row = jax.tree.map(lambda x: x[i], (args[0], args[2], *args[3:]))  # noqa: B023
-        alone = jit(one)(row[0], args[1], *row[1:])
-        for got, want in zip(jax.tree.leaves(mapped), jax.tree.leaves(alone), strict=True):
-            np.testing.assert_allclose(got[i], want, atol=2e-6)
+        row = jax.tree.map(lambda x: np.asarray(x)[i], (args[0], args[2], *args[3:]))  # noqa: B023
+        wants = jax.tree.leaves(alone(row[0], args[1], *row[1:]))
+        for got, want in zip(jax.tree.leaves(mapped), wants, strict=True):
+            np.testing.assert_allclose(np.asarray(got)[i], want, atol=2e-6)
 
 
 def count_calls(jaxpr, name: str) -> int:
@@ -139,11 +143,28 @@ def test_hidden_tiles_are_not_computed():
 def test_lengths_of_zero():
     q, empty = jnp.ones((2, 5, 2, 8)), jnp.ones((2, 0, 2, 8))
     for implementation in ("xla", "reference"):
-        attention = functools.partial(
-            flash_attention, implementation=implementation, return_residual=True
+        attention = jit(
+            functools.partial(flash_attention, implementation=implementation, return_residual=True)
         )
         out, lse = attention(q, empty, empty)
         assert not out.any()
         assert jnp.isneginf(lse).all()
         out, lse = attention(empty, q, q)
         assert out.shape == empty.shape
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_portable_path_lowers_to_cuda(dtype):
+    """With its operands and accumulators in the program: a CPU has no F16_F16_F32 to test."""
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), dtype)
+
+    def loss(q, k, v):
+        return jnp.sum(flash_attention(q, k, v, implementation="xla").astype(jnp.float32))
+
+    lowered = jax.jit(jax.grad(loss)).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    kind = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert products
+    for line in products:
+        assert f"lhs_precision_type = {kind}, rhs_precision_type = {kind}" in line
+        assert "accumulation_type = f32" in line

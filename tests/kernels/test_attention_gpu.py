@@ -1,0 +1,74 @@
+"""The shared cases on a Hopper GPU: its kernels, cuDNN, and the portable path compiled for it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import UnsupportedError
+from pallas_kernels.common import device
+from tests.kernels import attention_cases as cases
+from tests.tolerance import assert_no_worse
+
+pytestmark = pytest.mark.gpu
+
+FLOAT16 = {"causal", "everything", "outliers", "gqa-8", "width-96"}
+GRID = [
+    pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+    for case in cases.CASES
+    for dtype in ("bfloat16", "float16")
+    if dtype == "bfloat16" or case.name in FLOAT16
+]
+BY_CUDNN = {"full", "causal", "window-left", "scale", "mha", "gqa-3", "gqa-8", "mqa", "width-80",
+            "width-96", "width-256"}  # fmt: skip
+PORTABLE = ("causal", "everything", "bias", "sinks-empty-rows", "mla")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hopper():
+    if device.compute_capability() != (9, 0):
+        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
+
+
+@pytest.mark.parametrize("backward", ["fused", "split"])
+@pytest.mark.parametrize(("case", "dtype"), GRID)
+def test_hopper(case, dtype, backward):
+    if case.bias is not None:
+        with pytest.raises(UnsupportedError, match="bias"):
+            cases.run(case, jnp.dtype(dtype), implementation="hopper")
+        return
+    plain, oracle = cases.expected(case, dtype)
+    got = cases.run(case, jnp.dtype(dtype), implementation="hopper", backward=backward)
+    assert_no_worse(got, plain=plain, oracle=oracle, what=f"hopper {case.name}")
+
+
+@pytest.mark.parametrize("name", ["causal", "gqa-8", "packed", "mla"])
+def test_split_backward_repeats_bit_for_bit(name):
+    first, second = (
+        cases.run(cases.NAMED[name], jnp.bfloat16, implementation="hopper", backward="split")
+        for _ in range(2)
+    )
+    for got, want in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_cudnn_is_exact_or_refuses(case):
+    def run():
+        return cases.run(case, jnp.bfloat16, residual=False, implementation="cudnn")
+
+    if case.name not in BY_CUDNN:
+        with pytest.raises(UnsupportedError):
+            run()
+        return
+    plain, oracle = cases.expected(case, "bfloat16", residual=False)
+    assert_no_worse(run(), plain=plain, oracle=oracle, what=f"cudnn {case.name}")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", PORTABLE)
+def test_xla(name, dtype):
+    case = cases.NAMED[name]
+    plain, oracle = cases.expected(case, dtype)
+    got = cases.run(case, jnp.dtype(dtype), implementation="xla")
+    assert_no_worse(got, plain=plain, oracle=oracle, what=f"xla {name}")
