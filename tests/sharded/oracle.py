@@ -6,12 +6,12 @@ score matrix is whole, layers are a Python loop. Only the names of parameters ar
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from scipy.special import erf
 
 from jaxinfra.config.model import BlockConfig, MlpKind, ModelConfig, NormConfig, NormKind
 from jaxinfra.config.optimizer import OptimizerConfig
@@ -159,7 +159,7 @@ def _cap(x, cap):
 
 def gelu(x: np.ndarray) -> np.ndarray:
     """x times the normal distribution's cumulative probability."""
-    return x * 0.5 * (1.0 + erf(x / np.sqrt(2.0)))
+    return x * 0.5 * (1.0 + np.vectorize(math.erf)(x / np.sqrt(2.0)))
 
 
 def clipped(gradients: Any, clip_norm: float | None) -> tuple[Any, float]:
