@@ -57,6 +57,10 @@ class TrainingConfig:
                 f"batch_size={self.batch_size} is not a multiple of accumulation="
                 f"{self.accumulation}; micro-batches are equal"
             )
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(
+                f"seed={self.seed} must lie in [0, 2^32): larger ones are not told apart"
+            )
         if self.z_loss < 0:
             raise ConfigError(f"z_loss={self.z_loss} must not be negative")
 
