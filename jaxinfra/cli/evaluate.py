@@ -10,6 +10,7 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import evaluate_run
+from jaxinfra.training.metrics import finite
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if result.step is None:
         del values["step"]
     if args.json:
-        print(json.dumps(values))
+        print(json.dumps(finite(values), allow_nan=False))
         return 0
     for name, value in values.items():
         print(f"{name:20s} {value:,.4f}" if isinstance(value, float) else f"{name:20s} {value:,}")

@@ -55,13 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxinfra: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    command = importlib.import_module(f"jaxinfra.cli.{name}")
-    parser = _Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
-    command.add_arguments(parser)
     try:
+        command = importlib.import_module(f"jaxinfra.cli.{name}")
+        parser = _Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
+        command.add_arguments(parser)
         return command.run(parser.parse_args(rest))
     except JaxinfraError as error:
-        print(f"jaxinfra {name}: {error}", file=sys.stderr)
+        # What it quotes of other libraries' errors may have line breaks.
+        print(f"jaxinfra {name}: {' '.join(str(error).splitlines())}", file=sys.stderr)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away; there is nobody to tell
     except OSError as error:

@@ -128,8 +128,10 @@ def user_cache() -> Path:
 
 
 def _report(directory: Path, summary: dict) -> None:
+    bits = summary["heldout_bits_per_byte"]
     print(
-        f"\nheld-out text, bits per byte: this model {summary['heldout_bits_per_byte']:.3f}, "
+        "\nheld-out text, bits per byte: this model "
+        f"{'not finite' if bits is None else format(bits, '.3f')}, "
         f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
     )
@@ -138,5 +140,10 @@ def _report(directory: Path, summary: dict) -> None:
     pieces = generate_text(
         load_run(directory), _SAMPLE_PROMPT, max_new_tokens=120, sampling=sampling, seed=0
     )
-    print(_SAMPLE_PROMPT + "".join(piece.text for piece in pieces))
+    print(_SAMPLE_PROMPT + "".join(_printable(piece.text) for piece in pieces))
     print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
+
+
+def _printable(text: str) -> str:
+    """What a model drew, without the control characters that would change a terminal's state."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

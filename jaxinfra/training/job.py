@@ -65,7 +65,9 @@ class Job:
 
 def keep_compiled_programs(cache_dir: Path) -> None:
     """A second start of the same program on the same devices reads it instead of compiling it."""
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir / "xla"))
+    directory = cache_dir / "xla"
+    directory.mkdir(parents=True, exist_ok=True)  # JAX itself would only warn where it cannot be
+    jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
 def make_job(config: RunConfig) -> Job:

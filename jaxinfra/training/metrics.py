@@ -4,14 +4,14 @@ import json
 import logging
 import math
 import os
+import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any, Self, final
 
-# Not SummaryWriter: it writes in a thread behind a bounded queue. On a full disk that thread dies,
-# and the training step that fills the queue waits for ever.
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore  (made at import)
+from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
 from jaxinfra.core.errors import CheckpointError
@@ -23,9 +23,9 @@ _LOG = logging.getLogger(__name__)
 class MetricsLog:
     """Appends one JSON line a record, handed to the system at once, and the values as events.
 
-    What is not a finite number is written as null: JSON has no NaN. Where a line cannot be written,
-    as on a full disk, it is kept in memory and tried again with the next one; ``close`` raises if
-    lines remain.
+    What is not a finite number is written as null: JSON has no NaN. What cannot be written, as on a
+    full disk, is kept in memory and tried again with the next record; ``close`` raises if lines
+    remain.
 
     Args:
         after_step: a resumed run repeats what came after this step, so later lines are dropped.
@@ -36,30 +36,35 @@ class MetricsLog:
         partial = file.with_name(file.name + ".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         partial.rename(file)
-        self._path = file
-        self._file = file.open("ab", buffering=0)
-        self._unwritten = b""
-        self._events = _Events(tensorboard, first_step=after_step + 1)
+        tensorboard.mkdir(exist_ok=True)
+        self._lines = _Appender(file)
+        # Not SummaryWriter: it writes in a thread behind a bounded queue. On a full disk the thread
+        # dies, and the step that fills the queue waits for ever.
+        name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}"
+        self._events = _Appender(tensorboard / name)
+        self._add_event(Event(file_version="brain.Event:2"))
+        # TensorBoard drops what an earlier session wrote from this step on.
+        self._add_event(Event(step=after_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: dict[str, Any]) -> None:
         """Adds a record; it must have a ``step``."""
         record = finite(record)
         self.records.append(record)
-        was_behind = bool(self._unwritten)
-        self._unwritten += json.dumps(record, allow_nan=False).encode() + b"\n"
-        error = self._catch_up()
-        if error is not None and not was_behind:
-            _LOG.warning(
-                "%s: %s; lines are kept in memory until they can be written",
-                self._path,
-                error.strerror,
-            )
-        self._events.write(record)
+        self._lines.append(json.dumps(record, allow_nan=False).encode() + b"\n")
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float):
+                self._add_event(Event(step=record["step"], summary=scalar(name, value)))
+
+    def _add_event(self, event: Event) -> None:
+        event.wall_time = time.time()
+        data = event.SerializeToString()
+        size = struct.pack("<Q", len(data))
+        sums = [struct.pack("<I", masked_crc32c(part)) for part in (size, data)]
+        self._events.append(size + sums[0] + data + sums[1])
 
     def sync(self) -> None:
         """Forces the lines to the disk: before a checkpoint, so that it never has fewer of them."""
-        if not self._unwritten:
-            os.fsync(self._file.fileno())
+        self._lines.sync()
 
     def find(self, name: str, *, step: int | None = None) -> dict[str, Any] | None:
         """The newest record with a value of that name (of that step)."""
@@ -72,21 +77,12 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes both logs; raises OSError if lines could not be written."""
-        error = self._catch_up()
-        self._file.close()
-        self._events.close()
-        if error is not None:
-            error.filename = str(self._path)
-            raise error
-
-    def _catch_up(self) -> OSError | None:
-        try:
-            while self._unwritten:
-                # Unbuffered: what a full disk took is counted, so that no half line is repeated.
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except OSError as error:
-            return error
-        return None
+        lost_events = self._events.close()
+        lost_lines = self._lines.close()
+        if lost_lines is not None:
+            raise lost_lines
+        if lost_events is not None:
+            _LOG.warning("%s: the last events are lost", lost_events)
 
     def __enter__(self) -> Self:
         return self
@@ -100,41 +96,40 @@ class MetricsLog:
 
 
 @final
-class _Events:
-    """TensorBoard's copy of the metrics: where it cannot be written, it ends with a warning."""
+class _Appender:
+    """A file to which what a full disk refuses is appended later, in order and once."""
 
-    def __init__(self, directory: Path, *, first_step: int):
-        directory.mkdir(exist_ok=True)
-        self._directory = directory
-        self._writer: EventsWriter | None = EventsWriter(str(directory / "events"))
-        # TensorBoard drops what an earlier session wrote from this step on.
-        self._add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+    def __init__(self, path: Path):
+        self._path = path
+        # Unbuffered: of every write it is known how much arrived.
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
-    def write(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._add(Event(step=record["step"], summary=scalar(name, value)))
+    def append(self, data: bytes) -> None:
+        was_waiting = bool(self._waiting)
+        self._waiting += data
+        error = self._catch_up()
+        if error is not None and not was_waiting:
+            _LOG.warning("%s; kept in memory until it can be written", error)
 
-    def close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            self._guard(writer.close)
+    def sync(self) -> None:
+        if not self._waiting:
+            os.fsync(self._file.fileno())
 
-    def _add(self, event: Event) -> None:
-        writer = self._writer
-        if writer is None:
-            return
-        event.wall_time = time.time()
-        if not (self._guard(lambda: writer.write_event(event)) and self._guard(writer.flush)):
-            self._writer = None  # the file ends in half an event: what followed could not be read
+    def close(self) -> OSError | None:
+        """Returns why something is lost, if something is."""
+        error = self._catch_up()
+        self._file.close()
+        return error
 
-    def _guard(self, work: Any) -> bool:
+    def _catch_up(self) -> OSError | None:
         try:
-            work()
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
-            _LOG.warning("%s: %s; no more TensorBoard events", self._directory, error.strerror)
-            return False
-        return True
+            error.filename = str(self._path)
+            return error
+        return None
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import functools
 import importlib
 import os
-import pty
 import resource
 import signal
 from collections.abc import Callable
@@ -38,11 +37,9 @@ def file_size_limit(num_bytes: int) -> Callable[[], None]:
     return functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, limits)
 
 
-def terminal() -> tuple[int, Callable[[], None]]:
-    """A terminal's reading end, and what makes its other end a process's standard output."""
-    reading, writing = pty.openpty()
-    name = os.ttyname(writing)
-    return reading, functools.partial(_write_to, name)
+def terminal(writing: int) -> Callable[[], None]:
+    """The standard output is this terminal, one end of ``pty.openpty()``."""
+    return functools.partial(_write_to, os.ttyname(writing))
 
 
 def _write_to(name: str) -> None:

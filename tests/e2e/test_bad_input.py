@@ -1,0 +1,257 @@
+"""Bad input: one line that names the value and the remedy, a non-zero exit, nothing overwritten."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from e2e.runs import Bench, metrics
+
+# What is wrong: the arguments of ``train`` after good ones, and words of the line it must give.
+SETTINGS = {
+    "preset": (["tinny"], ["unknown preset 'tinny'", "did you mean 'tiny'"]),
+    "option": (["--setp", "3"], ["unknown option '--setp'", "did you mean '--set'"]),
+    "setting": (["--set=training.step=3"], ["'training.step'", "did you mean 'steps'"]),
+    "no value": (["--set=training.steps"], ["'training.steps' has no value", "path=value"]),
+    "type": (["--set=training.steps=many"], ["'many' is a str, expected int", "steps"]),
+    "choice": (["--policy", "bf61"], ["'bf61'", "did you mean 'bf16'"]),
+    "no steps": (["--set=training.steps=0"], ["steps=0 must be at least 1"]),
+    "warm-up": (["--set=optimizer.warmup_steps=99"], ["warmup_steps=99 exceeds steps=20"]),
+    "sequence": (
+        ["--set=training.sequence_length=4096"],
+        ["4096", "max_positions=2048"],
+    ),
+    "seed": (["--seed", str(10**30)], ["seed", str(10**30)]),
+    "fraction": (["--set=data.heldout_fraction=2"], ["heldout_fraction=2", "(0, 1)"]),
+    "heads": (["--set=model.blocks.0.attention.num_q_heads=3"], ["num_q_heads=3", "multiple"]),
+    "micro-batch": (["--set=training.accumulation=3"], ["batch_size=8", "accumulation=3"]),
+    "axis": (["--mesh", "fdsp=2"], ["unknown mesh axis 'fdsp'", "did you mean 'fsdp'"]),
+    "axis size": (["--mesh", "fsdp=two"], ["'fsdp=two'", "whole size"]),
+    "devices": (["--mesh", "fsdp=4"], ["fsdp=4 needs 4 devices, 1 are here"]),
+    "unsharded": (["--mesh", "pipe=2"], ["pipe=2", "fsdp"]),
+    "batch": (["--mesh", "fsdp=3"], ["batch_size=8", "fsdp=3", "multiple of 3"]),
+    "tensor": (["--mesh", "tensor=3"], ["does not divide over tensor=3"]),
+    "tokenizer": (["--set=model.vocab_size=200"], ["vocab_size=200", "smaller tokenizer"]),
+    "tokenizer file": (
+        ["--set=data.tokenizer.kind=file", "--set=data.tokenizer.path=/no/tokenizer.json"],
+        ["/no/tokenizer.json"],
+    ),
+    "profile": (["--profile", "7"], ["--profile '7'", "START:STOP"]),
+    "profile order": (["--profile", "5:3"], ["--profile '5:3'", "START < STOP"]),
+    "profile beyond": (["--profile", "30:31"], ["30:31", "0:20", "within"]),
+    "no resume": (["--resume", "/no/run"], ["--resume", "no --run"]),
+    "cache": (["--cache", "/proc/cache"], ["/proc/cache"]),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings(bench, case):
+    wrong, words = SETTINGS[case]
+    arguments = bench.new("run")
+    if case == "preset":
+        arguments.remove("tiny")
+    assert_refused(bench, [*arguments, *wrong], words)
+    assert not (bench / "run").exists()
+
+
+def missing(place: Path) -> Path:
+    return place / "nowhere"
+
+
+def empty(place: Path) -> Path:
+    (place / "empty").mkdir()
+    return place / "empty"
+
+
+def binary(place: Path) -> Path:
+    empty(place)
+    for number in range(10):
+        (place / "empty" / f"{number}.txt").write_bytes(b"text\0\1\2")
+    return place / "empty"
+
+
+def without_text(place: Path) -> Path:
+    empty(place)
+    for number in range(10):
+        (place / "empty" / f"{number}.txt").touch()
+    return place / "empty"
+
+
+def one_document(place: Path) -> Path:
+    (place / "one.txt").write_text("a text")
+    return place / "one.txt"
+
+
+def not_json(place: Path) -> Path:
+    (place / "rows.jsonl").write_text('{"text": "good"}\nbad\n')
+    return place / "rows.jsonl"
+
+
+def unreadable(place: Path) -> Path:
+    """A link to what nobody can read from its start, whoever they are."""
+    empty(place)
+    for number in range(10):
+        (place / "empty" / f"{number}.txt").symlink_to("/proc/self/mem")
+    return place / "empty"
+
+
+DATA = {
+    missing: ["nowhere", "no such file or directory", "name a file"],
+    empty: ["empty", "holds no files", "name one"],
+    binary: [".txt", "not a text file", "remove it"],
+    without_text: ["empty", "no text in it"],
+    one_document: ["1 documents", "heldout_fraction=0.2", "change the fraction"],
+    not_json: ["rows.jsonl:2", "not a JSON line"],
+    unreadable: [".txt", "cannot be read", "Input/output error"],
+}
+
+
+@pytest.mark.parametrize("make", DATA, ids=lambda make: make.__name__)
+def test_data(bench, make):
+    source = make(bench.place)
+    assert_refused(bench, [*bench.new("run"), "--data", source], DATA[make])
+    # Corrected, the same command works: the directory is free again.
+    assert not (bench / "run").exists()
+
+
+def a_run(place: Path) -> Path:
+    (place / "run").mkdir()
+    (place / "run" / "config.json").write_text("precious")
+    return place / "run"
+
+
+def a_file(place: Path) -> Path:
+    (place / "run").write_text("precious")
+    return place / "run"
+
+
+def beneath_a_file(place: Path) -> Path:
+    (place / "run").write_text("precious")
+    return place / "run" / "below"
+
+
+def unwritable(place: Path) -> Path:
+    return Path("/proc/run")
+
+
+DIRECTORIES = {
+    a_run: ["not an empty directory", "--resume"],
+    a_file: ["not an empty directory", "name another"],
+    beneath_a_file: ["Not a directory", "run/below"],
+    unwritable: ["/proc/run", "No such file or directory", "check that path"],
+}
+
+
+@pytest.mark.parametrize("make", DIRECTORIES, ids=lambda make: make.__name__)
+def test_run_directory(bench, make):
+    directory = make(bench.place)
+    before = files(bench.place)
+    assert_refused(bench, [*bench.new("other"), "--run", directory], DIRECTORIES[make])
+    assert files(bench.place) == before
+
+
+def not_there(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def no_config(run: Path) -> None:
+    (run / "config.json").unlink()
+
+
+def not_a_config(run: Path) -> None:
+    (run / "config.json").write_text("{")
+
+
+def foreign_setting(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["training"]["stepz"] = 3
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def another_model(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["blocks"][0]["mlp"]["hidden_dim"] = 48
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def no_checkpoint(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+RUNS = {
+    ("train", not_there): ["no run directory", "jaxinfra train"],
+    ("train", no_config): ["no config.json"],
+    ("train", not_a_config): ["config.json is not JSON"],
+    ("train", foreign_setting): ["stepz"],
+    ("train", another_model): ["hidden_dim", "64", "48", "saved values"],
+    ("evaluate", not_there): ["no run directory"],
+    ("evaluate", not_a_config): ["config.json", "JSON"],
+    ("evaluate", another_model): ["hidden_dim", "64", "48"],
+    ("evaluate", no_checkpoint): ["no checkpoint"],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "spoil"), RUNS, ids=[f"{command}-{spoil.__name__}" for command, spoil in RUNS]
+)
+def test_runs(bench, whole, command, spoil):
+    run = shutil.copytree(whole, bench / "run")
+    (run / "summary.json").unlink()  # so that there is something left to do
+    spoil(run)
+    before = files(run)
+    options = ["--resume", run] if command == "train" else [run]
+    arguments = [command, *options, "--cache", bench.cache]
+    assert_refused(bench, arguments, RUNS[command, spoil])
+    assert files(run) == before
+
+
+OTHERS = {
+    "command": (["trian"], ["unknown command 'trian'", "did you mean 'train'"]),
+    "benchmark": (["bench", "stepp"], ["unknown benchmark 'stepp'", "did you mean 'step'"]),
+    "evaluate nothing": (["evaluate"], ["required", "run"]),
+    "evaluate option": (["evaluate", "x", "--jsn"], ["'--jsn'", "did you mean '--json'"]),
+    "generate from nothing": (["generate", "/no/run", "--prompt", "x"], ["/no/run"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_commands(bench, case):
+    arguments, words = OTHERS[case]
+    assert_refused(bench, arguments, words)
+
+
+def test_evaluate_a_step_that_is_not_there(bench, whole):
+    arguments = ["evaluate", whole, "--cache", bench.cache, "--step", 7]
+    assert_refused(bench, arguments, ["no checkpoint of step 7", "16, 20"])
+
+
+def test_a_run_that_diverges_says_so_and_keeps_its_last_good_state(bench):
+    options = ["--learning-rate", "1e30", "--set=training.max_bad_steps=3"]
+    ended = bench.run([*bench.new("run"), *options])
+    assert ended.code == 1
+    (line,) = ended.lines()
+    assert "3 steps in a row had a loss or a gradient that is not finite" in line
+    assert "lower optimizer.learning_rate" in line
+    last = metrics(bench / "run")[-1]
+    assert None in (last["loss"], last["gradient_norm"]), "JSON has no NaN"
+    assert last["skipped"] == 3
+    assert (bench / "run" / "loss.png").exists()
+    assert not (bench / "run" / "summary.json").exists()
+
+
+def assert_refused(bench: Bench, arguments: list[object], words: list[str]) -> None:
+    ended = bench.run(arguments)
+    assert ended.code in (1, 2), ended
+    assert len(ended.lines()) == 1, ended.stderr
+    (line,) = ended.lines()
+    assert line.startswith("jaxinfra"), line
+    assert [word for word in words if word not in line] == [], line
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Every file's bytes, but for the lock's, which name the process that held it last."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != ".lock" and path.suffix not in (".out", ".err")
+    }

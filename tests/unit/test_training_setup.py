@@ -1,0 +1,149 @@
+"""Signals, profile ranges, descriptions, clock and the run directory, each alone."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+
+from jaxinfra.config.presets import runs
+from jaxinfra.config.run import CheckpointConfig, TrainingConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.training.clock import Clock, median_step_s
+from jaxinfra.training.describe import describe_ranking, parameter_table
+from jaxinfra.training.job import make_job
+from jaxinfra.training.profile import ProfileRange, parse_profile_range
+from jaxinfra.training.progress import duration
+from jaxinfra.training.run_directory import RunDirectory
+from jaxinfra.training.stop import Stopped, stop_on_signals
+
+
+def test_a_signal_is_noted_and_the_handlers_return():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as stop:
+        assert not stop
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def signal_self(number: signal.Signals) -> None:
+    """Nothing that catches failures catches the request to stop."""
+    with contextlib.suppress(Exception):
+        os.kill(os.getpid(), number)
+
+
+def test_during_set_up_a_signal_ends_it_at_once():
+    with stop_on_signals() as stop, stop.at_once(), pytest.raises(Stopped):
+        signal_self(signal.SIGINT)
+    assert stop.signal is signal.SIGINT
+
+
+def test_a_signal_before_set_up_is_not_forgotten():
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Stopped), stop.at_once():
+            pytest.fail("went on")
+
+
+def test_a_second_interrupt_does_not_wait():
+    with stop_on_signals() as stop:
+        signal_self(signal.SIGINT)
+        assert stop
+        with pytest.raises(KeyboardInterrupt):
+            signal_self(signal.SIGINT)
+
+
+@pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3"])
+def test_profile_nonsense(text):
+    with pytest.raises(ConfigError, match="START:STOP"):
+        parse_profile_range(text)
+
+
+def test_profile_range():
+    steps = parse_profile_range("10:13")
+    assert steps == ProfileRange(start=10, stop=13)
+    steps.require_within(first=10, steps=13)
+    for first, count in ((11, 20), (0, 12)):
+        with pytest.raises(ConfigError, match="choose a range within"):
+            steps.require_within(first=first, steps=count)
+
+
+@pytest.mark.parametrize(
+    ("save", "evaluate", "keep_best", "warned"),
+    [(4, 8, 1, False), (4, 6, 1, False), (7, 9, 1, True), (7, 9, 0, False), (7, None, 1, False)],
+)
+def test_ranking_without_losses_is_told(save, evaluate, keep_best, warned):
+    training = TrainingConfig(steps=20, batch_size=1, sequence_length=8, evaluate_every=evaluate)
+    checkpoint = CheckpointConfig(every=save, keep_best=keep_best)
+    warning = describe_ranking(training, checkpoint)
+    assert (warning is not None) == warned
+    if warning:
+        assert "every 9" in warning
+        assert "every 7" in warning
+
+
+@pytest.fixture(scope="module")
+def job():
+    return make_job(runs.tiny())
+
+
+def test_parameter_table_counts_every_parameter(job):
+    _, *rows, total = parameter_table(job).splitlines()
+    per_device = [int(row.split()[-1].replace(",", "")) for row in rows]
+    assert sum(per_device) == 4 * job.model.num_parameters
+    assert total.startswith(f"{job.model.num_parameters:,} parameters; on each of 1 devices")
+
+
+def test_clock_leaves_compilation_and_pauses_out(job):
+    clock = Clock(job, [{"step": 3, "elapsed_s": 100.0}], began=time.perf_counter())
+    assert clock.elapsed_s == pytest.approx(100.0, abs=5.0)
+    time.sleep(0.2)
+    assert clock.lap() is None, "it compiled"
+    with clock.paused():
+        time.sleep(0.5)
+    lap = clock.lap()
+    assert lap is not None
+    assert 0 < lap < 0.4
+    assert clock.step_s == lap
+    tokens = job.config.training.batch_size * job.config.training.sequence_length
+    assert clock.tokens_per_s(0.5) == 2 * tokens
+    assert clock.tokens_per_s(None) is None
+    assert clock.mfu(0.5) is None, "a CPU's peak is not in the table"
+
+
+def test_median_step_is_over_all_sessions_without_their_first_steps():
+    laps = [None, 3.0, 1.0, None, 2.0]
+    records = [{"step": step, "step_s": lap} for step, lap in enumerate(laps)]
+    assert median_step_s([*records, {"step": 2, "heldout_loss": 1.0}]) == 2.0
+    assert median_step_s([{"step": 1, "step_s": None}]) is None
+
+
+def test_durations():
+    assert [duration(s) for s in (0.4, 61.2, 3723)] == ["0:00", "1:01", "1:02:03"]
+
+
+def test_discarding_frees_the_directory_and_spares_what_is_not_ours(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create(runs.tiny())
+    with pytest.raises(ConfigError, match="not an empty directory"):
+        run.create(runs.tiny())
+    run.discard()
+    assert not run.path.exists()
+    run.create(runs.tiny())
+    (run.path / "notes.txt").write_text("mine")
+    run.discard()
+    assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
+def test_a_changed_config_keeps_the_one_before(tmp_path):
+    run, config = RunDirectory(tmp_path / "run"), runs.tiny()
+    run.create(config)
+    run.update_config(config)
+    assert [path.name for path in run.path.iterdir()] == ["config.json"]
+    longer = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=1000))
+    run.update_config(longer)
+    assert run.read_config() == longer
+    assert (run.path / "config.before-1.json").exists()
