@@ -67,7 +67,7 @@ def write_ours(
 
     def pieces(name: str, kind: np.dtype) -> Iterator[np.ndarray]:
         shape = shapes[name]
-        row_bytes = math.prod(shape[1:]) * source.dtype(name).itemsize
+        row_bytes = math.prod(shape[1:]) * kind.itemsize
         step = max(1, piece_bytes // row_bytes)
         whole = tuple(slice(0, size) for size in shape[1:])
         for start in range(0, shape[0], step):

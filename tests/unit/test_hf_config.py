@@ -141,11 +141,23 @@ def test_required_keys(key):
         from_hf_config(without("llama", key))
 
 
-def test_a_window_must_be_named_even_if_null():
-    with pytest.raises(ConfigError, match="'sliding_window' is missing; it may be null"):
-        from_hf_config(without("mistral", "sliding_window"))
-    config = from_hf_config(values("mistral", sliding_window=None))
-    assert config.blocks[0].attention.window is None
+@pytest.mark.parametrize(
+    ("name", "key", "null_is_none"),
+    [
+        ("mistral", "sliding_window", True),
+        ("mistral", "num_key_value_heads", False),
+        ("qwen2", "num_key_value_heads", False),
+        ("qwen2", "sliding_window", False),
+        ("qwen3", "head_dim", False),
+        ("gemma2", "attn_logit_softcapping", True),
+        ("gemma2", "final_logit_softcapping", True),
+    ],
+)
+def test_what_releases_default_differently_must_be_named(name, key, null_is_none):
+    with pytest.raises(ConfigError, match=f"required key '{key}' is missing"):
+        from_hf_config(without(name, key))
+    if null_is_none:
+        assert from_hf_config(values(name, **{key: None})) != from_hf_config(values(name))
 
 
 def test_windows_by_layer():

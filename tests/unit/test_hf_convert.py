@@ -150,6 +150,16 @@ def test_dtypes_that_cannot_hold_the_weights_are_refused(copy, tmp_path, capsys)
     assert "unknown dtype 'int8'" in capsys.readouterr().err
 
 
+def test_layers_of_different_dtypes_need_one_named(copy, tmp_path, capsys):
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(copy, lambda values: values.__setitem__(name, values[name].astype(np.float16)))
+    assert main(["convert", str(copy), str(tmp_path / "out")]) == 1
+    assert "mlp/up/weight are stored as float16 and float32" in capsys.readouterr().err
+    back = convert(convert(copy, tmp_path / "out", "--dtype", "float32"), tmp_path / "back")
+    want = {key: value.astype(np.float32) for key, value in tensors(copy).items()}
+    assert_same_tensors(tensors(back), want)
+
+
 def test_infinities_that_were_there_stay():
     x = np.array([np.inf, 1.0], np.float32)
     np.testing.assert_array_equal(cast(x, np.dtype("float16"), "x"), x.astype(np.float16))

@@ -36,7 +36,8 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
 
 def read_mistral(keys: Keys) -> ModelConfig:
     """Mistral: one window for all layers."""
-    return decoder_config(keys, windows=(keys.nullable_integer("sliding_window"),))
+    keys.require("num_key_value_heads", "sliding_window")
+    return decoder_config(keys, windows=(keys.integer("sliding_window", None),))
 
 
 def write_mistral(config: ModelConfig) -> dict[str, Any]:
@@ -46,11 +47,13 @@ def write_mistral(config: ModelConfig) -> dict[str, Any]:
 
 def read_qwen2(keys: Keys) -> ModelConfig:
     """Qwen 2 and 2.5: biased query, key and value."""
+    keys.require("num_key_value_heads")
     return decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
 
 
 def read_qwen3(keys: Keys) -> ModelConfig:
     """Qwen 3: query and key normalized by head."""
+    keys.require("num_key_value_heads", "head_dim")
     bias = keys.flag("attention_bias", False)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
     return decoder_config(
@@ -104,6 +107,8 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
 
 def read_gemma2(keys: Keys) -> ModelConfig:
     """Gemma 2: soft caps, alternating windows, norms before and after, scaled embeddings."""
+    keys.require("num_key_value_heads", "head_dim", "sliding_window")
+    keys.require("attn_logit_softcapping", "final_logit_softcapping")
     keys.expect("hidden_act", (keys.text("hidden_activation"),), "hidden_activation says otherwise")
     keys.expect("use_bidirectional_attention", (None, False), "attention here is causal")
     num_layers = keys.integer("num_hidden_layers")
@@ -113,7 +118,7 @@ def read_gemma2(keys: Keys) -> ModelConfig:
         activation_key="hidden_activation",
         windows=typed_windows(
             keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers]),
-            keys.nullable_integer("sliding_window"),
+            keys.integer("sliding_window", None),
             num_layers=num_layers,
         ),
         qkv_bias=bias,

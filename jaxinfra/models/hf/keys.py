@@ -62,11 +62,13 @@ class Keys:
         """A whole number; the default may be None."""
         return self._typed(name, default, (int,))
 
-    def nullable_integer(self, name: str) -> int | None:
-        """A whole number or null, but named: releases differ in what they take for granted."""
-        if name not in self._values:
-            raise ConfigError(f"{self._what}: required key {name!r} is missing; it may be null")
-        return self.integer(name, None)
+    def require(self, *names: str) -> None:
+        """Refuses a config that does not name these, if only as null: where releases of the
+        reference implementation differ in what they take for granted, nothing is.
+        """
+        for name in names:
+            if name not in self._values:
+                raise ConfigError(f"{self._what}: required key {name!r} is missing")
 
     def number(self, name: str, default: Any = _MISSING) -> Any:
         """A number, as float; the default may be None."""

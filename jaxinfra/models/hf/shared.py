@@ -135,11 +135,14 @@ def decoder_keys(config: ModelConfig) -> dict[str, Any]:
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:
     """Windows of Qwen's layers: by type where given, else from ``max_window_layers`` on."""
+    use_windows = keys.flag("use_sliding_window", False)
+    if use_windows:
+        keys.require("sliding_window", "max_window_layers")
     window = keys.integer("sliding_window", None)
-    start = keys.integer("max_window_layers", 28)
+    start = keys.integer("max_window_layers", None)
     types = keys.sequence("layer_types", None)
     num_layers = keys.integer("num_hidden_layers")
-    if not keys.flag("use_sliding_window", False):
+    if not use_windows:
         window = None
     if types is None:
         types = [SLIDING if window and i >= start else FULL for i in range(num_layers)]
