@@ -1,66 +1,95 @@
-"""Facts about the device a kernel is traced for."""
+"""Facts about the device that kernels are traced for."""
 
+import contextlib
+import contextvars
 import dataclasses
 import re
+from collections.abc import Iterator
 
 import jax
 
 
-def target() -> jax.Device:
-    """The device that computation without placed arguments goes to.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What decides which kernels a device can run and which are fast on it."""
 
-    A trace does not know its device; this is JAX's default one, as set by ``jax.default_device``
-    or by ``JAX_PLATFORMS``.
+    kind: str  # as JAX names it: "NVIDIA H200", "cpu"
+    is_gpu: bool
+    capability: tuple[int, int] | None = None  # NVIDIA's compute capability: (9, 0) is Hopper
+    cuda: int | None = None  # 1000 * major + 10 * minor: 13000 for CUDA 13.0
+
+    @property
+    def slug(self) -> str:
+        """The kind as a file name: ``nvidia-h200``."""
+        return re.sub(r"[^a-z0-9]+", "-", self.kind.lower()).strip("-")
+
+
+H200 = Facts(kind="NVIDIA H200", is_gpu=True, capability=(9, 0), cuda=13000)
+
+_compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
+    "compiling_for", default=None
+)
+
+
+@contextlib.contextmanager
+def compiling_for(facts: Facts) -> Iterator[None]:
+    """Within, kernels are chosen for this device instead of the one that is there.
+
+    For lowering to a GPU on a machine without one. JAX's caches do not know of it: lower a function
+    that this process has not traced before.
     """
+    token = _compiling_for.set(facts)
+    try:
+        yield
+    finally:
+        _compiling_for.reset(token)
+
+
+def facts_of(device: jax.Device) -> Facts:
+    """The facts of a device that is there."""
+    version = device.client.platform_version
+    cuda = re.search(r"cuda (\d+)", version)
+    capability = None
+    if device.platform == "gpu" and "cuda" in version:
+        major, minor = device.compute_capability.split(".")
+        capability = int(major), int(minor)
+    return Facts(
+        kind=device.device_kind,
+        is_gpu=device.platform == "gpu",
+        capability=capability,
+        cuda=int(cuda.group(1)) if cuda else None,
+    )
+
+
+def target() -> Facts:
+    """The device that a trace is for.
+
+    A trace does not know its device. It is taken to be that of ``compiling_for``, else JAX's
+    default one, as set by ``jax.default_device`` or by ``JAX_PLATFORMS``.
+    """
+    override = _compiling_for.get()
+    if override is not None:
+        return override
     default = jax.config.jax_default_device
-    if isinstance(default, jax.Device):
-        return default
-    return jax.devices(default)[0]
-
-
-def compute_capability(device: jax.Device | None = None) -> tuple[int, int] | None:
-    """(major, minor) of an NVIDIA GPU, (9, 0) for Hopper; None of any other device."""
-    device = device or target()
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version:
-        return None
-    major, minor = device.compute_capability.split(".")
-    return int(major), int(minor)
-
-
-def cuda_version(device: jax.Device | None = None) -> int | None:
-    """CUDA's version as CUDA counts it, 1000 * major + 10 * minor: 13000 for 13.0."""
-    device = device or target()
-    found = re.search(r"cuda (\d+)", device.client.platform_version)
-    return int(found.group(1)) if found else None
-
-
-def kind_slug(device: jax.Device | None = None) -> str:
-    """The device kind as a file name: ``nvidia-h200``, ``cpu``."""
-    return re.sub(r"[^a-z0-9]+", "-", (device or target()).device_kind.lower()).strip("-")
+    return facts_of(default if isinstance(default, jax.Device) else jax.devices(default)[0])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Miscompilation:
     """CUDA versions whose ptxas makes wrong code of something."""
 
-    first: int  # inclusive, counted as in ``cuda_version``
+    first: int  # inclusive, counted as in ``Facts.cuda``
     fixed: int  # the first version that is right again
     what: str
 
 
-MISCOMPILATIONS = (Miscompilation(first=12080, fixed=12091, what="causal attention kernels"),)
-"""A kernel refuses these rather than return wrong numbers (CUDA 12.8.0 to 12.9.0)."""
+CAUSAL_ATTENTION = Miscompilation(first=12080, fixed=12091, what="causal attention kernels")
+"""CUDA 12.8.0 to 12.9.0. A kernel refuses these rather than return wrong numbers."""
 
 
-def miscompiled(what: str, device: jax.Device | None = None) -> str | None:
-    """Why the installed CUDA cannot be trusted with something; None if it can.
-
-    Args:
-        what: one of ``MISCOMPILATIONS``.
-        device: default the target.
-    """
-    version = cuda_version(device)
-    for known in MISCOMPILATIONS:
-        if known.what == what and version is not None and known.first <= version < known.fixed:
-            return f"ptxas of CUDA {version} miscompiles {what}; {known.fixed} or later is needed"
-    return None
+def miscompiled(known: Miscompilation) -> str | None:
+    """Why the target's CUDA cannot be trusted with something; None if it can."""
+    version = target().cuda
+    if version is None or not known.first <= version < known.fixed:
+        return None
+    return f"ptxas of CUDA {version} miscompiles {known.what}; {known.fixed} or later is needed"

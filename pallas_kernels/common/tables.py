@@ -127,7 +127,7 @@ def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
         op: the op's name.
         question: what the table answers, such as "forward" or "dispatch".
     """
-    return _find(folder, op, question, device.kind_slug(), os.environ.get(USER_FOLDER_VARIABLE))
+    return _find(folder, op, question, device.target().slug, os.environ.get(USER_FOLDER_VARIABLE))
 
 
 @functools.cache

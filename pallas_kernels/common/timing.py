@@ -51,7 +51,7 @@ def measure(
     }
     for function, args in compiled.values():
         jax.block_until_ready(function(*args))
-    on_gpu = device.compute_capability() is not None
+    on_gpu = device.facts_of(jax.devices()[0]).capability is not None
     times: dict[str, list[float]] = {name: [] for name in compiled}
     for _ in range(rounds):
         for name, (function, args) in compiled.items():

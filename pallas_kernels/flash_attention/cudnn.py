@@ -24,7 +24,7 @@ def unsupported(
     width. Some it does differently: a causal mask with T != S is aligned top-left, the logsumexp
     is rounded to the query's dtype.
     """
-    capability = device.compute_capability()
+    capability = device.target().capability
     T, H = q.shape[1], q.shape[3]
     S, V = k.shape[1], v.shape[3]
     max_head_width = 256 if capability is not None and capability >= (9, 0) else 128

@@ -13,7 +13,7 @@ import jax
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from . import cudnn
+from . import cudnn, hopper
 from .preference import preferences
 from .sharding import half_manual_mesh
 from .spec import AttentionMasks, AttentionSpec
@@ -53,11 +53,17 @@ class Call:
         )
 
 
-def why_not(name: str, call: Call) -> str | None:
-    """The reason why an implementation cannot serve a call; None if it can."""
+def why_not(name: str, call: Call, *, differentiable: bool = False) -> str | None:
+    """The reason why an implementation cannot serve a call; None if it can.
+
+    Args:
+        name: one of ``preference.UNMEASURED`` or "reference".
+        call: the call.
+        differentiable: it must be able to compute the gradient too.
+    """
     match name:
-        case "hopper":
-            return "the Hopper kernels are not part of this version"
+        case "hopper" | "hopper+xla":
+            return _why_not_hopper(call, backward=differentiable and name == "hopper")
         case "cudnn":
             return half_manual_mesh() or cudnn.unsupported(
                 call.spec,
@@ -72,8 +78,25 @@ def why_not(name: str, call: Call) -> str | None:
             return None
 
 
+def _why_not_hopper(call: Call, *, backward: bool) -> str | None:
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+    arguments = (call.spec, call.masks, call.q, call.k, call.v)
+    reasons = [half_manual_mesh(), hopper.unsupported(*arguments)]
+    if call.spec.right is not None:
+        reasons.append(device.miscompiled(device.CAUSAL_ATTENTION))
+    if backward:
+        deterministic = call.backward == "split"
+        reasons.append(hopper.unsupported_backward(*arguments, deterministic=deterministic))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 def choose(implementation: str, call: Call) -> str:
     """The implementation that will run: the named one, or what "auto" prefers on this device.
+
+    "auto" takes what can also compute the gradient: whether one is wanted is not known yet. A named
+    implementation that cannot raises when the gradient is taken.
 
     Raises:
         InputError: no such implementation, or no such backward.
@@ -98,10 +121,10 @@ def choose(implementation: str, call: Call) -> str:
 def _automatic(call: Call) -> str:
     reasons = {}
     for name in preferences(call.spec, call.q, call.k, call.v):
-        reason = why_not(name, call)
+        reason = why_not(name, call, differentiable=True)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
-            _announce(name, device.kind_slug(), call.describe(), refusals)
+            _announce(name, device.target().slug, call.describe(), refusals)
             return name
         reasons[name] = reason
     raise AssertionError("xla serves every call")

@@ -5,11 +5,12 @@ recomputes the probabilities from them.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from . import xla
+from . import hopper, xla
 from .opaque import call_opaque
 from .sharding import Kernel, has_explicit_layout, over_explicit_axes
 from .spec import AttentionMasks, AttentionSpec
@@ -24,22 +25,29 @@ type Call = Callable[[Kernel, dict[str, jax.Array], tuple[str, ...]], tuple[jax.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Implementation:
-    """Two functions that agree with ``reference.py``, and what lifts them to a mesh.
+class Pass:
+    """One direction of an implementation, and what lifts it to batches and meshes.
 
-    forward(q, k, v, masks, *, spec) -> (out, lse)
+    A forward is (q, k, v, masks, *, spec) -> (out, lse).
 
-    backward(q, k, v, masks, out, lse, d_out, d_lse, *, spec, deterministic)
-    -> (dq, dk, dv, d_sinks, d_bias), the last two only where the call has sinks and a bias.
+    A backward is (q, k, v, masks, out, lse, d_out, d_lse, *, spec, deterministic)
+    -> (dq, dk, dv, d_sinks, d_bias), the last two None where the call has no sinks and no bias.
 
     Shapes are those of one device's block: out and d_out [B, T, N, V] in q's dtype, lse and d_lse
     float32 [B, T, N], gradients in the dtypes of what they are gradients of. Of the gradients,
     those of k, v, sinks and bias are sums over the block's own queries.
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array | None, ...]]
+    compute: Callable[..., tuple[Any, ...]]
     call: Call
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Implementation:
+    """Two passes that agree with ``reference.py``; all combine, as they share only (out, lse)."""
+
+    forward: Pass
+    backward: Pass
 
 
 def call_traceable(
@@ -51,20 +59,6 @@ def call_traceable(
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
     return kernel(operands)
-
-
-def of_kernels(
-    forward: Callable[..., tuple[jax.Array, jax.Array]],
-    backward: Callable[..., tuple[jax.Array | None, ...]],
-) -> Implementation:
-    """An implementation by custom calls, which know no bias: their backward returns (dq, dk, dv,
-    d_sinks or None).
-    """
-
-    def backward_without_bias(*arrays, **options):
-        return (*backward(*arrays, **options), None)
-
-    return Implementation(forward=forward, backward=backward_without_bias, call=call_opaque)
 
 
 def call_by_name(
@@ -85,8 +79,21 @@ def call_by_name(
     return call_traceable(kernel, {"q": q, "k": k, "v": v, **_mask_arrays(masks)}, results)
 
 
-XLA = Implementation(forward=xla.forward, backward=xla.backward, call=call_traceable)
-IMPLEMENTATIONS = {"xla": XLA}
+def _hopper_backward(*arrays, **options) -> tuple[jax.Array | None, ...]:
+    return (*hopper.backward(*arrays, **options), None)
+
+
+_XLA_FORWARD = Pass(compute=xla.forward, call=call_traceable)
+_XLA_BACKWARD = Pass(compute=xla.backward, call=call_traceable)
+_HOPPER_FORWARD = Pass(compute=hopper.forward, call=call_opaque)
+_HOPPER_BACKWARD = Pass(compute=_hopper_backward, call=call_opaque)
+
+IMPLEMENTATIONS = {
+    "xla": Implementation(forward=_XLA_FORWARD, backward=_XLA_BACKWARD),
+    "hopper": Implementation(forward=_HOPPER_FORWARD, backward=_HOPPER_BACKWARD),
+    # For "auto" alone: where the Hopper kernels compute a call and cannot differentiate it.
+    "hopper+xla": Implementation(forward=_HOPPER_FORWARD, backward=_XLA_BACKWARD),
+}
 """By name. cuDNN differentiates itself, and JAX the reference."""
 
 
@@ -115,10 +122,10 @@ def attend(
 
     def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         (q, k, v), block_masks = _split(operands, 3)
-        return implementation.forward(q, k, v, block_masks, spec=spec)
+        return implementation.forward.compute(q, k, v, block_masks, spec=spec)
 
     operands = {"q": q, "k": k, "v": v, **_mask_arrays(masks)}
-    out, lse = implementation.call(kernel, operands, ("out", "lse"))
+    out, lse = implementation.forward.call(kernel, operands, ("out", "lse"))
     return out, lse
 
 
@@ -136,14 +143,14 @@ def _attend_bwd(implementation, deterministic, spec, residuals, cotangents):
 
     def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         (q, k, v, *rest), block_masks = _split(operands, 7)
-        grads = implementation.backward(
+        grads = implementation.backward.compute(
             q, k, v, block_masks, *rest, spec=spec, deterministic=deterministic
         )
         return tuple(grad for grad, want in zip(grads, wanted.values(), strict=True) if want)
 
     arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
     results = tuple(name for name, want in wanted.items() if want)
-    grads = implementation.call(kernel, {**arrays, **_mask_arrays(masks)}, results)
+    grads = implementation.backward.call(kernel, {**arrays, **_mask_arrays(masks)}, results)
     by_name = dict(zip(results, grads, strict=True))
     d_masks = AttentionMasks(sinks=by_name.get("d_sinks"), bias=by_name.get("d_bias"))
     return by_name["dq"], by_name["dk"], by_name["dv"], d_masks

@@ -14,7 +14,7 @@ QUESTION = "dispatch"
 """``tuned/dispatch-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation": name},
 its time that of forward and backward together."""
 
-UNMEASURED = ("hopper", "cudnn", "xla")
+UNMEASURED = ("hopper", "cudnn", "hopper+xla", "xla")
 """The order where nothing was measured; the last serves every call."""
 
 _EXACT = ("dtype", "head_width", "value_width", "mask")

@@ -37,7 +37,7 @@ MAX_CHUNK = 1024
 
 def longest_chunk(rows: int) -> int:
     """Positions a chunk has at most, where a tile spans ``rows`` = batch times query heads."""
-    platform = "cpu" if device.target().platform == "cpu" else "gpu"
+    platform = "gpu" if device.target().is_gpu else "cpu"
     fitting = 2 ** int(math.log2(max(1.0, math.sqrt(_TILE_SCORES[platform] / rows))))
     return min(max(fitting, _SHORTEST_CHUNK[platform]), MAX_CHUNK)
 

@@ -9,7 +9,12 @@ import functools
 import jax
 
 from pallas_kernels.flash_attention import reference
-from pallas_kernels.flash_attention.implementations import XLA, Implementation, attend
+from pallas_kernels.flash_attention.implementations import (
+    IMPLEMENTATIONS,
+    Implementation,
+    Pass,
+    attend,
+)
 from pallas_kernels.flash_attention.opaque import call_opaque
 from pallas_kernels.flash_attention.sharding import vary_alike
 
@@ -32,7 +37,11 @@ def attention_backward(q, k, v, masks, out, lse, d_out, d_lse, *, spec, determin
     return jax.vjp(forward, q, k, v, masks.sinks, masks.bias)[1]((d_out, d_lse))
 
 
-STAND_IN = Implementation(forward=attention_forward, backward=attention_backward, call=call_opaque)
+STAND_IN = Implementation(
+    forward=Pass(compute=attention_forward, call=call_opaque),
+    backward=Pass(compute=attention_backward, call=call_opaque),
+)
+XLA = IMPLEMENTATIONS["xla"]
 BOTH = {"xla": XLA, "custom-call": STAND_IN}
 
 

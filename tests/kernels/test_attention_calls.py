@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import InputError, UnsupportedError, flash_attention
-from pallas_kernels.common import tables
-from pallas_kernels.flash_attention import AttentionSpec, cudnn, dispatch, preference
+from pallas_kernels.common import device, tables
+from pallas_kernels.flash_attention import AttentionSpec, dispatch, preference
 from pallas_kernels.flash_attention.masking import AttentionMasks
 from pallas_kernels.flash_attention.sharding import half_manual_mesh
 from pallas_kernels.flash_attention.workloads import BARS, SPECIAL, WORKLOADS
@@ -107,9 +107,9 @@ def test_a_named_implementation_refuses_and_names_who_can():
         ({"backward": "split"}, "bit for bit"),
     ],
 )
-def test_what_cudnn_is_trusted_with(change, reason, monkeypatch):
-    monkeypatch.setattr(cudnn.device, "compute_capability", lambda: (9, 0))
-    got = dispatch.why_not("cudnn", make_call(**change))
+def test_what_cudnn_is_trusted_with(change, reason):
+    with device.compiling_for(device.H200):
+        got = dispatch.why_not("cudnn", make_call(**change))
     assert got is None if reason is None else reason in got
 
 
@@ -145,7 +145,7 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     call = make_call()
     order = preference.preferences(call.spec, call.q, call.k, call.v)
-    assert order == ["xla", "cudnn", "hopper"]
+    assert order == ["xla", "cudnn", "hopper", "hopper+xla"]
 
 
 def test_a_custom_call_in_a_half_manual_mesh_is_refused():

@@ -26,7 +26,7 @@ PORTABLE = ("causal", "everything", "bias", "sinks-empty-rows", "mla")
 
 @pytest.fixture(autouse=True, scope="module")
 def _hopper():
-    if device.compute_capability() != (9, 0):
+    if device.target().capability != (9, 0):
         pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import UnsupportedError, flash_attention
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, xla
-from pallas_kernels.flash_attention.implementations import XLA, attend
+from pallas_kernels.flash_attention.implementations import attend
 from pallas_kernels.flash_attention.sharding import vary_alike
-from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, results
+from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, XLA, results
 
 P = PartitionSpec
 COLLECTIVE = re.compile(

@@ -1,5 +1,6 @@
 """What all ops share: products, device facts, tables of measurements, timing."""
 
+import dataclasses
 import json
 import types
 
@@ -37,32 +38,30 @@ def test_the_accumulator_is_in_the_gpu_program():
         assert "accumulation_type = f32" in text, algorithm
 
 
-def a_device(kind, platform="gpu", version="PJRT C API\ncuda 13000", capability="9.0"):
-    client = types.SimpleNamespace(platform_version=version)
-    return types.SimpleNamespace(
-        platform=platform, device_kind=kind, client=client, compute_capability=capability
-    )
+def a_device(**changes):
+    client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    facts = {"platform": "gpu", "device_kind": "NVIDIA H200", "compute_capability": "9.0"}
+    return types.SimpleNamespace(**(facts | {"client": client} | changes))
 
 
 def test_device_facts():
-    h200 = a_device("NVIDIA H200")
-    assert device.kind_slug(h200) == "nvidia-h200"
-    assert device.compute_capability(h200) == (9, 0)
-    assert device.cuda_version(h200) == 13000
-    assert device.compute_capability() is None  # of this CPU
-    assert device.kind_slug() == "cpu"
+    assert device.facts_of(a_device()) == device.H200
+    assert device.H200.slug == "nvidia-h200"
+    assert device.target() == device.Facts(kind="cpu", is_gpu=False)
     with jax.default_device(jax.devices()[3]):
-        assert device.target() == jax.devices()[3]
+        assert device.target().kind == "cpu"
+    with device.compiling_for(device.H200):
+        assert device.target() == device.H200
+    assert not device.target().is_gpu
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"), [(12060, False), (12080, True), (12090, True), (12091, False)]
+    ("version", "refused"),
+    [(12060, False), (12080, True), (12090, True), (12091, False), (None, False)],
 )
 def test_compilers_that_miscompile_are_refused(version, refused):
-    found = a_device("NVIDIA H100", version=f"PJRT C API\ncuda {version}")
-    reason = device.miscompiled("causal attention kernels", found)
-    assert (reason is not None) == refused
-    assert device.miscompiled("causal attention kernels", jax.devices()[0]) is None
+    with device.compiling_for(dataclasses.replace(device.H200, cuda=version)):
+        assert (device.miscompiled(device.CAUSAL_ATTENTION) is not None) == refused
 
 
 values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(-9, 9), st.text(max_size=5))

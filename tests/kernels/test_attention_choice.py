@@ -1,0 +1,122 @@
+"""Who computes a call on a Hopper GPU, and that its program can be made without one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import UnsupportedError, flash_attention
+from pallas_kernels.common import device
+from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, dispatch, hopper
+from pallas_kernels.flash_attention.workloads import WORKLOADS, Workload
+
+BY_NAME = {workload.name: workload for workload in WORKLOADS}
+PLAIN = BY_NAME["llama-3-8b"]
+PACKED = BY_NAME["packed 8 x 1024 b4"]
+
+
+def shapes(workload: Workload, dtype="bfloat16"):
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    arrays = jax.eval_shape(workload.arrays, key)
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, dtype if x.ndim == 4 else x.dtype)
+        for name, x in arrays.items()
+    }
+
+
+def chosen(workload: Workload, *, dtype="bfloat16", facts=device.H200, **options) -> str:
+    arrays = shapes(workload, dtype)
+    call = dispatch.Call(
+        spec=AttentionSpec(scale=0.1, right=0 if workload.causal else None),
+        masks=AttentionMasks(
+            q_segment_ids=arrays.get("q_segment_ids"), kv_segment_ids=arrays.get("kv_segment_ids")
+        ),
+        q=arrays["query"],
+        k=arrays["key"],
+        v=arrays["value"],
+        backward="fused",
+        return_residual=options.get("return_residual", False),
+    )
+    with device.compiling_for(facts):
+        return dispatch.choose(options.get("implementation", "auto"), call)
+
+
+def test_auto_on_hopper():
+    assert chosen(PLAIN) == "hopper"
+    assert chosen(PACKED) == "hopper"
+    assert chosen(PLAIN, dtype="float32") == "xla"
+
+
+def test_auto_on_other_gpus():
+    ampere = device.Facts(kind="NVIDIA A100", is_gpu=True, capability=(8, 0), cuda=13000)
+    assert chosen(PLAIN, facts=ampere) == "cudnn"
+    assert chosen(PLAIN, facts=ampere, return_residual=True) == "xla"
+    assert chosen(PACKED, facts=ampere) == "xla"
+    assert chosen(BY_NAME["d256 full b4 s4096 h16/4"], facts=ampere) == "xla"
+    turing = device.Facts(kind="Tesla T4", is_gpu=True, capability=(7, 5), cuda=13000)
+    assert chosen(PLAIN, facts=turing) == "xla"
+    other = device.Facts(kind="another vendor's", is_gpu=True)
+    assert chosen(PLAIN, facts=other) == "xla"
+
+
+def test_auto_needs_a_gradient(monkeypatch):
+    monkeypatch.setattr(hopper, "unsupported_backward", lambda *_, **__: "no gradient")
+    assert chosen(PLAIN) == "cudnn"
+    # cuDNN lacks segments: the Hopper forward with the portable backward, which share (out, lse).
+    assert chosen(PACKED) == "hopper+xla"
+    # Named, it computes the forward and refuses the gradient when that is asked for.
+    assert chosen(PLAIN, implementation="hopper") == "hopper"
+
+
+def test_a_compiler_that_miscompiles_is_refused():
+    broken = device.Facts(kind="NVIDIA H100", is_gpu=True, capability=(9, 0), cuda=12080)
+    assert chosen(PLAIN, facts=broken) == "cudnn"
+    with pytest.raises(UnsupportedError, match="ptxas of CUDA 12080 miscompiles causal"):
+        chosen(PLAIN, facts=broken, implementation="hopper")
+    assert chosen(BY_NAME["d128 full b1 s16384 h32/8"], facts=broken) == "hopper"
+
+
+def test_hopper_kernels_are_refused_elsewhere():
+    with pytest.raises(UnsupportedError, match=r"9\.0 \(Hopper\), not cpu.*These can: xla, ref"):
+        chosen(PLAIN, facts=device.target(), implementation="hopper")
+
+
+def lower(workload: Workload, *, gradient: bool):
+    """The call's program for CUDA, made on this machine."""
+    arrays = shapes(workload)
+    floats = {name: x for name, x in arrays.items() if not name.endswith("ids")}
+    rest = {name: x for name, x in arrays.items() if name.endswith("ids")}
+
+    def loss(floats, rest):
+        attention = functools.partial(flash_attention, implementation="hopper")
+        out = attention(**floats, **rest, **workload.options())
+        return jnp.sum(out.astype(jnp.float32))
+
+    function = jax.grad(loss) if gradient else loss
+    with device.compiling_for(device.H200):
+        return jax.jit(function).trace(floats, rest).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("name", ["d64 full b8 s2048 h32/8", "d256 full b8 s2048 h16/4"])
+def test_a_kernel_lowers_to_cuda(name):
+    text = lower(BY_NAME[name], gradient=False).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_every_workload_lowers_to_cuda(workload):
+    lower(workload, gradient=False)
+    arrays = shapes(workload)
+    reason = hopper.unsupported_backward(
+        AttentionSpec(scale=0.1),
+        AttentionMasks(),
+        *(arrays[name] for name in ("query", "key", "value")),
+        deterministic=False,
+    )
+    if reason is None:
+        lower(workload, gradient=True)
+    else:
+        with pytest.raises(UnsupportedError, match="backward"):
+            lower(workload, gradient=True)
