@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.serving.generate import generate_text
+from jaxinfra.serving.chat import encode_chat, load_chat_template
+from jaxinfra.serving.generate import generate_text, generate_text_after
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import SamplingConfig
 
@@ -18,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
     )
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
     parser.add_argument(
@@ -48,9 +52,13 @@ def run(args: argparse.Namespace) -> int:
     model = load(args.run, policy=policy, step=args.step)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     num_tokens, first = 0, started
-    for piece in generate_text(
-        model, prompt, max_new_tokens=args.max_new_tokens, sampling=sampling, seed=args.seed
-    ):
+    options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    if args.chat:
+        text = load_chat_template(args.run).render([{"role": "user", "content": prompt}])
+        pieces = generate_text_after(model, encode_chat(args.run, text), **options)
+    else:
+        pieces = generate_text(model, prompt, **options)
+    for piece in pieces:
         num_tokens += 1
         if num_tokens == 1:
             first = time.perf_counter()

@@ -175,6 +175,21 @@ def generate_text(
     # Training here puts this token before every document; other models say what they begin with.
     prefix = (tokenizer.bos_id,) if model.prefix_ids is None else model.prefix_ids
     prompt_ids = [*prefix, *tokenizer.encode(prompt).tolist()] or [tokenizer.bos_id]
+    return generate_text_after(
+        model, prompt_ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
+    )
+
+
+def generate_text_after(
+    model: LoadedModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    seed: int = 0,
+) -> Iterator[TextPiece]:
+    """``generate_text`` after a prompt that is tokens already, a rendered conversation say."""
+    tokenizer = model.tokenizer
     decoder = tokenizer.stream_decoder()
     for token in prompt_ids:
         decoder.push(token)  # some tokenizers drop the space before a text's first word

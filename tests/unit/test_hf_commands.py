@@ -1,6 +1,7 @@
 """A run exported to Hugging Face and used from there: generate and evaluate give the same."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -92,6 +93,20 @@ def test_generate_continues_alike(run, exported, capsys):
     assert texts[0] == texts[1] != "\n"
 
 
+def test_generate_in_a_chat_template(exported, tmp_path, capsys):
+    options = ["--max-new-tokens", "12", "--temperature", "0"]
+    assert main(["generate", str(exported), "--prompt", "fox", "--chat", *options]) == 1
+    assert "ships no chat template" in capsys.readouterr().err
+    copy = shutil.copytree(exported, tmp_path / "copy")
+    template = "{{ bos_token }}The {{ messages[0].content }}"
+    (copy / "chat_template.jinja").write_text(template)
+    texts = []
+    for prompt in (["--prompt", "The fox"], ["--prompt", "fox", "--chat"]):
+        assert main(["generate", str(copy), *prompt, *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != "\n"
+
+
 def test_evaluate_agrees(run, exported, tmp_path, capsys):
     losses = []
     for path in (run, exported):
@@ -111,10 +126,7 @@ def test_steps_belong_to_runs(exported, capsys):
 
 
 def test_end_tokens_are_the_models_own(exported, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in exported.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(exported, tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [65, 256]}))
     tokenizer = tokenizers.Tokenizer.from_file(str(copy / "tokenizer.json"))
     tokenizer.post_processor = processors.ByteLevel()

@@ -1,0 +1,76 @@
+"""Chat templates against the reference implementation's renderings (tests/golden/hf/chat.json)."""
+
+import json
+import pathlib
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.serving.chat import ChatTemplate, encode_chat, load_chat_template
+
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/hf/chat.json").read_text())
+CASES = {case["name"]: case for case in GOLDEN["cases"]}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_render(name):
+    case = CASES[name]
+    template = ChatTemplate(case["template"], variables=GOLDEN["tokens"])
+
+    def rendered():
+        return template.render(
+            case["messages"], add_generation_prompt=case["add_generation_prompt"]
+        )
+
+    if case["text"] is None:
+        with pytest.raises(DataError, match="roles must alternate"):
+            rendered()
+    else:
+        assert rendered() == case["text"]
+
+
+def write(path, **settings):
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_where_templates_are_found(tmp_path):
+    with pytest.raises(ConfigError, match="ships no chat template"):
+        load_chat_template(tmp_path)
+    write(tmp_path, chat_template="{{ bos_token }}one", bos_token={"content": "<b>"})
+    assert load_chat_template(tmp_path).render(HELLO) == "<b>one"
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "two"}]
+    write(tmp_path, chat_template=named)
+    assert load_chat_template(tmp_path).render(HELLO) == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert load_chat_template(tmp_path).render(HELLO) == "three"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_templates_run_in_a_sandbox(program):
+    with pytest.raises(DataError, match="refuses the messages"):
+        ChatTemplate(program, variables={}).render(HELLO)
+
+
+def test_broken_templates_are_refused():
+    with pytest.raises(ConfigError, match="no Jinja program"):
+        ChatTemplate("{% for %}", variables={})
+
+
+def test_special_tokens_of_a_template_become_tokens(tmp_path):
+    vocab = {"<|user|>": 0, "hello": 1, "[UNK]": 2}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|user|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert encode_chat(tmp_path, "<|user|> hello") == [0, 1]
