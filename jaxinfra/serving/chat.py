@@ -39,10 +39,10 @@ class ChatTemplate:
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+        functions = {"raise_exception": _refuse, "strftime_now": _now}
         self._variables = dict(variables)
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(source, globals=functions)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is no Jinja program ({error})") from error
 
