@@ -142,7 +142,7 @@ WRONG_SETTINGS = {
     "training.accumulation=0": r"accumulation=0 must be at least 1",
     "training.log_every=0": r"log_every=0 must be at least 1",
     "training.evaluate_every=0": r"evaluate_every=0 must be at least 1, or none",
-    "training.accumulation=5": r"batch_size=16 is not a multiple of accumulation=5",
+    "training.accumulation=5": r"batch_size=8 is not a multiple of accumulation=5",
     "training.z_loss=-1": r"z_loss=-1.0 must not be negative",
     "checkpoint.every=0": r"every=0 .* must be at least 1",
     "checkpoint.keep_last=0": r"keep_last=0 must be at least 1",
@@ -159,9 +159,9 @@ def test_a_wrong_setting_names_values_and_rule(setting):
 
 # Rules across configs: each part is right alone.
 IMPOSSIBLE = {
-    "mesh.replica=3": r"a micro-batch of 16 sequences \(batch_size=16 / accumulation=1\) does not "
+    "mesh.replica=3": r"a micro-batch of 8 sequences \(batch_size=8 / accumulation=1\) does not "
     r"divide over replica=3 x fsdp=1; make it a multiple of 3",
-    "training.accumulation=16 mesh.fsdp=2": r"a micro-batch of 1 sequences .*multiple of 2",
+    "training.accumulation=8 mesh.fsdp=2": r"a micro-batch of 1 sequences .*multiple of 2",
     "training.sequence_length=4096": r"sequence_length=4096 exceeds the model's "
     r"max_positions=2048; shorten the sequence or raise model.max_positions",
     "optimizer.warmup_steps=100000": r"warmup_steps=100000 exceeds steps=",

@@ -18,9 +18,9 @@ from jaxinfra.config.model import (
 def tiny() -> ModelConfig:
     """A Llama-like model that two CPU cores train in minutes."""
     return _llama(
-        vocab_size=4096,
+        vocab_size=2048,
         model_dim=128,
-        num_layers=4,
+        num_layers=2,
         heads=(4, 2),
         hidden_dim=384,
         max_positions=2048,

@@ -15,9 +15,9 @@ def tiny() -> RunConfig:
     return RunConfig(
         model=models.tiny(),
         data=DataConfig(),
-        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=40, final_fraction=0.05),
-        training=TrainingConfig(steps=500, batch_size=16, sequence_length=256, log_every=10),
-        checkpoint=CheckpointConfig(every=100),
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=60, final_fraction=0.05),
+        training=TrainingConfig(steps=1800, batch_size=8, sequence_length=128, log_every=100),
+        checkpoint=CheckpointConfig(every=600),
     )
 
 
