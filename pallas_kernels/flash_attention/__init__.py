@@ -4,5 +4,6 @@ from .api import flash_attention as flash_attention
 from .implementations import LSE_NAME as LSE_NAME
 from .implementations import OUT_NAME as OUT_NAME
 from .merge import merge_partials as merge_partials
+from .sharding import MeshAxes as MeshAxes
 from .spec import AttentionMasks as AttentionMasks
 from .spec import AttentionSpec as AttentionSpec

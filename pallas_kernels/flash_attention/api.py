@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import cudnn, reference
 from .dispatch import Call, choose
-from .implementations import IMPLEMENTATIONS, OUT_NAME, attend, call_by_name
-from .sharding import vary_alike
+from .implementations import IMPLEMENTATIONS, OUT_NAME, Plan, attend, call_by_name
+from .sharding import MeshAxes, vary_alike
 from .validate import check_qkv, make_masks, make_spec
 
 type Window = int | tuple[int | None, int | None] | None
@@ -40,6 +40,7 @@ def flash_attention(
     implementation: Implementation = "auto",
     backward: Backward = "fused",
     return_residual: Literal[False] = False,
+    mesh_axes: MeshAxes | None = None,
 ) -> jax.Array: ...
 
 
@@ -62,6 +63,7 @@ def flash_attention(
     implementation: Implementation = "auto",
     backward: Backward = "fused",
     return_residual: Literal[True],
+    mesh_axes: MeshAxes | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -83,6 +85,7 @@ def flash_attention(
     implementation: Implementation = "auto",
     backward: Backward = "fused",
     return_residual: bool = False,
+    mesh_axes: MeshAxes | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention, ``softmax(soft_cap(scale * q k^T) + bias) v``, without the T x S matrix.
 
@@ -118,6 +121,9 @@ def flash_attention(
         backward: "fused" is the fast gradient, "split" the one that repeats bit for bit. They
             differ on Hopper only.
         return_residual: also return the logsumexp of each row's scores.
+        mesh_axes: mesh axes (of the batch, of the heads) over which the arrays are split. Read
+            only inside a ``shard_map`` that leaves some axes to the compiler: the Hopper kernels
+            cannot learn their layout there. Elsewhere it is found.
 
     Returns:
         out [B, T, N, V] in the query's dtype, or (out, logsumexp float32 [B, T, N]). The logsumexp
@@ -156,6 +162,7 @@ def flash_attention(
         v=value,
         backward=backward,
         return_residual=return_residual,
+        mesh_axes=mesh_axes,
     )
     chosen = choose(implementation, call)
     query, key, value, masks = vary_alike((query, key, value, masks))
@@ -168,7 +175,11 @@ def flash_attention(
         forward = functools.partial(reference.forward, spec=spec)
         out, lse = call_by_name(forward, query, key, value, masks, results=("out", "lse"))
     else:
-        out, lse = attend(
-            IMPLEMENTATIONS[chosen], backward == "split", spec, query, key, value, masks
+        plan = Plan(
+            implementation=IMPLEMENTATIONS[chosen],
+            spec=spec,
+            deterministic=backward == "split",
+            axes=mesh_axes or MeshAxes(),
         )
+        out, lse = attend(plan, query, key, value, masks)
     return (out, lse) if return_residual else out

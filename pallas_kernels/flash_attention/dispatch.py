@@ -15,7 +15,7 @@ from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import cudnn, hopper
 from .preference import preferences
-from .sharding import half_manual_mesh
+from .sharding import MeshAxes, axes_left_to_the_compiler
 from .spec import AttentionMasks, AttentionSpec
 
 NAMES = ("hopper", "cudnn", "xla", "reference")
@@ -35,6 +35,7 @@ class Call:
     v: jax.Array
     backward: str
     return_residual: bool
+    mesh_axes: MeshAxes | None = None
 
     def describe(self) -> str:
         """One line for logs and errors: equal lines are equal cases."""
@@ -65,7 +66,7 @@ def why_not(name: str, call: Call, *, differentiable: bool = False) -> str | Non
         case "hopper" | "hopper+xla":
             return _why_not_hopper(call, backward=differentiable and name == "hopper")
         case "cudnn":
-            return half_manual_mesh() or cudnn.unsupported(
+            return _why_not_split(None) or cudnn.unsupported(
                 call.spec,
                 call.masks,
                 call.q,
@@ -83,13 +84,24 @@ def _why_not_hopper(call: Call, *, backward: bool) -> str | None:
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
     arguments = (call.spec, call.masks, call.q, call.k, call.v)
-    reasons = [half_manual_mesh(), hopper.unsupported(*arguments)]
+    reasons = [_why_not_split(call.mesh_axes), hopper.unsupported(*arguments)]
     if call.spec.right is not None:
         reasons.append(device.miscompiled(device.CAUSAL_ATTENTION))
     if backward:
         deterministic = call.backward == "split"
         reasons.append(hopper.unsupported_backward(*arguments, deterministic=deterministic))
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def _why_not_split(axes: MeshAxes | None) -> str | None:
+    left = axes_left_to_the_compiler()
+    if not left or axes is not None:
+        return None
+    return (
+        f"the shard_map around it leaves mesh axes {', '.join(left)} to the compiler, which cannot "
+        "split a custom call there: make it a shard_map over all axes, or for the Hopper kernels "
+        "pass mesh_axes"
+    )
 
 
 def choose(implementation: str, call: Call) -> str:

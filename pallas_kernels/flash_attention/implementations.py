@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from . import hopper, xla
 from .opaque import call_opaque
-from .sharding import Kernel, has_explicit_layout, over_explicit_axes
+from .sharding import Kernel, MeshAxes, has_explicit_layout, over_explicit_axes
 from .spec import AttentionMasks, AttentionSpec
 
 OUT_NAME = "attention_out"
@@ -20,7 +20,9 @@ LSE_NAME = "attention_lse"
 """Names of the two arrays that the backward pass needs besides q, k, v: a rematerialization policy
 that saves them (``jax.checkpoint_policies.save_only_these_names``) never reruns the forward."""
 
-type Call = Callable[[Kernel, dict[str, jax.Array], tuple[str, ...]], tuple[jax.Array, ...]]
+type Call = Callable[
+    [Kernel, dict[str, jax.Array], tuple[str, ...], MeshAxes], tuple[jax.Array, ...]
+]
 """Runs a kernel on operands by name and returns the named results."""
 
 
@@ -51,11 +53,12 @@ class Implementation:
 
 
 def call_traceable(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
     """Runs plain JAX code: the compiler batches and partitions it, except over Explicit axes, where
     cutting sequences in chunks would need a layout for every intermediate array.
     """
+    del axes
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
     return kernel(operands)
@@ -76,7 +79,9 @@ def call_by_name(
         (q, k, v), block_masks = _split(operands, 3)
         return forward(q, k, v, block_masks)
 
-    return call_traceable(kernel, {"q": q, "k": k, "v": v, **_mask_arrays(masks)}, results)
+    return call_traceable(
+        kernel, {"q": q, "k": k, "v": v, **_mask_arrays(masks)}, results, MeshAxes()
+    )
 
 
 def _hopper_backward(*arrays, **options) -> tuple[jax.Array | None, ...]:
@@ -97,11 +102,19 @@ IMPLEMENTATIONS = {
 """By name. cuDNN differentiates itself, and JAX the reference."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The static part of a call and who computes it."""
+
+    implementation: Implementation
+    spec: AttentionSpec
+    deterministic: bool = False  # the gradient repeats bit for bit
+    axes: MeshAxes = MeshAxes()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    implementation: Implementation,
-    deterministic: bool,
-    spec: AttentionSpec,
+    plan: Plan,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -110,32 +123,29 @@ def attend(
     """(out [B, T, N, V] in q's dtype, logsumexp float32 [B, T, N]), differentiable through both.
 
     Args:
-        implementation: computes both directions.
-        deterministic: the gradient repeats bit for bit.
-        spec: the static part of the call.
+        plan: all that is no array.
         q: [B, T, N, H].
         k: [B, S, K, H].
         v: [B, S, K, V].
         masks: the other arrays; sinks and bias get gradients.
     """
-    del deterministic
 
     def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         (q, k, v), block_masks = _split(operands, 3)
-        return implementation.forward.compute(q, k, v, block_masks, spec=spec)
+        return plan.implementation.forward.compute(q, k, v, block_masks, spec=plan.spec)
 
     operands = {"q": q, "k": k, "v": v, **_mask_arrays(masks)}
-    out, lse = implementation.forward.call(kernel, operands, ("out", "lse"))
+    out, lse = plan.implementation.forward.call(kernel, operands, ("out", "lse"), plan.axes)
     return out, lse
 
 
-def _attend_fwd(implementation, deterministic, spec, q, k, v, masks):
-    out, lse = attend(implementation, deterministic, spec, q, k, v, masks)
+def _attend_fwd(plan, q, k, v, masks):
+    out, lse = attend(plan, q, k, v, masks)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, masks, out, lse)
 
 
-def _attend_bwd(implementation, deterministic, spec, residuals, cotangents):
+def _attend_bwd(plan, residuals, cotangents):
     q, k, v, masks, out, lse = residuals
     d_out, d_lse = cotangents
     wanted = {"dq": True, "dk": True, "dv": True}
@@ -143,14 +153,15 @@ def _attend_bwd(implementation, deterministic, spec, residuals, cotangents):
 
     def kernel(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         (q, k, v, *rest), block_masks = _split(operands, 7)
-        grads = implementation.backward.compute(
-            q, k, v, block_masks, *rest, spec=spec, deterministic=deterministic
+        grads = plan.implementation.backward.compute(
+            q, k, v, block_masks, *rest, spec=plan.spec, deterministic=plan.deterministic
         )
         return tuple(grad for grad, want in zip(grads, wanted.values(), strict=True) if want)
 
     arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "d_out": d_out, "d_lse": d_lse}
     results = tuple(name for name, want in wanted.items() if want)
-    grads = implementation.backward.call(kernel, {**arrays, **_mask_arrays(masks)}, results)
+    operands = {**arrays, **_mask_arrays(masks)}
+    grads = plan.implementation.backward.call(kernel, operands, results, plan.axes)
     by_name = dict(zip(results, grads, strict=True))
     d_masks = AttentionMasks(sinks=by_name.get("d_sinks"), bias=by_name.get("d_bias"))
     return by_name["dq"], by_name["dk"], by_name["dv"], d_masks

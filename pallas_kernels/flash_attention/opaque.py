@@ -5,11 +5,11 @@ and partitioning over a mesh.
 import jax
 import jax.numpy as jnp
 
-from .sharding import DIMS, Kernel, partitioned
+from .sharding import DIMS, Kernel, MeshAxes, partitioned
 
 
 def call_opaque(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
     """``kernel(operands)`` under any of jit, vmap, scan, shard_map and sharded arrays.
 
@@ -19,12 +19,13 @@ def call_opaque(
         kernel: works on any batch and any heads.
         operands: by their names in ``sharding.DIMS``.
         results: names in ``sharding.DIMS`` of what the kernel returns.
+        axes: see ``sharding.partitioned``.
     """
     names = tuple(operands)
 
     @jax.custom_batching.custom_vmap
     def op(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return partitioned(kernel, dict(zip(names, arrays, strict=True)), results)
+        return partitioned(kernel, dict(zip(names, arrays, strict=True)), results, axes)
 
     @op.def_vmap
     def fold(axis_size: int, in_batched: list[bool], *arrays: jax.Array):

@@ -2,9 +2,10 @@
 own block.
 
 A custom call hides its computation from the partitioner, so the split is declared here, once, for
-both kinds of mesh axes: Auto (``custom_partitioning`` with a Shardy rule, because the layout is
-known only to the compiler) and Explicit (``shard_map``, because the layout is in the type). Only
-two sums cross devices: dk and dv where the query heads of one kv head are split, and the gradient
+each kind of mesh axes: Auto (``custom_partitioning`` with a Shardy rule, because the layout is
+known only to the compiler), Explicit (``shard_map``, because the layout is in the type), and Auto
+inside a ``shard_map`` over other axes (the caller declares it, nobody else can). Only two sums
+cross devices: dk and dv where the query heads of one kv head are split, and the gradient
 of sinks over the batch.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, G query heads per kv head, H query and key
@@ -14,6 +15,7 @@ width, V value width.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -47,6 +49,13 @@ DIMS = {
 """Dims of each operand and result of an attention kernel; those of a bias may have size 1."""
 
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "d_sinks", "bias": "d_bias"}
+
+
+class MeshAxes(NamedTuple):
+    """Mesh axes that split the batch and the query heads, as the caller declares them."""
+
+    batch: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,27 +152,16 @@ def has_explicit_layout(x: jax.Array) -> bool:
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
 
 
-def half_manual_mesh() -> str | None:
-    """Why a custom call cannot be placed here: inside a ``shard_map`` over some axes of a mesh that
-    leaves others to the compiler. JAX's ``custom_partitioning`` fails or crashes there.
-    """
+def axes_left_to_the_compiler() -> tuple[str, ...]:
+    """Mesh axes that a ``shard_map`` around this trace leaves out; () outside of any."""
     mesh = jax.sharding.get_abstract_mesh()
-    left = [
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Auto and mesh.shape[name] > 1
-    ]
-    if not mesh.manual_axes or not left:
-        return None
-    return (
-        f"this shard_map is over {', '.join(mesh.manual_axes)} and leaves {', '.join(left)} to the "
-        "compiler, which cannot split a custom call there: make it a shard_map over all axes, or "
-        "put one over the rest around this call"
-    )
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    left = (name for name, kind in kinds if kind == AxisType.Auto and mesh.shape[name] > 1)
+    return tuple(left) if mesh.manual_axes else ()
 
 
 def partitioned(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
     """Calls a kernel so that arrays split over batch and heads are not gathered.
 
@@ -171,9 +169,12 @@ def partitioned(
         kernel: works on any batch and any heads; called on each device's block.
         operands: by their names in ``DIMS``, "q" and "k" among them.
         results: names in ``DIMS`` of what the kernel returns.
+        axes: the layout, where neither the arrays' types nor the compiler can tell it.
     """
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
+    if axes_left_to_the_compiler():
+        return _over_declared_axes(kernel, operands, results, axes)
     return _over_auto_axes(kernel, operands, results)
 
 
@@ -190,6 +191,22 @@ def _local(
         )
 
     return on_one_device
+
+
+def _over_declared_axes(
+    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...], axes: MeshAxes
+) -> tuple[jax.Array, ...]:
+    # custom_partitioning fails, or crashes the process, inside a shard_map over a part of the mesh.
+    left = axes_left_to_the_compiler()
+    batch, heads = (tuple(axis for axis in given if axis in left) for given in axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    layout = make_layout(PartitionSpec(batch, None, heads), mesh.shape, operands)
+    return jax.shard_map(
+        _local(kernel, layout, tuple(operands), results),
+        in_specs=tuple(layout.spec(name) for name in operands),
+        out_specs=tuple(layout.spec(name) for name in results),
+        axis_names=set(left),
+    )(*operands.values())
 
 
 def over_explicit_axes(

@@ -13,10 +13,11 @@ from pallas_kernels.flash_attention.implementations import (
     IMPLEMENTATIONS,
     Implementation,
     Pass,
+    Plan,
     attend,
 )
 from pallas_kernels.flash_attention.opaque import call_opaque
-from pallas_kernels.flash_attention.sharding import vary_alike
+from pallas_kernels.flash_attention.sharding import MeshAxes, vary_alike
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
@@ -45,12 +46,15 @@ XLA = IMPLEMENTATIONS["xla"]
 BOTH = {"xla": XLA, "custom-call": STAND_IN}
 
 
-def results(implementation, spec, q, k, v, masks, d_out, d_lse):
+def results(implementation, spec, q, k, v, masks, d_out, d_lse, *, axes=MeshAxes()):
     """(out, lse) and the gradients of q, k, v, sinks and bias."""
 
     def forward(q, k, v, sinks, bias):
         arrays = dataclasses.replace(masks, sinks=sinks, bias=bias)
-        return attend(implementation, True, spec, *vary_alike((q, k, v, arrays)))
+        return attend(
+            Plan(implementation=implementation, spec=spec, axes=axes),
+            *vary_alike((q, k, v, arrays)),
+        )
 
     outs, pull = jax.vjp(forward, q, k, v, masks.sinks, masks.bias)
     return outs, pull((d_out, d_lse))

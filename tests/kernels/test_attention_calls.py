@@ -10,9 +10,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import InputError, UnsupportedError, flash_attention
 from pallas_kernels.common import device, tables
-from pallas_kernels.flash_attention import AttentionSpec, dispatch, preference
+from pallas_kernels.flash_attention import AttentionSpec, MeshAxes, dispatch, preference
 from pallas_kernels.flash_attention.masking import AttentionMasks
-from pallas_kernels.flash_attention.sharding import half_manual_mesh
 from pallas_kernels.flash_attention.workloads import BARS, SPECIAL, WORKLOADS
 
 
@@ -148,22 +147,31 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     assert order == ["xla", "cudnn", "hopper", "hopper+xla"]
 
 
-def test_a_custom_call_in_a_half_manual_mesh_is_refused():
+def test_a_shard_map_over_a_part_of_the_mesh_needs_declared_axes():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    seen = []
+    reasons = {}
 
-    def block(x):
-        seen.append(half_manual_mesh())
+    def block(x, axes):
+        for declared in (None, MeshAxes(heads=("tensor",))):
+            call = make_call(mesh_axes=declared)
+            reasons[axes, declared is None] = dispatch.why_not("hopper", call)
+            reasons[axes, "cudnn"] = dispatch.why_not("cudnn", call)
         return x
 
-    specs = PartitionSpec("data", "tensor")
-    for axes in ({"data"}, {"data", "tensor"}):
-        spec = PartitionSpec(*(axis if axis in axes else None for axis in specs))
-        split = jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes)
-        jax.eval_shape(split, array(4, 4))
-    assert half_manual_mesh() is None
-    assert "over data and leaves tensor to the compiler" in seen[0]
-    assert seen[1] is None
+    for axes in ("data",), ("data", "tensor"):
+        spec = PartitionSpec(*axes)
+        split = jax.shard_map(
+            functools.partial(block, axes=axes),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            axis_names=set(axes),
+        )
+        with device.compiling_for(device.H200):
+            jax.eval_shape(split, array(4, 4))
+    refused = {case for case, reason in reasons.items() if reason is not None}
+    assert refused == {(("data",), True), (("data",), "cudnn")}
+    assert "leaves mesh axes tensor to the compiler" in reasons[("data",), True]
 
 
 def test_workloads_count_their_work():

@@ -11,9 +11,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import UnsupportedError, flash_attention
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, xla
-from pallas_kernels.flash_attention.implementations import attend
-from pallas_kernels.flash_attention.sharding import vary_alike
-from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, XLA, results
+from pallas_kernels.flash_attention.implementations import Plan, attend
+from pallas_kernels.flash_attention.sharding import MeshAxes, vary_alike
+from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, XLA, results
 
 P = PartitionSpec
 COLLECTIVE = re.compile(
@@ -117,7 +117,7 @@ def test_shard_map_over_batch_and_heads(name):
     def split(q, k, v, masks, d_out, d_lse):
         layout = specs("tensor", masks)
         return jax.shard_map(
-            lambda *block: attend(BOTH[name], True, SPEC, *vary_alike(block)),
+            lambda *block: attend(Plan(implementation=BOTH[name], spec=SPEC), *vary_alike(block)),
             mesh=mesh,
             in_specs=layout[:4],
             out_specs=(layout[0], layout[0]),
@@ -132,6 +132,39 @@ def test_shard_map_over_batch_and_heads(name):
     assert_equal(got, unsharded(4, 4, True, (1, 4, 1, 20)))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_over_a_part_of_the_mesh(check_vma):
+    """The rest of the mesh splits batch and heads: declared, since a custom call cannot ask."""
+    mesh = jax.make_mesh((2, 2, 2), ("pipe", "data", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    q, k, v, masks, d_out, d_lse = arrays(4, 4, sinks=True)
+    axes = MeshAxes(batch=("pipe", "data"), heads=("tensor",))  # those that are manual do not count
+
+    def forward(*block):
+        return attend(Plan(implementation=STAND_IN, spec=SPEC, axes=axes), *vary_alike(block))
+
+    def whole(q, k, v, masks, d_out, d_lse):
+        by_pipe = P("pipe")
+        mask_specs = AttentionMasks(q_segment_ids=by_pipe, kv_segment_ids=by_pipe, sinks=P())
+        split = jax.shard_map(
+            forward,
+            mesh=mesh,
+            in_specs=(by_pipe, by_pipe, by_pipe, mask_specs),
+            out_specs=(by_pipe, by_pipe),
+            axis_names={"pipe"},
+            check_vma=check_vma,
+        )
+        outs, pull = jax.vjp(split, q, k, v, masks)
+        dq, dk, dv, d_masks = pull((d_out, d_lse))
+        return outs, (dq, dk, dv, d_masks.sinks, None)
+
+    both = NamedSharding(mesh, P(("pipe", "data"), None, "tensor"))
+    placed = jax.device_put((q, k, v), both)
+    compiled = jax.jit(whole, compiler_options=FAST_COMPILE)
+    compiled = compiled.lower(*placed, masks, *jax.device_put((d_out, d_lse), both)).compile()
+    assert set(COLLECTIVE.findall(compiled.as_text())) == {"all-reduce"}  # of the sinks' gradient
+    assert_equal(compiled(*placed, masks, d_out, d_lse), unsharded(4, 4, True, None))
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_keys_that_all_devices_share(name):
     """Queries split over their positions, keys whole: gradients of the keys sum over devices."""
@@ -141,7 +174,8 @@ def test_keys_that_all_devices_share(name):
 
     def loss(split, q, k, v):
         def block(q, k, v):
-            return attend(BOTH[name], True, spec, *vary_alike((q, k, v, AttentionMasks())))[0]
+            plan = Plan(implementation=BOTH[name], spec=spec)
+            return attend(plan, *vary_alike((q, k, v, AttentionMasks())))[0]
 
         if split:
             by_position = P(None, "context")
