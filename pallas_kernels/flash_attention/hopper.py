@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.errors import UnsupportedError
 
-from . import hopper_backward, hopper_forward
+from . import hopper_backward, hopper_backward_split, hopper_backward_wide, hopper_forward
 from .hopper_config import (
     SMEM_LIMIT_BYTES,
     BackwardConfig,
@@ -20,8 +20,9 @@ from .hopper_config import (
 from .spec import AttentionMasks, AttentionSpec
 
 DTYPES = (jnp.bfloat16, jnp.float16)
+WIDEST_BY_KEYS = 128  # wider heads are split over columns in the backward
 WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
-BACKWARD_WIDTHS = ("64/64", "96/96", "128/128")
+BACKWARD_WIDTHS = ("64/64", "96/96", "128/128", "192/192", "256/256")
 
 
 def unsupported(
@@ -53,12 +54,13 @@ def unsupported_backward(
     deterministic: bool,
 ) -> str | None:
     """Why the backward kernels cannot differentiate this call; None if they can."""
+    del deterministic  # both forms take the same calls
     reason = unsupported(spec, masks, q, k, v)
     if reason is not None:
         return reason
     H, Hv = q.shape[3], v.shape[3]
-    if deterministic:
-        return "the deterministic backward is not part of this version"
+    if H > WIDEST_BY_KEYS and spec.logit_soft_cap is not None:
+        return f"the backward of heads wider than {WIDEST_BY_KEYS} has no logit soft cap"
     if f"{H}/{Hv}" not in BACKWARD_WIDTHS:
         return f"head widths {H}/{Hv} are none of {', '.join(BACKWARD_WIDTHS)}"
     return None
@@ -78,13 +80,9 @@ def forward(
     Raises:
         UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
     """
-    reason = unsupported(spec, masks, q, k, v)
+    _refuse(unsupported(spec, masks, q, k, v))
     config = config or forward_config(q.shape[3], v.shape[3])
-    used = config.smem_bytes(q.shape[3], v.shape[3])
-    if reason is None and used > SMEM_LIMIT_BYTES:
-        reason = f"{config} takes {used} bytes of shared memory, and a block has {SMEM_LIMIT_BYTES}"
-    if reason is not None:
-        raise UnsupportedError(f"Hopper attention: {reason}")
+    _refuse(_exceeds_shared_memory(config, q, v))
     return hopper_forward.forward(q, k, v, masks, spec=spec, config=config)
 
 
@@ -109,26 +107,40 @@ def backward(
         out, lse: what the forward returned.
         d_out, d_lse: cotangents of both; None for a logsumexp nobody used.
         deterministic: dQ summed in a fixed order, so that a repeated call returns the same bits.
-        config: tiles; the table's where None.
+        config: tiles of heads up to 128 wide; the table's where None.
 
     Raises:
         UnsupportedError: ``unsupported_backward`` has a reason, or the tiles exceed shared memory.
     """
-    reason = unsupported_backward(spec, masks, q, k, v, deterministic=deterministic)
-    config = config or backward_config(q.shape[3], v.shape[3])
-    used = config.smem_bytes(q.shape[3], v.shape[3])
-    if reason is None and used > SMEM_LIMIT_BYTES:
-        reason = f"{config} takes {used} bytes of shared memory, and a block has {SMEM_LIMIT_BYTES}"
-    if reason is not None:
-        raise UnsupportedError(f"Hopper attention backward: {reason}")
-    dq, dk, dv = hopper_backward.backward(
-        q, k, v, masks, out, lse, d_out, d_lse, spec=spec, config=config
-    )
-    assert dq is not None  # with_dq is left True
+    _refuse(unsupported_backward(spec, masks, q, k, v, deterministic=deterministic))
+    operands = (q, k, v, masks, out, lse, d_out, d_lse)
+    if q.shape[3] > WIDEST_BY_KEYS:
+        dq, dk, dv = hopper_backward_wide.backward(*operands, spec=spec)
+    else:
+        config = config or backward_config(q.shape[3], v.shape[3])
+        _refuse(_exceeds_shared_memory(config, q, v))
+        dq, dk, dv = hopper_backward.backward(*operands, spec=spec, config=config)
+    if deterministic:
+        # Their dK and dV are summed in a fixed order, dQ is not.
+        dq = hopper_backward_split.query_gradient(*operands, spec=spec)
     d_sinks = None
     if masks.sinks is not None:
         d_sinks = sink_gradient(masks.sinks, out, lse, d_out, d_lse)
     return dq, dk, dv, d_sinks
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UnsupportedError(f"Hopper attention: {reason}")
+
+
+def _exceeds_shared_memory(
+    config: ForwardConfig | BackwardConfig, q: jax.Array, v: jax.Array
+) -> str | None:
+    used = config.smem_bytes(q.shape[3], v.shape[3])
+    if used <= SMEM_LIMIT_BYTES:
+        return None
+    return f"{config} takes {used} bytes of shared memory, and a block has {SMEM_LIMIT_BYTES}"
 
 
 def sink_gradient(

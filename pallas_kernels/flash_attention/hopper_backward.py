@@ -34,6 +34,7 @@ from .hopper_geometry import (
     tiled,
 )
 from .hopper_segments import tile_ranges, token_ids
+from .hopper_statistics import row_statistics
 from .hopper_tile import mask_tile
 from .spec import AttentionMasks, AttentionSpec
 
@@ -56,9 +57,8 @@ def backward(
     *,
     spec: AttentionSpec,
     config: BackwardConfig,
-    with_dq: bool = True,
     interpretable: bool = False,
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v, those of k and v summed over the query heads that share them.
 
     Args:
@@ -66,14 +66,13 @@ def backward(
         out, lse: what the forward returned.
         d_out, d_lse: cotangents of both.
         config: tiles.
-        with_dq: False leaves dQ out (the split form computes it in a pass of its own).
         interpretable: avoids what the interpreter lacks: matmul operands in registers and copies
             that add. dQ is then summed over key tiles afterwards.
     """
     g = geometry_of(q, k, v)
     dtype, num_q_tiles = q.dtype, -(-g.T // config.block_q)
     kernel = _Backward(
-        g=g, spec=spec, c=config, dtype=dtype, with_dq=with_dq, interpretable=interpretable,
+        g=g, spec=spec, c=config, dtype=dtype, interpretable=interpretable,
         segmented=(ids := token_ids(
             masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=KEYS
         )) is not None,
@@ -84,9 +83,8 @@ def backward(
     if ids is not None:
         operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
         operands["ranges"] = tile_ranges(ids[1], ids[0], KEYS, config.block_q)
-    if with_dq:
-        copies = (kernel.num_k_tiles,) if interpretable else ()
-        operands["dq"] = jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))
+    copies = (kernel.num_k_tiles,) if interpretable else ()
+    operands["dq"] = jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))
     names = tuple(operands)
 
     def body(*refs):
@@ -111,28 +109,9 @@ def backward(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     dk, dv = call(*operands.values())
-    dq = None
-    if with_dq:
-        dq = operands["dq"][...]
-        dq = dq.sum(axis=0) if interpretable else dq
-        dq = (dq[:, : g.T] * spec.scale).astype(dtype)
-    return dq, dk[:, : g.S], dv[:, : g.S]
-
-
-def row_statistics(
-    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array | None, padded: int
-) -> tuple[jax.Array, jax.Array]:
-    """Per query [B, N, padded]: logsumexp in log2 units, and delta = dO . O - d_lse.
-
-    With P = exp(S - lse) and dP = dO V', dS = P * (dP - delta).
-    """
-    delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    if d_lse is not None:
-        delta = delta - d_lse.swapaxes(1, 2)
-    # exp2(s - inf) = 0: rows without keys and rows past the end have no probabilities.
-    lse2 = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E).swapaxes(1, 2)
-    pad = ((0, 0), (0, 0), (0, padded - lse2.shape[2]))
-    return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
+    dq = operands["dq"][...]
+    dq = dq.sum(axis=0) if interpretable else dq
+    return (dq[:, : g.T] * spec.scale).astype(dtype), dk[:, : g.S], dv[:, : g.S]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +123,6 @@ class _Backward:
     c: BackwardConfig
     dtype: jnp.dtype
     segmented: bool
-    with_dq: bool
     interpretable: bool
 
     @property
@@ -188,10 +166,9 @@ class _Backward:
             "do_empty": ring(num_arrivals=NUM_WARPGROUPS),
             "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
         }
-        if self.with_dq:
-            f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
-            shape = (NUM_WARPGROUPS, *self.dq_shape)
-            buffers["dq"] = plgpu.SMEM(shape, jnp.float32, transforms=f32_tile)
+        f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
+        shape = (NUM_WARPGROUPS, *self.dq_shape)
+        buffers["dq"] = plgpu.SMEM(shape, jnp.float32, transforms=f32_tile)
         if self.segmented:
             buffers["q_ids"] = plgpu.SMEM(rows, jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
@@ -212,10 +189,16 @@ class _Backward:
             queries = queries.meet(gmem.ranges, b, k_tile)
         queries = queries.ordered(at_least_one=False)
 
+        # Written out per warpgroup: addresses that depend on it are constants, and the loop has the
+        # registers for the rest.
         @pl.when(wg < NUM_WARPGROUPS)
         def _():
             plgpu.set_max_registers(240, action="increase")
-            self.compute(gmem, smem, b, kv_head, k_tile, queries)
+            for w in range(NUM_WARPGROUPS):
+
+                @pl.when(wg == w)
+                def _(w=w):
+                    self.compute(gmem, smem, w, b, kv_head, k_tile, queries)
 
         @pl.when(wg == NUM_WARPGROUPS)
         def _():
@@ -258,17 +241,16 @@ class _Backward:
             plgpu.barrier_wait(smem.q_empty.at[i])
             plgpu.barrier_wait(smem.do_empty.at[i])
 
-    def compute(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
+    def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
         """64 keys of a warpgroup: dK and dV over all queries, then out."""
         g = self.g
-        wg = lax.axis_index("wg")
-        mine = pl.ds(pl.multiple_of(wg * 64, 64), 64)
+        mine = pl.ds(wg * 64, 64)
         for i in range(self.c.num_stages):
             plgpu.barrier_arrive(smem.q_empty.at[i])
             plgpu.barrier_arrive(smem.do_empty.at[i])
         plgpu.barrier_wait(smem.kv_full)
         dk, dv = pl.run_scoped(
-            functools.partial(self.accumulate, gmem, smem, b, kv_head, k_tile, queries),
+            functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
             plgpu.ACC((64, g.H), jnp.float32),
             plgpu.ACC((64, g.Hv), jnp.float32),
         )
@@ -283,11 +265,12 @@ class _Backward:
         plgpu.copy_smem_to_gmem(smem.v.at[mine], gmem.dv.at[b, rows, kv_head])
         plgpu.wait_smem_to_gmem(0)
 
-    def accumulate(self, gmem, smem, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc):
+    def accumulate(
+        self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
+    ):
         """The loop over heads of the group and query tiles."""
         g, c = self.g, self.c
-        wg = lax.axis_index("wg")
-        mine = pl.ds(pl.multiple_of(wg * 64, 64), 64)
+        mine = pl.ds(wg * 64, 64)
         my_k, my_v = smem.k.at[mine], smem.v.at[mine]
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
         per_head = queries.hi - queries.lo
@@ -299,7 +282,7 @@ class _Backward:
             issue_scores(s_acc, 0)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(i, s, head, masked: bool):
+        def step(i, s, head):
             it = head * per_head + i - queries.lo
             slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
             ds_smem = smem.ds.at[lax.rem(it, 2)]
@@ -309,7 +292,7 @@ class _Backward:
 
             def probabilities(dp_acc):
                 plgpu.wgmma(dp_acc, my_v, do_smem.transpose((1, 0)))
-                p, slope = self.probabilities(smem, slot, s, i, k_tile, kv_ids, masked)
+                p, slope = self.probabilities(smem, wg, slot, s, i, k_tile, kv_ids, queries)
                 return p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
 
             p, slope, dp = pl.run_scoped(probabilities, plgpu.ACC((64, c.block_q), jnp.float32))
@@ -326,14 +309,12 @@ class _Backward:
             plgpu.commit_smem()
             plgpu.barrier_arrive(smem.ds_ready)
             plgpu.wgmma(dk_acc, ds_smem.at[mine], q_smem)
-            if not self.with_dq:
-                plgpu.wgmma_wait(0)
             plgpu.barrier_wait(smem.ds_ready)
             plgpu.barrier_wait(smem.q_full.at[next_slot])
 
             def query_gradient(dq_acc):
                 if self.c.block_q == 64:
-                    columns = pl.ds(pl.multiple_of(wg * self.dq_shape[1], 16), self.dq_shape[1])
+                    columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
                     plgpu.wgmma(dq_acc, ds_smem.transpose((1, 0)), smem.k.at[:, columns])
                 else:
                     plgpu.wgmma(dq_acc, ds_smem.at[:, mine].transpose((1, 0)), smem.k)
@@ -344,32 +325,17 @@ class _Backward:
 
             def next_scores(dq_acc, s_acc):
                 issue_scores(s_acc, next_slot)
-                # Without dQ in between, waiting for the scores is waiting for all.
-                done = s_acc if dq_acc is None else dq_acc
-                result = plgpu.wgmma_accumulator_load(done, wait_n=0 if dq_acc is None else 1)
+                dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                 plgpu.barrier_arrive(smem.q_empty.at[slot])
                 plgpu.barrier_arrive(smem.do_empty.at[slot])
-                if dq_acc is None:
-                    return result
-                self.add_to_dq(gmem, smem, result, b, kv_head * g.group + head, i, k_tile)
+                n = kv_head * g.group + head
+                self.add_to_dq(gmem, smem, wg, dq, b, n, i, k_tile)
                 return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-            if self.with_dq:
-                return pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
-            return pl.run_scoped(
-                functools.partial(next_scores, None), plgpu.ACC((64, c.block_q), jnp.float32)
-            )
+            return pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
 
         def one_head(head, s):
-            full = functools.partial(step, head=head, masked=False)
-            masked = functools.partial(step, head=head, masked=True)
-            if not self.masked:
-                return lax.fori_loop(queries.lo, queries.hi, full, s)
-            s = lax.fori_loop(queries.lo, queries.full_lo, masked, s)
-            s = lax.fori_loop(queries.full_lo, queries.full_hi, full, s)
-            if self.segmented or self.spec.left is not None:
-                s = lax.fori_loop(queries.full_hi, queries.hi, masked, s)
-            return s
+            return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), s)
 
         plgpu.barrier_wait(smem.q_full.at[0])
         s = pl.run_scoped(first_scores, plgpu.ACC((64, c.block_q), jnp.float32))
@@ -382,7 +348,7 @@ class _Backward:
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
 
-    def probabilities(self, smem, slot, s, i, k_tile, kv_ids, masked: bool):
+    def probabilities(self, smem, wg: int, slot, s, i, k_tile, kv_ids, queries):
         """P transposed, from scores; and the soft cap's derivative, None without one."""
         lse = plgpu.load(smem.lse.at[slot], layout=COL)
         unit, slope, cap = self.spec.scale * LOG2E, None, self.spec.logit_soft_cap
@@ -391,13 +357,21 @@ class _Backward:
             t = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * LOG2E * self.spec.scale / cap)) + 1.0)
             s, unit, slope = t, cap * LOG2E, 1.0 - t * t
         p = jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [1]))
-        if not masked:
+        if not self.masked:
             return p, slope
+        whole = (i >= queries.full_lo) & (i < queries.full_hi)
+        mask = functools.partial(self.mask, smem, wg, slot, i, k_tile, kv_ids)
+        # A branch rather than a loop of its own: a second copy of the loop is more than the
+        # assembler keeps in registers.
+        return lax.cond(whole, lambda p: p, mask, p), slope
+
+    def mask(self, smem, wg: int, slot, i, k_tile, kv_ids, p):
+        """0 where the query of a column does not see the key of a row."""
         if self.segmented:
             q_ids = plgpu.load(smem.q_ids.at[slot], layout=COL)
             q_ids = lax.broadcast_in_dim(q_ids, p.shape, [1])
             p = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, p.shape, [0]), p, 0.0)
-        key0 = k_tile * KEYS + 64 * lax.axis_index("wg")
+        key0 = k_tile * KEYS + 64 * wg
         # Column minus row is query minus key here.
         aligned = key0 - self.g.diagonal - i * self.c.block_q
         left, right = self.spec.left, self.spec.right
@@ -407,11 +381,10 @@ class _Backward:
             diag_min=None if right is None else aligned - right,
             diag_max=None if left is None else aligned + left,
             num_rows=self.g.S - key0 if self.ragged else None,
-        ), slope
+        )
 
-    def add_to_dq(self, gmem, smem, dq, b, n, i, k_tile) -> None:
+    def add_to_dq(self, gmem, smem, wg: int, dq, b, n, i, k_tile) -> None:
         """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""
-        wg = lax.axis_index("wg")
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.dq[wg] = dq
         plgpu.commit_smem()

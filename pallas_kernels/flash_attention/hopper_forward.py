@@ -32,7 +32,7 @@ from .hopper_geometry import (
     swizzle_bytes,
     tiled,
 )
-from .hopper_rescale import scale_rows_if_needed
+from .hopper_product import Product, StagedProduct
 from .hopper_segments import tile_ranges, token_ids
 from .hopper_tile import exp2_tile, mask_tile, soft_cap, sum_strips
 from .spec import AttentionMasks, AttentionSpec
@@ -240,10 +240,10 @@ class _Forward:
         plgpu.barrier_wait(smem.q_full)
         attend = functools.partial(self.attend, smem, row0, keys)
         if self.interpretable:
-            o, peak, total = attend(_StagedProduct(smem, g.Hv))
+            o, peak, total = attend(StagedProduct(smem, g.Hv))
         else:
             o, peak, total = pl.run_scoped(
-                lambda acc: attend(_Product(smem, acc)), plgpu.ACC((64, g.Hv), jnp.float32)
+                lambda acc: attend(Product(smem, acc)), plgpu.ACC((64, g.Hv), jnp.float32)
             )
         if c.ping_pong:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
@@ -359,63 +359,3 @@ class _Forward:
             diag_min=None if left is None else aligned - left,
             num_cols=self.g.S - col0 if self.ragged else None,
         )
-
-
-class _Product:
-    """The value product in an accumulator that lives as long as the tile."""
-
-    def __init__(self, smem, acc):
-        self.smem, self.acc = smem, acc
-
-    def start(self):
-        return ()
-
-    def issue(self, o, p, slot):
-        plgpu.barrier_wait(self.smem.v_full.at[slot])
-        plgpu.wgmma(self.acc, p, self.smem.v.at[slot])
-        return o
-
-    def finish(self, o, slot):
-        del o
-        o = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
-        plgpu.barrier_arrive(self.smem.v_empty.at[slot])
-        return o
-
-    def rescale(self, o, slot, alpha, lazy: bool):
-        o, alpha = lax.optimization_barrier((self.finish(o, slot), alpha))
-        if lazy:
-            self.acc[...] = scale_rows_if_needed(o, alpha)
-        else:
-            self.acc[...] = o * lax.broadcast_in_dim(alpha, o.shape, [0])
-        return ()
-
-
-class _StagedProduct:
-    """The same with the sum in registers and P in shared memory, for the interpreter."""
-
-    def __init__(self, smem, value_dim: int):
-        self.smem, self.value_dim = smem, value_dim
-
-    def start(self):
-        zeros = plgpu.broadcasted_iota(jnp.int32, (64, self.value_dim), 0, layout=WGMMA)
-        return zeros.astype(jnp.float32) * 0.0
-
-    def issue(self, o, p, slot):
-        p_smem = self.smem.p.at[lax.axis_index("wg")]
-        plgpu.barrier_wait(self.smem.v_full.at[slot])
-        p_smem[...] = p
-        plgpu.commit_smem()
-
-        def product(acc):
-            plgpu.wgmma(acc, p_smem, self.smem.v.at[slot])
-            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
-
-        return o + pl.run_scoped(product, plgpu.ACC((64, self.value_dim), jnp.float32))
-
-    def finish(self, o, slot):
-        plgpu.barrier_arrive(self.smem.v_empty.at[slot])
-        return o
-
-    def rescale(self, o, slot, alpha, lazy: bool):
-        del lazy
-        return self.finish(o, slot) * lax.broadcast_in_dim(alpha, o.shape, [0])

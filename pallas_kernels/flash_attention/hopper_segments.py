@@ -54,7 +54,7 @@ def tile_ranges(outer_ids: jax.Array, inner_ids: jax.Array, outer: int, inner: i
     whole = touches & same & i_whole[:, None] & o_whole[..., None]
     lo, hi = _first(touches, touches.shape[2]), _last_end(touches)
     full_lo = jnp.minimum(_first(whole, touches.shape[2]), hi)
-    after = jnp.arange(touches.shape[2]) >= full_lo[..., None]
+    after = jnp.arange(touches.shape[2])[None, None, :] >= full_lo[..., None]
     full_hi = jnp.minimum(_first(after & ~whole, touches.shape[2]), hi)
     return jnp.stack([jnp.minimum(lo, hi), full_lo, full_hi, hi], axis=-1).astype(jnp.int32)
 

@@ -1,0 +1,348 @@
+"""Fused flash attention backward for heads wider than 128, split over columns instead of keys.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width.
+
+Gradients of 64 keys by 256 columns fill the registers of two warpgroups, so both work on the same
+64 keys: each owns half the columns of dK, dV and dQ. Warpgroup 0 computes the scores and P,
+warpgroup 1 computes dO V' and dS; each hands its result to the other through shared memory.
+"""
+
+import dataclasses
+import functools
+import math
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .hopper_geometry import (
+    Geometry,
+    TileRange,
+    geometry_of,
+    pad_rows,
+    query_tiles,
+    swizzle_bytes,
+    tiled,
+)
+from .hopper_segments import tile_ranges, token_ids
+from .hopper_statistics import row_statistics
+from .hopper_tile import mask_tile
+from .spec import AttentionMasks, AttentionSpec
+
+LOG2E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
+KEYS = QUERIES = 64
+NUM_STAGES = 2
+DQ_COLUMNS = 32  # of dQ that leave at a time: more do not fit in shared memory
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+    interpretable: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As ``hopper_backward.backward``, for equal widths of 192 or 256 and no soft cap."""
+    g = geometry_of(q, k, v)
+    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=QUERIES, kv_tile=KEYS)
+    kernel = _Backward(
+        g=g, spec=spec, dtype=q.dtype, segmented=ids is not None, interpretable=interpretable
+    )
+    statistics = row_statistics(out, lse, d_out, d_lse, -(-g.T // QUERIES) * QUERIES)
+    dtype = q.dtype
+    q, k, v, d_out = (pad_rows(x) for x in (q, k, v, d_out))
+    copies = (kernel.num_k_tiles,) if interpretable else ()
+    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "do": d_out}
+    operands |= {"lse": statistics[0], "delta": statistics[1]}
+    if ids is not None:
+        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
+        operands["ranges"] = tile_ranges(ids[1], ids[0], KEYS, QUERIES)
+    operands["dq"] = jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))
+    names = tuple(operands)
+
+    def body(*refs):
+        gmem = dict(zip((*names, "dk", "dv"), refs, strict=True))
+        pl.run_scoped(
+            lambda **scratch: kernel.run(
+                types.SimpleNamespace(**gmem), types.SimpleNamespace(**scratch)
+            ),
+            **kernel.scratch(),
+            collective_axes="wg",
+        )
+
+    call: Any = pl.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
+        mesh=plgpu.Mesh(
+            grid=(kernel.num_k_tiles * g.B * g.K,),
+            grid_names=("tile",),
+            num_threads=3,
+            thread_name="wg",
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )
+    dk, dv = call(*operands.values())
+    dq = operands["dq"][...]
+    dq = dq.sum(axis=0) if interpretable else dq
+    return (dq[:, : g.T] * spec.scale).astype(dtype), dk[:, : g.S], dv[:, : g.S]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Backward:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    g: Geometry
+    spec: AttentionSpec
+    dtype: jnp.dtype
+    segmented: bool
+    interpretable: bool
+
+    @property
+    def num_k_tiles(self) -> int:
+        return -(-self.g.S // KEYS)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
+        return self.g.S % KEYS != 0 and not self.segmented
+
+    @property
+    def masked(self) -> bool:
+        s = self.spec
+        return self.segmented or s.left is not None or s.right is not None or self.ragged
+
+    @property
+    def half(self) -> int:
+        """Columns of a warpgroup."""
+        return self.g.H // 2
+
+    @property
+    def chunk(self) -> int:
+        """Columns of dQ in registers at a time."""
+        return self.half if self.half < 128 else 64
+
+    def scratch(self) -> dict:
+        tile = tiled(swizzle_bytes(self.half))
+        buffers = {
+            # First index: what warpgroup 0 and what warpgroup 1 multiply.
+            "kv": plgpu.SMEM((2, KEYS, self.g.H), self.dtype, transforms=tile),
+            "qdo": plgpu.SMEM((2, NUM_STAGES, QUERIES, self.g.H), self.dtype, transforms=tile),
+            "rows": plgpu.SMEM((2, NUM_STAGES, QUERIES), jnp.float32),
+            "p": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
+            "ds": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
+            "dq": plgpu.SMEM(
+                (2, QUERIES, DQ_COLUMNS), jnp.float32, transforms=tiled(128, itemsize=4)
+            ),
+            "kv_full": plgpu.Barrier(num_arrivals=3 if self.segmented else 2),
+            "full": plgpu.Barrier(num_arrivals=5 if self.segmented else 4, num_barriers=NUM_STAGES),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=NUM_STAGES),
+            "p_ready": plgpu.Barrier(),
+            "ds_ready": plgpu.Barrier(),
+            "done": plgpu.Barrier(num_arrivals=2),
+        }
+        if self.segmented:
+            buffers["q_ids"] = plgpu.SMEM((NUM_STAGES, QUERIES), jnp.int32)
+            buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: its tile's coordinates, then a role for each warpgroup."""
+        g = self.g
+        wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
+        head, k_tile = lax.rem(tile, g.B * g.K), lax.div(tile, g.B * g.K)
+        b, kv_head = lax.div(head, g.K), lax.rem(head, g.K)
+        queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, QUERIES)
+        if self.segmented:
+            queries = queries.meet(gmem.ranges, b, k_tile)
+        queries = queries.ordered(at_least_one=False)
+
+        @pl.when(wg < 2)
+        def _():
+            plgpu.set_max_registers(240, action="increase")
+            for w in range(2):  # written out: each has its own part, and addresses are constants
+
+                @pl.when(wg == w)
+                def _(w=w):
+                    self.compute(gmem, smem, w, b, kv_head, k_tile, queries)
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.set_max_registers(24, action="decrease")
+            self.load(gmem, smem, b, kv_head, k_tile * KEYS, queries)
+
+    def load(self, gmem, smem, b, kv_head, k0, queries: TileRange) -> None:
+        """Keys and values once, then the queries of each head of the group into the ring."""
+        g = self.g
+        keys = pl.ds(k0, KEYS)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.kv.at[0], smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.kv.at[1], smem.kv_full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
+        per_head = jnp.maximum(queries.hi - queries.lo, 1)
+
+        def step(it, _):
+            # One query tile more than there are: its first product is computed and dropped.
+            n = kv_head * g.group + jnp.minimum(lax.div(it, per_head), g.group - 1)
+            slot = lax.rem(it, NUM_STAGES)
+            rows = pl.ds((queries.lo + lax.rem(it, per_head)) * QUERIES, QUERIES)
+            full = smem.full.at[slot]
+            plgpu.barrier_wait(smem.empty.at[slot])
+            for kind, (matrix, row) in enumerate(((gmem.q, gmem.lse), (gmem.do, gmem.delta))):
+                plgpu.copy_gmem_to_smem(matrix.at[b, rows, n], smem.qdo.at[kind, slot], full)
+                plgpu.copy_gmem_to_smem(row.at[b, n, rows], smem.rows.at[kind, slot], full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[slot], full)
+
+        lax.fori_loop(0, (queries.hi - queries.lo) * g.group + 1, step, None)
+        for i in range(NUM_STAGES):
+            plgpu.barrier_wait(smem.empty.at[i])
+
+    def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
+        """Half the columns of 64 keys: dK and dV over all queries, then out."""
+        mine = pl.ds(wg * self.half, self.half)
+        for i in range(NUM_STAGES):
+            plgpu.barrier_arrive(smem.empty.at[i])
+        plgpu.barrier_wait(smem.kv_full)
+        dk, dv = pl.run_scoped(
+            functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
+            plgpu.ACC((KEYS, self.half), jnp.float32),
+            plgpu.ACC((KEYS, self.half), jnp.float32),
+        )
+        # K and V are read no more: the gradients take their space, and go out in one piece each.
+        plgpu.barrier_arrive(smem.done)
+        plgpu.barrier_wait(smem.done)
+        smem.kv[0, :, mine] = (dk * self.spec.scale).astype(self.dtype)
+        smem.kv[1, :, mine] = dv.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.done)
+        plgpu.barrier_wait(smem.done)
+        rows = pl.ds(k_tile * KEYS, KEYS)
+
+        gradient = (gmem.dk, gmem.dv)[wg]
+        plgpu.copy_smem_to_gmem(smem.kv.at[wg], gradient.at[b, rows, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def accumulate(
+        self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
+    ):
+        """The loop over heads of the group and query tiles."""
+        mine = pl.ds(wg * self.half, self.half)
+        per_head = queries.hi - queries.lo
+
+        def first_product(slot, meanwhile=_nothing):
+            """Scores in warpgroup 0, dO V' in warpgroup 1; both keys by queries."""
+            plgpu.barrier_wait(smem.full.at[slot])
+            right = smem.qdo.at[wg, slot].transpose((1, 0))
+            return _product((KEYS, QUERIES), smem.kv.at[wg], right, meanwhile)
+
+        def step(i, x, head):
+            it = head * per_head + i - queries.lo
+            slot = lax.rem(it, NUM_STAGES)
+            row = plgpu.load(smem.rows.at[wg, slot], layout=COL)
+
+            if wg == 0:
+                self.write_p(smem, slot, x, row, i, k_tile, queries)
+            else:
+                plgpu.barrier_wait(smem.p_ready)
+            plgpu.wgmma(dv_acc, smem.p, smem.qdo.at[1, slot, :, mine])
+            if wg == 1:
+                p = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
+                ds = p * (x - lax.broadcast_in_dim(row, x.shape, [1]))
+                smem.ds[...] = ds.astype(self.dtype)
+                plgpu.commit_smem()
+            plgpu.wgmma_wait(0)
+            if wg == 0:
+                plgpu.barrier_wait(smem.ds_ready)
+            else:
+                plgpu.barrier_arrive(smem.ds_ready)  # and P may be overwritten
+            plgpu.wgmma(dk_acc, smem.ds, smem.qdo.at[0, slot, :, mine])
+            n = kv_head * self.g.group + head
+            leave = _nothing
+            for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
+                # A part of dQ leaves while the next is computed, the last one with the next tile.
+                right = smem.kv.at[0, :, pl.ds(start, self.chunk)]
+                shape = (QUERIES, self.chunk)
+                dq = _product(shape, smem.ds.transpose((1, 0)), right, leave)
+                leave = functools.partial(
+                    self.add_to_dq, gmem, smem, wg, dq, b, n, i, k_tile, start
+                )
+            plgpu.barrier_arrive(smem.empty.at[slot])
+            return first_product(lax.rem(it + 1, NUM_STAGES), leave)
+
+        def one_head(head, x):
+            return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), x)
+
+        lax.fori_loop(0, self.g.group, one_head, first_product(0))
+        plgpu.barrier_arrive(smem.empty.at[lax.rem(per_head * self.g.group, NUM_STAGES)])
+        return (
+            plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
+            plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
+        )
+
+    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> None:
+        """P into shared memory, for both warpgroups."""
+        p = jnp.exp2(s * (self.spec.scale * LOG2E) - lax.broadcast_in_dim(lse, s.shape, [1]))
+        if self.masked:
+            whole = (i >= queries.full_lo) & (i < queries.full_hi)
+            mask = functools.partial(self.mask, smem, slot, i, k_tile)
+            p = lax.cond(whole, lambda p: p, mask, p)
+        smem.p[...] = p.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.p_ready)
+
+    def mask(self, smem, slot, i, k_tile, p):
+        """0 where the query of a column does not see the key of a row."""
+        if self.segmented:
+            q_ids = plgpu.load(smem.q_ids.at[slot], layout=COL)
+            kv_ids = plgpu.load(smem.kv_ids, layout=ROW)
+            q_ids = lax.broadcast_in_dim(q_ids, p.shape, [1])
+            p = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, p.shape, [0]), p, 0.0)
+        # Column minus row is query minus key here.
+        aligned = k_tile * KEYS - self.g.diagonal - i * QUERIES
+        left, right = self.spec.left, self.spec.right
+        return mask_tile(
+            p,
+            fill=0.0,
+            diag_min=None if right is None else aligned - right,
+            diag_max=None if left is None else aligned + left,
+            num_rows=self.g.S - k_tile * KEYS if self.ragged else None,
+        )
+
+    def add_to_dq(self, gmem, smem, wg: int, dq, b, n, i, k_tile, column: int) -> None:
+        """``chunk`` columns of a tile's dQ, into the float32 sum in global memory."""
+        for start in range(0, self.chunk, DQ_COLUMNS):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            smem.dq[wg] = lax.slice(dq, (0, start), (QUERIES, start + DQ_COLUMNS))
+            plgpu.commit_smem()
+            index = (b, pl.ds(i * QUERIES, QUERIES), n, pl.ds(column + start, DQ_COLUMNS))
+            if self.interpretable:
+                plgpu.copy_smem_to_gmem(smem.dq.at[wg], gmem.dq.at[k_tile, *index])
+            else:
+                plgpu.copy_smem_to_gmem(smem.dq.at[wg], gmem.dq.at[index], reduction_op="add")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _product(shape: tuple[int, int], a, b, meanwhile) -> jax.Array:
+    """``a @ b``, with ``meanwhile()`` done while it runs."""
+
+    def body(acc):
+        plgpu.wgmma(acc, a, b)
+        meanwhile()
+        return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))
