@@ -49,10 +49,6 @@ class TensorFiles:
                 return file.get_tensor(name)
             return file.get_slice(name)[index]
 
-    def read_whole(self, name: str) -> np.ndarray:
-        """All of a tensor."""
-        return self.read(name, tuple(slice(0, size) for size in self.tensors[name].shape))
-
 
 def open_tensor_files(directory: Path) -> TensorFiles:
     """Reads the headers of all files and checks them against the index.

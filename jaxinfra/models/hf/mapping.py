@@ -41,7 +41,6 @@ class WeightMap:
     """All tensors of a model in the order they are written, and our parameters within them."""
 
     tensors: Mapping[str, Tensor]
-    shapes: Mapping[str, tuple[int, ...]]  # of our parameters, stacked
     places: Mapping[tuple[str, int | None], tuple[Tensor, Part]]  # by our path and layer
     root: str
     ignored: re.Pattern[str] | None
@@ -85,7 +84,6 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
         tied = {"lm_head.weight": vocabulary}
     return WeightMap(
         tensors={tensor.name: tensor for tensor in tensors},
-        shapes=flat,
         places=places,
         root=table.root,
         ignored=re.compile(table.ignored) if table.ignored else None,
