@@ -17,7 +17,7 @@ from pallas_kernels.flash_attention.implementations import (
     attend,
 )
 from pallas_kernels.flash_attention.opaque import call_opaque
-from pallas_kernels.flash_attention.sharding import MeshAxes, vary_alike
+from pallas_kernels.flash_attention.sharding import vary_alike
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
@@ -46,13 +46,13 @@ XLA = IMPLEMENTATIONS["xla"]
 BOTH = {"xla": XLA, "custom-call": STAND_IN}
 
 
-def results(implementation, spec, q, k, v, masks, d_out, d_lse, *, axes=MeshAxes()):
+def results(implementation, spec, q, k, v, masks, d_out, d_lse):
     """(out, lse) and the gradients of q, k, v, sinks and bias."""
 
     def forward(q, k, v, sinks, bias):
         arrays = dataclasses.replace(masks, sinks=sinks, bias=bias)
         return attend(
-            Plan(implementation=implementation, spec=spec, axes=axes),
+            Plan(implementation=implementation, spec=spec),
             *vary_alike((q, k, v, arrays)),
         )
 
