@@ -41,4 +41,4 @@ class AttentionMasks:
     q_lengths: jax.Array | None = None  # int32 [B]: queries at and after are padding
     kv_lengths: jax.Array | None = None  # int32 [B]: keys at and after are padding
     sinks: jax.Array | None = None  # float32 [N]: a logit a head that joins the softmax denominator
-    bias: jax.Array | None = None  # added to scaled scores, broadcast to [B, N, T, S]
+    bias: jax.Array | None = None  # [B|1, N|1, T|1, S|1], added to the capped scores
