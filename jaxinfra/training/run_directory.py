@@ -69,7 +69,9 @@ class RunDirectory:
 
     def create(self, config: RunConfig) -> None:
         """Makes the directory and writes the config; refuses one that has anything in it."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        # A start that was killed may have left the beginnings of a config: not worth keeping.
+        ours = {_partial(self.config_file)}
+        if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - ours):
             raise ConfigError(
                 f"{self.path} exists and is not an empty directory; a new run overwrites nothing: "
                 f"name another, or continue this one with --resume {self.path}"
@@ -116,9 +118,13 @@ class RunDirectory:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes beside and renames, so that a reader never sees half a file."""
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     with partial.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

@@ -12,7 +12,7 @@ import time
 import pytest
 from e2e.faults import signal_at
 from e2e.processes import start
-from e2e.runs import STEPS, assert_same_run, checkpoints, metrics
+from e2e.runs import STEPS, Bench, assert_same_run, checkpoints, metrics
 
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
@@ -83,6 +83,7 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
     run = bench / "run"
     moments = [
         # what it is killed in, and the newest complete checkpoint then
+        ("os:fsync", 1, 0),  # there is a directory with half a config
         ("jaxinfra.data.tokenizer:Tokenizer.save", 1, 0),
         ("jaxinfra.checkpoint.manifest:write", 1, 0),  # step 4: the files are there, no sums
         ("jaxinfra.checkpoint.layout:commit", 2, 4),  # step 8: all is there but the name
@@ -92,8 +93,8 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
         ("jaxinfra.training.trainer:draw_loss", 1, STEPS),
         ("jaxinfra.training.run_directory:RunDirectory.write_summary", 1, STEPS),
     ]
-    for number, (target, call, newest) in enumerate(moments):
-        arguments = bench.resume("run") if number else bench.new("run")
+    for target, call, newest in moments:
+        arguments = start_or_resume(bench, "run")
         ended = bench.run(arguments, before=signal_at(target, KILL, call=call))
         assert ended.code == -KILL, (target, ended)
         assert max(checkpoints(run), default=0) == newest, (target, ended)
@@ -110,17 +111,21 @@ def test_killed_at_random_moments(bench, whole, num_runs):
     print(f"seed {seed}")
     for number in range(num_runs):
         name = f"run{number}"
-        arguments = bench.new(name)
         for _ in range(2):
             after_lines, delay_s = rng.randrange(STEPS + 5), rng.uniform(0, 0.1)
-            with start(*arguments, log=bench.log()) as running:
+            with start(*start_or_resume(bench, name), log=bench.log()) as running:
                 running.wait_until(lambda said: said.count("\n") >= after_lines)  # noqa: B023
                 time.sleep(delay_s)
                 running.signal(KILL)
                 code = running.end().code
             print(f"run {number}: {code} {delay_s:.3f} s after {after_lines} lines")
             assert code in (-KILL, 0)
-            arguments = bench.resume(name)
-        resumed = bench.run(arguments)
+        resumed = bench.run(start_or_resume(bench, name))
         assert resumed.code == 0, resumed
         assert_same_run(bench / name, whole)
+
+
+def start_or_resume(bench: Bench, name: str) -> list[object]:
+    """What a person does after a kill: killed too early, there is nothing to resume."""
+    started = (bench / name / "config.json").exists()
+    return bench.resume(name) if started else bench.new(name)
