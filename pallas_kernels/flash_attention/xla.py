@@ -283,6 +283,32 @@ def forward(
     return out_BTNV, _join_q(lse_IBKGt[..., None], tiles)[..., 0]
 
 
+def _tile_gradients(
+    tiles: _Tiles,
+    i: jax.Array | int,
+    j: jax.Array | int,
+    q_BKGtH: jax.Array,
+    d_out_BKGtV: jax.Array,
+    lse_BKGt1: jax.Array,
+    delta_BKGt1: jax.Array,
+    k_BKsH: jax.Array,
+    v_BKsV: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Float32 parts of dq and dk (still without the scale), of dv, and of the scores' gradient."""
+    s_BKGts, slope_BKGts = tiles.scores(q_BKGtH, k_BKsH, i, j)
+    p_BKGts = jnp.exp(s_BKGts - lse_BKGt1)
+    dp_BKGts = einsum_f32("BKGtV,BKsV->BKGts", d_out_BKGtV, v_BKsV)
+    ds_BKGts = p_BKGts * (dp_BKGts - delta_BKGt1)
+    inner_BKGts = ds_BKGts if slope_BKGts is None else ds_BKGts * slope_BKGts
+    inner_BKGts, p_BKGts = (x.astype(q_BKGtH.dtype) for x in (inner_BKGts, p_BKGts))
+    return (
+        einsum_f32("BKGts,BKsH->BKGtH", inner_BKGts, k_BKsH),
+        einsum_f32("BKGts,BKGtH->BKsH", inner_BKGts, q_BKGtH),
+        einsum_f32("BKGts,BKGtV->BKsV", p_BKGts, d_out_BKGtV),
+        ds_BKGts,
+    )
+
+
 def backward(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -322,25 +348,23 @@ def backward(
     def add(carry, pair):
         i, j = pair
         dq_IBKGtH, dk_JBKsH, dv_JBKsV, d_bias = carry
-        q_BKGtH, d_out_BKGtV = _at(q_IBKGtH, i), _at(d_out_IBKGtV, i)
-        k_BKsH, v_BKsV = _at(k_JBKsH, j), _at(v_JBKsV, j)
-        s_BKGts, slope_BKGts = tiles.scores(q_BKGtH, k_BKsH, i, j)
-        p_BKGts = jnp.exp(s_BKGts - _at(lse_IBKGt1, i))
-        dp_BKGts = einsum_f32("BKGtV,BKsV->BKGts", d_out_BKGtV, v_BKsV)
-        ds_BKGts = p_BKGts * (dp_BKGts - _at(delta_IBKGt1, i))
+        dq_BKGtH, dk_BKsH, dv_BKsV, ds_BKGts = _tile_gradients(
+            tiles,
+            i,
+            j,
+            _at(q_IBKGtH, i),
+            _at(d_out_IBKGtV, i),
+            _at(lse_IBKGt1, i),
+            _at(delta_IBKGt1, i),
+            _at(k_JBKsH, j),
+            _at(v_JBKsV, j),
+        )
         if d_bias is not None:
             sizes, start = tiles.bias_sizes(), tiles.bias_start(i, j)
             summed = tuple(d for d, size in enumerate(sizes) if size < ds_BKGts.shape[d])
             update = lax.dynamic_slice(d_bias, start, sizes)
             update += jnp.sum(ds_BKGts, axis=summed, keepdims=True)
             d_bias = lax.dynamic_update_slice(d_bias, update, start)
-        if slope_BKGts is not None:
-            ds_BKGts *= slope_BKGts
-        ds_BKGts = ds_BKGts.astype(q_BTNH.dtype)
-        p_BKGts = p_BKGts.astype(q_BTNH.dtype)
-        dq_BKGtH = einsum_f32("BKGts,BKsH->BKGtH", ds_BKGts, k_BKsH)
-        dk_BKsH = einsum_f32("BKGts,BKGtH->BKsH", ds_BKGts, q_BKGtH)
-        dv_BKsV = einsum_f32("BKGts,BKGtV->BKsV", p_BKGts, d_out_BKGtV)
         return (
             _add_at(dq_IBKGtH, i, dq_BKGtH),
             _add_at(dk_JBKsH, j, dk_BKsH),
