@@ -16,7 +16,7 @@ help: ## This list
 setup: ## Make .venv from the lock: CUDA where there is an NVIDIA GPU, else CPU
 	@python3 tools/bootstrap.py $(if $(FLAVOUR),--flavour $(FLAVOUR)) $(if $(BASE_PYTHON),--python $(BASE_PYTHON))
 
-train: $(SETUP) ## Train a language model: make train ARGS="--preset small"
+train: $(SETUP) ## Train a language model: make train ARGS="small --steps 100"
 	$(BIN)jaxinfra train $(ARGS)
 
 test: $(SETUP) ## The tests, without the slow ones

@@ -108,8 +108,14 @@ def _source(spec: str, root: Path, names: list[str], if_none: str) -> Source:
 
 
 def _walk(root: Path) -> list[str]:
+    def refuse(error: OSError) -> None:
+        raise DataError(
+            f"{error.filename}: {error.strerror}; its text would be missing: make it readable, or "
+            "name a source without it"
+        )
+
     names = []
-    for directory, children, files in os.walk(root):
+    for directory, children, files in os.walk(root, onerror=refuse):
         children[:] = [child for child in children if not child.startswith(".")]
         relative = Path(directory).relative_to(root)
         names += [(relative / file).as_posix() for file in files if not file.startswith(".")]

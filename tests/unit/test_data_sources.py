@@ -1,8 +1,10 @@
 """Every kind of source, and every way in which one can be bad."""
 
+import errno
 import gzip
 import json
 import logging
+import os
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -199,3 +201,19 @@ def test_bad_parquet(tmp_path: Path):
     assert "rows.parquet: not a readable Parquet file" in error(path, "body")
     path.write_bytes(b"")
     assert "rows.parquet: not a readable Parquet file" in error(path, "body")
+
+
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    scandir = os.scandir
+
+    # Permissions do not stop root, whom containers run tests as.
+    def forbid(path):
+        if str(path).endswith("inner"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", forbid)
+    with pytest.raises(DataError, match=r"inner: Permission denied; its text would be missing"):
+        scan(str(tmp_path))
