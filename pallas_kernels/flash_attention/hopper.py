@@ -21,8 +21,8 @@ from .spec import AttentionMasks, AttentionSpec
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDEST_BY_KEYS = 128  # wider heads are split over columns in the backward
+BACKWARD_PADDED = {80: 96}  # its halves must be whole swizzle atoms
 WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
-BACKWARD_WIDTHS = ("64/64", "96/96", "128/128", "192/192", "256/256")
 
 
 def unsupported(
@@ -58,11 +58,8 @@ def unsupported_backward(
     reason = unsupported(spec, masks, q, k, v)
     if reason is not None:
         return reason
-    H, Hv = q.shape[3], v.shape[3]
-    if H > WIDEST_BY_KEYS and spec.logit_soft_cap is not None:
+    if q.shape[3] > WIDEST_BY_KEYS and spec.logit_soft_cap is not None:
         return f"the backward of heads wider than {WIDEST_BY_KEYS} has no logit soft cap"
-    if f"{H}/{Hv}" not in BACKWARD_WIDTHS:
-        return f"head widths {H}/{Hv} are none of {', '.join(BACKWARD_WIDTHS)}"
     return None
 
 
@@ -113,11 +110,14 @@ def backward(
         UnsupportedError: ``unsupported_backward`` has a reason, or the tiles exceed shared memory.
     """
     _refuse(unsupported_backward(spec, masks, q, k, v, deterministic=deterministic))
-    operands = (q, k, v, masks, out, lse, d_out, d_lse)
-    if q.shape[3] > WIDEST_BY_KEYS:
+    H, Hv = q.shape[3], v.shape[3]
+    width = BACKWARD_PADDED.get(H, max(H, Hv))
+    q, k, v, wide_out, wide_d_out = (_pad_width(x, width) for x in (q, k, v, out, d_out))
+    operands = (q, k, v, masks, wide_out, lse, wide_d_out, d_lse)
+    if width > WIDEST_BY_KEYS:
         dq, dk, dv = hopper_backward_wide.backward(*operands, spec=spec)
     else:
-        config = config or backward_config(q.shape[3], v.shape[3])
+        config = config or backward_config(width, width)
         _refuse(_exceeds_shared_memory(config, q, v))
         dq, dk, dv = hopper_backward.backward(*operands, spec=spec, config=config)
     if deterministic:
@@ -126,7 +126,12 @@ def backward(
     d_sinks = None
     if masks.sinks is not None:
         d_sinks = sink_gradient(masks.sinks, out, lse, d_out, d_lse)
-    return dq, dk, dv, d_sinks
+    return dq[..., :H], dk[..., :H], dv[..., :Hv], d_sinks
+
+
+def _pad_width(x: jax.Array, width: int) -> jax.Array:
+    """Zero columns at the end: they change no score and their gradients are dropped."""
+    return x if x.shape[3] == width else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),))
 
 
 def _refuse(reason: str | None) -> None:

@@ -220,11 +220,11 @@ def test_forward_lowers(widths, kind):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["full", "causal", "window"])
-@pytest.mark.parametrize("width", [64, 96, 128, 192, 256])
-def test_backward_lowers(width, kind, deterministic):
-    q, k, v, out = operands(width, width)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_backward_lowers(widths, kind, deterministic):
+    q, k, v, out = operands(*widths)
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    spec = AttentionSpec(scale=width**-0.5, **SPECS[kind])
+    spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
     f = functools.partial(hopper.backward, spec=spec, deterministic=deterministic)
     lowers(f, q, k, v, AttentionMasks(), out, lse, out, lse)
 
