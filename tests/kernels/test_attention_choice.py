@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels import UnsupportedError, flash_attention
 from pallas_kernels.common import device
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, dispatch, hopper
+from pallas_kernels.flash_attention.validate import make_spec
 from pallas_kernels.flash_attention.workloads import WORKLOADS, Workload
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -109,12 +110,10 @@ def test_a_kernel_lowers_to_cuda(name):
 def test_every_workload_lowers_to_cuda(workload):
     lower(workload, gradient=False)
     arrays = shapes(workload)
-    reason = hopper.unsupported_backward(
-        AttentionSpec(scale=0.1),
-        AttentionMasks(),
-        *(arrays[name] for name in ("query", "key", "value")),
-        deterministic=False,
-    )
+    spec = make_spec(head_width=workload.H, scale=None, **workload.options())
+    qkv = (arrays[name] for name in ("query", "key", "value"))
+    masks = AttentionMasks(sinks=arrays.get("sinks"), q_segment_ids=arrays.get("q_segment_ids"))
+    reason = hopper.unsupported_backward(spec, masks, *qkv, deterministic=False)
     if reason is None:
         lower(workload, gradient=True)
     else:
