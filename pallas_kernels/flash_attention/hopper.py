@@ -159,4 +159,4 @@ def sink_gradient(
     delta = jnp.einsum("btnh,btnh->btn", out.astype(jnp.float32), d_out.astype(jnp.float32))
     if d_lse is not None:
         delta = delta - d_lse
-    return -(jnp.exp(sinks.astype(jnp.float32) - lse) * delta).sum(axis=(0, 1))
+    return -(jnp.exp(sinks[None, None].astype(jnp.float32) - lse) * delta).sum(axis=(0, 1))
