@@ -14,9 +14,9 @@ QUESTION = "dispatch"
 """``tuned/dispatch-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation": name},
 its time that of forward and backward together."""
 
-UNMEASURED = ("cudnn", "hopper", "hopper+xla", "xla")
-"""The order where nothing was measured; the last serves every call. cuDNN is before Hopper because
-its backward pass is: see ``experiments/results/attention-h200-tuning.json``."""
+UNMEASURED = ("cudnn", "xla", "hopper", "hopper+xla")
+"""The order where no table says better. The Hopper kernels come last until a training step and
+packed rows of real length have run on them: by name they serve whoever asks."""
 
 _EXACT = ("dtype", "head_width", "value_width", "mask")
 _NEAR = ("group", "q_length", "kv_length")
