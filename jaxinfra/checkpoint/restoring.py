@@ -86,7 +86,8 @@ def read_newest(
         saved.tree, metadata.describe(wanted), subset=subset, where=checkpoint
     )
     try:
-        flat = arrays.read(checkpoint / layout.ARRAYS, wanted)
+        # Orbax refuses relative paths.
+        flat = arrays.read((checkpoint / layout.ARRAYS).absolute(), wanted)
     except Exception as error:
         raise CheckpointError(
             f"{checkpoint} is as it was written, but reading it failed: {error}"

@@ -138,6 +138,15 @@ def test_stall_is_measured(checkpointer):
     assert 0 < checkpointer.last_stall_s <= time.perf_counter() - started
 
 
+def test_a_relative_directory_is_read(checkpointer, directory, monkeypatch):
+    state = placed(host_state(), mesh_of(1, 1))
+    checkpointer.save(3, state, data_state={})
+    checkpointer.wait()
+    monkeypatch.chdir(directory.parent)
+    restored = load(directory.relative_to(directory.parent), abstract(state), identity=IDENTITY)
+    assert_bitwise(restored.state, state)
+
+
 def test_subset_reads_part_of_a_state(checkpointer, directory):
     state = placed(host_state(), mesh_of(8, 1))
     checkpointer.save(3, state, data_state={})
