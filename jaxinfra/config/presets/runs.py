@@ -16,7 +16,7 @@ def tiny() -> RunConfig:
         model=models.tiny(),
         data=DataConfig(),
         optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=60, final_fraction=0.05),
-        training=TrainingConfig(steps=1800, batch_size=8, sequence_length=128, log_every=100),
+        training=TrainingConfig(steps=2200, batch_size=8, sequence_length=128, log_every=100),
         checkpoint=CheckpointConfig(every=600),
     )
 
