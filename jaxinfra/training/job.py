@@ -70,8 +70,18 @@ def keep_compiled_programs(cache_dir: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
-def make_job(config: RunConfig) -> Job:
-    """Validates the config and builds its job; raises ConfigError where it cannot run here."""
+# XLA replays whole stretches of a GPU program as CUDA graphs, and a trace then names the graph
+# where it would name the operation and its scope.
+_TRACEABLE_ON_GPU = {"xla_gpu_enable_command_buffer": ""}
+
+
+def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
+    """Validates the config and builds its job; raises ConfigError where it cannot run here.
+
+    Args:
+        traceable: compile the step so that a profiler's trace names every operation, at some cost
+            in launches.
+    """
     validate(config)
     training = config.training
     placement = Placement(mesh=make_mesh(config.mesh))
@@ -103,6 +113,9 @@ def make_job(config: RunConfig) -> Job:
             in_shardings=(shardings, rows),
             out_shardings=(shardings, whole),
             donate_argnums=0,
+            compiler_options=(
+                _TRACEABLE_ON_GPU if traceable and jax.default_backend() == "gpu" else None
+            ),
         ),
         evaluation_step=jax.jit(
             make_evaluation_step(model), in_shardings=(shardings.parameters, rows)

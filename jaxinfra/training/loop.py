@@ -66,7 +66,7 @@ def train(
             return Outcome(summary=summary, step=config.training.steps, was_complete=True)
         try:
             with stop.at_once():
-                job = make_job(config)
+                job = make_job(config, traceable=profile is not None)
                 progress.message(describe_job(job))
                 if warning := describe_ranking(config.training, config.checkpoint):
                     progress.message(warning)
