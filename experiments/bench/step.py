@@ -35,6 +35,7 @@ from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
+from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import initial_state
 from jaxinfra.training.step import make_train_step
 
@@ -99,10 +100,9 @@ def ours(
     model = define_model(config, execution)
     optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=steps)
     step = make_train_step(
-        model,
+        make_gradient(model, training=training),
         optimizer,
         learning_rate=learning_rate(optimizer_config, steps=steps),
-        training=training,
         precision=precision,
     )
     state = jax.jit(

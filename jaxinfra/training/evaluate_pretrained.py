@@ -17,8 +17,8 @@ from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.training.evaluate_run import RunEvaluation
 from jaxinfra.training.evaluation import evaluate
+from jaxinfra.training.gradients import make_evaluation_step
 from jaxinfra.training.job import keep_compiled_programs
-from jaxinfra.training.step import make_evaluation_step
 
 _SEQUENCE_LENGTH = 2048  # at most, in tokens
 _TOKENS_A_SHARD = 4096  # of a batch, on each data shard

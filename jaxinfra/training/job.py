@@ -19,8 +19,9 @@ from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.training.gradients import make_evaluation_step, make_gradient
 from jaxinfra.training.state import TrainState, initial_state, state_shardings
-from jaxinfra.training.step import TrainStep, make_evaluation_step, make_train_step
+from jaxinfra.training.step import TrainStep, make_train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,10 +96,9 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     shardings = state_shardings(model, optimizer, placement)
     step = make_train_step(
-        model,
+        make_gradient(model, training=training),
         optimizer,
         learning_rate=learning_rate(config.optimizer, steps=training.steps),
-        training=training,
         precision=config.precision,
     )
     whole, rows = placement.replicated, placement.batch

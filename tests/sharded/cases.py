@@ -37,6 +37,7 @@ from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import TrainState, initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
 
@@ -207,17 +208,17 @@ def build(
     )
     model = define_model(config, execution)
     optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=STEPS)
+    training = TrainingConfig(
+        steps=STEPS,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        accumulation=accumulation,
+        z_loss=z_loss,
+    )
     step = make_train_step(
-        model,
+        make_gradient(model, training=training),
         optimizer,
         learning_rate=learning_rate(optimizer_config, steps=STEPS),
-        training=TrainingConfig(
-            steps=STEPS,
-            batch_size=batch_size,
-            sequence_length=sequence_length,
-            accumulation=accumulation,
-            z_loss=z_loss,
-        ),
         precision=precision,
     )
     shardings = state_shardings(model, optimizer, placement)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
-from jaxinfra.training.step import make_evaluation_step, split_batch
+from jaxinfra.training.gradients import make_evaluation_step, split_batch
 from tests.sharded import oracle
 from tests.sharded.cases import (
     COMPILER_OPTIONS,
