@@ -12,6 +12,9 @@ from jaxinfra.core.errors import DataError
 
 # From one HLO instruction to where in the source program it comes from.
 _OP_NAME = re.compile(r"%(?P<op>[\w.\-]+) = .*?metadata=\{[^}]*op_name=\"(?P<name>[^\"]*)\"")
+_COMPUTATION = re.compile(r"(?:ENTRY )?%(?P<name>[\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(?P<op>[\w.\-]+) = ")
+_CALLS = re.compile(r"%(?P<op>[\w.\-]+) = .*calls=%(?P<computation>[\w.\-]+)")
 
 SCOPES = ("attention/core", "attention", "mlp", "loss", "optimizer", "embedding", "final_norm")
 """Named scopes of the step, the more specific first; the rest counts as "other"."""
@@ -57,8 +60,20 @@ def kernel_times(trace: Path) -> list[KernelTime]:
 
 
 def op_names(hlo_text: str) -> dict[str, str]:
-    """HLO instruction to its ``op_name``, such as ``jit(train_step)/layer/while/body/mlp/...``."""
-    return {match["op"]: match["name"] for match in _OP_NAME.finditer(hlo_text)}
+    """HLO instruction to its ``op_name``, such as ``jit(train_step)/layer/while/body/mlp/...``.
+
+    An instruction that a fusion holds and that has no name of its own, such as a library's matmul
+    writing into a slice, has the fusion's.
+    """
+    names = {match["op"]: match["name"] for match in _OP_NAME.finditer(hlo_text)}
+    callers = {match["computation"]: match["op"] for match in _CALLS.finditer(hlo_text)}
+    caller = None
+    for line in hlo_text.splitlines():
+        if computation := _COMPUTATION.match(line):
+            caller = callers.get(computation["name"])
+        elif caller in names and (instruction := _INSTRUCTION.match(line)):
+            names.setdefault(instruction["op"], names[caller])
+    return names
 
 
 def time_by_scope(kernels: Iterable[KernelTime], names: dict[str, str]) -> dict[str, float]:
