@@ -79,9 +79,16 @@ def data(config: ModelConfig, *, batch: int, length: int) -> tuple[np.ndarray, n
 
 
 def ours(
-    config: ModelConfig, *, batch: int, length: int, remat: str, attention: str, steps: int
+    config: ModelConfig,
+    *,
+    batch: int,
+    length: int,
+    remat: str,
+    attention: str,
+    steps: int,
+    compiler_options: dict[str, str | int | bool] | None = None,
 ) -> tuple[Contender, ModelDefinition]:
-    """This package's step at bf16, recomputation and attention as named."""
+    """This package's step at bf16; recomputation, attention and XLA's options as named."""
     training = TrainingConfig(
         steps=steps, batch_size=batch, sequence_length=length, remat=Remat(remat)
     )
@@ -119,7 +126,8 @@ def ours(
         )
     )
     start = time.perf_counter()
-    compiled = jax.jit(step, donate_argnums=0).lower(state, inputs).compile()
+    step = jax.jit(step, donate_argnums=0, compiler_options=compiler_options)
+    compiled = step.lower(state, inputs).compile()
     compile_s = time.perf_counter() - start
 
     def advance() -> jax.Array:

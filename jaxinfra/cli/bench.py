@@ -17,6 +17,7 @@ from jaxinfra.core.errors import ConfigError, nearest
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
     "attention": "flash attention forward and backward, beside cuDNN",
+    "flags": "XLA options on a training step, each beside a control without",
 }
 
 

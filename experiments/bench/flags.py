@@ -1,0 +1,126 @@
+"""XLA options on the user's own step: which help, measured against an interleaved control.
+
+    python -m experiments.bench.flags                        # Llama-3.2-1B shapes, one GPU
+    python -m experiments.bench.flags --preset tiny --options xla_gpu_enable_triton_gemm=false
+
+Each option runs alternately with a control that has none, so that clocks and temperature hit both
+alike; those that gain more than the noise are then tried together. Options that this version of
+XLA does not know are rows with its message, and the process goes on: they are compile options of
+one program, not XLA_FLAGS.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+from typing import Any
+
+from experiments.bench.environment import clocks, environment
+from experiments.bench.step import Contender, ours, without_rope_scaling
+from jaxinfra.config.presets import MODELS
+
+CANDIDATES = (
+    "xla_gpu_enable_triton_gemm=false",
+    "xla_gpu_autotune_max_solutions=64",
+    "xla_gpu_cudnn_gemm_fusion_level=3",
+    "xla_gpu_enable_latency_hiding_scheduler=true",
+    "xla_gpu_enable_while_loop_double_buffering=true",
+    "xla_gpu_enable_command_buffer=",
+    "xla_gpu_enable_dynamic_slice_fusion=false",
+)
+LEAST_GAIN = 1.004
+"""Below it an option counts as noise and is not kept."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="jaxinfra bench flags", description=__doc__)
+    parser.add_argument("--preset", default="llama32_1b", choices=sorted(MODELS))
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--remat", default="dots")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--steps", type=int, default=5, help="steps a measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="alternations with the control")
+    parser.add_argument("--options", nargs="+", default=CANDIDATES, metavar="NAME=VALUE")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    args = parser.parse_args()
+    control = compiled(args, {})
+    rows = [try_options(args, control, dict([split(option)])) for option in args.options]
+    helpful = [row["options"] for row in rows if row.get("gain", 0) >= LEAST_GAIN]
+    if len(helpful) > 1:
+        together = {name: value for options in helpful for name, value in options.items()}
+        rows.append(try_options(args, control, together))
+    best = max(rows, key=lambda row: row.get("gain", 0))
+    kept = best["options"] if best.get("gain", 0) >= LEAST_GAIN else {}
+    print(f"keep: {kept or 'none'}")
+    if args.out:
+        report = {"environment": environment(), "settings": settings(args), "rows": rows}
+        report |= {"kept": kept, "clocks_after": clocks()}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides the step, for the record."""
+    names = ("preset", "batch", "length", "remat", "attention", "steps", "rounds")
+    return {name: getattr(args, name) for name in names}
+
+
+def split(option: str) -> tuple[str, str | int | bool]:
+    """(name, value) of "name=value"; the leading dashes of an XLA flag may stay."""
+    name, separator, value = option.lstrip("-").partition("=")
+    if not separator:
+        raise SystemExit(f"bench flags: {option!r} needs the form name=value")
+    if value in ("true", "false"):
+        return name, value == "true"
+    return name, int(value) if value.isdecimal() else value
+
+
+def compiled(args: argparse.Namespace, options: dict[str, str | int | bool]) -> Contender:
+    """The step with these options, warmed up."""
+    contender, _ = ours(
+        without_rope_scaling(MODELS[args.preset]()),
+        batch=args.batch,
+        length=args.length,
+        remat=args.remat,
+        attention=args.attention,
+        steps=10_000,
+        compiler_options=options or None,
+    )
+    contender.time_steps(2)
+    return contender
+
+
+def try_options(
+    args: argparse.Namespace, control: Contender, options: dict[str, str | int | bool]
+) -> dict[str, Any]:
+    """Milliseconds with and without, and the gain as control over variant."""
+    row: dict[str, Any] = {"options": options}
+    try:
+        variant = compiled(args, options)
+    except (RuntimeError, ValueError) as error:  # an unknown option must not end the table
+        row["error"] = str(error)[:300]
+        print(f"{options}: {row['error'][:120]}", flush=True)
+        return row
+    times: dict[str, list[float]] = {"control": [], "variant": []}
+    for _ in range(args.rounds):
+        for side, contender in (("control", control), ("variant", variant)):
+            times[side].append(1e3 * contender.time_steps(args.steps))
+    control_ms, variant_ms = (statistics.median(times[side]) for side in ("control", "variant"))
+    row |= {
+        "control_ms": control_ms,
+        "variant_ms": variant_ms,
+        "gain": control_ms / variant_ms,
+        "temp_gib": variant.temp_bytes / 2**30,
+        "compile_s": variant.compile_s,
+        "rounds_ms": times,
+    }
+    print(
+        f"{row['gain']:6.3f}x  {control_ms:8.2f} -> {variant_ms:8.2f} ms  temp "
+        f"{row['temp_gib']:5.1f} GiB  compile {variant.compile_s:5.1f} s  {options}",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    main()
