@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="alternations of the two best")
     parser.add_argument("--remat", nargs="+", default=["dots", "named"], help="ours")
-    parser.add_argument("--plain-remat", nargs="+", default=["dots"])
+    parser.add_argument("--plain-remat", nargs="*", default=["dots"])
     parser.add_argument("--attention", nargs="+", default=["auto"])
     parser.add_argument("--trace", type=pathlib.Path, help="where to trace the two best")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="JSON file")
