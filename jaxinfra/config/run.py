@@ -30,6 +30,15 @@ class AttentionImplementation(enum.StrEnum):
     REFERENCE = "reference"
 
 
+class ContextMethod(enum.StrEnum):
+    """How queries meet the keys of other devices on a mesh with a context axis."""
+
+    AUTO = "auto"  # the ring
+    RING = "ring"  # keys travel round the devices, hidden behind attention (Liu et al. 2023)
+    ULYSSES = "ulysses"  # all-to-all: heads instead of tokens on each (Jacobs et al. 2023)
+    ALL_GATHER = "all_gather"  # all keys on every device (Llama 3, section 3.3.2)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
     """Length, batch and step of a training run."""
@@ -40,6 +49,7 @@ class TrainingConfig:
     accumulation: int = 1  # micro-batches a step
     remat: Remat = Remat.NONE
     attention: AttentionImplementation = AttentionImplementation.AUTO
+    context_method: ContextMethod = ContextMethod.AUTO
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
     seed: int = 0
     log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step

@@ -26,8 +26,9 @@ def attention(
     config: AttentionConfig,
     segment_ids_BT: jax.Array | None,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
+    is_causal: bool = True,
 ) -> jax.Array:
-    """Causal self-attention within documents, window and soft cap as the config says.
+    """Self-attention within documents, window and soft cap as the config says.
 
     Returns [B, T, N, H] in q's dtype. Raises UnsupportedError where the named implementation
     cannot compute exactly that.
@@ -38,7 +39,7 @@ def attention(
             k_BTKH,
             v_BTKH,
             scale=config.scale,
-            is_causal=True,
+            is_causal=is_causal,
             local_window_size=None if config.window is None else (config.window - 1, 0),
             q_segment_ids=segment_ids_BT,
             kv_segment_ids=segment_ids_BT,

@@ -18,12 +18,11 @@ def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None
     """
     available = list(jax.devices() if devices is None else devices)
     sizes = config.sizes()
-    for axis in ("pipe", "context"):
-        if sizes[axis] > 1:
-            raise UnsupportedError(
-                f"mesh axis {axis}={sizes[axis]}: this version shards over replica, fsdp and "
-                "tensor; put those devices there"
-            )
+    if sizes["pipe"] > 1:
+        raise UnsupportedError(
+            f"mesh axis pipe={sizes['pipe']}: this version shards over replica, fsdp, context and "
+            "tensor; put those devices there"
+        )
     wanted = math.prod(sizes.values())
     if wanted == 1:
         available = available[:1]

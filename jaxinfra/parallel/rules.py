@@ -1,7 +1,9 @@
 """Which mesh axes shard which logical dims."""
 
+import dataclasses
 from collections.abc import Mapping
 
+from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
 
@@ -11,6 +13,8 @@ type Rules = Mapping[str, tuple[str, ...]]
 FSDP_TENSOR: Rules = {
     # Activations. Fully sharded data parallel means the batch is spread over the fsdp axis too.
     axes.BATCH: (MeshAxis.REPLICA, MeshAxis.FSDP),
+    axes.SEQUENCE: (MeshAxis.CONTEXT,),
+    axes.STREAM_SEQUENCE: (MeshAxis.CONTEXT,),
     # Parameters: fsdp shards the side of each matrix that tensor parallelism leaves whole, so that
     # both together never shard a dim twice. Column-parallel inward, row-parallel outward
     # (Shoeybi et al. 2019): one all-reduce per half block.
@@ -21,3 +25,25 @@ FSDP_TENSOR: Rules = {
     axes.VOCAB: (MeshAxis.TENSOR,),
 }
 """Data, fully sharded and tensor parallelism, in any proportion of the axes' sizes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StateRules:
+    """A training step's tables: ZeRO's stages differ in nothing else."""
+
+    parameters: Rules  # and activations
+    gradients: Rules
+    optimizer: Rules
+
+
+def state_rules(config: ShardingConfig) -> StateRules:
+    """The tables of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or not."""
+    sharded = dict(FSDP_TENSOR)
+    if config.sequence_parallel:
+        sharded[axes.STREAM_SEQUENCE] = (MeshAxis.CONTEXT, MeshAxis.TENSOR)
+    whole = sharded | {axes.EMBED: ()}
+    return StateRules(
+        parameters=sharded if config.zero >= 3 else whole,
+        gradients=sharded if config.zero >= 2 else whole,
+        optimizer=sharded,
+    )

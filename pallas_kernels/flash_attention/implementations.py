@@ -145,7 +145,18 @@ def _attend_fwd(plan, q, k, v, masks):
     return (out, lse), (q, k, v, masks, out, lse)
 
 
-def _attend_bwd(plan, residuals, cotangents):
+def attend_gradient(
+    plan: Plan,
+    residuals: tuple[jax.Array, jax.Array, jax.Array, AttentionMasks, jax.Array, jax.Array],
+    cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array, AttentionMasks]:
+    """Gradients of q, k, v and of the masks' sinks and bias.
+
+    Args:
+        plan: of the forward.
+        residuals: q, k, v, masks, out, lse.
+        cotangents: of out and lse.
+    """
     q, k, v, masks, out, lse = residuals
     d_out, d_lse = cotangents
     wanted = {"dq": True, "dk": True, "dv": True}
@@ -167,7 +178,7 @@ def _attend_bwd(plan, residuals, cotangents):
     return by_name["dq"], by_name["dk"], by_name["dv"], d_masks
 
 
-attend.defvjp(_attend_fwd, _attend_bwd)
+attend.defvjp(_attend_fwd, attend_gradient)
 
 
 def _mask_arrays(masks: AttentionMasks) -> dict[str, jax.Array]:

@@ -107,6 +107,6 @@ def test_a_dim_that_does_not_divide_is_refused():
 def test_mesh_of_the_wrong_size_is_refused():
     with pytest.raises(ConfigError, match=r"fsdp=4 x tensor=4 needs 16 devices, 8 are here"):
         make_mesh(MeshConfig(fsdp=4, tensor=4))
-    with pytest.raises(UnsupportedError, match="context=2"):
-        make_mesh(MeshConfig(context=2, fsdp=4))
+    with pytest.raises(UnsupportedError, match="pipe=2"):
+        make_mesh(MeshConfig(pipe=2, fsdp=4))
     assert math.prod(make_mesh(MeshConfig()).devices.shape) == 1

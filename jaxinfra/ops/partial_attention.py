@@ -1,0 +1,123 @@
+"""Attention over a part of the keys: what is merged when the keys lie on several devices.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+import pallas_kernels
+from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.run import AttentionImplementation
+from jaxinfra.core.errors import UnsupportedError
+from pallas_kernels import merge_partials as merge_partials
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PartialAttention:
+    """The static part of such calls; hashable, so that it can key a gradient rule.
+
+    Raises UnsupportedError, when called, where the implementation cannot return a logsumexp in
+    fp32 (cuDNN through JAX) or cannot compute the call.
+    """
+
+    scale: float | None
+    logit_soft_cap: float | None
+    implementation: AttentionImplementation
+
+    def forward(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        *,
+        is_causal: bool,
+        left: int | None = None,
+        q_ids_BT: jax.Array | None = None,
+        kv_ids_BS: jax.Array | None = None,
+        kv_lengths_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out [B, T, N, H] in q's dtype, logsumexp fp32 [B, T, N]), differentiable through both.
+
+        Args:
+            is_causal: aligned bottom-right: query t sees no key after t + S - T.
+            left: keys seen before that one; None for all.
+            q_ids_BT, kv_ids_BS: int32 documents, below 0 for padding; both or neither.
+            kv_lengths_B: int32; keys at and after are not there.
+        """
+        return _translated(
+            pallas_kernels.flash_attention,
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            scale=self.scale,
+            is_causal=is_causal,
+            local_window_size=_window(left),
+            q_segment_ids=q_ids_BT,
+            kv_segment_ids=kv_ids_BS,
+            key_value_seq_lengths=kv_lengths_B,
+            logit_soft_cap=self.logit_soft_cap,
+            implementation=self.implementation.value,
+            return_residual=True,
+        )
+
+    def gradient(
+        self,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        *,
+        out_BTNH: jax.Array,
+        lse_BTN: jax.Array,
+        d_out_BTNH: jax.Array,
+        is_causal: bool,
+        q_ids_BT: jax.Array | None = None,
+        kv_ids_BS: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """This part's share of dq, and dk and dv of its keys.
+
+        Args:
+            out_BTNH, lse_BTN: merged over all parts.
+            d_out_BTNH: the cotangent of the merged output.
+            is_causal, q_ids_BT, kv_ids_BS: of this part, as in ``forward``.
+        """
+        return _translated(
+            pallas_kernels.flash_attention_gradient,
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            out_BTNH,
+            lse_BTN,
+            d_out_BTNH,
+            scale=self.scale,
+            is_causal=is_causal,
+            q_segment_ids=q_ids_BT,
+            kv_segment_ids=kv_ids_BS,
+            logit_soft_cap=self.logit_soft_cap,
+            implementation=self.implementation.value,
+        )
+
+
+def partial_attention(
+    config: AttentionConfig, implementation: AttentionImplementation
+) -> PartialAttention:
+    """Parts of a layer's attention; its window is the caller's to cut."""
+    return PartialAttention(
+        scale=config.scale, logit_soft_cap=config.logit_soft_cap, implementation=implementation
+    )
+
+
+def _window(left: int | None) -> tuple[int | None, int | None] | None:
+    return None if left is None else (left, None)
+
+
+def _translated(function: Any, *arrays: jax.Array, **options: Any) -> Any:
+    try:
+        return function(*arrays, **options)
+    except pallas_kernels.UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error} (context parallelism merges partial results by their fp32 logsumexp; "
+            "context_method=ulysses needs none)"
+        ) from error

@@ -1,0 +1,144 @@
+"""Collectives by name, for use inside ``shard_map``: what arrives where, and what each sends.
+
+``axis`` is one mesh axis or several, outermost first; N their devices. Every function takes and
+returns this device's block, of whatever shape and dtype, and has a gradient. What a device sends of
+its D bytes is in ``sent_bytes``: a ring's or a direct exchange's. Those with a root cost what their
+symmetric forms cost, because one program gives every device the same buffers.
+
+Two-level forms are in ``collectives_two_level``; rings written out, in ``collectives_ring``.
+"""
+
+import enum
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+type Axis = str | tuple[str, ...]
+"""Mesh axes that a collective runs over."""
+
+
+class CollectiveKind(enum.StrEnum):
+    """Names of the collectives."""
+
+    BROADCAST = "broadcast"
+    SCATTER = "scatter"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    ALL_TO_ALL = "all_to_all"
+    SHIFT = "shift"
+
+
+def num_devices(axis: Axis) -> int:
+    """N, the devices along these axes; static."""
+    return math.prod(jax.lax.axis_size(name) for name in _names(axis))
+
+
+def rank(axis: Axis) -> jax.Array:
+    """This device's number along these axes, 0..N-1."""
+    return jax.lax.axis_index(_names(axis))
+
+
+def broadcast(x: jax.Array, axis: Axis, *, root: int = 0) -> jax.Array:
+    """The root's x on every device. Sends 2 D (N-1)/N.
+
+    An all-reduce of the root's x and zeros, exact: ``jax.lax.pbroadcast``, which sends half, is of
+    GPUs alone and has no gradient.
+    """
+    _check_root(root, axis)
+    return all_reduce(_only_at(x, axis, root), axis)
+
+
+def scatter(x: jax.Array, axis: Axis, *, root: int = 0, dim: int = 0) -> jax.Array:
+    """Device i gets the i-th of N equal parts of the root's x along ``dim``. Sends D (N-1)/N.
+
+    A reduce-scatter of the root's x and zeros, exact: XLA has no scatter with one source.
+    """
+    _check_root(root, axis)
+    return reduce_scatter(_only_at(x, axis, root), axis, dim=dim)
+
+
+def gather(x: jax.Array, axis: Axis, *, root: int = 0, dim: int = 0) -> jax.Array:
+    """The root gets all blocks side by side along ``dim``, the others zeros. Sends D (N-1) of
+    blocks of D bytes: an all-gather whose result the others drop.
+    """
+    _check_root(root, axis)
+    return _only_at(all_gather(x, axis, dim=dim), axis, root)
+
+
+def reduce(x: jax.Array, axis: Axis, *, root: int = 0) -> jax.Array:
+    """The root gets the sum over devices, the others zeros. Sends 2 D (N-1)/N: an all-reduce whose
+    result the others drop.
+    """
+    _check_root(root, axis)
+    return _only_at(all_reduce(x, axis), axis, root)
+
+
+def all_gather(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
+    """All blocks side by side along ``dim``, on every device. Sends D (N-1)."""
+    return jax.lax.all_gather(x, _names(axis), axis=dim, tiled=True)
+
+
+def reduce_scatter(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
+    """Device i gets the i-th of N parts along ``dim`` of the sum over devices. Sends D (N-1)/N."""
+    return jax.lax.psum_scatter(x, _names(axis), scatter_dimension=dim, tiled=True)
+
+
+def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
+    """The sum over devices, on every device. Sends 2 D (N-1)/N: reduce-scatter, then all-gather."""
+    return jax.lax.psum(x, _names(axis))
+
+
+def all_to_all(x: jax.Array, axis: Axis, *, split_dim: int = 0, concat_dim: int = 0) -> jax.Array:
+    """Part j along ``split_dim`` goes to device j; what arrives lies along ``concat_dim`` in the
+    senders' order. Sends D (N-1)/N.
+    """
+    return jax.lax.all_to_all(
+        x, _names(axis), split_axis=split_dim, concat_axis=concat_dim, tiled=True
+    )
+
+
+def shift[T](tree: T, axis: Axis, *, by: int = 1) -> T:
+    """The arrays of the device ``by`` before this one, round the ring. Sends D."""
+    size = num_devices(axis)
+    permutation = [(source, (source + by) % size) for source in range(size)]
+    return jax.tree.map(lambda x: jax.lax.ppermute(x, _names(axis), permutation), tree)
+
+
+def sent_bytes(kind: CollectiveKind, block_bytes: int, num_devices: int) -> float:
+    """Bytes that one device sends, over N devices.
+
+    Args:
+        kind: the collective.
+        block_bytes: D, of the array that a device passes in.
+        num_devices: N.
+    """
+    share = (num_devices - 1) / num_devices
+    factors = {
+        CollectiveKind.BROADCAST: 2 * share,
+        CollectiveKind.SCATTER: share,
+        CollectiveKind.GATHER: num_devices - 1,
+        CollectiveKind.REDUCE: 2 * share,
+        CollectiveKind.ALL_GATHER: num_devices - 1,
+        CollectiveKind.REDUCE_SCATTER: share,
+        CollectiveKind.ALL_REDUCE: 2 * share,
+        CollectiveKind.ALL_TO_ALL: share,
+        CollectiveKind.SHIFT: 1.0 if num_devices > 1 else 0.0,
+    }
+    return block_bytes * factors[kind]
+
+
+def _names(axis: Axis) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def _only_at(x: jax.Array, axis: Axis, root: int) -> jax.Array:
+    return jnp.where(rank(axis) == root, x, jnp.zeros_like(x))
+
+
+def _check_root(root: Any, axis: Axis) -> None:
+    assert 0 <= root < num_devices(axis), f"root={root} is none of {num_devices(axis)} devices"

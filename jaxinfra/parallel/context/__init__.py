@@ -1,0 +1,1 @@
+"""Context parallelism: one sequence over several devices, by ring, all-to-all or all-gather."""

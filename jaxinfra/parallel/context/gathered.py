@@ -1,0 +1,77 @@
+"""Attention over gathered keys: each device holds all keys and values, and its own queries.
+
+Simple, and what Llama 3 trained with (section 3.3.2): few large kernels, and memory for the whole
+sequence's keys, which nothing overlaps with. Of a chunk's keys those before it are one unmasked
+part whose length differs by device, its own are causal; both merge by logsumexp.
+
+Bytes a device sends: 2 (P-1) t K H b to gather keys and values, as many to reduce their gradients.
+
+Dims: B batch, t tokens of a device, c = t/2 of a chunk, T of the sequence, N query heads,
+K key/value heads, H head width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
+from jaxinfra.parallel.collectives import all_gather, num_devices, rank
+from jaxinfra.parallel.context.order import chunks_in_sequence
+
+
+def gathered_attention(
+    part: PartialAttention,
+    axis: str,
+    q_BtNH: jax.Array,
+    k_BtKH: jax.Array,
+    v_BtKH: jax.Array,
+    ids_Bt: jax.Array | None,
+    *,
+    is_causal: bool,
+) -> jax.Array:
+    """This device's rows of attention over the whole sequence, [B, t, N, H] in q's dtype.
+
+    Args:
+        axis: the mesh axis of the sequence, manual here.
+        q_BtNH, k_BtKH, v_BtKH: in zig-zag order if causal, else in any.
+        ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
+        is_causal: by place in the sequence.
+    """
+    size, me = num_devices(axis), rank(axis)
+
+    def whole(x_Bt: jax.Array) -> jax.Array:
+        x_BT = all_gather(x_Bt, axis, dim=1)
+        return chunks_in_sequence(x_BT, size) if is_causal else x_BT
+
+    k_BTKH, v_BTKH = whole(k_BtKH), whole(v_BtKH)
+    ids_BT = None if ids_Bt is None else whole(ids_Bt)
+    if not is_causal:
+        out, _ = part.forward(
+            q_BtNH, k_BTKH, v_BTKH, is_causal=False, q_ids_BT=ids_Bt, kv_ids_BS=ids_BT
+        )
+        return out
+    chunk = q_BtNH.shape[1] // 2
+    outs = []
+    for half, number in enumerate((me, 2 * size - 1 - me)):
+        own = slice(half * chunk, (half + 1) * chunk)
+        ids_Bc = None if ids_Bt is None else ids_Bt[:, own]
+        own_part = part.forward(
+            q_BtNH[:, own],
+            k_BtKH[:, own],
+            v_BtKH[:, own],
+            is_causal=True,
+            q_ids_BT=ids_Bc,
+            kv_ids_BS=ids_Bc,
+        )
+        # No device's chunk has more keys before it than these.
+        most = ((half + 1) * size - 1) * chunk
+        before = part.forward(
+            q_BtNH[:, own],
+            k_BTKH[:, :most],
+            v_BTKH[:, :most],
+            is_causal=False,
+            q_ids_BT=ids_Bc,
+            kv_ids_BS=None if ids_BT is None else ids_BT[:, :most],
+            kv_lengths_B=jnp.full(q_BtNH.shape[0], number * chunk),
+        )
+        outs.append(merge_partials(*own_part, *before)[0])
+    return jnp.concatenate(outs, axis=1).astype(q_BtNH.dtype)

@@ -1,0 +1,225 @@
+"""Ring attention: keys and values travel round the devices, queries stay (Liu et al. 2023).
+
+P devices hold a sequence in zig-zag order (``order``). In step t a device works on the keys of the
+device t before it, while those of step t + 1 arrive. Of the two chunks of its queries, a the early
+and b the late one, and of the keys' lo and hi, exactly two blocks are visible in every step, both
+entirely: b sees lo, and either a sees lo too (keys from an earlier device) or b sees hi (from a
+later one). So a step is one unmasked attention of two blocks, equal work on all devices, and no
+masked block is computed. Partial results merge by their fp32 logsumexp.
+
+The backward pass sends keys and values round again, and with them the sums of their gradients in
+fp32, one step behind, so that both travel while a step computes. It needs the merged (out, lse)
+and no copy of other devices' keys.
+
+Bytes a device sends, with t tokens, K kv heads of width H, b bytes an element (GQA heads are never
+expanded): forward 2 (P-1) t K H b; backward 2 (P-1) t K H (b + 4). Packed rows add 4 bytes of
+segment ids a token and step.
+
+Dims: B batch, t tokens of a device, c = t/2 of a chunk, N query heads, K key/value heads, H head
+width; 2B two blocks as one batch.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxinfra.ops.attention import ATTENTION_NAMES
+from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
+from jaxinfra.parallel.collectives import shift
+
+type Part = tuple[jax.Array, jax.Array]
+"""(out, lse) over some of the keys."""
+
+type KeysValues = tuple[jax.Array, jax.Array, jax.Array | None]
+"""k and v [B, t, K, H] and their documents [B, t]: what travels."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """The static part of a call inside ``shard_map``."""
+
+    part: PartialAttention
+    axis: str
+    num_shards: int
+    is_causal: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ring_attention(
+    ring: Ring,
+    q_BtNH: jax.Array,
+    k_BtKH: jax.Array,
+    v_BtKH: jax.Array,
+    ids_Bt: jax.Array | None,
+) -> jax.Array:
+    """This device's rows of attention over the whole sequence, inside ``shard_map``.
+
+    Args:
+        ring: axis and masks.
+        q_BtNH, k_BtKH, v_BtKH: this device's tokens; in zig-zag order if causal, else in any.
+        ids_Bt: int32, their documents, below 0 for padding; None where a row is one document.
+
+    Returns:
+        [B, t, N, H] in q's dtype.
+    """
+    return _forward(ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt)[0]
+
+
+def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Part:
+    travelling: KeysValues = (k_BtKH, v_BtKH, ids_Bt)
+    arriving = shift(travelling, ring.axis)
+    # Its own keys: its two chunks follow one another, so that their causal mask is the plain one.
+    out, lse = ring.part.forward(
+        q_BtNH, k_BtKH, v_BtKH, is_causal=ring.is_causal, q_ids_BT=ids_Bt, kv_ids_BS=ids_Bt
+    )
+    halves = _halves((out.astype(lse.dtype), lse))
+    for step in range(1, ring.num_shards):
+        # A step's keys leave for the next device before they are used, and not before the step
+        # before has ended: two buffers, not as many as there are devices.
+        travelling, halves = jax.lax.optimization_barrier((arriving, halves))
+        if step < ring.num_shards - 1:
+            arriving = shift(travelling, ring.axis)
+        halves = _merge_step(ring, halves, q_BtNH, ids_Bt, travelling, _is_earlier(ring, step))
+    out, lse = (jnp.concatenate(pair, axis=1) for pair in zip(*halves, strict=True))
+    return out.astype(q_BtNH.dtype), lse
+
+
+# Jitted, so that P-1 steps are traced and lowered once.
+@functools.partial(jax.jit, static_argnums=0)
+def _merge_step(
+    ring: Ring, halves: tuple[Part, Part], q_BtNH, ids_Bt, kv: KeysValues, is_earlier: jax.Array
+) -> tuple[Part, Part]:
+    k_BtKH, v_BtKH, kv_ids_Bt = kv
+    early, late = halves
+    if not ring.is_causal:
+        part = ring.part.forward(
+            q_BtNH, k_BtKH, v_BtKH, is_causal=False, q_ids_BT=ids_Bt, kv_ids_BS=kv_ids_Bt
+        )
+        parts = _halves(part)
+        return merge_partials(*early, *parts[0]), merge_partials(*late, *parts[1])
+    out_2BcNH, lse_2BcN = ring.part.forward(
+        _queries(is_earlier, q_BtNH),
+        _keys(is_earlier, k_BtKH),
+        _keys(is_earlier, v_BtKH),
+        is_causal=False,
+        q_ids_BT=None if ids_Bt is None else _queries(is_earlier, ids_Bt),
+        kv_ids_BS=None if kv_ids_Bt is None else _keys(is_earlier, kv_ids_Bt),
+    )
+    (out_0, out_1), (lse_0, lse_1) = jnp.split(out_2BcNH, 2), jnp.split(lse_2BcN, 2)
+    # The first block belongs to either half; to the other one it is no keys at all.
+    early = merge_partials(*early, out_0, jnp.where(is_earlier, lse_0, -jnp.inf))
+    late = merge_partials(*late, out_1, lse_1)
+    return early, merge_partials(*late, out_0, jnp.where(is_earlier, -jnp.inf, lse_0))
+
+
+def _ring_fwd(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt):
+    out, lse = _forward(ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt)
+    out, lse = (
+        checkpoint_name(x, name) for x, name in zip((out, lse), ATTENTION_NAMES, strict=True)
+    )
+    return out, (q_BtNH, k_BtKH, v_BtKH, ids_Bt, out, lse)
+
+
+def _ring_bwd(ring: Ring, residuals, d_out_BtNH):
+    q_BtNH, k_BtKH, v_BtKH, ids_Bt, out, lse = residuals
+    rows = (q_BtNH, ids_Bt, out, lse, d_out_BtNH)
+    arriving = shift((k_BtKH, v_BtKH, ids_Bt), ring.axis)
+    dq, d_kv = None, None
+    for step in range(1, ring.num_shards):
+        travelling, dq, d_kv = jax.lax.optimization_barrier((arriving, dq, d_kv))
+        if step < ring.num_shards - 1:
+            arriving = shift(travelling, ring.axis)
+        # Sums of the steps before, for the keys that this step works on.
+        d_kv = None if d_kv is None else shift(d_kv, ring.axis)
+        part_dq, *part_d_kv = _gradient_step(ring, rows, travelling, _is_earlier(ring, step))
+        dq, d_kv = _sum(lse.dtype, dq, part_dq), _sum(lse.dtype, d_kv, tuple(part_d_kv))
+    # Home, to the device one further on, while that one differentiates its own keys.
+    d_kv = shift(d_kv, ring.axis)
+    own_dq, *own_d_kv = ring.part.gradient(
+        q_BtNH,
+        k_BtKH,
+        v_BtKH,
+        out_BTNH=out,
+        lse_BTN=lse,
+        d_out_BTNH=d_out_BtNH,
+        is_causal=ring.is_causal,
+        q_ids_BT=ids_Bt,
+        kv_ids_BS=ids_Bt,
+    )
+    dq, (dk, dv) = _sum(lse.dtype, dq, own_dq), _sum(lse.dtype, d_kv, tuple(own_d_kv))
+    return dq.astype(q_BtNH.dtype), dk.astype(k_BtKH.dtype), dv.astype(v_BtKH.dtype), None
+
+
+ring_attention.defvjp(_ring_fwd, _ring_bwd)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient_step(ring: Ring, rows, kv: KeysValues, is_earlier: jax.Array):
+    """dq, dk, dv [B, t, ...] of one step, fp32 where blocks were added."""
+    q_BtNH, ids_Bt, out, lse, d_out_BtNH = rows
+    k_BtKH, v_BtKH, kv_ids_Bt = kv
+    if not ring.is_causal:
+        return ring.part.gradient(
+            q_BtNH,
+            k_BtKH,
+            v_BtKH,
+            out_BTNH=out,
+            lse_BTN=lse,
+            d_out_BTNH=d_out_BtNH,
+            is_causal=False,
+            q_ids_BT=ids_Bt,
+            kv_ids_BS=kv_ids_Bt,
+        )
+    of_queries = functools.partial(_queries, is_earlier)
+    of_keys = functools.partial(_keys, is_earlier)
+    dq_2BcNH, dk_2BcKH, dv_2BcKH = ring.part.gradient(
+        of_queries(q_BtNH),
+        of_keys(k_BtKH),
+        of_keys(v_BtKH),
+        out_BTNH=of_queries(out),
+        lse_BTN=of_queries(lse),
+        d_out_BTNH=of_queries(d_out_BtNH),
+        is_causal=False,
+        q_ids_BT=None if ids_Bt is None else of_queries(ids_Bt),
+        kv_ids_BS=None if kv_ids_Bt is None else of_keys(kv_ids_Bt),
+    )
+    dq_0, dq_1 = jnp.split(dq_2BcNH.astype(lse.dtype), 2)
+    early = jnp.where(is_earlier, dq_0, 0.0)
+    dq_BtNH = jnp.concatenate([early, dq_1 + (dq_0 - early)], axis=1)
+    d_kv = []
+    for d_2BcKH in (dk_2BcKH, dv_2BcKH):
+        d_0, d_1 = jnp.split(d_2BcKH.astype(lse.dtype), 2)
+        lo = jnp.where(is_earlier, d_0, 0.0)
+        d_kv.append(jnp.concatenate([d_1 + lo, d_0 - lo], axis=1))
+    return dq_BtNH, *d_kv
+
+
+def _is_earlier(ring: Ring, step: int) -> jax.Array:
+    """Whether the keys of a step come from a device before this one, not from round the corner."""
+    return jax.lax.axis_index(ring.axis) >= step
+
+
+def _queries(is_earlier: jax.Array, x_Bt: jax.Array) -> jax.Array:
+    """The query chunks of a step's two blocks, [2B, c, ...]: a or b, then b."""
+    early, late = jnp.split(x_Bt, 2, axis=1)
+    return jnp.concatenate([jnp.where(is_earlier, early, late), late])
+
+
+def _keys(is_earlier: jax.Array, x_Bt: jax.Array) -> jax.Array:
+    """The key chunks of a step's two blocks, [2B, c, ...]: lo or hi, then lo."""
+    lo, hi = jnp.split(x_Bt, 2, axis=1)
+    return jnp.concatenate([jnp.where(is_earlier, lo, hi), lo])
+
+
+def _halves(part: Part) -> tuple[Part, Part]:
+    (out_a, out_b), (lse_a, lse_b) = (jnp.split(x, 2, axis=1) for x in part)
+    return (out_a, lse_a), (out_b, lse_b)
+
+
+def _sum(dtype, total, part):
+    """``total + part`` in the dtype, None counting as nothing."""
+    part = jax.tree.map(lambda x: x.astype(dtype), part)
+    return part if total is None else jax.tree.map(jnp.add, total, part)
