@@ -1,0 +1,44 @@
+"""How the work of a pipeline is ordered."""
+
+import dataclasses
+import enum
+
+from jaxinfra.core.errors import ConfigError
+
+
+class PipelineSchedule(enum.StrEnum):
+    """Orders of micro-batches over stages; ``jaxinfra.parallel.pipeline`` generates each."""
+
+    GPIPE = "gpipe"  # all forwards, then all backwards (Huang et al. 2019)
+    ONE_F_ONE_B = "1f1b"  # one forward, one backward (Narayanan et al. 2019)
+    INTERLEAVED = (
+        "interleaved"  # 1F1B with several chunks of layers a stage (Narayanan et al. 2021)
+    )
+    ZB_H1 = "zb_h1"  # weight gradients fill 1F1B's bubble (Qi et al. 2024)
+    ZB_V = "zb_v"  # the same with two chunks a stage, laid out as a V (Qi et al. 2024)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """What runs where the mesh has a pipe axis; micro-batches are ``training.accumulation``."""
+
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    chunks: int = 2  # of layers a stage, in the interleaved schedule
+
+    def __post_init__(self) -> None:
+        if self.chunks < 2:
+            raise ConfigError(
+                f"pipeline chunks={self.chunks} must be at least 2; one chunk a stage is "
+                "schedule=1f1b"
+            )
+
+    @property
+    def chunks_a_stage(self) -> int:
+        """Separate runs of layers that a stage holds."""
+        match self.schedule:
+            case PipelineSchedule.INTERLEAVED:
+                return self.chunks
+            case PipelineSchedule.ZB_V:
+                return 2
+            case _:
+                return 1

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as data, and one executor that runs any of them."""
