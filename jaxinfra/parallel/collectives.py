@@ -9,6 +9,7 @@ Two-level forms are in ``collectives_two_level``; rings written out, in ``collec
 """
 
 import enum
+import itertools
 import math
 from typing import Any
 
@@ -107,6 +108,36 @@ def shift[T](tree: T, axis: Axis, *, by: int = 1) -> T:
     size = num_devices(axis)
     permutation = [(source, (source + by) % size) for source in range(size)]
     return jax.tree.map(lambda x: jax.lax.ppermute(x, _names(axis), permutation), tree)
+
+
+def shift_together[T](tree: T, axis: Axis, *, by: int = 1) -> T:
+    """``shift`` of arrays [B, T, ...] of any dtypes in one send; it has no gradient.
+
+    XLA keeps one collective in flight: of several sends that should hide behind one computation,
+    all but one would be waited for. They travel as integers, because copies may quiet a NaN.
+    """
+    arrays, structure = jax.tree.flatten(tree)
+    if not arrays:
+        return tree
+    unit = min(x.dtype.itemsize for x in arrays)
+    lanes = [_as_integers(x, unit) for x in arrays]
+    received = shift(jnp.concatenate(lanes, axis=2), axis, by=by)
+    ends = list(itertools.accumulate(x.shape[2] for x in lanes))
+    parts = jnp.split(received, ends[:-1], axis=2)
+    return structure.unflatten(
+        [_from_integers(part, like=x) for part, x in zip(parts, arrays, strict=True)]
+    )
+
+
+def _as_integers(x: jax.Array, itemsize: int) -> jax.Array:
+    """The bits of x [B, T, ...] as unsigned integers of this size, [B, T, lanes]."""
+    return jax.lax.bitcast_convert_type(x, f"uint{8 * itemsize}").reshape(*x.shape[:2], -1)
+
+
+def _from_integers(lanes: jax.Array, *, like: jax.Array) -> jax.Array:
+    ratio = like.dtype.itemsize // lanes.dtype.itemsize
+    shape = like.shape if ratio == 1 else (*like.shape, ratio)
+    return jax.lax.bitcast_convert_type(lanes.reshape(shape), like.dtype)
 
 
 def sent_bytes(kind: CollectiveKind, block_bytes: int, num_devices: int) -> float:

@@ -28,13 +28,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxinfra.ops.attention import ATTENTION_NAMES
 from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
-from jaxinfra.parallel.collectives import shift
+from jaxinfra.parallel.collectives import shift_together
 
 type Part = tuple[jax.Array, jax.Array]
 """(out, lse) over some of the keys."""
 
-type KeysValues = tuple[jax.Array, jax.Array, jax.Array | None]
-"""k and v [B, t, K, H] and their documents [B, t]: what travels."""
+type Keys = tuple[jax.Array, jax.Array, jax.Array | None]
+"""k and v [B, t, K, H] of one device, and their documents [B, t]."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,20 +69,20 @@ def ring_attention(
 
 
 def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Part:
-    travelling: KeysValues = (k_BtKH, v_BtKH, ids_Bt)
-    arriving = shift(travelling, ring.axis)
+    arriving = shift_together((k_BtKH, v_BtKH, ids_Bt), ring.axis)
     # Its own keys: its two chunks follow one another, so that their causal mask is the plain one.
     out, lse = ring.part.forward(
         q_BtNH, k_BtKH, v_BtKH, is_causal=ring.is_causal, q_ids_BT=ids_Bt, kv_ids_BS=ids_Bt
     )
     halves = _halves((out.astype(lse.dtype), lse))
+    rows = (q_BtNH, ids_Bt)
     for step in range(1, ring.num_shards):
-        # A step's keys leave for the next device before they are used, and not before the step
-        # before has ended: two buffers, not as many as there are devices.
-        travelling, halves = jax.lax.optimization_barrier((arriving, halves))
+        # A step begins when the one before has ended: else all steps' keys would be fetched, and
+        # their operands be laid out, at the beginning. Its keys leave as it begins.
+        keys, rows, halves = jax.lax.optimization_barrier((arriving, rows, halves))
         if step < ring.num_shards - 1:
-            arriving = shift(travelling, ring.axis)
-        halves = _merge_step(ring, halves, q_BtNH, ids_Bt, travelling, _is_earlier(ring, step))
+            arriving = shift_together(keys, ring.axis)
+        halves = _merge_step(ring, halves, rows, keys, _is_earlier(ring, step))
     out, lse = (jnp.concatenate(pair, axis=1) for pair in zip(*halves, strict=True))
     return out.astype(q_BtNH.dtype), lse
 
@@ -90,9 +90,10 @@ def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Part:
 # Jitted, so that P-1 steps are traced and lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def _merge_step(
-    ring: Ring, halves: tuple[Part, Part], q_BtNH, ids_Bt, kv: KeysValues, is_earlier: jax.Array
+    ring: Ring, halves: tuple[Part, Part], rows, keys: Keys, is_earlier: jax.Array
 ) -> tuple[Part, Part]:
-    k_BtKH, v_BtKH, kv_ids_Bt = kv
+    q_BtNH, ids_Bt = rows
+    k_BtKH, v_BtKH, kv_ids_Bt = keys
     early, late = halves
     if not ring.is_causal:
         part = ring.part.forward(
@@ -126,18 +127,19 @@ def _ring_fwd(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt):
 def _ring_bwd(ring: Ring, residuals, d_out_BtNH):
     q_BtNH, k_BtKH, v_BtKH, ids_Bt, out, lse = residuals
     rows = (q_BtNH, ids_Bt, out, lse, d_out_BtNH)
-    arriving = shift((k_BtKH, v_BtKH, ids_Bt), ring.axis)
+    arriving = shift_together((k_BtKH, v_BtKH, ids_Bt), ring.axis)
     dq, d_kv = None, None
     for step in range(1, ring.num_shards):
-        travelling, dq, d_kv = jax.lax.optimization_barrier((arriving, dq, d_kv))
-        if step < ring.num_shards - 1:
-            arriving = shift(travelling, ring.axis)
-        # Sums of the steps before, for the keys that this step works on.
-        d_kv = None if d_kv is None else shift(d_kv, ring.axis)
-        part_dq, *part_d_kv = _gradient_step(ring, rows, travelling, _is_earlier(ring, step))
-        dq, d_kv = _sum(lse.dtype, dq, part_dq), _sum(lse.dtype, d_kv, tuple(part_d_kv))
+        keys, rows, dq, d_kv = jax.lax.optimization_barrier((arriving, rows, dq, d_kv))
+        # Keys for the next step, and for the keys of this one the sums of the steps before.
+        leaving = keys if step < ring.num_shards - 1 else None
+        arriving, d_kv = shift_together((leaving, d_kv), ring.axis)
+        step_dq, *step_d_kv = _gradient_step(ring, rows, keys, _is_earlier(ring, step))
+        dq, d_kv = _sum(lse.dtype, dq, step_dq), _sum(lse.dtype, d_kv, tuple(step_d_kv))
     # Home, to the device one further on, while that one differentiates its own keys.
-    d_kv = shift(d_kv, ring.axis)
+    rows, dq, d_kv = jax.lax.optimization_barrier((rows, dq, d_kv))
+    q_BtNH, ids_Bt, out, lse, d_out_BtNH = rows
+    d_kv = shift_together(d_kv, ring.axis)
     own_dq, *own_d_kv = ring.part.gradient(
         q_BtNH,
         k_BtKH,
@@ -157,10 +159,10 @@ ring_attention.defvjp(_ring_fwd, _ring_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gradient_step(ring: Ring, rows, kv: KeysValues, is_earlier: jax.Array):
+def _gradient_step(ring: Ring, rows, keys: Keys, is_earlier: jax.Array):
     """dq, dk, dv [B, t, ...] of one step, fp32 where blocks were added."""
     q_BtNH, ids_Bt, out, lse, d_out_BtNH = rows
-    k_BtKH, v_BtKH, kv_ids_Bt = kv
+    k_BtKH, v_BtKH, kv_ids_Bt = keys
     if not ring.is_causal:
         return ring.part.gradient(
             q_BtNH,
