@@ -38,6 +38,7 @@ def linear_cross_entropy(
     implementation: str = "auto",
     chunk_bytes: int | None = None,
     batch_shards: int = 1,
+    sequence_shards: int = 1,
 ) -> CrossEntropySums:
     """Weighted cross entropy of ``hidden table^T`` against targets, without keeping the logits.
 
@@ -56,6 +57,7 @@ def linear_cross_entropy(
             elsewhere.
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
+        sequence_shards: devices that the positions are spread over, likewise.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
@@ -72,6 +74,11 @@ def linear_cross_entropy(
         raise InputError(
             f"batch_shards={batch_shards} does not divide a batch of {batch}; shards are equal"
         )
+    if sequence_shards < 1 or length % sequence_shards:
+        raise InputError(
+            f"sequence_shards={sequence_shards} does not divide a sequence of {length}; shards are "
+            "equal"
+        )
     if weights.dtype != jnp.float32:
         raise InputError(f"weights are {weights.dtype}; they must be float32, as the sums are")
     if implementation == "reference":
@@ -87,9 +94,13 @@ def linear_cross_entropy(
             z_loss=z_loss,
             logit_soft_cap=logit_soft_cap,
             chunk_length=_chunk_length(
-                batch // batch_shards, length, table.shape[0], chunk_bytes=chunk_bytes
+                batch // batch_shards,
+                length // sequence_shards,
+                table.shape[0],
+                chunk_bytes=chunk_bytes,
             ),
             batch_shards=batch_shards,
+            sequence_shards=sequence_shards,
         )
     else:
         raise InputError(

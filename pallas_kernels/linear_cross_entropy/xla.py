@@ -4,12 +4,12 @@ The loss is a sum, so its gradient is known up to one scalar as soon as the logi
 pass of a differentiated call computes both gradients chunk by chunk and the backward pass only
 scales them. Three matmuls instead of four, and no logits kept.
 
-Every sum over the batch is kept apart for each of its shards until the last chunk. Were it one sum,
-a batch spread over devices would be communicated in every turn of the loop: the table's gradient
-once a chunk.
+Every sum over tokens is kept apart for each of their shards until the last chunk, and a chunk takes
+an equal part of each. Were it one sum, tokens spread over devices would be communicated in every
+turn of the loop: the table's gradient once a chunk.
 
-Dims: B batch, Z shard of the batch, b row within a shard, T position, C position within a chunk,
-D model width, V vocabulary.
+Dims: B batch, T position, Z shard of the batch times shard of the positions, b row within a shard,
+C position within a chunk, D model width, V vocabulary.
 """
 
 import functools
@@ -26,6 +26,11 @@ class _Static(NamedTuple):
     logit_soft_cap: float | None
     chunk_length: int
     batch_shards: int
+    sequence_shards: int
+
+    @property
+    def num_shards(self) -> int:
+        return self.batch_shards * self.sequence_shards
 
 
 def linear_cross_entropy_xla(
@@ -38,13 +43,14 @@ def linear_cross_entropy_xla(
     logit_soft_cap: float | None,
     chunk_length: int,
     batch_shards: int,
+    sequence_shards: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """As the reference, ``chunk_length`` positions at a time, the last chunk padded.
+    """As the reference, ``chunk_length`` positions of a shard at a time, the last chunk padded.
 
     The second result carries no gradient. The table's gradient is summed in fp32. B must be a
-    multiple of ``batch_shards``.
+    multiple of ``batch_shards``, T of ``sequence_shards``.
     """
-    static = _Static(z_loss, logit_soft_cap, chunk_length, batch_shards)
+    static = _Static(z_loss, logit_soft_cap, chunk_length, batch_shards, sequence_shards)
     return _loss(static, hidden_BTD, table_VD, targets_BT, weights_BT)
 
 
@@ -56,7 +62,7 @@ def _loss(static, hidden_BTD, table_VD, targets_BT, weights_BT):
         total_Z, nll_Z, _ = _chunk_loss(static, table, *operands)
         return (sums[0] + total_Z, sums[1] + nll_Z), None
 
-    zero_Z = jnp.zeros(static.batch_shards, jnp.float32)
+    zero_Z = jnp.zeros(static.num_shards, jnp.float32)
     chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
     total_Z, nll_Z = jax.lax.scan(chunk, (zero_Z, zero_Z), chunks)[0]
     return jnp.sum(total_Z), jnp.sum(nll_Z)
@@ -73,11 +79,11 @@ def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
         sums = (sums[0] + total_Z, sums[1] + nll_Z, d_table_ZVD)
         return sums, d_hidden_ZbCD.astype(hidden_ZbCD.dtype)
 
-    zero_Z = jnp.zeros(static.batch_shards, jnp.float32)
-    start = (zero_Z, zero_Z, jnp.zeros((static.batch_shards, *table_VD.shape), jnp.float32))
+    zero_Z = jnp.zeros(static.num_shards, jnp.float32)
+    start = (zero_Z, zero_Z, jnp.zeros((static.num_shards, *table_VD.shape), jnp.float32))
     chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
     (total_Z, nll_Z, d_table_ZVD), d_hidden = jax.lax.scan(chunk, start, chunks)
-    d_hidden_BTD = _join(d_hidden, like=hidden_BTD)
+    d_hidden_BTD = _join(static, d_hidden, like=hidden_BTD)
     like = jnp.zeros((0,), table_VD.dtype)
     sums = jnp.sum(total_Z), jnp.sum(nll_Z)
     return sums, (d_hidden_BTD, jnp.sum(d_table_ZVD, axis=0), like, weights_BT)
@@ -99,19 +105,26 @@ def _split(static: _Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """[B, T, ...] to [chunks, Z, b, C, ...], padded with zeros: a weight of 0 does not count."""
 
     def split(x: jax.Array) -> jax.Array:
-        length, chunk = x.shape[1], static.chunk_length
+        rows = x.shape[0] // static.batch_shards
+        x = x.reshape(static.batch_shards, rows, static.sequence_shards, -1, *x.shape[2:])
+        x = jnp.moveaxis(x, 2, 1).reshape(static.num_shards, rows, *x.shape[3:])
+        length, chunk = x.shape[2], static.chunk_length
         if length % chunk:
-            x = jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(static.batch_shards, -1, x.shape[1] // chunk, chunk, *x.shape[2:])
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 3))
+        x = x.reshape(*x.shape[:2], x.shape[2] // chunk, chunk, *x.shape[3:])
         return jnp.moveaxis(x, 2, 0)
 
     return tuple(split(x) for x in arrays)
 
 
-def _join(chunks_ZbCD: jax.Array, *, like: jax.Array) -> jax.Array:
+def _join(static: _Static, chunks_ZbCD: jax.Array, *, like: jax.Array) -> jax.Array:
     """Undoes ``_split`` for one array."""
     batch, length, width = like.shape
-    return jnp.moveaxis(chunks_ZbCD, 0, 2).reshape(batch, -1, width)[:, :length]
+    shards = (static.batch_shards, static.sequence_shards)
+    x = jnp.moveaxis(chunks_ZbCD, 0, 2)
+    x = x.reshape(*x.shape[:2], -1, width)[:, :, : length // shards[1]]
+    x = jnp.moveaxis(x.reshape(*shards, *x.shape[1:]), 1, 2)
+    return x.reshape(batch, length, width)
 
 
 def _chunk_loss(static: _Static, table, hidden_ZbCD, targets_ZbC, weights_ZbC):

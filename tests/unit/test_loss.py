@@ -91,14 +91,17 @@ def test_chunked_is_no_worse_than_the_reference(dtype, options, num_chunks):
     assert_no_worse(got, plain=plain, oracle=exact(dtype, **chosen), what=f"{options} {dtype}")
 
 
-@pytest.mark.parametrize("chunk_length", [5, 7])
-def test_chunks_need_not_divide_positions_and_shards_change_nothing(chunk_length):
-    """12 positions in chunks of 5 or 7; rows apart, as three devices would hold them."""
+@pytest.mark.parametrize(("chunk_length", "sequence_shards"), [(5, 1), (7, 1), (4, 2)])
+def test_chunks_need_not_divide_positions_and_shards_change_nothing(chunk_length, sequence_shards):
+    """12 positions, or twice 6, in chunks of another length; rows and halves of them apart, as
+    devices would hold them.
+    """
     got = evaluate(
         "float32",
         implementation="xla",
         chunk_bytes=chunk_length * V * 4,
         batch_shards=B,
+        sequence_shards=sequence_shards,
         **OPTIONS["both"],
     )
     plain = evaluate("float32", implementation="reference", **OPTIONS["both"])
@@ -196,5 +199,7 @@ def test_bad_calls_are_refused():
         linear_cross_entropy(hidden, table, targets, weights.astype(jnp.bfloat16))
     with pytest.raises(InputError, match="batch_shards=2 does not divide a batch of 3"):
         linear_cross_entropy(hidden, table, targets, weights, batch_shards=2)
+    with pytest.raises(InputError, match="sequence_shards=5 does not divide a sequence of 12"):
+        linear_cross_entropy(hidden, table, targets, weights, sequence_shards=5)
     with pytest.raises(InputError, match="'fast' is unknown; choose auto, xla or reference"):
         linear_cross_entropy(hidden, table, targets, weights, implementation="fast")
