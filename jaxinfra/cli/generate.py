@@ -5,8 +5,9 @@ import sys
 import time
 from pathlib import Path
 
+from jaxinfra.cli.terminal import printable
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.serving.chat import encode_chat, load_chat_template
+from jaxinfra.data.chat_template import encode_chat, load_chat_template
 from jaxinfra.serving.generate import generate_text, generate_text_after
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import SamplingConfig
@@ -62,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
         num_tokens += 1
         if num_tokens == 1:
             first = time.perf_counter()
-        print(piece.text, end="", flush=True)
+        # Elsewhere than on a terminal, the text is what was drawn, to the last character.
+        text = printable(piece.text) if sys.stdout.isatty() else piece.text
+        print(text, end="", flush=True)
     rest_s = time.perf_counter() - first
     print()
     speed = f", then {(num_tokens - 1) / rest_s:.1f} tokens/s" if num_tokens > 1 else ""

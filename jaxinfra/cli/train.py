@@ -11,6 +11,8 @@ import dataclasses
 import os
 from pathlib import Path
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
@@ -23,7 +25,6 @@ from jaxinfra.training.describe import parameter_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.loop import train
 from jaxinfra.training.profile import parse_profile_range
-from jaxinfra.training.run_directory import RunDirectory
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
 _SAMPLE_PROMPT = "def "
@@ -140,10 +141,5 @@ def _report(directory: Path, summary: dict) -> None:
     pieces = generate_text(
         load_run(directory), _SAMPLE_PROMPT, max_new_tokens=120, sampling=sampling, seed=0
     )
-    print(_SAMPLE_PROMPT + "".join(_printable(piece.text) for piece in pieces))
+    print(_SAMPLE_PROMPT + "".join(printable(piece.text) for piece in pieces))
     print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
-
-
-def _printable(text: str) -> str:
-    """What a model drew, without the control characters that would change a terminal's state."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)

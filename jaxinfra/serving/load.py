@@ -11,6 +11,7 @@ import jax
 from jaxinfra import checkpoint
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import is_model_directory
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
@@ -114,7 +115,7 @@ def load_run(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
         definition.shapes,
     )
-    checkpoints = path / "checkpoints"
+    checkpoints = RunDirectory(path).checkpoints
     if not checkpoints.is_dir():
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
@@ -131,7 +132,7 @@ def load_run(
 
 
 def _read_config(path: Path) -> RunConfig:
-    file = path / "config.json"
+    file = RunDirectory(path).config_file
     if not file.is_file():
         found = "has no config.json" if path.is_dir() else "is not a directory"
         raise ConfigError(
@@ -153,7 +154,7 @@ def _read_config(path: Path) -> RunConfig:
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
-    file = path / "tokenizer.json"
+    file = RunDirectory(path).tokenizer_file
     if not file.is_file():
         raise ConfigError(
             f"{path} has no tokenizer.json; without it text and tokens cannot be converted: "

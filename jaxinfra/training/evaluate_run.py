@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core.errors import ConfigError
@@ -15,7 +16,6 @@ from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.training.evaluation import Evaluation, evaluate
 from jaxinfra.training.job import keep_compiled_programs, make_job
-from jaxinfra.training.run_directory import RunDirectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

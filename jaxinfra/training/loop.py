@@ -11,6 +11,7 @@ import jax
 from jaxinfra.checkpoint import layout
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.restoring import Restored
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, JaxinfraError
@@ -23,7 +24,6 @@ from jaxinfra.training.job import Job, keep_compiled_programs, make_job
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
-from jaxinfra.training.run_directory import RunDirectory
 from jaxinfra.training.state import State
 from jaxinfra.training.stop import Stopped, stop_on_signals
 from jaxinfra.training.trainer import Outcome, Trainer

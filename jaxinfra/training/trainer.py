@@ -8,6 +8,7 @@ from typing import Any, final
 import jax
 
 from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import CheckpointError, JaxinfraError
 from jaxinfra.data.corpus import Corpus
 from jaxinfra.data.heldout import heldout_batches
@@ -19,7 +20,6 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.picture import draw_loss
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
-from jaxinfra.training.run_directory import RunDirectory
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
 from jaxinfra.training.stop import StopRequest

@@ -11,8 +11,8 @@ import numpy as np
 from e2e.processes import Ended, run
 
 from jaxinfra.checkpoint import load, verify
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.training.job import make_job
-from jaxinfra.training.run_directory import RunDirectory
 
 STEPS = 20
 _WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")

@@ -91,7 +91,7 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
         ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
         ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
         ("jaxinfra.training.trainer:draw_loss", 1, STEPS),
-        ("jaxinfra.training.run_directory:RunDirectory.write_summary", 1, STEPS),
+        ("jaxinfra.checkpoint.run_directory:RunDirectory.write_summary", 1, STEPS),
     ]
     for target, call, newest in moments:
         arguments = start_or_resume(bench, "run")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from tokenizers import processors
 
 import jaxinfra
 from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.cli import generate as cli_generate
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
@@ -18,6 +20,7 @@ from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, Model
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.serving.generate import TextPiece
 from jaxinfra.serving.load import load
 from jaxinfra.serving.separators import read_separators
 from jaxinfra.training.job import make_job
@@ -134,3 +137,15 @@ def test_end_tokens_are_the_models_own(exported, tmp_path):
     tokenizer.save(str(copy / "tokenizer.json"))
     model = load(copy)
     assert (model.prefix_ids, model.eos_ids) == ((), (65, 256))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_control_characters_do_not_reach_a_terminal(
+    run, exported, capsys, monkeypatch, is_terminal
+):
+    drawn = [TextPiece(text="a\x1b[2J\tb\n", finish=None), TextPiece(text="c\x07", finish=None)]
+    monkeypatch.setattr(cli_generate, "generate_text", lambda *_, **__: iter(drawn))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert main(["generate", str(exported), "--prompt", "x"]) == 0
+    shown = "a\ufffd[2J\tb\nc\ufffd\n" if is_terminal else "a\x1b[2J\tb\nc\x07\n"
+    assert capsys.readouterr().out == shown

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
 from jaxinfra.core.errors import ConfigError
@@ -16,7 +17,6 @@ from jaxinfra.training.describe import describe_ranking, parameter_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
 from jaxinfra.training.progress import duration
-from jaxinfra.training.run_directory import RunDirectory
 from jaxinfra.training.stop import Stopped, stop_on_signals
 
 

@@ -8,17 +8,25 @@ loss.png           training and held-out loss
 tensorboard/       the same curves as events
 checkpoints/       verified checkpoints (jaxinfra.checkpoint)
 trace/             profiler traces, where asked for
+incidents.jsonl    what went wrong and what was done (jaxinfra.reliability.incidents)
+goodput.jsonl      where the wall time went, by session and cause
+metrics.prom       the same as a Prometheus text file
+recorder/          every rank's flight recorder and, after a hang, all stacks and a report
 """
 
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+
+
+_RECORDERS = 3  # of earlier sessions
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +69,36 @@ class RunDirectory:
     def trace(self) -> Path:
         """Where profiler traces are."""
         return self.path / "trace"
+
+    @property
+    def incidents_file(self) -> Path:
+        """What went wrong and what was done."""
+        return self.path / "incidents.jsonl"
+
+    @property
+    def goodput_file(self) -> Path:
+        """Where the wall time went."""
+        return self.path / "goodput.jsonl"
+
+    @property
+    def prometheus_file(self) -> Path:
+        """The same, to be scraped."""
+        return self.path / "metrics.prom"
+
+    @property
+    def recorder(self) -> Path:
+        """Where every rank records what it does."""
+        return self.path / "recorder"
+
+    def new_recorder(self) -> None:
+        """An empty recorder directory; the last sessions' are kept as recorder.1, .2, ..."""
+        for number in range(_RECORDERS, 0, -1):
+            older = self.path / f"recorder.{number}"
+            newer = self.path / f"recorder.{number - 1}" if number > 1 else self.recorder
+            if newer.exists():
+                shutil.rmtree(older, ignore_errors=True)
+                newer.rename(older)
+        self.recorder.mkdir()
 
     @property
     def tensorboard(self) -> Path:
