@@ -1,0 +1,84 @@
+"""Constants of each GPU type and its links, read from ``constants/*.json`` with their sources."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from jaxinfra.core.devices import device_peak
+from jaxinfra.core.errors import ConfigError, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Device:
+    """One GPU as the cost model sees it. Times in seconds, sizes in bytes, rates per second.
+
+    Equal to itself only: what was computed for one set of constants is kept by the set.
+    """
+
+    name: str
+    kind: str  # JAX's device_kind
+    num_sms: int
+    flops: Mapping[str, float]  # dense tensor-core peak by format
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    matmul_efficiency: Mapping[str, float]  # of the peak, large matmuls within a step, by format
+    matmul_half_depth: float  # contraction depth at which half of that is reached
+    memory_efficiency: float  # of the peak, elementwise kernels
+    attention_flops: Mapping[str, tuple[float, float]]  # head width: causal forward, backward
+    kernel_s: float  # launch and tail of one kernel
+    node_devices: int
+    node_bytes_per_s: float  # bus bandwidth a device within a node
+    node_latency_s: float
+    network_bytes_per_s: float  # bus bandwidth a device between nodes, its own adapter
+    network_latency_s: float
+    overlap: float  # share of a hidden collective that compute really hides
+    reserved_bytes: int  # context, NCCL buffers, fragmentation
+    dollars_per_hour: float
+    sources: Mapping[str, str]
+
+    def link(self, members_in_node: int, members: int) -> tuple[float, float]:
+        """Bus bandwidth and latency of a group with so many members in each node.
+
+        A ring through several nodes crosses each of them on as many adapters as it has members
+        there, so it runs at the slower of the node's links and those adapters together.
+        """
+        if members <= members_in_node:
+            return self.node_bytes_per_s, self.node_latency_s
+        network = self.network_bytes_per_s * members_in_node
+        return min(network, self.node_bytes_per_s), self.network_latency_s
+
+
+NAMES = ("a100", "h100", "h200", "b200")
+
+
+@functools.cache
+def find_device(name: str) -> Device:
+    """A GPU type by name; raises ConfigError naming the known ones."""
+    if name not in NAMES:
+        raise ConfigError(f"unknown device {name!r}{nearest(name, NAMES)}")
+    text = (resources.files("jaxinfra.planning") / "constants" / f"{name}.json").read_text()
+    values = json.loads(text)
+    peak = device_peak(values["kind"])
+    assert peak is not None, "every planned device is in core/devices.py"
+    return Device(
+        name=name,
+        hbm_bytes=peak.hbm_bytes,
+        hbm_bytes_per_s=peak.hbm_bytes_per_s,
+        attention_flops={
+            width: (pair[0], pair[1]) for width, pair in values.pop("attention_flops").items()
+        },
+        **values,
+    )
+
+
+def with_measurements(device: Device, measured: Mapping[str, Any], *, source: str) -> Device:
+    """The device with constants that a benchmark of the user's own wrote in place of ours."""
+    known = {field.name for field in dataclasses.fields(Device)} - {"sources", "name"}
+    unknown = sorted(set(measured) - known)
+    if unknown:
+        raise ConfigError(f"{source}: unknown constant {unknown[0]!r}{nearest(unknown[0], known)}")
+    sources = {**device.sources, **dict.fromkeys(measured, source)}
+    return dataclasses.replace(device, **measured, sources=sources)

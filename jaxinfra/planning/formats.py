@@ -1,0 +1,140 @@
+"""Number formats as arithmetic, and the bytes a parameter of each training recipe takes."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class NumberFormat:
+    """sign, exponent and fraction bits; how the top exponent is spent differs.
+
+    ``specials``: "ieee" keeps the top exponent for infinities and NaN, "nan" gives up only the
+    all-ones fraction of it (e4m3fn), "none" gives up nothing (e2m1), "integer" has no exponent.
+    """
+
+    name: str
+    bits: int
+    exponent_bits: int
+    fraction_bits: int
+    specials: str = "ieee"
+
+    @property
+    def bias(self) -> int:
+        """Of the exponent."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def largest(self) -> float:
+        """Greatest finite value."""
+        if self.specials == "integer":
+            return 2 ** (self.bits - 1) - 1
+        top = 2**self.exponent_bits - 1 - self.bias
+        fraction = 2.0 - 2.0**-self.fraction_bits
+        if self.specials == "ieee":
+            return fraction * 2.0 ** (top - 1)
+        if self.specials == "nan":
+            return (fraction - 2.0**-self.fraction_bits) * 2.0**top
+        return fraction * 2.0**top
+
+    @property
+    def smallest_normal(self) -> float:
+        """Least positive value with full precision."""
+        return 1.0 if self.specials == "integer" else 2.0 ** (1 - self.bias)
+
+    @property
+    def smallest(self) -> float:
+        """Least positive value: subnormal where there are any."""
+        if self.specials == "integer":
+            return 1.0
+        return self.smallest_normal * 2.0**-self.fraction_bits
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next value."""
+        return 1.0 if self.specials == "integer" else 2.0**-self.fraction_bits
+
+    @property
+    def decimal_digits(self) -> float:
+        """Significant decimal digits: log10(2^(fraction bits + 1))."""
+        if self.specials == "integer":
+            return math.log10(self.largest)
+        return (self.fraction_bits + 1) * math.log10(2)
+
+    @property
+    def dynamic_range_db(self) -> float:
+        """20 log10(largest / smallest)."""
+        return 20 * math.log10(self.largest / self.smallest)
+
+
+FORMATS = (
+    NumberFormat(name="fp32", bits=32, exponent_bits=8, fraction_bits=23),
+    NumberFormat(name="tf32", bits=19, exponent_bits=8, fraction_bits=10),
+    NumberFormat(name="bf16", bits=16, exponent_bits=8, fraction_bits=7),
+    NumberFormat(name="fp16", bits=16, exponent_bits=5, fraction_bits=10),
+    NumberFormat(name="fp8 e5m2", bits=8, exponent_bits=5, fraction_bits=2),
+    NumberFormat(name="fp8 e4m3", bits=8, exponent_bits=4, fraction_bits=3, specials="nan"),
+    NumberFormat(name="fp4 e2m1", bits=4, exponent_bits=2, fraction_bits=1, specials="none"),
+    NumberFormat(name="int8", bits=8, exponent_bits=0, fraction_bits=7, specials="integer"),
+)
+"""tf32 is a matmul operand: 19 significant bits stored in 32."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Bytes that a training recipe keeps for each parameter, by role, and what its matmuls read."""
+
+    name: str
+    compute: str  # format of matmul operands: bf16, fp8, ...
+    weights: int  # what the model is stored in
+    gradients: int
+    accumulated: int  # a second, longer copy that micro-batches are summed in
+    master: int  # a second, longer copy of the weights, kept by the optimizer
+    moments: int  # both of Adam's
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients and the copy they are summed in."""
+        return self.gradients + self.accumulated
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What the optimizer keeps between steps, beside the weights themselves."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """Bytes a parameter."""
+        return self.weights + self.gradient_bytes + self.optimizer_bytes
+
+
+def _recipe(name: str, compute: str, *sizes: int) -> Recipe:
+    weights, gradients, accumulated, master, moments = sizes
+    return Recipe(
+        name=name,
+        compute=compute,
+        weights=weights,
+        gradients=gradients,
+        accumulated=accumulated,
+        master=master,
+        moments=moments,
+    )
+
+
+RECIPES = {
+    recipe.name: recipe
+    for recipe in (
+        # jaxinfra's bf16 policy: fp32 masters are the model, cast where they are used.
+        _recipe("bf16", "bf16", 4, 4, 0, 0, 8),
+        _recipe("fp32", "fp32", 4, 4, 0, 0, 8),
+        # ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.
+        _recipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
+        # The rows of the precision comparison in Hugging Face's Ultra-Scale Playbook.
+        _recipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
+        _recipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
+        _recipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
+        _recipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
+        _recipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
+        _recipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
+    )
+}
+"""By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10."""

@@ -1,0 +1,186 @@
+"""How a step is spread over devices and micro-batches: what a plan is made for."""
+
+import dataclasses
+import enum
+import math
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.planning.formats import RECIPES, Recipe
+from jaxinfra.planning.shapes import Experts, ModelShape
+
+
+class Recompute(enum.StrEnum):
+    """What the backward pass computes again, layer by layer."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # attention scores only (Korthikanti et al. 2022)
+    DOTS = "dots"  # all but matmul and attention outputs
+    NAMED = "named"  # all but attention's output and logsumexp
+    FULL = "full"  # all but the layer's input
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What a software stack does differently; the defaults are this code base's."""
+
+    fused_attention: bool = True  # no scores in memory (Dao et al. 2022)
+    dropout: bool = False  # on scores and residual branches
+    overlap: bool = True  # collectives of the fsdp and replica axes run beside compute
+    casts_weights: bool = True  # fp32 masters are the model, cast to the compute dtype at use
+    fused_loss: bool = True  # logits in chunks, their gradient formed in the forward pass
+    scans_layers: bool = True  # saved activations are copied into a stack over layers
+    overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
+    backward_reductions: int = 5  # tensor-parallel all-reduces of a layer's backward pass
+
+
+MEGATRON_2021 = Traits(
+    fused_attention=False,
+    dropout=True,
+    overlap=False,
+    casts_weights=False,
+    fused_loss=False,
+    scans_layers=False,
+    backward_reductions=2,
+)
+"""Megatron-LM of arXiv 2104.04473 and 2205.05198."""
+
+MEGATRON_2025 = Traits(
+    casts_weights=False, scans_layers=False, overlaps_tensor=True, backward_reductions=2
+)
+"""Megatron-Core with Transformer Engine: fused attention, overlapped collectives."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Mesh axes, batch and recomputation of one training step.
+
+    The ``fsdp`` axis shards what its ``zero`` stage says (1: optimizer, 2: and gradients, 3: and
+    weights; Rajbhandari et al. 2020); ``replica`` copies everything. ``expert`` is a part of the
+    data axes: experts are spread over that many of their devices.
+    """
+
+    length: int
+    batch: int  # sequences a step, over everything
+    pipe: int = 1
+    replica: int = 1
+    fsdp: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+    zero: int = 3
+    chunks: int = 1  # model chunks a stage: interleaved 1F1B
+    sequence_parallel: bool = False  # norms and residuals sharded over tensor too
+    accumulation: int = 1  # micro-batches a step
+    remat: Recompute = Recompute.DOTS
+    recipe: str = "bf16"
+    traits: Traits = Traits()
+
+    @property
+    def devices(self) -> int:
+        """Product of the mesh axes; experts live on the data axes."""
+        return math.prod((self.pipe, self.replica, self.fsdp, self.context, self.tensor))
+
+    @property
+    def data(self) -> int:
+        """Shards of the batch."""
+        return self.replica * self.fsdp
+
+    @property
+    def micro_rows(self) -> int:
+        """Sequences of a micro-batch on one device."""
+        return self.batch // (self.accumulation * self.data)
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of a micro-batch on one device, its share of the context among them."""
+        return self.micro_rows * self.length // self.context
+
+    @property
+    def bytes_a_parameter(self) -> Recipe:
+        """The precision recipe."""
+        return RECIPES[self.recipe]
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axis sizes by name, slowest link first."""
+        names = ("pipe", "replica", "fsdp", "context", "tensor", "expert")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def of_one_layer(self) -> "Layout":
+        """A layout that one layer and micro-batch cannot tell from this one."""
+        rows = self.micro_rows
+        return dataclasses.replace(
+            self,
+            batch=rows * self.expert * (2 if self.accumulation > 1 else 1),
+            pipe=1,
+            replica=1,
+            fsdp=self.expert,
+            chunks=1,
+            zero=0,
+            accumulation=2 if self.accumulation > 1 else 1,
+        )
+
+    def describe(self) -> str:
+        """Axes of more than one device, such as ``pipe=2 x fsdp=4``."""
+        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "1"
+
+
+def check(shape: ModelShape, layout: Layout) -> None:
+    """Raises ConfigError with the rule that a layout breaks, the values and the remedy."""
+    reason = refusal(shape, layout)
+    if reason is not None:
+        raise ConfigError(f"{layout.describe()}: {reason}")
+
+
+def refusal(shape: ModelShape, layout: Layout) -> str | None:
+    """Why this model cannot be laid out so, or None."""
+    for axis, size in (*layout.mesh.items(), ("accumulation", layout.accumulation)):
+        if size < 1:
+            return f"{axis}={size} must be at least 1"
+    if layout.recipe not in RECIPES:
+        return f"unknown recipe {layout.recipe!r}; known: {', '.join(RECIPES)}"
+    if not 0 <= layout.zero <= 3:
+        return f"zero={layout.zero}: the stages are 0 to 3"
+    if shape.num_layers < layout.pipe * layout.chunks:
+        return (
+            f"{layout.pipe} stages of {layout.chunks} chunks for {shape.num_layers} layers; "
+            "a stage needs at least one layer a chunk"
+        )
+    if layout.pipe == 1 and layout.chunks > 1:
+        return f"chunks={layout.chunks} interleave a pipeline; pipe=1 has none"
+    rows = layout.accumulation * layout.data
+    if layout.batch % rows:
+        return (
+            f"a batch of {layout.batch} sequences does not divide over replica={layout.replica} x "
+            f"fsdp={layout.fsdp} x accumulation={layout.accumulation}; make it a multiple of {rows}"
+        )
+    # Causal attention is balanced by giving each device one early and one late piece (zig-zag).
+    if layout.context > 1 and layout.length % (2 * layout.context):
+        return f"length={layout.length} does not divide into 2 x context={layout.context} pieces"
+    if layout.expert > 1 and layout.data * layout.context % layout.expert:
+        return (
+            f"expert={layout.expert} does not divide replica x fsdp x context = "
+            f"{layout.data * layout.context}; experts live on the data axes"
+        )
+    if layout.expert > 1 and not shape.is_moe:
+        return f"expert={layout.expert}, but {shape.name} has no experts"
+    return _widths(shape, layout)
+
+
+def _widths(shape: ModelShape, layout: Layout) -> str | None:
+    tensor = layout.tensor
+    sizes: list[tuple[str, int, str, int]] = []
+    for layer in shape.layers:
+        sizes.append(("num_q_heads", layer.attention.num_q_heads, "tensor", tensor))
+        sizes.append(("num_kv_heads", layer.attention.num_kv_heads, "tensor", tensor))
+        feed_forward = layer.feed_forward
+        sizes.append(("hidden_dim", feed_forward.hidden_dim, "tensor", tensor))
+        if isinstance(feed_forward, Experts):
+            sizes.append(("num_experts", feed_forward.num_experts, "expert", layout.expert))
+    sizes.append(("vocab_size", shape.vocab_size, "tensor", tensor))
+    sizes.append(("model_dim", shape.model_dim, "fsdp", layout.fsdp if layout.zero == 3 else 1))
+    for name, size, axis, shards in sizes:
+        if size % shards:
+            return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"
+    return None

@@ -1,0 +1,160 @@
+"""Bytes a device by role: weights, gradients, optimizer, activations, logits and buffers."""
+
+import dataclasses
+
+from jaxinfra.planning.devices import Device
+from jaxinfra.planning.formats import RECIPES
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.operations import saved_bytes
+from jaxinfra.planning.shapes import Dense, LayerShape, ModelShape
+from jaxinfra.planning.step import device_parameters
+
+_LOSS_CHUNK_BYTES = 2**30  # fp32 logits at a time, linear_cross_entropy's bound on accelerators
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Peak bytes of one device during a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float  # kept from forward to backward, all micro-batches in flight
+    logits: float
+    buffers: float  # one layer's working set, gathered weights, casts
+    reserved: float  # context, communication buffers, fragmentation
+
+    @property
+    def total(self) -> float:
+        """Sum over the roles."""
+        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+
+    @property
+    def temporaries(self) -> float:
+        """What XLA allocates within a step: all but the arguments and the reserve."""
+        return self.gradients + self.activations + self.logits + self.buffers
+
+
+def zero_bytes(parameters: float, devices: int, stage: int, *, recipe: str = "fp16-adam") -> float:
+    """Bytes a device of weights, gradients and optimizer at a ZeRO stage.
+
+    (W + G + O), (W + G + O/N), (W + (G + O)/N), (W + G + O)/N (arXiv 1910.02054, figure 1).
+    """
+    sizes = RECIPES[recipe]
+    by_stage = (
+        (sizes.optimizer_bytes, 1),
+        (sizes.gradient_bytes, 2),
+        (sizes.weights, 3),
+    )
+    return sum(size * parameters / (devices if stage >= first else 1) for size, first in by_stage)
+
+
+def megatron_activation_bytes(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    length: int,
+    micro_batch: int,
+    tensor: int,
+    pipe: int = 1,
+    chunks: int = 1,
+    sequence_parallel: bool = False,
+    selective: bool = False,
+) -> float:
+    """Activations of the first pipeline stage's device, without full recomputation.
+
+    s b h L (10 + 24/t + 5 a s/(h t)), or s b h L (34/t + 5 a s/(h t)) with sequence parallelism,
+    less the score term with selective recomputation; the stage holds p micro-batches of L/p
+    layers, and 1 + (p-1)/(p m) times as much interleaved in m chunks (arXiv 2205.05198,
+    equations 2, 4, 6 and section 4.2.3).
+    """
+    scores = 0.0 if selective else 5 * heads * length / (width * tensor)
+    rest = 34 / tensor if sequence_parallel else 10 + 24 / tensor
+    whole = length * micro_batch * width * layers * (rest + scores)
+    return whole * (1 + (pipe - 1) / (pipe * chunks) if chunks > 1 else 1)
+
+
+def memory(shape: ModelShape, layout: Layout, device: Device) -> Memory:
+    """Predicted peak of the busiest device: the pipeline's first stage."""
+    recipe = layout.bytes_a_parameter
+    weights = gradients = optimizer = 0.0
+    for experts in (False, True):
+        elements = device_parameters(shape, layout, experts=experts)
+        shards = max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
+        weights += recipe.weights * elements / (shards if layout.zero >= 3 else 1)
+        gradients += recipe.gradient_bytes * elements / (shards if layout.zero >= 2 else 1)
+        optimizer += recipe.optimizer_bytes * elements / (shards if layout.zero >= 1 else 1)
+    return Memory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=_activations(shape, layout),
+        logits=_logits(shape, layout),
+        buffers=_buffers(shape, layout),
+        reserved=float(device.reserved_bytes),
+    )
+
+
+def micro_batches_in_flight(layout: Layout) -> float:
+    """Micro-batches whose activations the first stage holds, in units of its own layers.
+
+    p of them in 1F1B (flat in the number of micro-batches), 1 + (p-1)/(p v) times as many
+    interleaved.
+    """
+    held = min(layout.pipe, layout.accumulation) if layout.pipe > 1 else 1
+    extra = (layout.pipe - 1) / (layout.pipe * layout.chunks) if layout.chunks > 1 else 0.0
+    return held * (1 + extra)
+
+
+def _activations(shape: ModelShape, layout: Layout) -> float:
+    saved = sum(layer.count * saved_bytes(layer, shape.model_dim, layout) for layer in shape.layers)
+    return saved / layout.pipe * micro_batches_in_flight(layout)
+
+
+def _logits(shape: ModelShape, layout: Layout) -> float:
+    """fp32 logits and their 16-bit gradient, a chunk at a time where the loss is fused."""
+    whole = 4.0 * layout.micro_tokens * shape.vocab_size / layout.tensor
+    chunk = min(whole, _LOSS_CHUNK_BYTES) if layout.traits.fused_loss else whole
+    return 1.5 * chunk
+
+
+def _buffers(shape: ModelShape, layout: Layout) -> float:
+    """The largest layer's working set in the backward pass, and its gathered weights."""
+    return max(_working_set(layer, shape.model_dim, layout) for layer in shape.layers)
+
+
+def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
+    tokens, tensor = layout.micro_tokens, layout.tensor
+    stream = 2.0 * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, Dense):
+        width, routed = feed_forward.hidden_dim, 0.0
+    else:
+        width = feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
+        routed = 4.0 * tokens * feed_forward.top_k * model_dim
+    hidden = 2.0 * tokens * width / tensor
+    again = 0.0
+    if layout.remat is Recompute.FULL:
+        # The layer's forward pass runs again before its backward pass.
+        none = dataclasses.replace(layout, remat=Recompute.DOTS)
+        again = saved_bytes(layer, model_dim, none) - stream
+    gathered = 0.0
+    if layout.zero == 3 and layout.fsdp > 1:
+        one = _layer_elements(layer, model_dim, layout)
+        gathered = 2 * 2.0 * one  # this layer's weights, and the next one's on their way
+    # Gradients of the hidden activations and of the stream, alive together.
+    return again + gathered + routed + 3 * hidden + 3 * stream
+
+
+def _layer_elements(layer: LayerShape, model_dim: int, layout: Layout) -> float:
+    one = ModelShape(
+        name="layer",
+        vocab_size=1,
+        model_dim=model_dim,
+        layers=(dataclasses.replace(layer, count=1),),
+        tie_embeddings=True,
+        max_positions=1,
+    )
+    alone = dataclasses.replace(layout, pipe=1)
+    return sum(device_parameters(one, alone, experts=experts) for experts in (False, True))

@@ -1,0 +1,360 @@
+"""A training step as lists of matmuls, memory passes and collectives of one device.
+
+Bytes are what a kernel must read and write once, activations in 2 bytes. Dims: M tokens of a
+micro-batch on this device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+from jaxinfra.core import axes
+from jaxinfra.planning.flops import attention_flops
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.shapes import (
+    EXPERT,
+    LATENT,
+    Dense,
+    Experts,
+    LayerShape,
+    ModelShape,
+    Weight,
+    layer_weights,
+)
+
+TENSOR_DIMS = frozenset({axes.MLP, axes.Q_HEADS, axes.KV_HEADS, axes.VOCAB})
+"""Logical dims that the tensor axis shards (``parallel/rules.py``)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matmul:
+    """``count`` products of [m, k] and [k, n]; ``out`` bytes an element of the result."""
+
+    name: str
+    m: float
+    n: float
+    k: float
+    count: float = 1
+    number_format: str = "bf16"
+    out: int = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """An elementwise pass over so many bytes, reads and writes together."""
+
+    name: str
+    size: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Core:
+    """Fused attention."""
+
+    name: str
+    flops: float
+    width: int
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective over a mesh axis; ``size`` is the whole array's bytes on one device after an
+    all-gather, before a reduce-scatter, and either side of an all-reduce or exchange.
+    """
+
+    name: str
+    kind: str
+    axis: str
+    size: float
+    hidden: bool = False  # runs beside compute where the stack overlaps
+    count: float = 1
+
+
+type Operation = Matmul | Memory | Core | Collective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOperations:
+    """One layer and micro-batch on one device."""
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    recomputed: tuple[Operation, ...]
+
+
+def shards(weight: Weight, layout: Layout) -> int:
+    """Devices that one copy is spread over by tensor and expert parallelism."""
+    names = {dim for dim, _ in weight.dims}
+    tensor = layout.tensor if names & TENSOR_DIMS else 1
+    return tensor * (layout.expert if EXPERT in names else 1)
+
+
+def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> LayerOperations:
+    """What one layer of this kind costs in each pass."""
+    weights = [weight for weight in layer_weights(layer, model_dim) if weight.matmul]
+    matmuls = [_matmul(weight, layout) for weight in weights]
+    core_forward, core_backward = _core(layer, layout)
+    passes, passes_backward = _memory(layer, model_dim, layout)
+    exchange = _exchange(layer, model_dim, layout)
+    reduce_forward, reduce_backward = _tensor(layer, model_dim, layout)
+    elements = sum(weight.elements / shards(weight, layout) for weight in weights)
+    casts = [Memory("cast weights", 6 * elements)] if layout.traits.casts_weights else []
+    forward = [*casts, *matmuls, *core_forward, *passes, *exchange, *reduce_forward]
+    recomputed: list[Operation] = []
+    match layout.remat:
+        case Recompute.FULL:
+            recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
+        case Recompute.NAMED:
+            recomputed = [*matmuls, *passes, *exchange, *reduce_forward]
+        case Recompute.DOTS:
+            recomputed = list(passes)
+        case Recompute.SELECTIVE if not layout.traits.fused_attention:
+            recomputed = list(core_forward)
+        case _:
+            pass
+    if layout.traits.scans_layers:
+        forward.append(Memory("stack saved", 2 * saved_bytes(layer, model_dim, layout)))
+    accumulate = 8 if layout.accumulation > 1 or layout.traits.scans_layers else 0
+    backward = [
+        *casts,
+        *(_input_gradient(each) for each in matmuls),
+        *(_weight_gradient(each) for each in matmuls),
+        *core_backward,
+        *passes_backward,
+        *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
+        *reduce_backward,
+        Memory("sum weight gradients", accumulate * elements),
+    ]
+    return LayerOperations(
+        forward=tuple(forward), backward=tuple(backward), recomputed=tuple(recomputed)
+    )
+
+
+def _matmul(weight: Weight, layout: Layout) -> Matmul:
+    tokens = float(layout.micro_tokens)
+    names = [dim for dim, _ in weight.dims]
+    inward = names[0] == axes.EMBED or names[0] == LATENT or names[:2] == [EXPERT, axes.EMBED]
+    sizes = [size for dim, size in weight.dims if dim != EXPERT]
+    depth = sizes[0]
+    width = weight.elements // depth
+    count = 1.0
+    if EXPERT in names:
+        experts = dict(weight.dims)[EXPERT]
+        width //= experts
+        count = max(experts / layout.expert, 1)
+        tokens = max(tokens * weight.active * experts / count, 1.0)
+    tensor = layout.tensor if set(names) & TENSOR_DIMS else 1
+    if inward:
+        return Matmul(weight.name, tokens, width / tensor, depth, count, _format(layout))
+    # Outward: all dims but the last are contracted.
+    width = sizes[-1]
+    depth = weight.elements // width // (dict(weight.dims).get(EXPERT, 1))
+    return Matmul(weight.name, tokens, width, depth / tensor, count, _format(layout))
+
+
+def _format(layout: Layout) -> str:
+    return layout.bytes_a_parameter.compute
+
+
+def _input_gradient(each: Matmul) -> Matmul:
+    return dataclasses.replace(each, name=f"{each.name} dx", n=each.k, k=each.n)
+
+
+def _weight_gradient(each: Matmul) -> Matmul:
+    return dataclasses.replace(each, name=f"{each.name} dw", m=each.k, k=each.m, out=4)
+
+
+def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Operation]]:
+    attention = layer.attention
+    rows, heads = layout.micro_rows, attention.num_q_heads / layout.tensor
+    if layout.traits.fused_attention:
+        flops = rows * attention_flops(attention, layout.length) / layout.tensor / layout.context
+        width = attention.head_dim
+        forward: list[Operation] = [Core("attention", flops, width, False)]
+        backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, True)]
+        if layout.context > 1:
+            # A ring passes every block of keys and values to every device.
+            turns = layout.context - 1
+            size = (
+                2.0
+                * layout.micro_tokens
+                * _kv_width(layer)
+                / min(layout.tensor, attention.num_kv_heads)
+            )
+            forward.append(Collective("ring", "permute", "context", size, True, turns))
+            backward.append(
+                Collective("ring gradient", "permute", "context", 2 * size, True, turns)
+            )
+        return forward, backward
+    length = layout.length
+    count = rows * heads
+    width = attention.value_width / attention.num_q_heads
+    scores = float(count * length * length // layout.context)
+    dropout = 5 * scores if layout.traits.dropout else 0.0
+    scale = length / layout.context
+    forward = [
+        Matmul("scores", scale, length, attention.head_dim, count),
+        Memory("softmax", 4 * scores + dropout),
+        Matmul("values", scale, width, length, count),
+    ]
+    backward = [
+        Matmul("values dp", scale, length, width, count),
+        Matmul("values dv", length, width, scale, count),
+        Memory("softmax gradient", 6 * scores + dropout),
+        Matmul("scores dq", scale, attention.head_dim, length, count),
+        Matmul("scores dk", length, attention.head_dim, scale, count),
+    ]
+    return forward, backward
+
+
+def _kv_width(layer: LayerShape) -> int:
+    attention = layer.attention
+    if layer.attention.num_kv_heads == attention.num_q_heads:
+        return attention.score_width + attention.value_width
+    return attention.kv_elements
+
+
+def _memory(layer: LayerShape, model_dim: int, layout: Layout) -> tuple[list[Memory], list[Memory]]:
+    tokens, tensor = layout.micro_tokens, layout.tensor
+    stream = tokens * model_dim / (tensor if layout.sequence_parallel else 1)
+    attention = layer.attention
+    positions = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
+    hidden, gated = _hidden(layer, tokens, tensor)
+    mask = 1 if layout.traits.dropout else 0
+    forward = [
+        Memory("norms", 4.0 * stream * layer.norms),
+        Memory("rotary", 4.0 * positions),
+        Memory("residual", 2.0 * (6 + mask) * stream),
+        Memory("activation", (6.0 if gated else 4.0) * hidden),
+    ]
+    backward = [
+        Memory("norms gradient", 8.0 * stream * layer.norms),
+        Memory("rotary gradient", 4.0 * positions),
+        Memory("residual gradient", 2.0 * (2 + 2 * mask) * stream),
+        Memory("activation gradient", (10.0 if gated else 6.0) * hidden),
+    ]
+    if _format(layout) == "fp8":
+        # Operands are read for their scale, read again, and written as rows and as columns.
+        cast = 6.0 * (3 * stream + (attention.value_width * tokens + hidden) / tensor)
+        forward.append(Memory("cast to fp8", cast))
+        backward.append(Memory("cast gradients to fp8", 2 * cast))
+    return forward, backward
+
+
+def _hidden(layer: LayerShape, tokens: float, tensor: int) -> tuple[float, bool]:
+    """Elements of the feed-forward layer's hidden activations, and whether it is gated."""
+    feed_forward = layer.feed_forward
+    if isinstance(feed_forward, Dense):
+        return tokens * feed_forward.hidden_dim / tensor, feed_forward.gated
+    width = feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
+    return tokens * width / tensor, feed_forward.gated
+
+
+def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operation]:
+    """Sorting tokens by expert and back, and the two all-to-alls between devices."""
+    experts = layer.feed_forward
+    if not isinstance(experts, Experts):
+        return []
+    copies = float(layout.micro_tokens) * experts.top_k * model_dim
+    found: list[Operation] = [Memory("sort by expert", 4 * copies), Memory("combine", 4 * copies)]
+    if layout.expert > 1:
+        # tokens top_k d (N - 1)/N bytes each way (mission M17); tensor shards split the work.
+        size = 2 * copies / layout.tensor
+        found.append(Collective("dispatch", "all-to-all", "expert", size))
+        found.append(Collective("return", "all-to-all", "expert", size))
+    return found
+
+
+def _tensor(
+    layer: LayerShape, model_dim: int, layout: Layout
+) -> tuple[list[Collective], list[Collective]]:
+    if layout.tensor == 1:
+        return [], []
+    size = 2.0 * layout.micro_tokens * model_dim
+    reduce = functools.partial(
+        Collective, axis="tensor", size=size, hidden=layout.traits.overlaps_tensor
+    )
+    if layout.sequence_parallel:
+        both = [
+            reduce("gather", "all-gather", count=2),
+            reduce("scatter", "reduce-scatter", count=2),
+        ]
+        # Gathered inputs are not kept: the weight gradients gather them again.
+        return both, [
+            *both,
+            dataclasses.replace(both[0], name="gather again", hidden=True),
+        ]
+    del layer
+    count = layout.traits.backward_reductions
+    return [reduce("reduce", "all-reduce", count=2)], [
+        reduce("reduce gradient", "all-reduce", count=count)
+    ]
+
+
+def saved_bytes(layer: LayerShape, model_dim: int, layout: Layout) -> float:
+    """Bytes that a layer keeps from forward to backward, one micro-batch on one device.
+
+    Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
+    sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
+    backward pass reads and does not recompute, 2 bytes an element.
+    """
+    tokens, tensor = layout.micro_tokens, layout.tensor
+    stream = 2.0 * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
+    if layout.remat is Recompute.FULL:
+        return stream
+    attention = layer.attention
+    core = tokens * (2.0 * attention.value_width + 4 * attention.num_q_heads) / tensor
+    if layout.remat is Recompute.NAMED:
+        return stream + core
+    if not layout.traits.fused_attention:
+        return _megatron_saved(layer, model_dim, layout)
+    hidden, gated = _hidden(layer, tokens, tensor)
+    inward = 2.0 * tokens * (attention.score_width + _kv_width(layer)) / tensor
+    # Outputs of the projections back into the stream are whole on every device of the axis.
+    dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
+    if layout.remat is Recompute.DOTS:
+        return stream + core + dots
+    # Nothing recomputed: also both norms' outputs, the rotated queries and keys, the activation's
+    # inputs and output, and fp32 copies where norms and activations compute in fp32.
+    norms = layer.norms * stream * 3
+    return stream + core + dots + norms + inward + 2.0 * hidden * (3 if gated else 2)
+
+
+def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
+    tensor = layout.tensor
+    stream = float(layout.micro_tokens) * model_dim
+    scores = 5.0 * layer.attention.num_q_heads * layout.length / (model_dim * tensor)
+    if layout.remat is Recompute.SELECTIVE:
+        scores = 0.0
+    if layout.sequence_parallel:
+        return stream * (34 / tensor + scores)
+    return stream * (10 + 24 / tensor + scores)
+
+
+def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
+    """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
+    tokens, tensor = float(layout.micro_tokens), layout.tensor
+    width, vocab = shape.model_dim, shape.vocab_size / tensor
+    logits = tokens * vocab
+    found: list[Operation] = [
+        Matmul("logits", tokens, vocab, width, out=4),
+        Matmul("logits dx", tokens, width, vocab, out=4),
+        Matmul("logits dw", width, vocab, tokens, out=4),
+        # fp32 logits: read for the maximum and the sum, read again and written as 16-bit gradient.
+        Memory("cross entropy", 10.0 * logits),
+    ]
+    if tensor > 1:
+        size = 2.0 * tokens * width
+        found.append(Collective("logits dx", "all-reduce", "tensor", size))
+    return found
+
+
+def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operation]:
+    """Rows looked up, and their gradient scattered, one micro-batch."""
+    tokens = float(layout.micro_tokens)
+    yield Memory("lookup", 6.0 * tokens * shape.model_dim)
+    yield Memory("scatter", 12.0 * tokens * shape.model_dim)
+    if layout.tensor > 1:
+        size = 2.0 * tokens * shape.model_dim
+        yield Collective("lookup", "all-reduce", "tensor", size)

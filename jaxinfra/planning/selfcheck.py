@@ -1,0 +1,141 @@
+"""How far the planner is from what others published and from what was measured here."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+
+from jaxinfra.planning import reference
+from jaxinfra.planning.catalog import find_model
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.flops import nemo_flops_per_token, training_days
+from jaxinfra.planning.formats import RECIPES
+from jaxinfra.planning.kv import kv_bytes_per_token
+from jaxinfra.planning.layout import check
+from jaxinfra.planning.memory import megatron_activation_bytes, zero_bytes
+from jaxinfra.planning.params import active_parameters, gpt_parameters, total_parameters
+from jaxinfra.planning.step import step_time
+
+BOUND = 0.08
+"""Largest mean error over the measured steps that the check passes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Exact:
+    """A figure that a formula must reproduce as printed."""
+
+    name: str
+    published: str
+    ours: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether they are the same characters."""
+        return self.published == self.ours
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A measured step and its prediction."""
+
+    name: str
+    source: str
+    device: str
+    seconds: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative, signed: positive where the prediction is slower."""
+        return self.predicted_s / self.seconds - 1.0
+
+
+def exact_values() -> Iterator[Exact]:
+    """Every value of the reference that a formula determines."""
+    for name, count in reference.PARAMETERS.items():
+        ours = total_parameters(find_model(name))
+        yield Exact(name=f"{name} parameters", published=f"{count:,}", ours=f"{ours:,}")
+    deepseek = find_model("deepseek_v3")
+    counts = {
+        "total": total_parameters(deepseek),
+        "active": active_parameters(deepseek),
+        "active without input embedding": active_parameters(deepseek, with_embedding=False),
+    }
+    for (name, what), printed in reference.BILLIONS.items():
+        yield _printed(f"{name} billions {what}", printed, counts[what] / 1e9)
+    for name, size in reference.KV_BYTES.items():
+        ours = kv_bytes_per_token(find_model(name))
+        yield Exact(name=f"{name} KV bytes a token", published=f"{size:,}", ours=f"{ours:,.0f}")
+    for stage, printed in enumerate(reference.ZERO_GB):
+        yield _printed(f"ZeRO stage {stage}, GB", printed, zero_bytes(7.5e9, 64, stage) / 1e9)
+    for case in reference.MEGATRON:
+        for selective, printed in ((False, case.tensor_gib), (True, case.selective_gib)):
+            size = megatron_activation_bytes(
+                layers=case.layers,
+                width=case.width,
+                heads=case.heads,
+                length=case.length,
+                micro_batch=case.micro_batch,
+                tensor=case.tensor,
+                pipe=case.pipe,
+                chunks=case.chunks,
+                sequence_parallel=selective,
+                selective=selective,
+            )
+            how = "sequence parallel, selective" if selective else "tensor parallel"
+            yield _printed(f"{case.name} activations GiB, {how}", printed, size / 2**30)
+    for layers, width, printed in reference.GPT_BILLIONS:
+        ours = gpt_parameters(layers=layers, width=width, vocab=51_200, length=2048) / 1e9
+        yield _printed(f"GPT of {layers} x {width}, billions", printed, ours)
+    for name, tokens, parameters, devices, rate, printed in reference.DAYS:
+        ours = training_days(
+            tokens=tokens, parameters=parameters, devices=devices, flops_per_s=rate
+        )
+        yield _printed(f"{name} training days", printed, ours)
+    for name, total in reference.RECIPE_BYTES.items():
+        ours = str(RECIPES[name].total)
+        yield Exact(name=f"{name} bytes a parameter", published=total, ours=ours)
+
+
+def _printed(name: str, published: str, ours: float) -> Exact:
+    """Ours rounded to as many places as theirs."""
+    places = len(published.partition(".")[2])
+    return Exact(name=name, published=published, ours=f"{ours:.{places}f}")
+
+
+def measured_steps() -> list[Measured]:
+    """Predictions of every measured step, one set of constants a GPU type."""
+    found = []
+    for case in reference.timed_steps():
+        check(case.shape, case.layout)
+        predicted = step_time(case.shape, case.layout, find_device(case.device))
+        found.append(
+            Measured(
+                name=case.name,
+                source=case.source,
+                device=case.device,
+                seconds=case.seconds,
+                predicted_s=predicted.total_s,
+            )
+        )
+    return found
+
+
+def mean_error(steps: list[Measured], device: str | None = None) -> float:
+    """Mean of absolute relative errors, of one GPU type or of all."""
+    return statistics.fmean(
+        abs(each.error) for each in steps if device is None or each.device == device
+    )
+
+
+def published_rates() -> list[tuple[str, float, float]]:
+    """Name, TFLOP/s a GPU as published, and ours from its tokens/s and FLOPs a token.
+
+    Published rates and tokens/s were rounded apart, so these agree within 1 TFLOP/s, not exactly.
+    """
+    found = []
+    for name, tokens_per_s, tflops, (parameters, vocab, width, layers) in reference.NEMO_RATES:
+        ours = tokens_per_s * nemo_flops_per_token(
+            parameters=parameters, vocab=vocab, width=width, layers=layers, length=8192
+        )
+        found.append((name, tflops, ours / 1e12))
+    return found

@@ -1,0 +1,272 @@
+"""Predicted seconds of a training step, and what they are spent on."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from jaxinfra.planning.devices import Device
+from jaxinfra.planning.flops import training_flops
+from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.operations import (
+    Collective,
+    Memory,
+    Operation,
+    embedding_operations,
+    layer_operations,
+    loss_operations,
+    shards,
+)
+from jaxinfra.planning.shapes import LayerShape, ModelShape
+from jaxinfra.planning.timing import (
+    collective_s,
+    communication_s,
+    compute_s,
+    members_in_node,
+    memory_s,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """A step's seconds by cause; they add up to ``total_s``."""
+
+    parts: dict[str, float]
+    hidden: dict[str, float]  # communication behind compute, by axis; not part of the total
+    bubble_fraction: float  # (p-1)/(m v + p-1): idle share of the pipeline's own time
+    model_flops: float  # of the whole step, over all devices
+
+    @property
+    def total_s(self) -> float:
+        """Seconds a step."""
+        return sum(self.parts.values())
+
+
+def bubble_fraction(*, stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """(p-1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
+    return (stages - 1) / (micro_batches * chunks + stages - 1)
+
+
+def step_time(shape: ModelShape, layout: Layout, device: Device) -> StepTime:
+    """Predicts one step; the layout must have passed ``layout.check``."""
+    stages, micro, chunks = layout.pipe, layout.accumulation, layout.chunks
+    body = _stage_seconds(shape, layout, device)
+    ends = _end_seconds(shape, layout.of_one_layer, device)
+    once = micro + (stages - 1) / chunks  # passes that one device's time is as long as
+    parts = {name: micro * seconds for name, seconds in body.compute.items()}
+    # One stage has the loss: with several, the others wait for it.
+    parts["loss and embedding"] = micro * sum(ends.compute.values())
+    beside, hidden_tensor = _hide(
+        device, layout, micro * body.hidden.get("tensor", 0.0), parts["matmul"]
+    )
+    parts["tensor communication"] = beside + micro * (
+        body.exposed.get("tensor", 0.0) + ends.exposed.get("tensor", 0.0)
+    )
+    parts["expert communication"] = micro * body.exposed.get("expert", 0.0)
+    attention = micro * body.compute["attention"]
+    ring = micro * body.hidden.get("context", 0.0)
+    parts["context communication"], hidden_ring = _hide(device, layout, ring, attention)
+    parts["pipeline transfers"] = _transfers(shape, layout, device)
+    busy = body.total + parts["context communication"] / micro
+    parts["pipeline bubble"] = (once - micro) * busy
+    window = micro * sum(body.compute.values())
+    data = _data_communication(shape, layout, device)
+    hidden: dict[str, float] = {"context": hidden_ring, "tensor": hidden_tensor}
+    for axis, (seconds, behind) in data.items():
+        exposed, beside = _hide(device, layout, seconds, window * behind)
+        parts[f"{axis} communication"] = exposed
+        hidden[axis] = beside
+        window = max(window - beside, 0.0)
+    parts["optimizer"] = _optimizer_s(shape, layout, device)
+    return StepTime(
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0.0},
+        hidden={axis: seconds for axis, seconds in hidden.items() if seconds > 0.0},
+        bubble_fraction=bubble_fraction(stages=stages, micro_batches=micro, chunks=chunks),
+        model_flops=training_flops(shape, layout.length, batch=layout.batch),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Seconds:
+    """Of some operations: compute by class, and collectives by axis, exposed and hideable."""
+
+    compute: dict[str, float]
+    exposed: dict[str, float]
+    hidden: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.compute.values()) + sum(self.exposed.values())
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _layer_seconds(layer: LayerShape, model_dim: int, layout: Layout, device: Device) -> _Seconds:
+    operations = layer_operations(layer, model_dim, layout)
+    seconds = _price([*operations.forward, *operations.backward], layout, device)
+    again = _price(operations.recomputed, layout, device)
+    compute = {**seconds.compute, "recomputation": sum(again.compute.values())}
+    return _Seconds(
+        compute, _sum(seconds.exposed, again.exposed), _sum(seconds.hidden, again.hidden)
+    )
+
+
+def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _Seconds:
+    return _Seconds(
+        compute_s(device, operations),
+        communication_s(device, layout, operations, hidden=False),
+        communication_s(device, layout, operations, hidden=True),
+    )
+
+
+def _sum(*terms: dict[str, float]) -> dict[str, float]:
+    names = {name: None for term in terms for name in term}
+    return {name: sum(term.get(name, 0.0) for term in terms) for name in names}
+
+
+def _scale(term: dict[str, float], factor: float) -> dict[str, float]:
+    return {name: factor * value for name, value in term.items()}
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _end_seconds(shape: ModelShape, layout: Layout, device: Device) -> _Seconds:
+    ends = [*loss_operations(shape, layout), *embedding_operations(shape, layout)]
+    return _price(ends, layout, device)
+
+
+def _stage_seconds(shape: ModelShape, layout: Layout, device: Device) -> _Seconds:
+    """The layers of one pipeline stage, one micro-batch."""
+    alike = layout.of_one_layer
+    kinds = [
+        (_layer_seconds(layer, shape.model_dim, alike, device), layer.count / layout.pipe)
+        for layer in shape.layers
+    ]
+    return _Seconds(
+        *(
+            _sum(*(_scale(getattr(seconds, part), count) for seconds, count in kinds))
+            for part in ("compute", "exposed", "hidden")
+        )
+    )
+
+
+def _hide(device: Device, layout: Layout, seconds: float, window: float) -> tuple[float, float]:
+    """Seconds that stay exposed, and those that compute of ``window`` seconds hides."""
+    if not layout.traits.overlap:
+        return seconds, 0.0
+    hidden = min(seconds * device.overlap, window)
+    return seconds - hidden, hidden
+
+
+def _transfers(shape: ModelShape, layout: Layout, device: Device) -> float:
+    """Activations to the next stage and gradients back: each chunk of each micro-batch."""
+    if layout.pipe == 1:
+        return 0.0
+    # Every tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
+    size = 2.0 * layout.micro_tokens * shape.model_dim / layout.tensor
+    sends = 2 * layout.chunks * (layout.accumulation + layout.pipe - 1)
+    return collective_s(device, layout, Collective("send", "permute", "pipe", size, count=sends))
+
+
+def device_parameters(shape: ModelShape, layout: Layout, *, experts: bool) -> float:
+    """Elements of one device's pipeline stage before any data-parallel sharding.
+
+    Embedding tables lie on the end stages; the larger of the ends is what counts.
+    """
+    layers = sum(
+        weight.total / shards(weight, layout)
+        for weight in shape.weights()
+        if weight.is_expert == experts and _in_layers(weight.name)
+    )
+    ends = [
+        weight.total / shards(weight, layout)
+        for weight in shape.weights()
+        if weight.is_expert == experts and not _in_layers(weight.name)
+    ]
+    largest = sum(ends) if layout.pipe == 1 else max(ends, default=0.0)
+    return layers / layout.pipe + largest
+
+
+def _in_layers(name: str) -> bool:
+    return name.partition("/")[0] not in ("embedding", "unembedding", "positions", "final_norm")
+
+
+def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
+    """Weights gathered and gradients reduced over the data axes, of one step on one device."""
+    recipe = layout.bytes_a_parameter
+    found: list[Collective] = []
+    for experts in (False, True):
+        elements = device_parameters(shape, layout, experts=experts)
+        if not elements:
+            continue
+        # An expert's copies are fewer: the expert axis takes its devices from the data axes.
+        fsdp = layout.fsdp if not experts else max(layout.fsdp // layout.expert, 1)
+        if layout.zero == 3 and fsdp > 1:
+            # Layer by layer, before its forward and its backward pass.
+            weights = elements * _gathered_bytes(layout) / shape.num_layers
+            times = 2 * layout.accumulation * shape.num_layers
+            found.append(Collective("weights", "all-gather", "fsdp", weights, True, times))
+        gradients = elements * max(recipe.gradients, recipe.accumulated)
+        if fsdp > 1:
+            kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
+            found.append(Collective("gradients", kind, "fsdp", gradients, True))
+            if layout.zero in (1, 2):
+                found.append(
+                    Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
+                )
+        if layout.replica * layout.context > 1:
+            axis = "replica" if layout.replica > 1 else "context"
+            share = fsdp if layout.zero >= 2 else 1
+            found.append(Collective("gradients", "all-reduce", axis, gradients / share, True))
+    return found
+
+
+def _gathered_bytes(layout: Layout) -> float:
+    """Bytes an element in which fully sharded weights travel."""
+    return 1.0 if layout.bytes_a_parameter.compute == "fp8" else 2.0
+
+
+def _data_communication(
+    shape: ModelShape, layout: Layout, device: Device
+) -> dict[str, tuple[float, float]]:
+    """Seconds by axis, and the share of the step's compute that they may hide behind."""
+    found: dict[str, tuple[float, float]] = {}
+    # Gradients are complete in the last micro-batch's backward pass only.
+    last = 2 / 3 / layout.accumulation
+    for each in data_collectives(shape, layout):
+        seconds, behind = found.get(each.axis, (0.0, last))
+        behind = 1.0 if each.name == "weights" else behind
+        found[each.axis] = (seconds + collective_s(device, layout, each), behind)
+    return found
+
+
+def _optimizer_s(shape: ModelShape, layout: Layout, device: Device) -> float:
+    """State read and written, gradients read twice: for their norm and for the update."""
+    recipe = layout.bytes_a_parameter
+    a_parameter = 2 * (recipe.weights + recipe.gradient_bytes + recipe.master + recipe.moments)
+    elements = sum(
+        device_parameters(shape, layout, experts=experts)
+        / (_data_shards(layout, experts=experts) if layout.zero >= 1 else 1)
+        for experts in (False, True)
+    )
+    return memory_s(device, Memory("optimizer", a_parameter * elements))
+
+
+def _data_shards(layout: Layout, *, experts: bool) -> int:
+    return max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
+
+
+def node_share(device: Device, layout: Layout, axis: str) -> str:
+    """Where an axis' traffic goes: ``node``, or ``network``."""
+    size = layout.mesh[axis]
+    return "node" if members_in_node(device, layout, axis) >= size else "network"
+
+
+def mfu(time: StepTime, layout: Layout, device: Device) -> float:
+    """Model FLOPs over the peak of the recipe's matmul format (PaLM, appendix B)."""
+    peak = device.flops[layout.bytes_a_parameter.compute]
+    return time.model_flops / (time.total_s * layout.devices * peak)
+
+
+def days(time: StepTime, layout: Layout, tokens: float) -> float:
+    """Days that ``tokens`` take at this step time."""
+    steps = math.ceil(tokens / (layout.batch * layout.length))
+    return steps * time.total_s / 86_400

@@ -1,0 +1,118 @@
+"""Seconds of operations on a device: matmuls by shape, memory passes, attention, collectives."""
+
+import functools
+import math
+from collections.abc import Iterable
+
+from jaxinfra.planning.devices import Device
+from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.operations import Collective, Core, Matmul, Memory, Operation
+
+# Output tiles that libraries choose from, and how much of the large tile's rate each reaches.
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 256, 0.9), (64, 128, 0.8))
+
+
+def matmul_s(device: Device, each: Matmul) -> float:
+    """The slower of arithmetic and memory traffic, and a launch.
+
+    Arithmetic runs at the large-matmul rate, less what a partial last wave of output tiles idles
+    and what filling the pipeline over a short contraction costs.
+    """
+    peak = device.flops[each.number_format] * device.matmul_efficiency[each.number_format]
+    depth = each.k / (each.k + device.matmul_half_depth)
+    filled = _filled(
+        max(int(each.m), 1), max(int(each.n), 1), max(int(each.count), 1), device.num_sms
+    )
+    # A deep contraction with few output tiles is split over the idle multiprocessors.
+    if filled < 0.5 and each.k > 4096:
+        filled = max(filled, 0.7)
+    arithmetic = 2 * each.m * each.n * each.k * each.count / (peak * depth * max(filled, 1e-3))
+    size = 1 if each.number_format == "fp8" else 2
+    traffic = each.count * (size * (each.m * each.k + each.k * each.n) + each.out * each.m * each.n)
+    memory = traffic / (device.hbm_bytes_per_s * device.memory_efficiency)
+    return max(arithmetic, memory) + device.kernel_s
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _filled(m: int, n: int, count: int, num_sms: int) -> float:
+    """Share of the multiprocessors' time that output tiles fill, by the best choice of tile."""
+    best = 0.0
+    for tile_m, tile_n, rate in _TILES:
+        tiles = math.ceil(m / tile_m) * math.ceil(n / tile_n)
+        used = (m / tile_m) * (n / tile_n) / tiles  # of partial tiles
+        waves = math.ceil(tiles * count / num_sms)
+        best = max(best, rate * used * tiles * count / (waves * num_sms))
+    return best
+
+
+def attention_s(device: Device, each: Core) -> float:
+    """Fused attention at the measured rate of the nearest width."""
+    width = min(device.attention_flops, key=lambda known: abs(int(known) - each.width))
+    return each.flops / device.attention_flops[width][each.backward] + device.kernel_s
+
+
+def memory_s(device: Device, each: Memory) -> float:
+    """Bytes over the rate that elementwise kernels reach, and a launch."""
+    rate = device.hbm_bytes_per_s * device.memory_efficiency
+    return each.size / rate + (device.kernel_s if each.size else 0.0)
+
+
+def members_in_node(device: Device, layout: Layout, axis: str) -> int:
+    """Neighbours along an axis that share a node: faster axes fill a node first."""
+    inner = {
+        "tensor": 1,
+        "context": layout.tensor,
+        "fsdp": layout.tensor * layout.context,
+        "expert": layout.tensor,
+        "replica": layout.tensor * layout.context * layout.fsdp,
+        "pipe": layout.tensor * layout.context * layout.fsdp * layout.replica,
+    }[axis]
+    size = layout.mesh[axis]
+    return max(1, min(size, device.node_devices // min(inner, device.node_devices)))
+
+
+def collective_s(device: Device, layout: Layout, each: Collective) -> float:
+    """Ring collectives: (n-1)/n of the array at bus bandwidth, twice for an all-reduce."""
+    members = layout.mesh[each.axis]
+    if members == 1 or each.size == 0:
+        return 0.0
+    inside = members_in_node(device, layout, each.axis)
+    rate, latency = device.link(inside, members)
+    share = (members - 1) / members
+    if each.kind == "all-to-all" and members > inside:
+        # What stays in the node does not cross the adapters; each device uses its own.
+        rate = device.network_bytes_per_s
+        share = (members - inside) / members
+    if each.kind == "permute":
+        if members > inside:
+            rate = device.network_bytes_per_s
+        share = 1.0
+    factor = 2.0 if each.kind == "all-reduce" else 1.0
+    return each.count * (factor * share * each.size / rate + latency)
+
+
+def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, float]:
+    """Seconds by class: matmul, attention, memory."""
+    total = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
+    for each in operations:
+        match each:
+            case Matmul():
+                total["matmul"] += matmul_s(device, each)
+            case Core():
+                total["attention"] += attention_s(device, each)
+            case Memory():
+                total["memory"] += memory_s(device, each)
+            case Collective():
+                pass
+    return total
+
+
+def communication_s(
+    device: Device, layout: Layout, operations: Iterable[Operation], *, hidden: bool
+) -> dict[str, float]:
+    """Seconds of collectives by axis: those that may hide behind compute, or those that cannot."""
+    total: dict[str, float] = {}
+    for each in operations:
+        if isinstance(each, Collective) and each.hidden == hidden:
+            total[each.axis] = total.get(each.axis, 0.0) + collective_s(device, layout, each)
+    return total
