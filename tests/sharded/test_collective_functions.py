@@ -1,0 +1,231 @@
+"""Collectives by name: what arrives, the gradient, and the bytes a compiled program sends."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.diagnostics.program import Collective, collectives
+from jaxinfra.parallel import collectives as c
+from jaxinfra.parallel.collectives import CollectiveKind, sent_bytes
+from jaxinfra.parallel.collectives_ring import (
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
+from jaxinfra.parallel.collectives_two_level import two_level_all_reduce, two_level_all_to_all
+
+OUTER, INNER = 2, 4
+N = OUTER * INNER
+BOTH = ("outer", "inner")
+ROOT = 3
+BLOCK = (16, 6)
+BLOCK_BYTES = 4 * math.prod(BLOCK)
+
+
+def blocks(dtype=np.float32) -> np.ndarray:
+    """One block a device; whole numbers, so that sums are exact in any order."""
+    return np.random.default_rng(0).integers(-50, 50, (N, *BLOCK)).astype(dtype)
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((OUTER, INNER), BOTH, axis_types=(AxisType.Auto,) * 2)
+
+
+def on_devices(function):
+    """Jitted: [N, ...] blocks in, [N, ...] blocks out, one a device."""
+
+    def local(x):
+        return function(x[0])[None]
+
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=mesh(), in_specs=PartitionSpec(BOTH), out_specs=PartitionSpec(BOTH)
+        )
+    )
+
+
+def only_root(x: np.ndarray) -> np.ndarray:
+    return np.stack([x if device == ROOT else np.zeros_like(x) for device in range(N)])
+
+
+def swapped(x: np.ndarray) -> np.ndarray:
+    """Part j of device i becomes part i of device j."""
+    return x.reshape(N, N, -1, *x.shape[2:]).swapaxes(0, 1).reshape(x.shape)
+
+
+CASES = {
+    "broadcast": (
+        functools.partial(c.broadcast, axis=BOTH, root=ROOT),
+        lambda x: np.stack([x[ROOT]] * N),
+        CollectiveKind.BROADCAST,
+    ),
+    "scatter": (
+        functools.partial(c.scatter, axis=BOTH, root=ROOT),
+        lambda x: x[ROOT].reshape(N, -1, BLOCK[1]),
+        CollectiveKind.SCATTER,
+    ),
+    "gather": (
+        functools.partial(c.gather, axis=BOTH, root=ROOT),
+        lambda x: only_root(np.concatenate(x)),
+        CollectiveKind.GATHER,
+    ),
+    "reduce": (
+        functools.partial(c.reduce, axis=BOTH, root=ROOT),
+        lambda x: only_root(x.sum(0)),
+        CollectiveKind.REDUCE,
+    ),
+    "all_gather": (
+        functools.partial(c.all_gather, axis=BOTH),
+        lambda x: np.stack([np.concatenate(x)] * N),
+        CollectiveKind.ALL_GATHER,
+    ),
+    "reduce_scatter": (
+        functools.partial(c.reduce_scatter, axis=BOTH),
+        lambda x: x.sum(0).reshape(N, -1, BLOCK[1]),
+        CollectiveKind.REDUCE_SCATTER,
+    ),
+    "all_reduce": (
+        functools.partial(c.all_reduce, axis=BOTH),
+        lambda x: np.stack([x.sum(0)] * N),
+        CollectiveKind.ALL_REDUCE,
+    ),
+    "all_to_all": (
+        functools.partial(c.all_to_all, axis=BOTH),
+        swapped,
+        CollectiveKind.ALL_TO_ALL,
+    ),
+    "shift": (
+        functools.partial(c.shift, axis=BOTH, by=1),
+        lambda x: np.roll(x, 1, axis=0),
+        CollectiveKind.SHIFT,
+    ),
+    "ring_reduce_scatter": (
+        functools.partial(ring_reduce_scatter, axis=BOTH),
+        lambda x: x.sum(0).reshape(N, -1, BLOCK[1]),
+        CollectiveKind.REDUCE_SCATTER,
+    ),
+    "ring_all_gather": (
+        functools.partial(ring_all_gather, axis=BOTH),
+        lambda x: np.stack([np.concatenate(x)] * N),
+        CollectiveKind.ALL_GATHER,
+    ),
+    "ring_all_reduce": (
+        functools.partial(ring_all_reduce, axis=BOTH),
+        lambda x: np.stack([x.sum(0)] * N),
+        CollectiveKind.ALL_REDUCE,
+    ),
+    "two_level_all_reduce": (
+        functools.partial(two_level_all_reduce, inner="inner", outer="outer"),
+        lambda x: np.stack([x.sum(0)] * N),
+        None,
+    ),
+    "two_level_all_to_all": (
+        functools.partial(two_level_all_to_all, inner="inner", outer="outer"),
+        swapped,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_arrives(name):
+    function, expected, _ = CASES[name]
+    np.testing.assert_array_equal(on_devices(function)(blocks()), expected(blocks()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_is_the_transpose(name):
+    """Of a linear function: <d, f(x)> = <f'(d), x> for every x, here in whole numbers."""
+    function, expected, _ = CASES[name]
+    x, y = blocks(), expected(blocks())
+    d = np.random.default_rng(1).integers(-9, 9, y.shape).astype(np.float32)
+    run = on_devices(function)
+    (transposed,) = jax.jit(lambda x, d: jax.vjp(run, x)[1](d))(x, d)
+    probe = np.random.default_rng(2).integers(-9, 9, x.shape).astype(np.float32)
+    left = np.vdot(d.astype(np.float64), expected(probe))
+    assert left == np.vdot(np.asarray(transposed, np.float64), probe)
+
+
+def sent(each: Collective, size: int) -> float:
+    """Bytes one device sends for a collective of a compiled program over ``size`` devices."""
+    result = math.prod(each.shape) * np.dtype(_NUMPY.get(each.dtype, each.dtype)).itemsize
+    factor = {
+        "all-gather": (size - 1) / size,
+        "reduce-scatter": size - 1,
+        "all-reduce": 2 * (size - 1) / size,
+        "all-to-all": (size - 1) / size,
+        "collective-permute": 1,
+    }
+    return each.times * result * factor[each.kind]
+
+
+_NUMPY = {"f32": "float32", "bf16": "uint16", "u16": "uint16", "u32": "uint32", "s32": "int32"}
+
+
+def compiled(function) -> list[Collective]:
+    return collectives(on_devices(function).lower(blocks()).compile())
+
+
+@pytest.mark.parametrize("name", [name for name, (*_, kind) in CASES.items() if kind])
+def test_bytes_sent_are_the_formula(name):
+    function, _, kind = CASES[name]
+    found = compiled(function)
+    assert sum(sent(each, N) for each in found) == sent_bytes(kind, BLOCK_BYTES, N)
+    if name.startswith("ring"):
+        assert {each.kind for each in found} == {"collective-permute"}
+        steps = 2 * (N - 1) if name == "ring_all_reduce" else N - 1
+        assert sum(each.times for each in found) == steps
+
+
+def test_ring_all_reduce_hardly_depends_on_the_number_of_devices():
+    sizes = [sent_bytes(CollectiveKind.ALL_REDUCE, 1 << 20, n) / (1 << 20) for n in (2, 8, 1024)]
+    assert sizes == [1.0, 1.75, 2 * 1023 / 1024]
+
+
+def test_two_levels_send_little_between_nodes():
+    def of(found: list[Collective], kind: str, shape: tuple[int, ...]) -> float:
+        (each,) = [x for x in found if x.kind == kind and math.prod(x.shape) == math.prod(shape)]
+        return math.prod(each.shape) * 4
+
+    found = compiled(CASES["two_level_all_reduce"][0])
+    part = (BLOCK[0] // INNER, BLOCK[1])
+    assert sorted(each.kind for each in found) == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert of(found, "all-reduce", part) == BLOCK_BYTES / INNER
+    assert of(found, "reduce-scatter", part) == BLOCK_BYTES / INNER
+    assert of(found, "all-gather", BLOCK) == BLOCK_BYTES
+    found = compiled(CASES["two_level_all_to_all"][0])
+    assert [each.kind for each in found] == ["all-to-all"] * 2
+    assert sum(sent(x, n) for x, n in zip(found, (INNER, OUTER), strict=True)) == BLOCK_BYTES * (
+        3 / 4 + 1 / 2
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_send_carries_several_dtypes_bit_for_bit(dtype):
+    x = blocks().astype(jnp.dtype(dtype))[:, None]
+    sums = np.random.default_rng(1).standard_normal((N, 1, 16, 2, 3)).astype(np.float32)
+    sums[:, 0, 0, 0, 0] = np.nan  # quiet or not, its bits are data
+    ids = np.arange(N * 16, dtype=np.int32).reshape(N, 1, 16)
+
+    def local(tree):
+        mine = jax.tree.map(lambda x: x[0], tree)
+        return jax.tree.map(lambda x: x[None], c.shift_together(mine, BOTH))
+
+    spec = PartitionSpec(BOTH)
+    run = jax.jit(jax.shard_map(local, mesh=mesh(), in_specs=spec, out_specs=spec))
+    tree = (x, {"sums": sums, "ids": ids, "none": None})
+    got = run(tree)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.roll(b, 1, axis=0)), got, tree)
+    assert len(collectives(run.lower(tree).compile())) == 1
+
+
+def test_parts_must_be_equal():
+    with pytest.raises(ConfigError, match=r"dim 1 of \(16, 6\) does not divide into 8 parts"):
+        on_devices(functools.partial(ring_reduce_scatter, axis=BOTH, dim=1))(blocks())
