@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--remat", default="dots")
+    parser.add_argument("--unroll", type=int, default=1, help="layers a loop body")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--steps", type=int, default=5, help="steps a measurement")
     parser.add_argument("--rounds", type=int, default=3, help="alternations with the control")
@@ -61,7 +62,7 @@ def main() -> None:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What decides the step, for the record."""
-    names = ("preset", "batch", "length", "remat", "attention", "steps", "rounds")
+    names = ("preset", "batch", "length", "remat", "unroll", "attention", "steps", "rounds")
     return {name: getattr(args, name) for name in names}
 
 
@@ -82,6 +83,7 @@ def compiled(args: argparse.Namespace, options: dict[str, str | int | bool]) -> 
         batch=args.batch,
         length=args.length,
         remat=args.remat,
+        unroll=args.unroll,
         attention=args.attention,
         steps=10_000,
         compiler_options=options or None,

@@ -10,6 +10,7 @@ temperature hit both alike. Figures are medians over alternations.
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -86,11 +87,16 @@ def ours(
     remat: str,
     attention: str,
     steps: int,
+    unroll: int = 1,
     compiler_options: dict[str, str | int | bool] | None = None,
 ) -> tuple[Contender, ModelDefinition]:
     """This package's step at bf16; recomputation, attention and XLA's options as named."""
     training = TrainingConfig(
-        steps=steps, batch_size=batch, sequence_length=length, remat=Remat(remat)
+        steps=steps,
+        batch_size=batch,
+        sequence_length=length,
+        remat=Remat(remat),
+        unroll=unroll,
     )
     optimizer_config = OptimizerConfig(
         learning_rate=LEARNING_RATE,
@@ -103,6 +109,7 @@ def ours(
         policy=POLICIES[precision.policy],
         attend=named_attention(AttentionImplementation(attention)),
         remat=training.remat,
+        unroll=training.unroll,
     )
     model = define_model(config, execution)
     optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=steps)
@@ -135,7 +142,7 @@ def ours(
         state, metrics = compiled(state, inputs)
         return metrics.loss
 
-    name = f"ours remat={remat} attention={attention}"
+    name = f"ours remat={remat} unroll={unroll} attention={attention}"
     hlo = compiled.as_text()
     return Contender(name, advance, _temp_bytes(compiled), compile_s, hlo), model
 
@@ -219,6 +226,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="steps a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="alternations of the two best")
     parser.add_argument("--remat", nargs="+", default=["dots", "named"], help="ours")
+    parser.add_argument("--unroll", nargs="+", type=int, default=[1], help="layers a loop body")
     parser.add_argument("--plain-remat", nargs="*", default=["dots"])
     parser.add_argument("--attention", nargs="+", default=["auto"])
     parser.add_argument("--trace", type=pathlib.Path, help="where to trace the two best")
@@ -237,9 +245,15 @@ def main() -> None:
         for remat in args.plain_remat
     ]
     for attention in args.attention:
-        for remat in args.remat:
+        for remat, unroll in itertools.product(args.remat, args.unroll):
             make = functools.partial(
-                ours, config, **sizes, remat=remat, attention=attention, steps=total
+                ours,
+                config,
+                **sizes,
+                remat=remat,
+                unroll=unroll,
+                attention=attention,
+                steps=total,
             )
             makers.append(("ours", lambda make=make: make()[0]))
     for side, make in makers:

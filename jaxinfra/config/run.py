@@ -16,6 +16,7 @@ class Remat(enum.StrEnum):
 
     NONE = "none"  # nothing: keep every intermediate
     DOTS = "dots"  # all but matmul and attention outputs
+    MLP = "mlp"  # as dots, and the MLP's hidden layer, its widest, too
     NAMED = "named"  # all but attention's output and logsumexp (Korthikanti et al. 2022: selective)
     FULL = "full"  # everything: keep block inputs only
 
@@ -48,6 +49,7 @@ class TrainingConfig:
     sequence_length: int  # tokens
     accumulation: int = 1  # micro-batches a step
     remat: Remat = Remat.NONE
+    unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop
     attention: AttentionImplementation = AttentionImplementation.AUTO
     context_method: ContextMethod = ContextMethod.AUTO
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
@@ -57,7 +59,14 @@ class TrainingConfig:
     max_bad_steps: int = 20  # non-finite steps in a row before the run stops
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "sequence_length", "accumulation", "log_every"):
+        for name in (
+            "steps",
+            "batch_size",
+            "sequence_length",
+            "accumulation",
+            "unroll",
+            "log_every",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.evaluate_every is not None and self.evaluate_every < 1:

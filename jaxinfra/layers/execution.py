@@ -63,3 +63,4 @@ class Execution:
     attend: Attend = attention
     constrain: Constrain = _Anywhere()
     remat: Remat = Remat.NONE
+    unroll: int = 1

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxinfra.config.model import MlpConfig, MlpKind
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
-from jaxinfra.layers.projection import Projection
+from jaxinfra.layers.projection import HIDDEN, Projection
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
@@ -48,6 +48,7 @@ class Mlp(nnx.Module):
             shape=(model_dim, config.hidden_dim),
             dims=(axes.EMBED, axes.MLP),
             std=std,
+            name=HIDDEN,
         )
         self.gate = inward() if config.kind.gated else None
         self.up = inward()

@@ -9,7 +9,8 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 
 PROJECTION = "projection"
-"""Name of every projection's output, for recomputation policies."""
+HIDDEN = "mlp_hidden"
+"""Names of the projections' outputs for recomputation policies; the MLP's wide ones apart."""
 
 
 class Projection(nnx.Module):
@@ -21,6 +22,7 @@ class Projection(nnx.Module):
         dims: logical dims of the weight.
         bias_rank: trailing dims of the weight that the bias spans; 0 for none.
         std: standard deviation of the normal distribution that the weight is drawn from.
+        name: of the output, for recomputation policies.
     """
 
     def __init__(
@@ -33,7 +35,9 @@ class Projection(nnx.Module):
         std: float,
         execution: Execution,
         rngs: nnx.Rngs,
+        name: str = PROJECTION,
     ):
+        self.name = name
         self.spec = spec
         self.policy = execution.policy
         param = execution.policy.param
@@ -52,4 +56,4 @@ class Projection(nnx.Module):
             bias = self.policy.to_accum(self.bias[...])
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = self.policy.to_compute(self.policy.to_accum(y) + bias)
-        return checkpoint_name(y, PROJECTION)
+        return checkpoint_name(y, self.name)

@@ -21,7 +21,7 @@ from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
-from jaxinfra.layers.projection import PROJECTION
+from jaxinfra.layers.projection import HIDDEN, PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
@@ -30,7 +30,8 @@ type KVCache = tuple[LayerCache, ...]
 """One entry a block of the pattern, each with a leading L dim: [L, B, S, K, H]."""
 
 _SAVED_NAMES = {
-    Remat.DOTS: (PROJECTION, *ATTENTION_NAMES),
+    Remat.DOTS: (PROJECTION, HIDDEN, *ATTENTION_NAMES),
+    Remat.MLP: (PROJECTION, *ATTENTION_NAMES),
     Remat.NAMED: ATTENTION_NAMES,
     Remat.FULL: (),
 }
@@ -215,6 +216,7 @@ class Decoder(nnx.Module):
                 self._rematerialized(repetition),
                 (x_BTD, cache),
                 (indices, parameters, layer_keys),
+                unroll=self._unroll(),
             )
         with jax.named_scope("final_norm"):
             return self.final_norm(x_BTD), cache
@@ -255,8 +257,13 @@ class Decoder(nnx.Module):
         policy = policies.save_only_these_names(*_SAVED_NAMES[remat])
         if remat is not Remat.FULL:
             policy = policies.save_from_both_policies(policy, is_attention_result)
-        # Inside a scan, CSE cannot undo the recomputation; forbidding it would only cost fusions.
-        return jax.checkpoint(repetition, policy=policy, prevent_cse=False)
+        # Inside a loop, CSE cannot undo the recomputation; forbidding it would only cost fusions.
+        in_loop = self._unroll() < self.config.num_groups
+        return jax.checkpoint(repetition, policy=policy, prevent_cse=not in_loop)
+
+    def _unroll(self) -> int:
+        """Repetitions of the block pattern in one body of the loop."""
+        return min(max(1, self.execution.unroll // len(self.blocks)), self.config.num_groups)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -91,6 +91,7 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
         attend=named_attention(training.attention),
         constrain=placement.constraint(),
         remat=training.remat,
+        unroll=training.unroll,
     )
     model = define_model(config.model, execution)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)

@@ -215,16 +215,21 @@ def test_scan_over_layers_is_a_loop():
 
 
 @functools.cache
-def stepped(remat: Remat):
+def stepped(remat: Remat, unroll: int = 1):
     config = llama_like()
-    built = build(config, remat=remat)
+    built = build(config, remat=remat, unroll=unroll)
     state, metrics = built.step(built.state(), packed_batch())
     return jax.device_get((metrics.loss, gradients_of(state)))
 
 
-@pytest.mark.parametrize("remat", [Remat.FULL, Remat.DOTS, Remat.NAMED])
+@pytest.mark.parametrize("remat", [Remat.FULL, Remat.DOTS, Remat.MLP, Remat.NAMED])
 def test_recomputation_changes_no_bit(remat):
     jax.tree.map(np.testing.assert_array_equal, stepped(remat), stepped(Remat.NONE))
+
+
+@pytest.mark.parametrize("remat", [Remat.NONE, Remat.DOTS])
+def test_unrolling_changes_no_bit(remat):
+    jax.tree.map(np.testing.assert_array_equal, stepped(remat, unroll=2), stepped(remat))
 
 
 @pytest.mark.parametrize(
@@ -232,6 +237,7 @@ def test_recomputation_changes_no_bit(remat):
     [
         (Remat.NONE, 0, 0),
         (Remat.DOTS, 0, 0),
+        (Remat.MLP, 2, 0),
         # All but the last: nothing in the backward pass reads its result.
         (Remat.NAMED, 6, 0),
         (Remat.FULL, 6, 2),
