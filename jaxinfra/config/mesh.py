@@ -37,6 +37,25 @@ class MeshConfig:
         return self.replica * self.fsdp
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingConfig:
+    """What is sharded over the mesh axes, where there is a choice."""
+
+    # Over the fsdp axis (Rajbhandari et al. 2020): 1 shards the optimizer's state, 2 the gradients
+    # too, 3 the parameters too (fully sharded data parallel).
+    zero: int = 3
+    # Over the tensor axis, between its projections: the residual stream by sequence, with norms,
+    # dropout and residual sums (Korthikanti et al. 2022).
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero not in (1, 2, 3):
+            raise ConfigError(
+                f"zero={self.zero} is no stage; 1 shards the optimizer's state over fsdp, 2 the "
+                "gradients too, 3 the parameters too; for none of them use the replica axis"
+            )
+
+
 def parse_mesh(text: str) -> MeshConfig:
     """Parses ``"fsdp=4,tensor=2"``; axes not named have size 1."""
     sizes: dict[str, int] = {}

@@ -4,10 +4,11 @@ import dataclasses
 import enum
 
 from jaxinfra.config.data import DataConfig
-from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PrecisionConfig
+from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
 
@@ -110,7 +111,9 @@ class RunConfig:
     training: TrainingConfig
     precision: PrecisionConfig = PrecisionConfig()
     mesh: MeshConfig = MeshConfig()
+    sharding: ShardingConfig = ShardingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    reliability: ReliabilityConfig = ReliabilityConfig()
 
 
 def validate(run: RunConfig) -> None:
@@ -132,6 +135,7 @@ def validate(run: RunConfig) -> None:
         raise ConfigError(
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
+    _validate_sharding(run)
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
@@ -146,4 +150,25 @@ def validate(run: RunConfig) -> None:
             raise ConfigError(
                 f"{name}={size} does not divide over {axis}={shards}; "
                 f"choose a {axis} size that divides it"
+            )
+
+
+def _validate_sharding(run: RunConfig) -> None:
+    sharding, mesh, length = run.sharding, run.mesh, run.training.sequence_length
+    if sharding.zero < 3 and mesh.fsdp == 1:
+        raise ConfigError(
+            f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "
+            "some, as in --mesh fsdp=8"
+        )
+    if sharding.sequence_parallel:
+        if mesh.tensor == 1:
+            raise ConfigError(
+                "sequence_parallel shards the residual stream over the tensor axis, which has one "
+                "device here; give it some, as in --mesh tensor=4"
+            )
+        if length % (mesh.context * mesh.tensor):
+            raise ConfigError(
+                f"sequence_length={length} does not divide over context={mesh.context} x tensor="
+                f"{mesh.tensor}, which sequence_parallel asks for; make it a multiple of "
+                f"{mesh.context * mesh.tensor}"
             )

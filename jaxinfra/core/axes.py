@@ -45,6 +45,7 @@ LAYERS = "layers"  # L: the stacked dim of a scanned block
 # Logical dims of activations. The residual stream's width has its own name there, because a
 # parameter's embed dim may be sharded (FSDP) where an activation's is not.
 BATCH = "batch"  # B
-SEQUENCE = "sequence"  # T
+SEQUENCE = "sequence"  # T, where a layer mixes or projects positions
+STREAM_SEQUENCE = "stream_sequence"  # T, of the residual stream between projections
 KEY_SEQUENCE = "key_sequence"  # S
 STREAM = "stream"  # D, of an activation

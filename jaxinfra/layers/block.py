@@ -18,7 +18,8 @@ from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.rope import RopeTable
 
-_STREAM = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
+_STREAM = (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM)
+_NORMED = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
 
 
 class Block(nnx.Module):
@@ -69,7 +70,7 @@ class Block(nnx.Module):
         keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
         with jax.named_scope("attention"):
             branch_BTD, cache = self.attention(
-                self.attention_norm(x_BTD),
+                self._inward(self.attention_norm(x_BTD)),
                 rope=rope,
                 positions_BT=positions_BT,
                 segment_ids_BT=segment_ids_BT,
@@ -78,14 +79,24 @@ class Block(nnx.Module):
             )
             x_BTD = self._add(x_BTD, branch_BTD, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            branch_BTD = self.mlp(self.mlp_norm(x_BTD))
+            branch_BTD = self.mlp(self._inward(self.mlp_norm(x_BTD)))
             x_BTD = self._add(x_BTD, branch_BTD, self.mlp_post_norm, keys[1])
         return x_BTD, cache
+
+    def _inward(self, x_BTD: jax.Array) -> jax.Array:
+        # One gather for all the projections that read it, where the stream is split by sequence.
+        return self.execution.constrain(x_BTD, _NORMED)
 
     def _add(
         self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None
     ) -> jax.Array:
+        branch_BTD = self.execution.constrain(branch_BTD, _STREAM)
         if norm is not None:
             branch_BTD = norm(branch_BTD)
-        branch_BTD = dropout(branch_BTD, rate=self.dropout_rate, key=key)
+        branch_BTD = dropout(
+            branch_BTD,
+            rate=self.dropout_rate,
+            key=key,
+            first_row=self.execution.constrain.first_row(branch_BTD.shape[0]),
+        )
         return self.execution.constrain(x_BTD + branch_BTD, _STREAM)

@@ -11,9 +11,7 @@ from jaxinfra.layers.execution import Execution
 
 
 class Embedding(nnx.Module):
-    """A table of rows, read by index. Rows are gathered in the param dtype, then cast, so that
-    the gradient of repeated tokens is summed in the param dtype too.
-    """
+    """A table of rows, read by index."""
 
     def __init__(
         self,
@@ -25,7 +23,8 @@ class Embedding(nnx.Module):
         execution: Execution,
         rngs: nnx.Rngs,
     ):
-        self.policy = execution.policy
+        self.execution = execution
+        self.rows_dim = rows_dim
         param = execution.policy.param
         self.table = nnx.Param(
             std * jax.random.normal(rngs.params(), (num_rows, model_dim), param),
@@ -34,5 +33,6 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         """int [B, T] to [B, T, D] in the compute dtype; ids outside the table yield NaN."""
-        rows_BTD = self.table[...].at[ids_BT].get(mode="fill", fill_value=jax.numpy.nan)
-        return self.policy.to_compute(rows_BTD)
+        return self.execution.lookup(
+            self.table[...], ids_BT, rows_dim=self.rows_dim, policy=self.execution.policy
+        )

@@ -4,11 +4,12 @@ import dataclasses
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfra.config.model import AttentionConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import Remat
-from jaxinfra.core.axes import Dims
+from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.attention import attention
 
@@ -29,12 +30,38 @@ class Attend(Protocol):
         ...
 
 
+class Lookup(Protocol):
+    """Reading rows of an embedding table; ``take_rows`` is one."""
+
+    def __call__(
+        self, table_VD: jax.Array, ids_BT: jax.Array, *, rows_dim: str, policy: Policy
+    ) -> jax.Array:
+        """Returns [B, T, D] in the compute dtype."""
+        ...
+
+
+def take_rows(
+    table_VD: jax.Array, ids_BT: jax.Array, *, policy: Policy, rows_dim: str = VOCAB
+) -> jax.Array:
+    """Rows by index, [B, T, D] in the compute dtype; ids outside the table yield NaN.
+
+    Gathered in the param dtype, then cast, so that the gradient of repeated tokens is summed in the
+    param dtype too.
+    """
+    del rows_dim
+    return policy.to_compute(table_VD.at[ids_BT].get(mode="fill", fill_value=jnp.nan))
+
+
 class Constrain(Protocol):
     """Where activations lie."""
 
     @property
     def batch_shards(self) -> int:
-        """Devices that the batch dim is spread over."""
+        """Devices that the compiler spreads the batch dim over."""
+        ...
+
+    def first_row(self, num_rows: int) -> jax.Array | int:
+        """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         ...
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
@@ -46,6 +73,10 @@ class Constrain(Protocol):
 class _Anywhere:
     batch_shards: int = 1
 
+    def first_row(self, num_rows: int) -> int:
+        del num_rows
+        return 0
+
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         del dims
         return x
@@ -53,7 +84,7 @@ class _Anywhere:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """Precision, attention implementation, recomputation and placement of activations.
+    """Precision, attention and lookup implementation, recomputation, placement of activations.
 
     Layers call ``constrain(x, dims)`` on activations whose placement matters; on one device it is
     the identity, on a mesh ``jaxinfra.parallel`` supplies it.
@@ -61,6 +92,7 @@ class Execution:
 
     policy: Policy = POLICIES[PolicyName.FP32]
     attend: Attend = attention
+    lookup: Lookup = take_rows
     constrain: Constrain = _Anywhere()
     remat: Remat = Remat.NONE
     unroll: int = 1

@@ -219,7 +219,10 @@ class Decoder(nnx.Module):
                 unroll=self._unroll(),
             )
         with jax.named_scope("final_norm"):
-            return self.final_norm(x_BTD), cache
+            hidden_BTD = self.final_norm(x_BTD)
+            return self.execution.constrain(
+                hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM)
+            ), cache
 
     def _embed(
         self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None
@@ -231,8 +234,13 @@ class Decoder(nnx.Module):
                 x_BTD = x_BTD * jnp.asarray(self.config.embedding_scale, x_BTD.dtype)
             if self.positions is not None:
                 x_BTD = x_BTD + self.positions(positions_BT)
-            x_BTD = dropout(x_BTD, rate=self.config.dropout_rate, key=key)
-            return self.execution.constrain(x_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
+            x_BTD = dropout(
+                x_BTD,
+                rate=self.config.dropout_rate,
+                key=key,
+                first_row=self.execution.constrain.first_row(x_BTD.shape[0]),
+            )
+            return self.execution.constrain(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
 
     def _rope_tables(self, positions_BT: jax.Array) -> list[RopeTable | None]:
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}

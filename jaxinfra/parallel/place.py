@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxinfra.core.axes import BATCH, Dims
+from jaxinfra.config.mesh import ShardingConfig
+from jaxinfra.core.axes import BATCH, EMBED, Dims
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.parallel.rules import FSDP_TENSOR, Rules
+from jaxinfra.parallel.rules import Rules, StateRules, state_rules
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,15 @@ class Placement:
     """A mesh and the rules that map logical dims onto it."""
 
     mesh: Mesh
-    rules: Rules = dataclasses.field(default_factory=lambda: FSDP_TENSOR)
+    rules: StateRules = dataclasses.field(default_factory=lambda: state_rules(ShardingConfig()))
 
-    def spec(self, dims: Dims) -> PartitionSpec:
-        """The partition of a tensor with these dims; axes of size 1 are left out."""
-        sharded = [self.axes(dim) for dim in dims]
+    def spec(self, dims: Dims, rules: Rules | None = None) -> PartitionSpec:
+        """The partition of a tensor with these dims; axes of size 1 are left out.
+
+        Args:
+            rules: those of parameters and activations by default.
+        """
+        sharded = [self.axes(dim, rules) for dim in dims]
         names = [name for axes in sharded for name in axes]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -35,15 +40,28 @@ class Placement:
             )
         return PartitionSpec(*(axes or None for axes in sharded))
 
-    def axes(self, dim: str | None) -> tuple[str, ...]:
-        """The mesh axes of more than one device that shard this dim."""
+    def axes(self, dim: str | None, rules: Rules | None = None) -> tuple[str, ...]:
+        """The mesh axes of more than one device that shard this dim.
+
+        Not those that a ``shard_map`` around this trace has taken: there, they shard nothing more.
+        """
+        rules = self.rules.parameters if rules is None else rules
+        taken = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(
-            str(axis) for axis in self.rules.get(dim or "", ()) if self.mesh.shape[axis] > 1
+            str(axis)
+            for axis in rules.get(dim or "", ())
+            if self.mesh.shape[axis] > 1 and axis not in taken
         )
 
-    def sharding(self, dims: Dims) -> NamedSharding:
-        """``spec`` on this mesh."""
-        return NamedSharding(self.mesh, self.spec(dims))
+    def sharding(self, dims: Dims, rules: Rules | None = None) -> NamedSharding:
+        """``spec`` on this mesh, or on what a ``shard_map`` around this trace has left of it."""
+        return NamedSharding(self.current_mesh, self.spec(dims, rules))
+
+    @property
+    def current_mesh(self) -> Mesh | AbstractMesh:
+        """This mesh; within a ``shard_map`` over some of its axes, as that sees it."""
+        around = jax.sharding.get_abstract_mesh()
+        return around if around.manual_axes else self.mesh
 
     @property
     def replicated(self) -> NamedSharding:
@@ -57,29 +75,50 @@ class Placement:
 
     def parameters(self, model: ModelDefinition) -> Parameters:
         """Shardings of all parameters; raises ConfigError where a dim does not divide."""
+        return self._place(model, self.rules.parameters)
 
+    def gradients(self, model: ModelDefinition) -> Parameters:
+        """Shardings of the gradients while they are summed."""
+        return self._place(model, self.rules.gradients)
+
+    def updates(self, model: ModelDefinition) -> Parameters:
+        """Shardings of what the optimizer works on: a share of moments, gradients, parameters."""
+        return self._place(model, self.rules.optimizer)
+
+    def summed_last(self, *, accumulation: int) -> tuple[str, ...]:
+        """Mesh axes over which gradients are summed once, after the last micro-batch: those of the
+        batch over which gradients are whole.
+
+        With one micro-batch the compiler sums each layer's gradient while the backward pass goes
+        on, unless a share of the sum is all that is wanted (ZeRO 1): it would sum the whole.
+        """
+        over = tuple(a for a in self.axes(BATCH) if a not in self.axes(EMBED, self.rules.gradients))
+        share = set(self.axes(EMBED, self.rules.optimizer)) & set(over)
+        return over if accumulation > 1 or share else ()
+
+    def _place(self, model: ModelDefinition, rules: Rules) -> Parameters:
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
             for size, dim in zip(shape.shape, leaf.dims, strict=True):
-                names = self.axes(dim)
+                names = self.axes(dim, rules)
                 shards = math.prod(self.mesh.shape[axis] for axis in names)
                 if size % shards:
                     raise ConfigError(
                         f"parameter {path_name(path)}: dim {dim}={size} does not divide over "
                         f"{' x '.join(names)} = {shards} devices; choose sizes that do"
                     )
-            return self.sharding(leaf.dims)
+            return self.sharding(leaf.dims, rules)
 
         return jax.tree_util.tree_map_with_path(place, model.shapes, model.dims)
 
     def optimizer(
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
     ) -> optax.OptState:
-        """Shardings of the optimizer's state: moments as their parameters, counters replicated."""
+        """Shardings of the optimizer's state: a moment for each parameter, counters replicated."""
         return optax.tree_utils.tree_map_params(
             optimizer.init,
             lambda _, sharding: sharding,
             jax.eval_shape(optimizer.init, model.shapes),
-            self.parameters(model),
+            self.updates(model),
             transform_non_params=lambda _: self.replicated,
         )
 
@@ -96,8 +135,14 @@ class ActivationPlacement:
 
     @property
     def batch_shards(self) -> int:
-        """Devices that the batch dim is spread over."""
+        """Devices that the compiler spreads the batch dim over."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(BATCH))
+
+    def first_row(self, num_rows: int) -> jax.Array | int:
+        """Where these rows begin in the whole batch: not at 0 where devices run apart."""
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        apart = tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
+        return num_rows * jax.lax.axis_index(apart) if apart else 0
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, constrained to the sharding that the rules give these dims."""

@@ -13,6 +13,8 @@ from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
+from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.reduction import summed_once
 
 
 class GradientFunction(Protocol):
@@ -59,12 +61,22 @@ def batch_loss(
         )
 
 
-def make_gradient(model: ModelDefinition, *, training: TrainingConfig) -> GradientFunction:
+def make_gradient(
+    model: ModelDefinition, *, training: TrainingConfig, placement: Placement | None = None
+) -> GradientFunction:
     """The gradient of the whole batch, in ``training.accumulation`` micro-batches.
 
     It equals the big batch's: every micro-batch is divided by the number of counted targets of the
     whole batch, and gradients are summed in place, so peak memory does not grow with K.
+
+    On a mesh, devices communicate gradients once, after the last micro-batch, over all axes where
+    gradients are whole; where they are sharded (fsdp from ZeRO 2 on), each micro-batch's are
+    reduce-scattered, as no device has room for all of them.
+
+    Args:
+        placement: of the state, on a mesh.
     """
+    last = () if placement is None else placement.summed_last(accumulation=training.accumulation)
     drops_out = model.config.dropout_rate > 0.0
 
     def gradient(
@@ -83,12 +95,17 @@ def make_gradient(model: ModelDefinition, *, training: TrainingConfig) -> Gradie
             return sums.total * (loss_scale / num_targets), sums.nll / num_targets
 
         (_, loss), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(parameters)
-        return loss, gradients
+        return loss, placed(gradients)
+
+    def placed(gradients: Parameters) -> Parameters:
+        if placement is None:
+            return gradients
+        return jax.lax.with_sharding_constraint(gradients, placement.gradients(model))
 
     def accumulated(
-        parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
+        parameters: Parameters, batch: Batch, key: jax.Array, loss_scale: jax.Array, num_targets
     ) -> tuple[jax.Array, Parameters]:
-        num_targets = count_targets(batch)
+        """The sum over micro-batches."""
         if training.accumulation == 1:
             return gradient(parameters, batch, key, loss_scale, num_targets)
 
@@ -96,12 +113,23 @@ def make_gradient(model: ModelDefinition, *, training: TrainingConfig) -> Gradie
             part = gradient(parameters, micro[0], micro[1], loss_scale, num_targets)
             return jax.tree.map(jnp.add, sums, part), None
 
-        zeros = (jnp.zeros_like(num_targets), jax.tree.map(jnp.zeros_like, parameters))
+        zeros = (jnp.zeros_like(num_targets), placed(jax.tree.map(jnp.zeros_like, parameters)))
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
         return jax.lax.scan(add, zeros, (micro_batches, keys))[0]
 
-    return accumulated
+    if last:
+        assert placement is not None
+        total = summed_once(accumulated, placement=placement, model=model, axes=last)
+    else:
+        total = accumulated
+
+    def of_batch(
+        parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
+    ) -> tuple[jax.Array, Parameters]:
+        return total(parameters, batch, key, loss_scale, count_targets(batch))
+
+    return of_batch
 
 
 def count_targets(batch: Batch) -> jax.Array:

@@ -8,8 +8,12 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
+from jax.stages import Wrapped
 
+from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.core.axes import BATCH
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
@@ -17,11 +21,14 @@ from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
+from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.gradients import make_evaluation_step, make_gradient
-from jaxinfra.training.state import TrainState, initial_state, state_shardings
-from jaxinfra.training.step import TrainStep, make_train_step
+from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
+from jaxinfra.training.state import State, TrainState, initial_state, state_shardings
+from jaxinfra.training.step import make_train_step, pass_over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +40,9 @@ class Job:
     optimizer: optax.GradientTransformation
     placement: Placement
     shardings: TrainState[NamedSharding]
-    train_step: TrainStep  # jitted; the state is donated
+    gradient: GradientFunction  # not jitted
+    train_step: Wrapped  # a TrainStep, jitted; the state is donated
+    pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
     evaluation_step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]]  # jitted
 
     def initialize(self) -> TrainState[jax.Array]:
@@ -58,10 +67,42 @@ class Job:
 
     def put(self, batch: Batch) -> Batch:
         """This process's rows, as part of a global batch on the mesh."""
-        sharding = self.placement.batch
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), batch
-        )
+        sharding, (part, parts) = self.placement.batch, self.process_share()
+
+        def place(local: np.ndarray) -> jax.Array:
+            first = part * len(local)
+
+            def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                start, stop, _ = index[0].indices(parts * len(local))
+                return local[(slice(start - first, stop - first), *index[1:])]
+
+            shape = (parts * len(local), *local.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, piece)
+
+        return jax.tree.map(place, batch)
+
+    @property
+    def scales_dynamically(self) -> bool:
+        """Whether steps that are not finite are how the loss scale is found."""
+        return self.config.precision.loss_scaling is LossScaling.DYNAMIC
+
+    def process_share(self) -> tuple[int, int]:
+        """Which of how many equal, contiguous parts of a batch's rows this process's devices hold.
+
+        Processes whose devices differ in other mesh axes only hold the same part.
+        """
+        shards = self.placement.constraint().batch_shards
+        held = self.placement.sharding((BATCH,)).addressable_devices_indices_map((shards,))
+        mine = sorted({index[0].indices(shards)[0] for index in held.values() if index})
+        first, count = mine[0], len(mine)
+        if mine != list(range(first, first + count)) or shards % count or first % count:
+            raise ConfigError(
+                f"on this mesh process {jax.process_index()} would hold parts {mine} of a batch in "
+                f"{shards}, and a process reads one stretch of rows; choose mesh axes whose sizes "
+                "divide over the processes"
+            )
+        return first // count, shards // count
 
 
 def keep_compiled_programs(cache_dir: Path) -> None:
@@ -85,10 +126,11 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
     """
     validate(config)
     training = config.training
-    placement = Placement(mesh=make_mesh(config.mesh))
+    placement = Placement(mesh=make_mesh(config.mesh), rules=state_rules(config.sharding))
     execution = Execution(
         policy=POLICIES[config.precision.policy],
-        attend=named_attention(training.attention),
+        attend=attention_on(placement, named_attention(training.attention)),
+        lookup=lookup_on(placement),
         constrain=placement.constraint(),
         remat=training.remat,
         unroll=training.unroll,
@@ -96,11 +138,13 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
     model = define_model(config.model, execution)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     shardings = state_shardings(model, optimizer, placement)
+    gradient = make_gradient(model, training=training, placement=placement)
     step = make_train_step(
-        make_gradient(model, training=training),
+        gradient,
         optimizer,
         learning_rate=learning_rate(config.optimizer, steps=training.steps),
         precision=config.precision,
+        updates=placement.updates(model),
     )
     whole, rows = placement.replicated, placement.batch
     return Job(
@@ -109,6 +153,8 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
         optimizer=optimizer,
         placement=placement,
         shardings=shardings,
+        gradient=gradient,
+        pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(
             step,
             in_shardings=(shardings, rows),

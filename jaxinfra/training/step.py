@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +38,15 @@ def make_train_step(
     *,
     learning_rate: optax.Schedule,
     precision: PrecisionConfig,
+    updates: Any = None,
 ) -> TrainStep:
     """Builds the step; jit it with the state donated.
 
     A step whose loss or gradient is not finite changes nothing but the counters and the loss scale.
+
+    Args:
+        updates: shardings of what the optimizer works on, a tree as the parameters'; where those
+            lie otherwise, each device updates its share and the shares are gathered.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
@@ -49,21 +55,24 @@ def make_train_step(
             state.parameters, batch, key=key, loss_scale=state.loss_scale.value
         )
         with jax.named_scope("optimizer"):
+            old = state.parameters
+            if updates is not None:
+                gradients, old = jax.lax.with_sharding_constraint((gradients, old), (updates,) * 2)
             gradients = jax.tree.map(lambda g: g / state.loss_scale.value, gradients)
             norm = optax.tree_utils.tree_norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            updates, moments = optimizer.update(gradients, state.optimizer, state.parameters)
-            parameters = optax.apply_updates(state.parameters, updates)
+            steps, moments = optimizer.update(gradients, state.optimizer, old)
+            parameters = optax.apply_updates(old, steps)
 
-            def applied(new, old):
-                return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            def applied(new, before):
+                return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)
 
             skip = jnp.where(finite, 0, 1)
             new_state = TrainState(
                 step=state.step + 1,
                 skipped=state.skipped + skip,
                 skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
-                parameters=applied(parameters, state.parameters),
+                parameters=applied(parameters, old),
                 optimizer=applied(moments, state.optimizer),
                 loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=precision),
                 rng=state.rng,
@@ -80,3 +89,8 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def pass_over(state: State) -> State:
+    """A step whose batch was taken out of the order: it counts as skipped, and changes nothing."""
+    return dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     AttentionConfig,
     BlockConfig,
@@ -33,10 +33,14 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.ops.attention import attention
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
+from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import TrainState, initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
@@ -190,10 +194,12 @@ def build(
     config: ModelConfig,
     *,
     mesh: MeshConfig | None = None,
+    sharding: ShardingConfig | None = None,
     policy: PolicyName = PolicyName.FP32,
     precision: PrecisionConfig | None = None,
     optimizer_config: OptimizerConfig = OPTIMIZER,
     remat: Remat = Remat.NONE,
+    unroll: int = 1,
     accumulation: int = 1,
     z_loss: float = 0.0,
     batch_size: int = 8,
@@ -202,9 +208,16 @@ def build(
     mesh = mesh or MeshConfig()
     precision = precision or precision_of(policy)
     devices = jax.devices()[: mesh.num_devices]
-    placement = Placement(mesh=make_mesh(mesh, devices=devices))
+    placement = Placement(
+        mesh=make_mesh(mesh, devices=devices), rules=state_rules(sharding or ShardingConfig())
+    )
     execution = Execution(
-        policy=POLICIES[precision.policy], constrain=placement.constraint(), remat=remat
+        policy=POLICIES[precision.policy],
+        attend=attention_on(placement, attention),
+        lookup=lookup_on(placement),
+        constrain=placement.constraint(),
+        remat=remat,
+        unroll=unroll,
     )
     model = define_model(config, execution)
     optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=STEPS)
@@ -216,10 +229,11 @@ def build(
         z_loss=z_loss,
     )
     step = make_train_step(
-        make_gradient(model, training=training),
+        make_gradient(model, training=training, placement=placement),
         optimizer,
         learning_rate=learning_rate(optimizer_config, steps=STEPS),
         precision=precision,
+        updates=placement.updates(model),
     )
     shardings = state_shardings(model, optimizer, placement)
     return Built(

@@ -15,6 +15,7 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
+from jaxinfra.parallel.rules import StateRules
 from tests.sharded.cases import COMPILER_OPTIONS, build, gpt_like, llama_like, packed_batch
 
 MESHES = {
@@ -92,7 +93,10 @@ def test_specs():
     assert placement.spec((axes.BATCH, axes.SEQUENCE)) == PartitionSpec(data, None)
     assert placement.spec((axes.EMBED, axes.MLP)) == PartitionSpec("fsdp", "tensor")
     assert placement.spec((None, axes.HEAD)) == PartitionSpec(None, None)
-    twice = dataclasses.replace(placement, rules={"a": ("fsdp",), "b": ("tensor", "fsdp")})
+    rules = {"a": ("fsdp",), "b": ("tensor", "fsdp")}
+    twice = Placement(
+        mesh=mesh, rules=StateRules(parameters=rules, gradients=rules, optimizer=rules)
+    )
     with pytest.raises(ConfigError, match=r"twice over \['fsdp'\]"):
         twice.spec(("a", "b"))
 

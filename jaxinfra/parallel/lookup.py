@@ -1,0 +1,98 @@
+"""Reading rows of a table that is sharded over a mesh: ``Execution.lookup``.
+
+Dims: B batch, T position, D model width, V rows; lower case of one device.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxinfra.core import axes
+from jaxinfra.layers.execution import Lookup, take_rows
+from jaxinfra.numerics.policy import Policy
+from jaxinfra.parallel.place import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedLookup:
+    """Vocabulary-parallel rows (Shoeybi et al. 2019, section 3), on tables split by width too.
+
+    A device that holds v rows reads those of its ids and zeros for the others; the sum over the
+    devices is exact, as one of them is not zero. With the residual stream split by sequence it is a
+    reduce-scatter, else an all-reduce. A device that holds a part of the width reads it for all
+    devices that hold the others; an all-to-all brings each its own tokens. Both move rows of the
+    tokens, in the compute dtype, and never the table.
+    """
+
+    placement: Placement
+
+    def __call__(
+        self, table_VD: jax.Array, ids_BT: jax.Array, *, rows_dim: str, policy: Policy
+    ) -> jax.Array:
+        """Returns [B, T, D] in the compute dtype, placed as the residual stream."""
+        place = self.placement
+        by_row = place.axes(rows_dim)
+        out_spec = place.spec((axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
+        # Where no sum is taken, each device reads the positions it keeps.
+        ids_dim = axes.SEQUENCE if by_row else axes.STREAM_SEQUENCE
+        stream, sequence = place.axes(axes.STREAM_SEQUENCE), place.axes(axes.SEQUENCE)
+        local = functools.partial(
+            _local,
+            num_rows=table_VD.shape[0],
+            policy=policy,
+            by_row=by_row,
+            by_width=place.axes(axes.EMBED),
+            scattered=bool(by_row) and stream != sequence,
+        )
+        mesh = place.current_mesh
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(place.spec((rows_dim, axes.EMBED)), place.spec((axes.BATCH, ids_dim))),
+            out_specs=PartitionSpec(*out_spec),
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        )(table_VD, ids_BT)
+
+
+def _local(
+    table_vd: jax.Array,
+    ids_bt: jax.Array,
+    *,
+    num_rows: int,
+    policy: Policy,
+    by_row: tuple[str, ...],
+    by_width: tuple[str, ...],
+    scattered: bool,
+) -> jax.Array:
+    own_ids_bt = ids_bt
+    if by_width:
+        ids_bt = jax.lax.all_gather(ids_bt, by_width, axis=0, tiled=True)
+    if not by_row:
+        rows_btd = take_rows(table_vd, ids_bt, policy=policy)
+    else:
+        local_ids_bt = ids_bt - jax.lax.axis_index(by_row) * table_vd.shape[0]
+        is_here_bt = (local_ids_bt >= 0) & (local_ids_bt < table_vd.shape[0])
+        rows_btd = take_rows(table_vd, jnp.where(is_here_bt, local_ids_bt, 0), policy=policy)
+        rows_btd = jnp.where(is_here_bt[..., None], rows_btd, jnp.zeros_like(rows_btd))
+        if scattered:
+            rows_btd = jax.lax.psum_scatter(rows_btd, by_row, scatter_dimension=1, tiled=True)
+        else:
+            rows_btd = jax.lax.psum(rows_btd, by_row)
+    if by_width:
+        rows_btd = jax.lax.all_to_all(rows_btd, by_width, split_axis=0, concat_axis=2, tiled=True)
+    if by_row:
+        is_id_bt = (own_ids_bt >= 0) & (own_ids_bt < num_rows)
+        if scattered:
+            size = rows_btd.shape[1]
+            start = jax.lax.axis_index(by_row) * size
+            is_id_bt = jax.lax.dynamic_slice_in_dim(is_id_bt, start, size, axis=1)
+        rows_btd = jnp.where(is_id_bt[..., None], rows_btd, jnp.nan)
+    return rows_btd
+
+
+def lookup_on(placement: Placement) -> Lookup:
+    """``take_rows``, or on a mesh of several devices its sharded form."""
+    return take_rows if placement.mesh.size == 1 else ShardedLookup(placement=placement)

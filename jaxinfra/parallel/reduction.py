@@ -1,0 +1,88 @@
+"""Gradients of the data shards: each computed alone, all summed in one communication.
+
+Left to the compiler, a sum over the batch is communicated where it is taken: in every micro-batch.
+Here the devices of some mesh axes run apart (``shard_map``, the other axes are still the
+compiler's) until their sums are complete.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.parallel.place import Placement
+
+
+def summed_once(
+    function: Callable[..., tuple[jax.Array, Parameters]],
+    *,
+    placement: Placement,
+    model: ModelDefinition,
+    axes: tuple[str, ...],
+) -> Callable[..., tuple[jax.Array, Parameters]]:
+    """``function(parameters, batch, *rest) -> (loss, gradients)``, sums over the batch (a tree of
+    [B, ...]), with its rows apart over ``axes``. Gradients come back as ``Placement.updates``.
+
+    A gradient of D bytes is reduce-scattered over those axes that its update is sharded over,
+    D (N-1)/N bytes a device for their N devices, and all-reduced over the others, 2 D (N-1)/N.
+    """
+    shares = placement.updates(model)
+
+    def add(gradients: Parameters) -> Parameters:
+        return jax.tree.map(lambda g, share: _sum(g, share, axes), gradients, shares)
+
+    def apart(parameters: Parameters, batch: Any, *rest: Any) -> tuple[jax.Array, Parameters]:
+        loss, gradients = function(parameters, batch, *rest)
+        # Left to the compiler, the other axes' shards would be gathered for this sum.
+        mesh = placement.current_mesh
+        placed = jax.tree.map(lambda sharding: sharding.spec, placement.gradients(model))
+        others = set(mesh.axis_names) - set(mesh.manual_axes)
+        with jax.named_scope("gradient_sum"):
+            total = jax.shard_map(
+                add,
+                mesh=mesh,
+                in_specs=(placed,),
+                out_specs=placed,
+                axis_names=others,
+                check_vma=False,
+            )
+            return jax.lax.psum(loss, axes), total(gradients)
+
+    def wrapped(parameters: Parameters, batch: Any, *rest: Any) -> tuple[jax.Array, Parameters]:
+        whole = PartitionSpec()
+        return jax.shard_map(
+            apart,
+            mesh=placement.current_mesh,
+            in_specs=(whole, PartitionSpec(axes), *(whole for _ in rest)),
+            out_specs=(whole, jax.tree.map(lambda share: _kept(share.spec, axes), shares)),
+            axis_names=set(axes),
+            # Which values differ between devices is not tracked: nothing here differentiates
+            # through the sums, and a tracked model would mark each of its own constants.
+            check_vma=False,
+        )(parameters, batch, *rest)
+
+    return wrapped
+
+
+def _sum(gradient: jax.Array, share: NamedSharding, axes: tuple[str, ...]) -> jax.Array:
+    """Scattered first: what is left to all-reduce is then a share only."""
+    rest = list(axes)
+    for dim, entry in enumerate(_kept(share.spec, axes)):
+        for axis in _names(entry):
+            gradient = jax.lax.psum_scatter(gradient, axis, scatter_dimension=dim, tiled=True)
+            rest.remove(axis)
+    return jax.lax.psum(gradient, tuple(rest)) if rest else gradient
+
+
+def _kept(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """A spec without the axes that are not among these."""
+    kept = [tuple(axis for axis in _names(entry) if axis in axes) for entry in spec]
+    return PartitionSpec(*(names or None for names in kept))
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
