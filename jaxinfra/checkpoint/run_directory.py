@@ -25,7 +25,6 @@ from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 
-
 _RECORDERS = 3  # of earlier sessions
 
 
@@ -121,6 +120,7 @@ class RunDirectory:
         """Undoes ``create`` where a new run cannot begin, so that a corrected one may be there."""
         for file in (self.config_file, self.tokenizer_file):
             file.unlink(missing_ok=True)
+        shutil.rmtree(self.recorder, ignore_errors=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
 

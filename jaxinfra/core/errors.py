@@ -7,6 +7,8 @@ from collections.abc import Iterable
 class JaxinfraError(Exception):
     """Base of every error raised on purpose; the command line prints it in one line."""
 
+    exit_code = 1  # trying again would not help
+
 
 class ConfigError(JaxinfraError):
     """A setting, flag or combination of settings that cannot work."""
@@ -22,6 +24,12 @@ class CheckpointError(JaxinfraError):
 
 class UnsupportedError(JaxinfraError):
     """A valid request that the chosen implementation cannot serve; another one may."""
+
+
+class LostPeerError(JaxinfraError):
+    """Another process of the job is gone, stuck or never came; starting again may help."""
+
+    exit_code = 74
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

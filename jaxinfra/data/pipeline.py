@@ -97,6 +97,10 @@ class TrainIterator:
         """The step whose batch comes next."""
         return self._step
 
+    def batch(self, step: int) -> Batch[np.ndarray]:
+        """This process's rows of any step, made anew; what comes next stays as it is."""
+        return self._steps[step]
+
     def sample_ids(self, step: int) -> np.ndarray:
         """The sample numbers of a step's global batch, for a ledger of what was seen."""
         return sample_ids(step, batch_size=self._identity["batch_size"])

@@ -2,22 +2,30 @@
 
 import contextlib
 import dataclasses
+import functools
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint import layout
+from jaxinfra.checkpoint import layout, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError, JaxinfraError
+from jaxinfra.core.errors import CheckpointError, ConfigError, JaxinfraError, LostPeerError
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.pipeline import TrainIterator, train_batches
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.launch.cluster import LAUNCHER
+from jaxinfra.launch.connect import connect
+from jaxinfra.reliability import faults
+from jaxinfra.reliability.exchange import Exchange
+from jaxinfra.reliability.recorder import Recorder
+from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
@@ -25,8 +33,9 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.state import State
-from jaxinfra.training.stop import Stopped, stop_on_signals
+from jaxinfra.training.stop import Agreement, Stopped, StopRequest, stop_on_signals
 from jaxinfra.training.trainer import Outcome, Trainer
+from jaxinfra.training.watch import Watch, attempt, compute_s
 
 
 def train(
@@ -41,52 +50,131 @@ def train(
 
     A new run makes ``directory``; a resumed one continues from its newest good checkpoint with the
     state and data order of a run that never stopped, bit for bit. One that is complete is left as
-    it is.
+    it is. Where the environment says that this process is one of several, it joins them: all call
+    this alike, and all stop alike.
 
     Args:
         cache_dir: where tokenized corpora and compiled programs are kept between runs.
         profile: steps to trace.
 
     Raises:
+        LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
     """
     began = time.perf_counter()
-    keep_compiled_programs(cache_dir)
-    run = RunDirectory(directory)
-    with (
-        stop_on_signals() as stop,
-        Progress(every=config.training.log_every) as progress,
-        contextlib.ExitStack() as resources,
-    ):
-        if resume and (summary := _final_summary(config, run)) is not None:
-            progress.message(
-                f"{directory} is complete: all of its {config.training.steps} steps are done; to "
-                "train on, raise training.steps"
-            )
-            return Outcome(summary=summary, step=config.training.steps, was_complete=True)
+    with stop_on_signals() as stop, contextlib.ExitStack() as resources:
         try:
             with stop.at_once():
-                job = make_job(config, traceable=profile is not None)
-                progress.message(describe_job(job))
-                if warning := describe_ranking(config.training, config.checkpoint):
-                    progress.message(warning)
-                set_up = _resumed if resume else _new
-                start = set_up(job, run, resources, cache_dir=cache_dir, profile=profile)
-                progress.message(describe_corpus(start.corpus))
-                if start.saved:
-                    progress.message(f"resumed at step {start.batches.step}")
-                log = resources.enter_context(
-                    MetricsLog(run.metrics_file, run.tensorboard, after_step=start.batches.step)
-                )
-                profiler = Profiler(profile, run.trace)
-                resources.callback(profiler.close)
+                cluster = connect()
+                rank = 0 if cluster is None else cluster.process_id
+                faults.arm(os.environ, rank=rank, attempt=attempt())
+                keep_compiled_programs(cache_dir)
         except Stopped:
-            assert stop.signal is not None
+            return Outcome(summary=None, step=0)
+        progress = resources.enter_context(
+            Progress(every=config.training.log_every, quiet=rank > 0)
+        )
+        session = _Session(
+            config=config,
+            run=RunDirectory(directory),
+            resume=resume,
+            cache_dir=cache_dir,
+            profile=profile,
+            stop=stop,
+            progress=progress,
+            resources=resources,
+            began=began,
+        )
+        try:
+            return session.outcome()
+        except jax.errors.JaxRuntimeError as error:
+            if cluster is None:
+                raise
+            raise LostPeerError(
+                f"rank {rank}: a collective or a device failed: {str(error).splitlines()[0]}"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Session:
+    """One call of ``train``, once its process knows the others."""
+
+    config: RunConfig
+    run: RunDirectory
+    resume: bool
+    cache_dir: Path
+    profile: ProfileRange | None
+    stop: StopRequest
+    progress: Progress
+    resources: contextlib.ExitStack
+    began: float
+
+    def outcome(self) -> Outcome:
+        """Sets up and trains."""
+        config, run, progress = self.config, self.run, self.progress
+        if self.resume and (summary := _final_summary(config, run)) is not None:
             progress.message(
-                f"stopped by {stop.signal.name} during set-up, nothing was lost; continue with "
-                f"jaxinfra train --resume {directory}"
+                f"{run.path} is complete: all of its {config.training.steps} steps are done; to "
+                "train on, raise training.steps"
+            )
+            steps = config.training.steps
+            return Outcome(summary=summary, step=steps, was_complete=True, together=True)
+        try:
+            with self.stop.at_once():
+                trainer = self._set_up()
+        except Stopped:
+            assert self.stop.signal is not None
+            progress.message(
+                f"stopped by {self.stop.signal.name} during set-up, nothing was lost; continue "
+                f"with jaxinfra train --resume {run.path}"
             )
             return Outcome(summary=None, step=max(layout.steps(run.checkpoints), default=0))
+        return dataclasses.replace(trainer.run(), together=True)
+
+    def _set_up(self) -> Trainer:
+        config, run, progress, resources = self.config, self.run, self.progress, self.resources
+        profile = self.profile
+        _require_all_devices(config)
+        job = make_job(config, traceable=profile is not None)
+        progress.message(describe_job(job))
+        if warning := describe_ranking(config.training, config.checkpoint):
+            progress.message(warning)
+        if self.resume:
+            run.read_config()  # raises where this is no run, before anything is written
+        else:
+            if profile is not None:
+                profile.require_within(first=0, steps=config.training.steps)
+            # Before the corpus is tokenized, which may take long: stopped meanwhile, there is a
+            # directory to resume.
+            processes.on_first(lambda: run.create(config))
+        set_up = functools.partial(
+            _resumed if self.resume else _new,
+            job,
+            run,
+            resources,
+            cache_dir=self.cache_dir,
+            profile=profile,
+        )
+        if jax.process_count() > 1:
+            recorder, start = _record_and_watch(config, run, resources), set_up()
+        else:  # alone there is nobody to wait for, and a refused resumption leaves all as it was
+            start, recorder = set_up(), _record_and_watch(config, run, resources)
+        recorder.spent["setup"] += recorder.began - self.began
+        progress.message(describe_corpus(start.corpus))
+        if start.saved:
+            progress.message(f"resumed at step {start.batches.step}")
+        log = resources.enter_context(
+            MetricsLog(
+                run.metrics_file,
+                run.tensorboard,
+                after_step=start.batches.step,
+                writes=jax.process_index() == 0,
+            )
+        )
+        profiler = Profiler(profile, run.trace)
+        resources.callback(profiler.close)
+        exchange = Exchange() if jax.process_count() > 1 else None
+        stop = Agreement(self.stop, exchange)
         return Trainer(
             job=job,
             run=run,
@@ -96,11 +184,49 @@ def train(
             saved=start.saved,
             saver=start.saver,
             log=log,
-            clock=Clock(job, log.records, began=began),
+            clock=Clock(job, log.records, began=self.began),
             progress=progress,
             profiler=profiler,
             stop=stop,
-        ).run()
+            watch=Watch(
+                run=run,
+                recorder=recorder,
+                stop=stop,
+                config=config.reliability,
+                progress=progress,
+                began=time.time() - (time.perf_counter() - self.began),
+                lost_s=compute_s(log.undone),
+            ),
+        )
+
+
+def _require_all_devices(config: RunConfig) -> None:
+    if jax.process_count() > 1 and config.mesh.num_devices != jax.device_count():
+        raise ConfigError(
+            f"the mesh has {config.mesh.num_devices} devices, and the job's {jax.process_count()} "
+            f"processes {jax.device_count()}; give a mesh of all of them, such as --mesh "
+            f"fsdp={jax.device_count()}"
+        )
+
+
+def _record_and_watch(
+    config: RunConfig, run: RunDirectory, resources: contextlib.ExitStack
+) -> Recorder:
+    """Starts this rank's flight recorder and watchdog."""
+    processes.on_first(run.new_recorder)
+    recorder = Recorder(run.recorder, jax.process_index())
+    resources.enter_context(
+        Watchdog(
+            recorder,
+            run.recorder,
+            num_ranks=jax.process_count(),
+            hang_s=config.reliability.hang_s,
+            heartbeat_s=config.reliability.heartbeat_s,
+            launcher=launcher_of(os.environ, LAUNCHER),
+        )
+    )
+    resources.callback(recorder.phase, "done", step=0)
+    return recorder
 
 
 def _final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
@@ -129,17 +255,14 @@ def _new(
     cache_dir: Path,
     profile: ProfileRange | None,
 ) -> _Start:
-    if profile is not None:
-        profile.require_within(first=0, steps=job.config.training.steps)
-    # Before the corpus is tokenized, which may take long: stopped meanwhile, there is a directory
-    # to resume.
-    run.create(job.config)
+    del profile  # checked before the directory was made
     try:
         corpus, batches = _open_data(job, resources, cache_dir=cache_dir, tokenizer=None)
     except (JaxinfraError, OSError):
-        run.discard()
+        if jax.process_index() == 0:
+            run.discard()
         raise
-    corpus.tokenizer.save(run.tokenizer_file)
+    processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
     saver = _open_checkpoints(job, run, resources)
     return _Start(corpus=corpus, batches=batches, saver=saver, state=job.initialize(), saved=False)
 
@@ -152,7 +275,6 @@ def _resumed(
     cache_dir: Path,
     profile: ProfileRange | None,
 ) -> _Start:
-    run.read_config()  # raises where this is no run, before anything is written
     saver = _open_checkpoints(job, run, resources)
     restored = _restore(job, run, saver)
     if profile is not None:
@@ -163,9 +285,9 @@ def _resumed(
     if restored is not None:
         batches.restore(restored.data_state)
     # Only now is it known that the run can go on under this config.
-    run.update_config(job.config)
+    processes.on_first(lambda: run.update_config(job.config))
     if saved is None:
-        corpus.tokenizer.save(run.tokenizer_file)
+        processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
     return _Start(
         corpus=corpus,
         batches=batches,
@@ -183,19 +305,24 @@ def _open_data(
     tokenizer: Tokenizer | None,
 ) -> tuple[Corpus, TrainIterator]:
     config = job.config
-    corpus = open_corpus(
+    open_it = functools.partial(
+        open_corpus,
         config.data,
         vocab_size=config.model.vocab_size,
         cache_dir=cache_dir,
         tokenizer=tokenizer,
     )
+    if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
+        processes.on_first(lambda: open_it() and None)
+    corpus = open_it()
+    part, parts = job.process_share()
     batches = train_batches(
         corpus.train,
         sequence_length=config.training.sequence_length,
         batch_size=config.training.batch_size,
         seed=config.training.seed,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=part,
+        process_count=parts,
         num_threads=config.data.num_prefetch_threads,
         prefetch=config.data.prefetch_batches,
     )

@@ -29,10 +29,32 @@ class MetricsLog:
 
     Args:
         after_step: a resumed run repeats what came after this step, so later lines are dropped.
+        writes: False on all processes of a run but the first: they have the records, in memory.
     """
 
-    def __init__(self, file: Path, tensorboard: Path, *, after_step: int):
-        self.records = [record for record in read_metrics(file) if record["step"] <= after_step]
+    def __init__(self, file: Path, tensorboard: Path, *, after_step: int, writes: bool = True):
+        self._paths = (file, tensorboard)
+        self._writes = writes
+        self.records = read_metrics(file)
+        self.undone = self._keep(after_step)
+        if writes:
+            self._open(after_step)
+
+    def _keep(self, after_step: int) -> list[dict[str, Any]]:
+        undone = [record for record in self.records if record["step"] > after_step]
+        self.records = [record for record in self.records if record["step"] <= after_step]
+        return undone
+
+    def rewind(self, after_step: int) -> list[dict[str, Any]]:
+        """Drops what came after a step to which the run goes back; returns it."""
+        self.close()
+        undone = self._keep(after_step)
+        if self._writes:
+            self._open(after_step)
+        return undone
+
+    def _open(self, after_step: int) -> None:
+        file, tensorboard = self._paths
         partial = file.with_name(file.name + ".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         partial.rename(file)
@@ -50,6 +72,8 @@ class MetricsLog:
         """Adds a record; it must have a ``step``."""
         record = finite(record)
         self.records.append(record)
+        if not self._writes:
+            return
         self._lines.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
@@ -64,7 +88,8 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Forces the lines to the disk: before a checkpoint, so that it never has fewer of them."""
-        self._lines.sync()
+        if self._writes:
+            self._lines.sync()
 
     def find(self, name: str, *, step: int | None = None) -> dict[str, Any] | None:
         """The newest record with a value of that name (of that step)."""
@@ -77,6 +102,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes both logs; raises OSError if lines could not be written."""
+        if not self._writes:
+            return
         lost_events = self._events.close()
         lost_lines = self._lines.close()
         if lost_lines is not None:

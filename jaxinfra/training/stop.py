@@ -1,9 +1,13 @@
 """Signals that ask a run to stop: obeyed at once during set-up, between steps after it."""
 
+import dataclasses
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import final
+
+from jaxinfra.reliability.exchange import Exchange, Row, Table
 
 RESUMABLE_EXIT = 75
 """Exit code of a run that was asked to stop and can be continued (EX_TEMPFAIL)."""
@@ -48,6 +52,53 @@ class StopRequest:
         self.signal = signal.Signals(number)
         if self._at_once:
             raise Stopped
+
+
+@final
+class Agreement:
+    """When to stop: alone as soon as asked, with others at the step that all of them know.
+
+    A signal may reach one process only, and each at another moment. So a process tells the others
+    in the table of its next step, and all stop after the step whose table they then read.
+
+    Args:
+        exchange: None where this process is alone.
+    """
+
+    def __init__(self, request: StopRequest, exchange: Exchange | None):
+        self._request = request
+        self._exchange = exchange
+        self._agreed: signal.Signals | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """Why all stop; None while they do not."""
+        return self._request.signal if self._exchange is None else self._agreed
+
+    def start(self, row: Row) -> Table | None:
+        """Sends this process's wish and times; a collective."""
+        if self._exchange is None:
+            return None
+        asked = self._request.signal
+        return self._exchange.start(dataclasses.replace(row, stop=float(asked or 0)))
+
+    def read(self, table: Table | None) -> list[Row]:
+        """What all sent, by process; from now on this may be true."""
+        if table is None:
+            return []
+        rows = table.rows()
+        asked = max(int(row.stop) for row in rows)
+        if asked:
+            self._agreed = signal.Signals(asked)
+        return rows
+
+    def now(self) -> bool:
+        """Whether to stop, as of now; a collective."""
+        self.read(self.start(Row()))
+        return bool(self)
 
 
 @contextmanager

@@ -5,13 +5,20 @@ from typing import Any
 
 from jaxinfra.data.baseline import compressed_bits_per_byte
 from jaxinfra.data.corpus import Corpus
+from jaxinfra.reliability.goodput import goodput
 from jaxinfra.training.clock import Clock, median_step_s, peak_bytes
 from jaxinfra.training.job import Job
 from jaxinfra.training.metrics import MetricsLog, finite
 
 
-def summarize(job: Job, corpus: Corpus, log: MetricsLog, clock: Clock) -> dict[str, Any]:
-    """What ``summary.json`` holds; a figure that is not known, or not finite, is None."""
+def summarize(
+    job: Job, corpus: Corpus, log: MetricsLog, clock: Clock, *, causes: dict[str, float]
+) -> dict[str, Any]:
+    """What ``summary.json`` holds; a figure that is not known, or not finite, is None.
+
+    Args:
+        causes: seconds of wall time by cause (``jaxinfra.reliability.goodput``).
+    """
     steps = job.config.training.steps
     last, heldout = log.find("loss"), log.find("heldout_loss", step=steps)
     assert last is not None, "a run has at least one step"
@@ -35,6 +42,8 @@ def summarize(job: Job, corpus: Corpus, log: MetricsLog, clock: Clock) -> dict[s
             "stall_s": sum(record.get("stall_s", 0.0) for record in log.records),
             "wall_s": clock.elapsed_s,
             "peak_bytes": peak_bytes(),
+            "goodput": goodput(causes),
+            "wall_s_by_cause": causes,
             "num_parameters": job.model.num_parameters,
         }
     )

@@ -7,23 +7,29 @@ from typing import Any, final
 
 import jax
 
+from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import CheckpointError, JaxinfraError
 from jaxinfra.data.corpus import Corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.pipeline import TrainIterator
+from jaxinfra.reliability.exchange import Table
+from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate
+from jaxinfra.training.guards import Doubt, Guards, judge_loss, require_same_program
 from jaxinfra.training.job import Job
+from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.picture import draw_loss
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
-from jaxinfra.training.stop import StopRequest
+from jaxinfra.training.stop import Agreement
 from jaxinfra.training.summary import summarize
+from jaxinfra.training.watch import Watch
 
 
 class DivergedError(JaxinfraError):
@@ -37,6 +43,16 @@ class Outcome:
     summary: dict[str, Any] | None  # None where it was asked to stop before the end
     step: int
     was_complete: bool = False  # before the call, which did nothing
+    together: bool = False  # all processes of the job end here
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Pending:
+    """A step that the devices may still work on."""
+
+    step: int
+    metrics: StepMetrics | None  # None: its batch is not trained on
+    table: Table | None
 
 
 @final
@@ -62,7 +78,8 @@ class Trainer:
         clock: Clock,
         progress: Progress,
         profiler: Profiler,
-        stop: StopRequest,
+        stop: Agreement,
+        watch: Watch,
     ):
         self._job = job
         self._training = job.config.training
@@ -78,20 +95,26 @@ class Trainer:
         self._progress = progress
         self._profiler = profiler
         self._stop = stop
+        self._watch = watch
+        self._is_first = jax.process_index() == 0
+        self._guards = Guards(job.config.reliability, job.abstract_state())
+        self._doubt: Doubt | None = None  # being replayed
+        self._compiling = True
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
-        self._pending: collections.deque[tuple[int, StepMetrics]] = collections.deque()
+        self._pending: collections.deque[_Pending] = collections.deque()
 
     def run(self) -> Outcome:
         """To the end, or until asked to stop; raises where the last state cannot be saved."""
         try:
             self._steps()
         except DivergedError:
-            draw_loss(self._log.records, self._run.picture_file)
+            self._draw()
             raise
-        if self._log.records:
-            draw_loss(self._log.records, self._run.picture_file)
+        self._watch.phase("finish", self._step)
+        self._draw()
+        self._watch.snapshot(step=self._step, now=True)
         if self._step < self._training.steps or not self._is_evaluated():
             assert self._stop.signal is not None
             self._progress.message(
@@ -99,58 +122,168 @@ class Trainer:
                 f"jaxinfra train --resume {self._run.path}"
             )
             return Outcome(summary=None, step=self._step)
-        summary = summarize(self._job, self._corpus, self._log, self._clock)
+        return Outcome(summary=processes.on_first(self._summarize), step=self._step)
+
+    def _draw(self) -> None:
+        if self._log.records and self._is_first:
+            draw_loss(self._log.records, self._run.picture_file)
+
+    def _summarize(self) -> dict[str, Any]:
+        causes = self._watch.totals(step=self._step)
+        summary = summarize(self._job, self._corpus, self._log, self._clock, causes=causes)
         self._run.write_summary(summary)
-        return Outcome(summary=summary, step=self._step)
+        return summary
 
     def _steps(self) -> None:
-        self._evaluate_and_save()  # what a stop or a kill left undone
-        began = time.perf_counter()
-        compiling = True
-        while self._step < self._training.steps and not self._stop:
-            self._pending.append((self._step + 1, self._next()))
-            self._step += 1
-            if compiling:
-                jax.block_until_ready(self._pending[-1][1])
-                self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
+        while True:
+            try:
+                self._evaluate_and_save()  # what a stop or a kill left undone
+                while self._step < self._training.steps and not self._stop:
+                    self._advance()
                 self._record(keep=0)
-                compiling = False
-            self._record(keep=1)  # the device works on this step while the host reads the last
-            self._evaluate_and_save()
-        self._record(keep=0)
-        self._secure()
+                self._secure()
+                return
+            except Doubt as doubt:
+                self._go_back(doubt)
 
-    def _next(self) -> StepMetrics:
+    def _advance(self) -> None:
+        """One step, and what is due after it."""
+        if self._watch.probe_is_due(self._step):
+            self._record(keep=0)
+            self._watch.probe(self._step)
+        began = time.perf_counter()
+        self._pending.append(self._next())
+        self._step += 1
+        if self._compiling and self._pending[-1].metrics is not None:
+            jax.block_until_ready(self._pending[-1].metrics)
+            self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
+            self._record(keep=0)
+            self._compiling = False
+        self._record(keep=1)  # the device works on this step while the host reads the last
+        self._watch_copies()
+        self._evaluate_and_save()
+
+    def _next(self) -> _Pending:
         step = self._step
         self._profiler.before_step(step)
+        self._watch.phase("input", step + 1)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            batch = self._job.put(next(self._batches))
-            self._state, metrics = self._job.train_step(self._state, batch)
-        self._profiler.after_step(step, metrics.loss)
-        return metrics
+            batch = next(self._batches)
+            input_s = self._watch.phase("place", step + 1)
+            metrics = None
+            if step + 1 in self._watch.excluded:
+                self._state = self._job.pass_over(self._state)
+                host_s = self._watch.phase("step", step + 1)
+            else:
+                placed = self._job.put(batch)
+                host_s = self._watch.phase("compile" if self._compiling else "step", step + 1)
+                if self._compiling:
+                    require_same_program(self._job, self._state, placed)
+                self._state, metrics = self._job.train_step(self._state, placed)
+            table = self._watch.send(input_s=input_s, host_s=host_s)
+        if metrics is not None:
+            self._profiler.after_step(step, metrics.loss)
+        return _Pending(step=step + 1, metrics=metrics, table=table)
 
     def _record(self, *, keep: int) -> None:
         """Writes and shows finished steps, up to ``keep`` that the device may still work on."""
         while len(self._pending) > keep:
-            step, metrics = self._pending.popleft()
-            values = jax.device_get(metrics)
+            pending = self._pending.popleft()
+            step = pending.step
+            if not self._compiling:
+                self._watch.phase("wait", step)
+            values = jax.device_get(pending.metrics)
+            record: dict[str, Any] = {"step": step}
+            if values is not None:
+                self._require_undoubted(step, float(values.loss))
+                record |= {
+                    "loss": float(values.loss),
+                    "gradient_norm": float(values.gradient_norm),
+                    "learning_rate": float(values.learning_rate),
+                    "loss_scale": float(values.loss_scale),
+                    "tokens": int(values.tokens),
+                    "skipped": int(values.skipped),
+                }
+            else:
+                record["excluded"] = 1
             step_s = self._clock.lap()
-            record = {
-                "step": step,
-                "loss": float(values.loss),
-                "gradient_norm": float(values.gradient_norm),
-                "learning_rate": float(values.learning_rate),
-                "loss_scale": float(values.loss_scale),
-                "tokens": int(values.tokens),
-                "skipped": int(values.skipped),
+            record |= {
                 "step_s": step_s,
                 "stall_s": self._stall_s,
                 "elapsed_s": self._clock.elapsed_s,
             }
             self._stall_s = 0.0
             self._log.write(record)
-            self._show(record)
-            self._require_progress(step, int(values.skipped_in_a_row))
+            self._watch.receive(pending.table, step=step, step_s=step_s)
+            self._watch.phase("host", step)
+            self._watch.snapshot(step=step, record=record)
+            if values is not None:
+                self._show(record)
+                if int(values.skipped_in_a_row):
+                    self._explain_skip(step, values)
+                self._require_progress(step, int(values.skipped_in_a_row))
+
+    def _require_undoubted(self, step: int, loss: float) -> None:
+        """Judges a step that is done again; raises Doubt where its batch, or this loss, is bad."""
+        if self._doubt is None or self._doubt.loss is None or self._doubt.step != step:
+            self._guards.check_loss(self._log.records, step=step, loss=loss)
+            return
+        judged, self._doubt = judge_loss(self._doubt, loss), None
+        if judged.kind == "transient fault":
+            self._watch.incident(judged.kind, step=step, text=judged.text)
+            return
+        ids = self._batches.sample_ids(step - 1)
+        self._watch.incident(
+            EXCLUDED, step=step, text=judged.text, samples=[int(ids[0]), int(ids[-1])]
+        )
+        self._watch.excluded.add(step)
+        raise Doubt(step=step, text="its batch is left out from now on")
+
+    def _explain_skip(self, step: int, values: StepMetrics) -> None:
+        """A step that was not applied because something in it was not finite: what, and where."""
+        if self._job.scales_dynamically and float(values.loss_scale) > 1.0:
+            return  # too large a loss scale: found by trying, and no fault
+        found = locate_nonfinite(self._job, self._state.parameters, self._batches, step=step)
+        self._watch.incident("not finite", step=step, text=found.text, **found.details)
+
+    def _watch_copies(self) -> None:
+        """Compares replicated state where that is due, or where a replay has come to judge it."""
+        step, doubt = self._step, self._doubt
+        if doubt is not None and doubt.hashes is not None and step == doubt.seen_at:
+            self._record(keep=0)
+            judged, self._doubt = self._guards.judge_state(self._state, doubt), None
+            self._watch.incident(judged.kind, step=step, text=judged.text, ranks=judged.ranks)
+        elif self._guards.hash_is_due(step):
+            self._record(keep=0)
+            self._guards.check_state(self._state, step=step)
+
+    def _go_back(self, doubt: Doubt) -> None:
+        """To the newest checkpoint from before a step; the steps since are done again."""
+        self._watch.phase("rollback", doubt.seen_at)
+        self._pending.clear()
+        try:
+            self._saver.wait()
+        except CheckpointError as error:
+            self._progress.message(f"WARNING: {error}")
+        saved = processes.on_first(self._saver.steps)
+        for step in saved:
+            if step >= doubt.step:
+                self._saver.set_aside(step, f"from after step {doubt.step}: {doubt.text}")
+        good = [step for step in saved if step < doubt.step]
+        if good:
+            restored = self._saver.restore(self._job.abstract_state(), step=max(good))
+            target, self._state = restored.step, restored.state
+        else:
+            target, self._state = 0, self._job.initialize()
+        self._batches.restore({**self._batches.state(), "step": target})
+        self._watch.undone(self._log.rewind(target))
+        self._step, self._saved_step = target, max(good, default=None)
+        self._guards.went_back_to(target)
+        self._watch.incident(
+            "went back", step=doubt.seen_at, text=f"{doubt.text}; to step {target}"
+        )
+        if doubt.loss is not None or doubt.hashes is not None:
+            self._doubt = doubt
 
     def _show(self, record: dict[str, Any]) -> None:
         average_s = self._clock.step_s
@@ -190,25 +323,35 @@ class Trainer:
         self._record(keep=0)
         with self._clock.paused():
             if evaluation_is_due and not self._is_evaluated():
+                self._watch.phase("evaluate", step)
                 self._evaluate()
             if save_is_due and self._saved_step != step and not self._stop:
+                self._require_equal_copies()
                 try:
                     self._save()
                 except CheckpointError as error:
                     # Training goes on, the last good checkpoint is kept, the next save tries again.
-                    self._progress.message(f"WARNING: {error}")
+                    self._watch.incident("not saved", step=step, text=str(error))
+        self._watch.phase("host", step)
+        self._watch.snapshot(step=step, now=True)
+
+    def _require_equal_copies(self) -> None:
+        """Before a save: what is wrong must not become the last good checkpoint."""
+        if self._guards.hashes_before_saves:
+            self._guards.check_state(self._state, step=self._step)
 
     def _is_evaluated(self) -> bool:
         return self._log.find("heldout_loss", step=self._step) is not None
 
     def _evaluate(self) -> None:
         arrays = self._corpus.heldout
+        part, parts = self._job.process_share()
         batches = heldout_batches(
             arrays,
             sequence_length=self._training.sequence_length,
             batch_size=self._training.batch_size // self._training.accumulation,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=part,
+            process_count=parts,
         )
         try:
             result = evaluate(
@@ -217,7 +360,7 @@ class Trainer:
                 batches,
                 arrays,
                 put=self._job.put,
-                stop=lambda: bool(self._stop),
+                stop=self._stop.now,
             )
         except Interrupted:
             return
@@ -236,6 +379,7 @@ class Trainer:
 
     def _save(self) -> None:
         """Starts a save of the newest state; raises CheckpointError for it or the one before."""
+        self._watch.phase("save", self._step)
         self._log.sync()
         heldout = self._log.find("heldout_loss", step=self._step)
         self._saved_step = self._step
@@ -251,11 +395,13 @@ class Trainer:
 
     def _secure(self) -> None:
         """Leaves the newest state on disk, or raises CheckpointError."""
+        self._watch.phase("save", self._step)
         try:
             self._saver.wait()
         except CheckpointError as error:
             self._progress.message(f"WARNING: {error}")
-        if self._step not in self._saver.steps():
+        if not processes.on_first(lambda: self._step in self._saver.steps()):
+            self._require_equal_copies()
             self._save()
             self._saver.wait()
 

@@ -1,0 +1,103 @@
+"""The one hook through which faults are injected: ``JAXINFRA_FAULTS``, a JSON list.
+
+    [{"rank": 1, "attempt": 0, "target": "jaxinfra.training.job:Job.put", "call": 7,
+      "action": "signal", "value": 9}]
+
+As ``target`` is called for the ``call``-th time (from 1; with ``"until"``, from ``call`` to
+``until``), the action happens before it, or to what it returns:
+
+    signal   the process signals itself with ``value``
+    sleep    seconds; with ``"hold_gil": true`` no other thread of Python's runs meanwhile
+    raise    OSError with the number ``value``
+    flip     one bit of what it returns, or of its argument: see ``jaxinfra.training.corruption``
+
+Nothing else in the system knows of faults; without the variable nothing is wrapped.
+"""
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfra.core.errors import ConfigError
+
+VARIABLE = "JAXINFRA_FAULTS"
+
+
+def arm(environment: Mapping[str, str], *, rank: int, attempt: int) -> int:
+    """Arms what is meant for this rank and attempt; returns how many faults that are."""
+    text = environment.get(VARIABLE)
+    if not text:
+        return 0
+    try:
+        plans = json.loads(text)
+        mine = [
+            plan
+            for plan in plans
+            if plan.get("rank", rank) == rank and plan.get("attempt", attempt) == attempt
+        ]
+        for plan in mine:
+            _arm(plan)
+    except (ValueError, KeyError, AttributeError, ImportError) as error:
+        raise ConfigError(f"{VARIABLE}={text!r} cannot be armed: {error!r}") from error
+    return len(mine)
+
+
+def _arm(plan: Mapping[str, Any]) -> None:
+    module, _, path = plan["target"].partition(":")
+    *parents, name = path.split(".")
+    owner = functools.reduce(getattr, parents, importlib.import_module(module))
+    original = getattr(owner, name)
+    first = plan.get("call", 1)
+    last = plan.get("until", first)
+    act = _action(plan)
+    calls = 0
+
+    @functools.wraps(original)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if not first <= calls <= last:
+            return original(*args, **kwargs)
+        return act(original, args, kwargs)
+
+    setattr(owner, name, faulty)
+
+
+def _action(plan: Mapping[str, Any]) -> Callable[..., Any]:
+    kind, value = plan["action"], plan.get("value")
+
+    def before(do: Callable[[], None]) -> Callable[..., Any]:
+        def act(original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+            do()
+            return original(*args, **kwargs)
+
+        return act
+
+    if kind == "signal":
+        return before(lambda: os.kill(os.getpid(), int(value or 0)))
+    if kind == "sleep":
+        hold = plan.get("hold_gil", False)
+        # PyDLL calls C without letting other threads run.
+        return before(
+            functools.partial(ctypes.PyDLL(None).usleep, int(1e6 * float(value or 0)))
+            if hold
+            else functools.partial(time.sleep, float(value or 0))
+        )
+    if kind == "raise":
+
+        def fail() -> None:
+            raise OSError(int(value or 0), os.strerror(int(value or 0)))
+
+        return before(fail)
+    module, _, name = kind.partition(":")
+    change = getattr(importlib.import_module(module), name)  # changes what the target returns
+
+    def after(original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        return change(original(*args, **kwargs), plan)
+
+    return after

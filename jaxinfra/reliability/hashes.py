@@ -1,0 +1,119 @@
+"""Sums of what every device holds, to compare what should be equal.
+
+A tensor that is replicated lies on several devices, and the same program over the same numbers
+keeps the copies equal to the last bit. Where one differs, a bit has flipped in a device's memory or
+arithmetic, and nothing else in the system would notice.
+
+The sum of a shard is sum_i (2 i + 1) w_i mod 2^32 over its 32-bit words w: the factors are odd, so
+one flipped bit always changes it; others pass with probability about 2^-32.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """Copies of one shard that are not equal."""
+
+    tensor: str
+    odd: tuple[int, ...]  # rows of the table that differ from most; all where nobody is in majority
+    is_tie: bool
+
+
+@final
+class StateHash:
+    """Hashes of a state of these shapes and shardings, and how to compare them.
+
+    Args:
+        abstract: pytree of ShapeDtypeStructs with NamedShardings on one mesh.
+    """
+
+    def __init__(self, abstract: Any):
+        named = jax.tree_util.tree_leaves_with_path(abstract)
+        self._names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in named]
+        leaves = [leaf for _, leaf in named]
+        self._mesh: Mesh = leaves[0].sharding.mesh
+        self.devices = list(self._mesh.devices.ravel())
+        self._copies = [_copies(leaf, self.devices) for leaf in leaves]
+        self._hash = _make_hash(self._mesh, [leaf.sharding.spec for leaf in leaves])
+
+    @property
+    def compares(self) -> bool:
+        """Whether anything is held twice by different devices."""
+        return any(len(group) > 1 for groups in self._copies for group in groups)
+
+    def __call__(self, state: Any) -> jax.Array:
+        """uint32 [device, tensor], replicated; dispatched, and not waited for."""
+        return self._hash(jax.tree.leaves(state))
+
+    def compare(self, table: np.ndarray) -> list[Mismatch]:
+        """The tensors whose copies differ."""
+        found = []
+        for number, groups in enumerate(self._copies):
+            for group in groups:
+                odd, is_tie = odd_ones([int(table[row, number]) for row in group])
+                if odd:
+                    rows = tuple(group[position] for position in odd)
+                    found.append(Mismatch(tensor=self._names[number], odd=rows, is_tie=is_tie))
+        return found
+
+    def processes(self, rows: Sequence[int]) -> list[int]:
+        """Whose devices these rows are."""
+        return sorted({self.devices[row].process_index for row in rows})
+
+
+def odd_ones(sums: Sequence[int]) -> tuple[list[int], bool]:
+    """Positions that differ from the majority; all of them, and True, where there is none."""
+    counts = Counter(sums)
+    if len(counts) <= 1:
+        return [], False
+    (value, most), *others = counts.most_common()
+    if others[0][1] == most:
+        return list(range(len(sums))), True
+    return [position for position, seen in enumerate(sums) if seen != value], False
+
+
+def _copies(leaf: jax.ShapeDtypeStruct, devices: Sequence[jax.Device]) -> list[list[int]]:
+    assert leaf.sharding is not None
+    held = leaf.sharding.devices_indices_map(leaf.shape)
+    groups: dict[Any, list[int]] = {}
+    for row, device in enumerate(devices):
+        index = tuple(
+            part.indices(size) for part, size in zip(held[device], leaf.shape, strict=True)
+        )
+        groups.setdefault(index, []).append(row)
+    return list(groups.values())
+
+
+def _make_hash(
+    mesh: Mesh, specs: Sequence[PartitionSpec]
+) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    def own(leaves: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack([_sum(leaf) for leaf in leaves])[None]
+
+    # check_vma: copies that differ are what this is for.
+    each = jax.shard_map(
+        own,
+        mesh=mesh,
+        in_specs=(list(specs),),
+        out_specs=PartitionSpec(tuple(mesh.axis_names)),
+        check_vma=False,
+    )
+    return jax.jit(each, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
+    words = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32).ravel()
+    factors = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    return jnp.sum(words * factors, dtype=jnp.uint32)

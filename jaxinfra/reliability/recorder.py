@@ -1,0 +1,166 @@
+"""The flight recorder: what a rank did last, in a memory-mapped file that outlives its process.
+
+A ring of 2,048 events and a header that says what goes on now: step, phase, since when. An event
+costs about a microsecond and no system call; the kernel keeps the pages of a process that was
+killed. Everybody may read every rank's file at any time.
+
+Layout, little endian: header ``_HEADER`` padded to 128 bytes, then events ``_EVENT``.
+"""
+
+import dataclasses
+import logging
+import mmap
+import os
+import socket
+import struct
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import final
+
+_MAGIC = b"JXRING01"
+# magic, rank, pid, events so far, beats so far, wall time of the last beat, step, phase's begin,
+# phase, host
+_HEADER = struct.Struct("<8sIIQQdqd24s32s")
+_HEADER_BYTES = 128
+_EVENT = struct.Struct("<ddq24s")  # wall time, value, step, name
+CAPACITY = 2048
+_EVENTS_AT, _BEATS_AT, _NOW_AT = 16, 24, 40
+_NOW = struct.Struct("<qd24s")
+
+_log = logging.getLogger(__name__)
+
+
+def ring_file(directory: Path, rank: int) -> Path:
+    """Where a rank records."""
+    return directory / f"rank-{rank:05d}.ring"
+
+
+@final
+class Recorder:
+    """Writes one rank's ring; ``spent`` holds the seconds of each phase so far.
+
+    Its directory's disk may be full: then it records in memory, with a warning.
+    """
+
+    def __init__(self, directory: Path, rank: int):
+        self.rank = rank
+        self.spent: dict[str, float] = defaultdict(float)
+        size = _HEADER_BYTES + CAPACITY * _EVENT.size
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with ring_file(directory, rank).open("w+b") as file:
+                # Room for all of it now: a full disk would kill the process at a write later.
+                os.posix_fallocate(file.fileno(), 0, size)
+                self._ring = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            _log.warning("%s: no flight recorder there (%s)", directory, error.strerror)
+            self._ring = mmap.mmap(-1, size)
+        host = socket.gethostname().encode()[:32]
+        self._events = self._beats = 0
+        self.phase_name, self.step, self.since = "setup", 0, time.time()
+        self.began = self._began = time.perf_counter()
+        _HEADER.pack_into(
+            self._ring,
+            0,
+            _MAGIC,
+            rank,
+            os.getpid(),
+            0,
+            0,
+            self.since,
+            0,
+            self.since,
+            b"setup",
+            host,
+        )
+        self.event("setup", step=0)
+
+    def event(self, name: str, *, step: int, value: float = 0.0) -> None:
+        """Records something that happened."""
+        at = _HEADER_BYTES + self._events % CAPACITY * _EVENT.size
+        _EVENT.pack_into(self._ring, at, time.time(), value, step, name.encode()[:24])
+        self._events += 1
+        struct.pack_into("<Q", self._ring, _EVENTS_AT, self._events)
+
+    def phase(self, name: str, *, step: int) -> float:
+        """Begins a phase; returns the seconds of the one that ends, which its event holds."""
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        self.spent[self.phase_name] += seconds
+        self.phase_name, self.step, self.since = name, step, time.time()
+        _NOW.pack_into(self._ring, _NOW_AT, step, self.since, name.encode()[:24])
+        self.event(name, step=step, value=seconds)
+        return seconds
+
+    def beat(self) -> None:
+        """Says that this process runs; the watchdog's thread does so."""
+        self._beats += 1
+        struct.pack_into("<Qd", self._ring, _BEATS_AT, self._beats, time.time())
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase so far, the present one included."""
+        now = time.perf_counter() - self._began
+        return {**self.spent, self.phase_name: self.spent[self.phase_name] + now}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that happened; a phase's ``value`` is the seconds of the phase before it."""
+
+    time: float
+    name: str
+    step: int
+    value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """What a rank's file says."""
+
+    rank: int
+    pid: int
+    host: str
+    beats: int
+    beat_time: float  # wall clock of that host
+    phase: str
+    since: float
+    step: int
+    events: tuple[Event, ...]  # oldest first
+
+
+def read_ring(file: Path) -> Ring | None:
+    """What is in a file; None where it is no ring, or not yet one."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
+        return None
+    _, rank, pid, count, beats, beat_time, step, since, phase, host = _HEADER.unpack_from(data)
+    events = []
+    for number in range(max(0, count - CAPACITY), count):
+        at = _HEADER_BYTES + number % CAPACITY * _EVENT.size
+        when, value, of_step, name = _EVENT.unpack_from(data, at)
+        events.append(Event(time=when, name=_text(name), step=of_step, value=value))
+    return Ring(
+        rank=rank,
+        pid=pid,
+        host=_text(host),
+        beats=beats,
+        beat_time=beat_time,
+        phase=_text(phase),
+        since=since,
+        step=step,
+        events=tuple(events),
+    )
+
+
+def read_rings(directory: Path) -> list[Ring]:
+    """All ranks' rings, by rank."""
+    rings = (read_ring(file) for file in sorted(directory.glob("rank-*.ring")))
+    return [ring for ring in rings if ring is not None]
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,138 @@
+"""What the loop tells the recorder, and what it learns from the other processes."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.reliability import ReliabilityConfig
+from jaxinfra.reliability.exchange import Row, Table
+from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
+from jaxinfra.reliability.incidents import excluded_steps, record_incident
+from jaxinfra.reliability.recorder import Recorder
+from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.training.progress import Progress
+from jaxinfra.training.stop import Agreement
+
+
+@final
+class Watch:
+    """A rank's recorder, its word with the others, and the run's ledgers, which process 0 writes.
+
+    Args:
+        began: wall time of the session's start.
+        lost_s: compute that the session before did and this one does again.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunDirectory,
+        recorder: Recorder,
+        stop: Agreement,
+        config: ReliabilityConfig,
+        progress: Progress,
+        began: float,
+        lost_s: float,
+    ):
+        self._run = run
+        self._recorder = recorder
+        self._stop = stop
+        self._config = config
+        self._progress = progress
+        self._is_first = jax.process_index() == 0
+        self._goodput = Goodput(run.goodput_file, run.prometheus_file, began=began, lost_s=lost_s)
+        self._stragglers = Stragglers()
+        self._probe = _Probe() if jax.process_count() > 1 else None
+        self._probe_s = 0.0
+        self.excluded = {*config.exclude_steps, *excluded_steps(run.incidents_file)}
+
+    def phase(self, name: str, step: int) -> float:
+        """Begins a phase; returns the seconds of the one before."""
+        return self._recorder.phase(name, step=step)
+
+    def send(self, *, input_s: float, host_s: float) -> Table | None:
+        """Tells the others what this process spent alone; a collective."""
+        row = Row(input_s=input_s, host_s=host_s, probe_s=self._probe_s)
+        self._probe_s = 0.0
+        return self._stop.start(row)
+
+    def receive(self, table: Table | None, *, step: int, step_s: float | None) -> None:
+        """Reads what all sent with a step: who is slow, whether to stop."""
+        for rank, cause, text in self._stragglers.add(self._stop.read(table), step_s=step_s):
+            self.incident("slow rank", step=step, text=text, rank=rank, cause=cause)
+
+    def probe_is_due(self, step: int) -> bool:
+        """Whether to time this process's own devices before a step."""
+        every = self._config.probe_every
+        return self._probe is not None and every is not None and step > 0 and step % every == 0
+
+    def probe(self, step: int) -> None:
+        """Times them; the devices must be idle."""
+        assert self._probe is not None
+        self.phase("probe", step)
+        self._probe_s = self._probe.seconds()
+        self._recorder.event("probe_s", step=step, value=self._probe_s)
+
+    def incident(self, kind: str, *, step: int, text: str, **details: Any) -> None:
+        """Says and records something that went wrong, the same on all processes."""
+        self._recorder.event(kind, step=step)
+        self._progress.message(f"{kind.upper()}: step {step}: {text}")
+        if self._is_first:
+            record_incident(self._run.incidents_file, kind, step=step, text=text, **details)
+
+    def undone(self, records: Sequence[dict[str, Any]]) -> None:
+        """These steps are done again."""
+        self._goodput.lost_s += compute_s(records)
+
+    def snapshot(
+        self, *, step: int, record: dict[str, Any] | None = None, now: bool = False
+    ) -> None:
+        """Writes the goodput ledger, every two seconds or ``now``."""
+        if self._is_first:
+            gauges = {
+                name: float(record[name])
+                for name in ("loss", "gradient_norm", "step_s", "skipped")
+                if record and record.get(name) is not None
+            }
+            self._goodput.snapshot(self._recorder.seconds(), step=step, gauges=gauges, now=now)
+
+    def totals(self, *, step: int) -> dict[str, float]:
+        """Seconds by cause over all sessions, up to now."""
+        self.snapshot(step=step, now=True)
+        return sum_causes(read_sessions(self._run.goodput_file))
+
+
+def compute_s(records: Sequence[dict[str, Any]]) -> float:
+    """Seconds of the steps of these records."""
+    return sum(record.get("step_s") or 0.0 for record in records)
+
+
+@final
+class _Probe:
+    """A matmul on each local device, a few milliseconds long: what a device alone can do."""
+
+    def __init__(self) -> None:
+        size = 256 if jax.default_backend() == "cpu" else 4096
+        self._inputs = [
+            jax.device_put(jnp.full((size, size), 1.0 / size), device)
+            for device in jax.local_devices()
+        ]
+        self._work = jax.jit(lambda x: x @ x @ x @ x)
+        self.seconds()  # compiles
+
+    def seconds(self) -> float:
+        jax.block_until_ready(self._inputs)
+        began = time.perf_counter()
+        jax.block_until_ready([self._work(x) for x in self._inputs])
+        return time.perf_counter() - began
+
+
+def attempt(environment: Any = os.environ) -> int:
+    """Which start of its job this is, from 0, as its launcher says."""
+    text = environment.get("JAXINFRA_ATTEMPT", "0")
+    return int(text) if text.isdecimal() else 0
