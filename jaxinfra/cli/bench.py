@@ -17,6 +17,8 @@ from jaxinfra.core.errors import ConfigError, nearest
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
     "attention": "flash attention forward and backward, beside cuDNN",
+    "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
+    "context_parallel": "attention over a sharded sequence, beside one device's kernel",
     "flags": "XLA options on a training step, each beside a control without",
 }
 
