@@ -50,11 +50,11 @@ def relative(got, want):
 
 def times_of(f, *args, iterations=8):
     """Median kernel time of each kernel of one call, in ms."""
-    _, runs = profiler.measure(jax.jit(f), iterations=iterations, aggregate=False)(*args)
+    _, runs = profiler.measure(f, iterations=iterations, aggregate=False)(*args)
     assert runs is not None
     names = [name for name, _ in runs[0]]
     return {
-        f"{i}:{name[:24]}": statistics.median(run[i][1] for run in runs)
+        f"{i}:{name[:80]}": statistics.median(run[i][1] for run in runs)
         for i, name in enumerate(names)
     }
 

@@ -28,6 +28,7 @@ from .hopper_geometry import (
     Geometry,
     TileRange,
     geometry_of,
+    key_tile_of,
     pad_rows,
     query_tiles,
     swizzle_bytes,
@@ -103,7 +104,7 @@ def backward(
         mesh=plgpu.Mesh(
             grid=(kernel.num_k_tiles * g.B * g.K,),
             grid_names=("tile",),
-            num_threads=NUM_WARPGROUPS + 1,
+            num_threads=NUM_WARPGROUPS + (2 if config.dq_warpgroup else 1),
             thread_name="wg",
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -142,6 +143,8 @@ class _Backward:
     @property
     def dq_shape(self) -> tuple[int, int]:
         """A warpgroup's part of a tile's dQ: half the columns of 64 rows, or 64 of 128 rows."""
+        if self.c.dq_warpgroup:
+            return (64, 64 if self.g.H % 64 == 0 else self.g.H)
         return (64, self.g.H // NUM_WARPGROUPS) if self.c.block_q == 64 else (64, self.g.H)
 
     def scratch(self) -> dict:
@@ -158,13 +161,17 @@ class _Backward:
             "delta": plgpu.SMEM(rows, jnp.float32),
             "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
             "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
-            "ds": plgpu.SMEM((2, KEYS, c.block_q), self.dtype, transforms=tile),
+            "ds": plgpu.SMEM((c.num_ds, KEYS, c.block_q), self.dtype, transforms=tile),
             "kv_full": plgpu.Barrier(num_arrivals=with_ids),
             "q_full": ring(num_arrivals=with_ids),
             "do_full": ring(num_arrivals=2),
             "q_empty": ring(num_arrivals=NUM_WARPGROUPS),
             "do_empty": ring(num_arrivals=NUM_WARPGROUPS),
-            "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
+            "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS, num_barriers=c.num_ds),
+            "ds_empty": plgpu.Barrier(
+                num_arrivals=1 if c.dq_warpgroup else NUM_WARPGROUPS, num_barriers=c.num_ds
+            ),
+            "done": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
         }
         f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
         shape = (NUM_WARPGROUPS, *self.dq_shape)
@@ -180,20 +187,19 @@ class _Backward:
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g, c = self.g, self.c
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        # Under a causal mask the first keys are seen by the most queries: longest first.
-        head, k_tile = lax.rem(tile, g.B * g.K), lax.div(tile, g.B * g.K)
-        b, kv_head = lax.div(head, g.K), lax.rem(head, g.K)
-        k0 = k_tile * KEYS
-        queries = query_tiles(self.spec, g, k0, KEYS, c.block_q)
+        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles, c.wave_heads)
+        queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, c.block_q)
         if self.segmented:
             queries = queries.meet(gmem.ranges, b, k_tile)
         queries = queries.ordered(at_least_one=False)
+
+        registers = self.c.registers(g.H)
 
         # Written out per warpgroup: addresses that depend on it are constants, and the loop has the
         # registers for the rest.
         @pl.when(wg < NUM_WARPGROUPS)
         def _():
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(registers.compute, action="increase")
             for w in range(NUM_WARPGROUPS):
 
                 @pl.when(wg == w)
@@ -202,13 +208,28 @@ class _Backward:
 
         @pl.when(wg == NUM_WARPGROUPS)
         def _():
-            plgpu.set_max_registers(24, action="decrease")
-            self.load(gmem, smem, b, kv_head, k0, queries)
+            plgpu.set_max_registers(registers.load, action="decrease")
+            self.load(gmem, smem, b, kv_head, k_tile, queries)
 
-    def load(self, gmem, smem, b, kv_head, k0, queries: TileRange) -> None:
+        if c.dq_warpgroup:
+
+            @pl.when(wg == NUM_WARPGROUPS + 1)
+            def _():
+                plgpu.set_max_registers(registers.dq, action="decrease")
+                self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
+
+    def visited(self, queries: TileRange, j, k_tile):
+        """The query tile of step j: blocks of the same head start a little apart."""
+        if not self.c.stagger:
+            return j
+        count = queries.hi - queries.lo
+        i = j + lax.rem(lax.rem(k_tile, 16) * self.c.stagger, jnp.maximum(count, 1))
+        return jnp.where(i >= queries.hi, i - count, i)
+
+    def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
         """Keys and values once, then the queries of each head of the group into the ring."""
         g, c = self.g, self.c
-        keys = pl.ds(k0, KEYS)
+        keys = pl.ds(k_tile * KEYS, KEYS)
         plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_full)
         plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_full)
         if self.segmented:
@@ -219,7 +240,7 @@ class _Backward:
         def step(it, _):
             # One query tile more than there are: its scores are computed and dropped.
             head = jnp.minimum(lax.div(it, jnp.maximum(per_head, 1)), g.group - 1)
-            i = queries.lo + lax.rem(it, jnp.maximum(per_head, 1))
+            i = self.visited(queries, queries.lo + lax.rem(it, jnp.maximum(per_head, 1)), k_tile)
             n, slot = kv_head * g.group + head, lax.rem(it, c.num_stages)
             rows = pl.ds(i * c.block_q, c.block_q)
             full = smem.q_full.at[slot]
@@ -254,9 +275,10 @@ class _Backward:
             plgpu.ACC((64, g.H), jnp.float32),
             plgpu.ACC((64, g.Hv), jnp.float32),
         )
-        # Both warpgroups have read all of K for their parts of dQ: its space is free.
-        plgpu.barrier_arrive(smem.ds_ready)
-        plgpu.barrier_wait(smem.ds_ready)
+        if not self.c.dq_warpgroup:
+            # Both warpgroups have read all of K for their parts of dQ: its space is free.
+            plgpu.barrier_arrive(smem.done)
+            plgpu.barrier_wait(smem.done)
         smem.k[mine, :] = (dk * self.spec.scale).astype(self.dtype)
         smem.v[mine, :] = dv.astype(self.dtype)
         plgpu.commit_smem()
@@ -273,80 +295,177 @@ class _Backward:
         mine = pl.ds(wg * 64, 64)
         my_k, my_v = smem.k.at[mine], smem.v.at[mine]
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
+        in_registers = c.register_k and not self.interpretable
+        k_registers = plgpu.load(my_k, layout=WGMMA) if in_registers else None
         per_head = queries.hi - queries.lo
 
         def issue_scores(s_acc, slot):
-            plgpu.wgmma(s_acc, my_k, smem.q.at[slot].transpose((1, 0)))
+            left = my_k if k_registers is None else k_registers
+            plgpu.wgmma(s_acc, left, smem.q.at[slot].transpose((1, 0)))
 
         def first_scores(s_acc):
             issue_scores(s_acc, 0)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(i, s, head):
-            it = head * per_head + i - queries.lo
+        def step(j, carry, head):
+            s, *previous = carry
+            it = head * per_head + j - queries.lo
+            i = self.visited(queries, j, k_tile)
             slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
-            ds_smem = smem.ds.at[lax.rem(it, 2)]
+            ds_slot = lax.rem(it, c.num_ds)
+            ds_smem = smem.ds.at[ds_slot]
             q_smem, do_smem = smem.q.at[slot], smem.do.at[slot]
+            n = kv_head * g.group + head
             # Waits come before the accumulator exists: its zeros then cost no instruction.
             plgpu.barrier_wait(smem.do_full.at[slot])
 
-            def probabilities(dp_acc):
+            def key_gradients(dp_acc, s_acc):
+                """dV and dK of this tile; their products are on their way at the end."""
                 plgpu.wgmma(dp_acc, my_v, do_smem.transpose((1, 0)))
+                if s_acc is not None:
+                    issue_scores(s_acc, next_slot)
                 p, slope = self.probabilities(smem, wg, slot, s, i, k_tile, kv_ids, queries)
-                return p, slope, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-
-            p, slope, dp = pl.run_scoped(probabilities, plgpu.ACC((64, c.block_q), jnp.float32))
-            if self.interpretable:
-                smem.p[mine, :] = p.astype(self.dtype)
-                plgpu.commit_smem()
-                plgpu.wgmma(dv_acc, smem.p.at[mine], do_smem)
-            else:
-                plgpu.wgmma(dv_acc, p.astype(self.dtype), do_smem)
-            delta = plgpu.load(smem.delta.at[slot], layout=COL)
-            ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
-            ds = ds if slope is None else ds * slope
-            ds_smem[mine, :] = ds.astype(self.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.ds_ready)
-            plgpu.wgmma(dk_acc, ds_smem.at[mine], q_smem)
-            plgpu.barrier_wait(smem.ds_ready)
-            plgpu.barrier_wait(smem.q_full.at[next_slot])
-
-            def query_gradient(dq_acc):
-                if self.c.block_q == 64:
-                    columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
-                    plgpu.wgmma(dq_acc, ds_smem.transpose((1, 0)), smem.k.at[:, columns])
+                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if s_acc is None else 1)
+                if self.interpretable:
+                    smem.p[mine, :] = p.astype(self.dtype)
+                    plgpu.commit_smem()
+                    plgpu.wgmma(dv_acc, smem.p.at[mine], do_smem)
                 else:
-                    plgpu.wgmma(dq_acc, ds_smem.at[:, mine].transpose((1, 0)), smem.k)
-                return pl.run_scoped(
-                    functools.partial(next_scores, dq_acc),
-                    plgpu.ACC((64, c.block_q), jnp.float32),
-                )
+                    plgpu.wgmma(dv_acc, p.astype(self.dtype), do_smem)
+                delta = plgpu.load(smem.delta.at[slot], layout=COL)
+                ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
+                ds = (ds if slope is None else ds * slope).astype(self.dtype)
+                if c.late_dq or c.dq_warpgroup:
+                    plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
+                ds_smem[mine, :] = ds
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(smem.ds_ready.at[ds_slot])
+                in_registers = c.register_ds and not self.interpretable
+                plgpu.wgmma(dk_acc, ds if in_registers else ds_smem.at[mine], q_smem)
+
+            def free_queries():
+                plgpu.barrier_arrive(smem.q_empty.at[slot])
+                plgpu.barrier_arrive(smem.do_empty.at[slot])
+
+            s_shape = plgpu.ACC((64, c.block_q), jnp.float32)
+            if c.early_scores:
+                plgpu.barrier_wait(smem.q_full.at[next_slot])
+
+                def whole_step(dp_acc, s_acc):
+                    key_gradients(dp_acc, s_acc)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                    free_queries()
+                    return s
+
+                return (pl.run_scoped(whole_step, s_shape, s_shape),)
+            pl.run_scoped(functools.partial(key_gradients, s_acc=None), s_shape)
+            if c.dq_warpgroup:
+                plgpu.barrier_wait(smem.q_full.at[next_slot])
+
+                def scores(s_acc):
+                    issue_scores(s_acc, next_slot)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                    free_queries()
+                    return s
+
+                return (pl.run_scoped(scores, s_shape),)
+            dq_slot, (dq_i, dq_n) = (1 - ds_slot, previous) if c.late_dq else (ds_slot, (i, n))
+            plgpu.barrier_wait(smem.ds_ready.at[dq_slot])
+            plgpu.barrier_wait(smem.q_full.at[next_slot])
 
             def next_scores(dq_acc, s_acc):
                 issue_scores(s_acc, next_slot)
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                plgpu.barrier_arrive(smem.q_empty.at[slot])
-                plgpu.barrier_arrive(smem.do_empty.at[slot])
-                n = kv_head * g.group + head
-                self.add_to_dq(gmem, smem, wg, dq, b, n, i, k_tile)
+                free_queries()
+                if c.late_dq:
+                    plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
+                self.add_to_dq(gmem, smem, wg, dq, b, dq_i, dq_n, k_tile)
                 return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-            return pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
+            def query_gradient(dq_acc):
+                self.issue_dq(smem, wg, dq_acc, dq_slot)
+                return pl.run_scoped(functools.partial(next_scores, dq_acc), s_shape)
 
-        def one_head(head, s):
-            return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), s)
+            s = pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
+            return (s, i, n) if c.late_dq else (s,)
 
+        def one_head(head, carry):
+            return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), carry)
+
+        def last_dq(dq_acc):
+            self.issue_dq(smem, wg, dq_acc, last_ds)
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        if c.late_dq:
+            # The first tile adds the dQ of a tile before it, which is zero.
+            zeros = plgpu.layout_cast(jnp.zeros((64, c.block_q), self.dtype), WGMMA)
+            smem.ds[1, mine, :] = zeros
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.ds_ready.at[1])
+            plgpu.barrier_arrive(smem.ds_empty.at[0])
         plgpu.barrier_wait(smem.q_full.at[0])
         s = pl.run_scoped(first_scores, plgpu.ACC((64, c.block_q), jnp.float32))
-        lax.fori_loop(0, g.group, one_head, s)
+        first = (s, queries.lo, kv_head * g.group) if c.late_dq else (s,)
+        last = lax.fori_loop(0, g.group, one_head, first)
         # The tile loaded once too often.
-        last = lax.rem(per_head * g.group, c.num_stages)
-        plgpu.barrier_arrive(smem.q_empty.at[last])
+        count = per_head * g.group
+        plgpu.barrier_arrive(smem.q_empty.at[lax.rem(count, c.num_stages)])
+        if c.late_dq:
+            last_ds = lax.rem(count + 1, 2)
+            plgpu.barrier_wait(smem.ds_ready.at[last_ds])
+            dq = pl.run_scoped(last_dq, plgpu.ACC(self.dq_shape, jnp.float32))
+            self.add_to_dq(gmem, smem, wg, dq, b, last[1], last[2], k_tile)
+            plgpu.barrier_wait(smem.ds_empty.at[1 - last_ds])
+        if c.dq_warpgroup:
+            for slot in range(c.num_ds):
+                plgpu.barrier_wait(smem.ds_empty.at[slot])
         return (
             plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
+
+    def query_gradients(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
+        """dQ of each tile from the dS of both warpgroups, for a warpgroup that does only this."""
+        g, c = self.g, self.c
+        per_head, (rows, width) = queries.hi - queries.lo, self.dq_shape
+        chunks = g.H // width
+        for slot in range(c.num_ds):
+            plgpu.barrier_arrive(smem.ds_empty.at[slot])
+        plgpu.barrier_wait(smem.kv_full)
+
+        def step(j, _, head):
+            it = head * per_head + j - queries.lo
+            slot = lax.rem(it, c.num_ds)
+            ds = smem.ds.at[slot].transpose((1, 0))
+            plgpu.barrier_wait(smem.ds_ready.at[slot])
+            for chunk in range(chunks):
+                columns = pl.ds(chunk * width, width)
+
+                def product(acc, columns=columns):
+                    plgpu.wgmma(acc, ds, smem.k.at[:, columns])
+                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+                dq = pl.run_scoped(product, plgpu.ACC((rows, width), jnp.float32))
+                if chunk == chunks - 1:
+                    plgpu.barrier_arrive(smem.ds_empty.at[slot])
+                buffer = lax.rem(it, 2) if chunks % 2 else chunk % 2
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                smem.dq[buffer] = dq
+                plgpu.commit_smem()
+                i = self.visited(queries, j, k_tile)
+                index = (b, pl.ds(i * rows, rows), kv_head * g.group + head, columns)
+                if self.interpretable:
+                    plgpu.copy_smem_to_gmem(smem.dq.at[buffer], gmem.dq.at[k_tile, *index])
+                else:
+                    plgpu.copy_smem_to_gmem(
+                        smem.dq.at[buffer], gmem.dq.at[index], reduction_op="add"
+                    )
+
+        def one_head(head, _):
+            lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), None)
+
+        lax.fori_loop(0, g.group, one_head, None)
+        plgpu.wait_smem_to_gmem(0)
 
     def probabilities(self, smem, wg: int, slot, s, i, k_tile, kv_ids, queries):
         """P transposed, from scores; and the soft cap's derivative, None without one."""
@@ -383,7 +502,16 @@ class _Backward:
             num_rows=self.g.S - key0 if self.ragged else None,
         )
 
-    def add_to_dq(self, gmem, smem, wg: int, dq, b, n, i, k_tile) -> None:
+    def issue_dq(self, smem, wg: int, dq_acc, slot) -> None:
+        """Starts this warpgroup's part of dQ, from the dS of both."""
+        ds = smem.ds.at[slot]
+        if self.c.block_q == 64:
+            columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
+            plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
+        else:
+            plgpu.wgmma(dq_acc, ds.at[:, pl.ds(wg * 64, 64)].transpose((1, 0)), smem.k)
+
+    def add_to_dq(self, gmem, smem, wg: int, dq, b, i, n, k_tile) -> None:
         """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem.dq[wg] = dq

@@ -23,6 +23,7 @@ from .hopper_geometry import (
     Geometry,
     TileRange,
     geometry_of,
+    key_tile_of,
     pad_rows,
     query_tiles,
     swizzle_bytes,
@@ -52,14 +53,16 @@ def backward(
     d_lse: jax.Array | None,
     *,
     spec: AttentionSpec,
+    wave_heads: int = 8,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ``hopper_backward.backward``, for equal widths of 192 or 256 and no soft cap."""
     g = geometry_of(q, k, v)
     ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=QUERIES, kv_tile=KEYS)
     kernel = _Backward(
-        g=g, spec=spec, dtype=q.dtype, segmented=ids is not None, interpretable=interpretable
-    )
+        g=g, spec=spec, dtype=q.dtype, wave_heads=wave_heads, segmented=ids is not None,
+        interpretable=interpretable,
+    )  # fmt: skip
     statistics = row_statistics(out, lse, d_out, d_lse, -(-g.T // QUERIES) * QUERIES)
     dtype = q.dtype
     q, k, v, d_out = (pad_rows(x) for x in (q, k, v, d_out))
@@ -106,6 +109,7 @@ class _Backward:
     g: Geometry
     spec: AttentionSpec
     dtype: jnp.dtype
+    wave_heads: int
     segmented: bool
     interpretable: bool
 
@@ -153,16 +157,15 @@ class _Backward:
             "done": plgpu.Barrier(num_arrivals=2),
         }
         if self.segmented:
-            buffers["q_ids"] = plgpu.SMEM((NUM_STAGES, QUERIES), jnp.int32)
-            buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
+            # Of the queries in each stage, and last of the keys: two buffers would not fit.
+            buffers["ids"] = plgpu.SMEM((NUM_STAGES + 1, QUERIES), jnp.int32)
         return buffers
 
     def run(self, gmem, smem) -> None:
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g = self.g
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        head, k_tile = lax.rem(tile, g.B * g.K), lax.div(tile, g.B * g.K)
-        b, kv_head = lax.div(head, g.K), lax.rem(head, g.K)
+        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles, self.wave_heads)
         queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, QUERIES)
         if self.segmented:
             queries = queries.meet(gmem.ranges, b, k_tile)
@@ -189,7 +192,7 @@ class _Backward:
         plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.kv.at[0], smem.kv_full)
         plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.kv.at[1], smem.kv_full)
         if self.segmented:
-            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.ids.at[NUM_STAGES], smem.kv_full)
         per_head = jnp.maximum(queries.hi - queries.lo, 1)
 
         def step(it, _):
@@ -203,7 +206,7 @@ class _Backward:
                 plgpu.copy_gmem_to_smem(matrix.at[b, rows, n], smem.qdo.at[kind, slot], full)
                 plgpu.copy_gmem_to_smem(row.at[b, n, rows], smem.rows.at[kind, slot], full)
             if self.segmented:
-                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[slot], full)
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.ids.at[slot], full)
 
         lax.fori_loop(0, (queries.hi - queries.lo) * g.group + 1, step, None)
         for i in range(NUM_STAGES):
@@ -305,8 +308,8 @@ class _Backward:
     def mask(self, smem, slot, i, k_tile, p):
         """0 where the query of a column does not see the key of a row."""
         if self.segmented:
-            q_ids = plgpu.load(smem.q_ids.at[slot], layout=COL)
-            kv_ids = plgpu.load(smem.kv_ids, layout=ROW)
+            q_ids = plgpu.load(smem.ids.at[slot], layout=COL)
+            kv_ids = plgpu.load(smem.ids.at[NUM_STAGES], layout=ROW)
             q_ids = lax.broadcast_in_dim(q_ids, p.shape, [1])
             p = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, p.shape, [0]), p, 0.0)
         # Column minus row is query minus key here.

@@ -38,18 +38,42 @@ class ForwardConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Registers:
+    """Registers of a thread, by the role of its warpgroup."""
+
+    compute: int
+    load: int
+    dq: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardConfig:
     """Tiles of the fused backward: 128 keys against ``block_q`` (64 or 128) queries at a time."""
 
     block_q: int = 64
     num_stages: int = 2
+    wave_heads: int = 8  # key/value heads whose key tiles run side by side
+    stagger: int = 0  # query tiles between the first steps of neighbouring key tiles
+    late_dq: bool = False  # dQ of the tile before, so that warpgroups need not meet on this one
+    register_ds: bool = False  # dK takes dS from registers
+    register_k: bool = False  # the scores take K from registers
+    dq_warpgroup: bool = False  # a third warpgroup computes dQ
+    early_scores: bool = False  # the next scores beside dO V', with a warpgroup for dQ
+    num_ds: int = 2  # dS tiles in shared memory
+
+    def registers(self, head_dim: int) -> "Registers":
+        """Registers a thread of each role; all that a multiprocessor has."""
+        if not self.dq_warpgroup:
+            return Registers(compute=240, load=24, dq=0)
+        return Registers(compute=208, load=24, dq=72)
 
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of one block, 16-bit operands."""
         keys, width = 128, head_dim + value_dim
-        operands = (keys + self.num_stages * self.block_q) * width + 2 * keys * self.block_q
+        operands = (keys + self.num_stages * self.block_q) * width
+        operands += self.num_ds * keys * self.block_q
         row_bytes = 4 * 3 * self.num_stages  # logsumexp, delta, id
-        dq = 4 * self.block_q * head_dim
+        dq = 4 * self.block_q * (128 if self.dq_warpgroup else head_dim)
         return 2 * operands + row_bytes * self.block_q + dq + 4 * keys + BARRIER_BYTES
 
 

@@ -131,6 +131,22 @@ def _ceil(x: jax.Array, tile: int) -> jax.Array:
     return _floor(x + (tile - 1), tile)
 
 
+def key_tile_of(
+    tile: jax.Array, g: Geometry, num_k_tiles: int, wave_heads: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Batch entry, key/value head and key tile of block ``tile`` of a backward.
+
+    Blocks of the same head in flight read the same queries and add to the same dQ at about the
+    same time, which L2 then serves: so heads go in waves, not all of them side by side. Within a
+    wave the first keys come first, which under a causal mask are seen by the most queries.
+    """
+    heads = g.B * g.K
+    wave = max(n for n in range(1, min(heads, wave_heads) + 1) if heads % n == 0)
+    first, inside = lax.div(tile, wave * num_k_tiles), lax.rem(tile, wave * num_k_tiles)
+    head = first * wave + lax.rem(inside, wave)
+    return lax.div(head, g.K), lax.rem(head, g.K), lax.div(inside, wave)
+
+
 def heads_per_wave(heads: int, group: int, kv_head_bytes: int) -> int:
     """How many query heads run side by side: whole groups whose keys and values fit in L2."""
     wanted = group * max(1, L2_BYTES // kv_head_bytes)

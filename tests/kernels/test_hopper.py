@@ -20,9 +20,11 @@ from pallas_kernels.flash_attention import (
     hopper_backward_split,
     hopper_backward_wide,
     hopper_forward,
+    hopper_geometry,
     hopper_segments,
 )
 from pallas_kernels.flash_attention.hopper_config import BackwardConfig, ForwardConfig
+from pallas_kernels.flash_attention.hopper_geometry import Geometry
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from tests.kernels import attention_oracle
 
@@ -157,6 +159,11 @@ def gradients_of(case, form, interpretable):
 
 
 BY_KEYS = (hopper_backward.backward, {"config": BackwardConfig()})
+LATE = (hopper_backward.backward, {"config": BackwardConfig(late_dq=True, stagger=1)})
+DQ_WARPGROUP = (
+    hopper_backward.backward,
+    {"config": BackwardConfig(dq_warpgroup=True, early_scores=True, num_stages=3)},
+)
 BY_COLUMNS = (hopper_backward_wide.backward, {})
 DQ_ONLY = (hopper_backward_split.query_gradient, {})
 
@@ -169,6 +176,26 @@ def test_backward_is_the_oracle(case, form):
     got, want = gradients_of(case, form, interpretable=True)
     for name, gradient in zip(("dq", "dk", "dv"), got, strict=False):
         assert relative(gradient, want[name]) < BF16_ERROR, name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("case", [QUICK[1], *THOROUGH[1:5]], ids=str)
+@pytest.mark.parametrize("form", [LATE, DQ_WARPGROUP], ids=["late dq", "warpgroup for dq"])
+def test_other_forms_of_the_backward_are_the_oracle(case, form):
+    got, want = gradients_of(case, form, interpretable=True)
+    for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
+        assert relative(gradient, want[name]) < BF16_ERROR, name
+
+
+@pytest.mark.parametrize(("B", "K", "wave"), [(4, 32, 8), (1, 12, 8), (3, 7, 8), (1, 1, 4)])
+def test_backward_blocks_visit_every_key_tile_once(B, K, wave):
+    g = Geometry(B=B, T=8, S=8, N=K, K=K, H=64, Hv=64)
+    num_tiles = 5
+    tiles = jnp.arange(B * K * num_tiles)
+    b, head, tile = hopper_geometry.key_tile_of(tiles, g, num_tiles, wave)
+    assert len(set(zip(b.tolist(), head.tolist(), tile.tolist(), strict=True))) == len(tiles)
+    assert (max(b), max(head), max(tile)) == (B - 1, K - 1, num_tiles - 1)
 
 
 @pytest.mark.slow
@@ -227,6 +254,22 @@ def test_backward_lowers(widths, kind, deterministic):
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
     f = functools.partial(hopper.backward, spec=spec, deterministic=deterministic)
     lowers(f, q, k, v, AttentionMasks(), out, lse, out, lse)
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_backward_of_packed_documents_fits_shared_memory(widths):
+    q, k, v, out = operands(*widths)
+    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    ids = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32)
+    spec = AttentionSpec(scale=widths[0] ** -0.5, right=0)
+
+    def f(q, k, v, out, lse, d_out, ids):
+        masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
+        return hopper.backward(
+            q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=False
+        )
+
+    lowers(f, q, k, v, out, lse, out, ids)
 
 
 @pytest.mark.parametrize(

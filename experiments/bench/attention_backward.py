@@ -1,0 +1,234 @@
+"""Times forms of the Hopper attention backward on a GPU: each kernel of a call, beside cuDNN's.
+
+python -m experiments.bench.attention_backward --out backward.json
+
+One process a case, so that they compile side by side and one that hangs ends alone; a lock lets
+one at a time use the GPU. Each form's gradients are compared with fp32 arithmetic at a small shape,
+beside those of the plain bf16 implementation, and with cuDNN's at the timed one.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import faulthandler
+import fcntl
+import functools
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+
+from experiments.bench import attention
+from experiments.bench.attention import NO_MASKS, Case
+from experiments.bench.attention_tune import times_of
+from pallas_kernels.flash_attention import hopper, hopper_backward, hopper_backward_wide
+from pallas_kernels.flash_attention.hopper_config import BackwardConfig
+
+ONE_TIMING_S = 20  # longer than what is compiled meanwhile takes, so a sure hang
+EVERY_HEAD = 2**20
+DQ_WARPGROUP = {"dq_warpgroup": True, "early_scores": True, "num_stages": 3}
+FORMS: dict[int, dict[str, dict]] = {
+    64: {
+        "all heads side by side": {"wave_heads": EVERY_HEAD},
+        "waves of 8": {"wave_heads": 8},
+        "waves of 4": {"wave_heads": 4},
+        "8, stagger": {"stagger": 2},
+        "8, dS in registers": {"register_ds": True},
+        "8, late dQ, dS in registers": {"late_dq": True, "register_ds": True},
+        "8, warpgroup for dQ": {**DQ_WARPGROUP, "register_ds": True, "register_k": True},
+        "4, warpgroup for dQ": {
+            **DQ_WARPGROUP,
+            "register_ds": True,
+            "register_k": True,
+            "wave_heads": 4,
+        },
+        "8, warpgroup for dQ, K from shared memory": {**DQ_WARPGROUP, "register_ds": True},
+    },
+    128: {
+        "all heads side by side": {"wave_heads": EVERY_HEAD},
+        "waves of 16": {"wave_heads": 16},
+        "waves of 8": {"wave_heads": 8},
+        "waves of 4": {"wave_heads": 4},
+        "8, stagger": {"stagger": 2},
+        "8, late dQ": {"late_dq": True},
+    },
+    256: {
+        "all heads side by side": {"wave_heads": EVERY_HEAD},
+        "waves of 16": {"wave_heads": 16},
+        "waves of 8": {"wave_heads": 8},
+        "waves of 4": {"wave_heads": 4},
+    },
+}
+SHAPES = ((4, 4096, 1, False), (4, 4096, 1, True), (8, 2048, 1, True), (4, 4096, 4, True))
+
+
+def cases(H: int) -> list[Case]:
+    """What is timed: mostly as many heads as blocks, where order matters most."""
+    N = attention.HEADS[H]
+    return [
+        Case(B=B, T=T, N=N, K=N // group, H=H, Hv=H, causal=causal)
+        for B, T, group, causal in SHAPES
+    ]
+
+
+def backward(case: Case, form: dict):
+    """The backward of one form: q, k, v, out, lse, d_out to the gradients."""
+    if case.H > hopper.WIDEST_BY_KEYS:
+        f = functools.partial(hopper_backward_wide.backward, **form)
+    else:
+        config = BackwardConfig(**form)
+        f = functools.partial(hopper_backward.backward, config=config)
+
+    def run(q, k, v, out, lse, d_out):
+        return f(q, k, v, NO_MASKS, out, lse, d_out, None, spec=case.spec)
+
+    return run
+
+
+def forward(case: Case):
+    """q, k, v to out and lse."""
+    return lambda q, k, v: hopper.forward(q, k, v, NO_MASKS, spec=case.spec)
+
+
+def compiled(f, *args):
+    """Ahead of time."""
+    return jax.jit(f).lower(*args).compile()
+
+
+def errors(got, want) -> list[float]:
+    """Relative errors of each array."""
+    return [round(attention.relative(g, w), 5) for g, w in zip(got, want, strict=True)]
+
+
+@contextlib.contextmanager
+def alone(lock: pathlib.Path):
+    """The GPU to itself, and an end to this process if that lasts too long."""
+    with lock.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        faulthandler.dump_traceback_later(ONE_TIMING_S, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def check(H: int, lock: pathlib.Path, emit) -> None:
+    """Each distinct kernel against fp32, beside twice the plain bf16 implementation's error."""
+    for causal in (False, True):
+        case = Case(B=2, T=1000, N=4, K=2, H=H, Hv=H, causal=causal)
+        with alone(lock):
+            q, k, v, d_out = case.arrays()
+            exact = [x.astype(jnp.float32) for x in (q, k, v, d_out)]
+            plain = functools.partial(attention.plain, spec=case.spec)
+            both = jax.jit(functools.partial(attention.both_by_vjp, plain))
+            want, rough = both(*exact)[1], both(q, k, v, d_out)[1]
+            operands = (q, k, v, *jax.jit(forward(case))(q, k, v), d_out)
+        for name, form in FORMS[H].items():
+            if name != "waves of 8" and set(form) == {"wave_heads"}:
+                continue
+            f = compiled(backward(case, form), *operands)
+            with alone(lock):
+                got = f(*operands)
+                emit(check=case.name, form=name, errors=errors(got, want),
+                     limits=[2 * e for e in errors(rough, want)])  # fmt: skip
+
+
+def measure(case: Case, lock: pathlib.Path, emit) -> None:
+    """Compiles everything, then times it."""
+    jobs = {}
+    forms = FORMS[case.H]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        q, k, v, d_out = jax.eval_shape(case.arrays)
+        lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+        library = functools.partial(
+            attention.both_by_vjp, functools.partial(attention.cudnn, spec=case.spec)
+        )
+        jobs["cudnn"] = pool.submit(compiled, library, q, k, v, d_out)
+        jobs["forward"] = pool.submit(compiled, forward(case), q, k, v)
+        for name, form in forms.items():
+            jobs[name] = pool.submit(compiled, backward(case, form), q, k, v, d_out, lse, d_out)
+    print(f"{case.name} compiled at {time.monotonic() - START:.0f} s", flush=True)
+    with alone(lock):
+        q, k, v, d_out = case.arrays()
+        library = jobs["cudnn"].result()
+        operands = (q, k, v, *jobs["forward"].result()(q, k, v), d_out)
+        want = library(q, k, v, d_out)[1]
+        parts = times_of(library, q, k, v, d_out)
+        bare = {name: ms for name, ms in parts.items() if "fprop" not in name}
+        emit(case=case.name, form="cudnn", ms=sum(bare.values()), parts=parts)
+    for name in forms:
+        if error := jobs[name].exception():
+            emit(case=case.name, form=name, refused=repr(error)[:300])
+            continue
+        f = jobs[name].result()
+        with alone(lock):
+            off = errors(f(*operands), want)
+            parts = times_of(f, *operands)
+            tflops = 2.5 * case.flop / sum(parts.values()) / 1e9
+            emit(case=case.name, form=name, ms=sum(parts.values()), tflops=tflops,
+                 off_cudnn=off, parts=parts)  # fmt: skip
+
+
+START = time.monotonic()
+
+
+def one_process(H: int, part: int, out: pathlib.Path, lock: pathlib.Path) -> None:
+    """A process's work; every row is on disk before the next is measured."""
+    rows = []
+
+    def emit(**row):
+        rows.append(row)
+        out.write_text(json.dumps(rows))
+        short = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
+        print(short, flush=True)
+
+    if part < len(SHAPES):
+        measure(cases(H)[part], lock, emit)
+    else:
+        check(H, lock, emit)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dims", type=int, nargs="*", default=[128, 256, 64])
+    parser.add_argument("--limit_s", type=float, default=85)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=pathlib.Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part is not None:
+        one_process(args.dims[0], args.part, args.out, args.lock)
+        return
+    folder = pathlib.Path(tempfile.mkdtemp())
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-m", "experiments.bench.attention_backward"]
+    children = {}
+    for H, part in itertools.product(args.dims, range(len(SHAPES) + 1)):
+        path = folder / f"{H}-{part}.json"
+        flags = {"dims": H, "part": part, "out": path, "lock": folder / "lock"}
+        words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        children[path] = subprocess.Popen([*command, *words], env=env)
+    rows = []
+    for path, child in children.items():
+        try:
+            code = child.wait(max(0.1, args.limit_s - (time.monotonic() - START)))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = "out of time"
+        if code:
+            print(f"{path.name}: {code}", flush=True)
+        rows += json.loads(path.read_text()) if path.exists() else []
+    result = {"command": " ".join([*command[1:], *sys.argv[1:]]), "clock": attention.clock_mhz()}
+    if args.out:
+        args.out.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
