@@ -1,6 +1,8 @@
 """The command line: parse, call one function, print. Errors are one line and a non-zero exit.
 
-Exit codes: 0 done; 1 an error, said in one line; 2 wrong usage; 75 asked to stop, saved, resumable.
+Exit codes: 0 done; 1 an error, said in one line; 2 wrong usage; 74 another process of the job is
+gone or stuck, a restart may help; 75 asked to stop, saved, resumable; 128 + n (of ``launch``) a
+process was ended by signal n.
 """
 
 import argparse
@@ -8,6 +10,7 @@ import errno
 import importlib
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn, override
 
@@ -18,6 +21,10 @@ COMMANDS = {
     "generate": "sample from a run",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
+    "plan": "what fits, which mesh, how fast, and how sure",
+    "launch": "start several processes of one job, and start them again when one fails",
+    "gym": "inject faults into small runs, and judge what was lost",
+    "doctor": "what is wrong with a run's checkpoints, and what to do",
     "bench": "ours beside the alternatives, in one process",
 }
 """Name to help; the module of the same name in this package is imported when it is called."""
@@ -63,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except JaxinfraError as error:
         # What it quotes of other libraries' errors may have line breaks.
         print(f"jaxinfra {name}: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return _leave(error.exit_code)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output went away; there is nobody to tell
     except OSError as error:
@@ -73,8 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxinfra {name}: {error.strerror}: {where}; {remedy}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"jaxinfra {name}: interrupted", file=sys.stderr)
-        return 130
-    return 1
+        return _leave(130)
+    except Exception:
+        traceback.print_exc()
+    return _leave(1)
+
+
+def _leave(code: int) -> int:
+    """Ends a process of a job without waiting for the others; returns where it is alone."""
+    connection = sys.modules.get("jaxinfra.launch.connect")
+    return code if connection is None else connection.leave(code, together=False)
 
 
 def _print_help() -> None:

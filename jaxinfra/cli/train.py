@@ -18,6 +18,8 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.launch.cluster import detect_cluster
+from jaxinfra.launch.connect import leave
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig
@@ -52,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("preset", nargs="?", help="a preset's name; tiny by default")
     parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
     parser.add_argument("--run", type=Path, metavar="DIR", help="new run directory (runs/PRESET-N)")
+    parser.add_argument(
+        "--continue",
+        action="store_true",
+        dest="continued",
+        help="with --run: continue the run there if there is one, for jobs that are restarted",
+    )
     parser.add_argument("--mesh", metavar="AXES", help="such as fsdp=4,tensor=2")
     for option, path in _SHORTHANDS.items():
         parser.add_argument(f"--{option.replace('_', '-')}", metavar="X", help=f"sets {path}")
@@ -75,13 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; prints the outcome, compressors' figures beside it, and a sample."""
-    resume = args.resume is not None
-    if resume and (args.preset or args.run):
+    if args.resume is not None and (args.preset or args.run):
         raise ConfigError(
             "--resume continues a run with its own config: give no preset and no --run"
         )
+    if args.continued and args.run is None:
+        raise ConfigError("--continue needs --run DIR: which run is to be continued or begun?")
+    resume = args.resume is not None or (
+        args.continued and RunDirectory(args.run).config_file.is_file()
+    )
     config = (
-        RunDirectory(args.resume).read_config() if resume else run_preset(args.preset or "tiny")
+        run_preset(args.preset or "tiny")
+        if args.resume is None
+        else RunDirectory(args.resume).read_config()
     )
     config = _with_options(config, args)
     profile = None if args.profile is None else parse_profile_range(args.profile)
@@ -89,7 +103,13 @@ def run(args: argparse.Namespace) -> int:
         table = parameter_table(make_job(config))
         print(f"{codec.to_json(config)}\n{table}")
         return 0
-    directory = args.resume or args.run or _new_directory(args.preset or "tiny")
+    cluster = detect_cluster(os.environ)
+    if cluster is not None and not (args.resume or args.run):
+        raise ConfigError(
+            f"{cluster.num_processes} processes ({cluster.source}) must share one run directory: "
+            "name it with --run"
+        )
+    directory = args.resume or args.run or new_directory(args.preset or "tiny")
     outcome = train(
         config,
         directory,
@@ -98,10 +118,13 @@ def run(args: argparse.Namespace) -> int:
         profile=profile,
     )
     if outcome.summary is None:
-        return RESUMABLE_EXIT
-    if not outcome.was_complete:
-        _report(directory, outcome.summary)
-    return 0
+        return leave(RESUMABLE_EXIT, together=outcome.together)
+    if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
+        _report(outcome.summary)
+        if cluster is None:
+            _sample(directory)
+        print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
+    return leave(0, together=outcome.together)
 
 
 def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
@@ -116,7 +139,8 @@ def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def _new_directory(preset: str) -> Path:
+def new_directory(preset: str) -> Path:
+    """The first of runs/PRESET-1, -2, ... that is not there."""
     number = 1
     while (path := Path("runs") / f"{preset}-{number}").exists():
         number += 1
@@ -128,7 +152,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
 
 
-def _report(directory: Path, summary: dict) -> None:
+def _report(summary: dict) -> None:
     bits = summary["heldout_bits_per_byte"]
     print(
         "\nheld-out text, bits per byte: this model "
@@ -136,6 +160,9 @@ def _report(directory: Path, summary: dict) -> None:
         f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
     )
+
+
+def _sample(directory: Path) -> None:
     sampling = SamplingConfig(temperature=0.8, top_p=0.95)
     print(f"\nsample after {_SAMPLE_PROMPT!r}:\n")
     pieces = generate_text(

@@ -130,8 +130,8 @@ class Guards:
         if again := self._hash.compare(table):
             raise PersistentFaultError(
                 f"step {doubt.seen_at}, done again from a good checkpoint: "
-                f"{self._describe(again)}, again: the fault is persistent; take that device's host out of the job, then "
-                "continue with --resume"
+                f"{self._describe(again)}, again: the fault is persistent; take that device's "
+                "host out of the job, then continue with --resume"
             )
         self._agreed_at = doubt.seen_at
         wrong = sorted({int(row) for row in np.nonzero((table != doubt.hashes).any(axis=1))[0]})

@@ -1,0 +1,132 @@
+"""Start several processes of one job on this node, and start them again when one fails.
+
+jaxinfra launch -n 4 -- train small --mesh fsdp=4 --run runs/small-1
+jaxinfra launch -n 8 --restarts 10 -- train --resume runs/small-1
+
+What follows -- is a jaxinfra command. A run that is started again continues from its newest good
+checkpoint. On a cluster, start one process a GPU with srun or mpirun instead (docs/multi-host.md),
+or one launch a node, which finds the other nodes as a single process would.
+
+The exit code is that of the rank that failed first, 128 + n where signal n ended it; 0 where all
+ended normally; 75 where the run was asked to stop and can be continued.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.launch.cluster import detect_cluster
+from jaxinfra.launch.ending import RESUMABLE
+from jaxinfra.launch.supervisor import Limits, Place, Supervisor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    defaults = Limits()
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-n", "--processes", type=int, required=True, help="on this node")
+    parser.add_argument("--restarts", type=int, default=defaults.max_restarts, metavar="N")
+    parser.add_argument("--backoff", type=float, default=defaults.backoff_s, metavar="SECONDS")
+    parser.add_argument("--grace", type=float, default=defaults.grace_s, metavar="SECONDS")
+    parser.add_argument("--port", type=int, help="of process 0 (default: a free one)")
+    parser.add_argument("--logs", type=Path, help="what the processes print (default: in the run)")
+    parser.add_argument(
+        "--requeue", action="store_true", help="under Slurm: requeue the job when asked to stop"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- train ...")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the job to its end."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        raise ConfigError("what to launch? Put it after --, as in launch -n 4 -- train tiny")
+    if args.processes < 1 or args.restarts < 0:
+        raise ConfigError(
+            f"-n {args.processes} must be at least 1 and --restarts {args.restarts} not negative"
+        )
+    run_directory = None
+    again = command
+    if command[0] == "train":
+        command, again, run_directory = _train_commands(command)
+    program = [sys.executable, "-m", "jaxinfra"]
+    logs = args.logs or (
+        Path("launch-logs")
+        if run_directory is None
+        else run_directory.with_name(run_directory.name + ".launch")
+    )
+    code = Supervisor(
+        program + command,
+        again=program + again,
+        num_processes=args.processes,
+        logs=logs,
+        recorder=None if run_directory is None else run_directory / "recorder",
+        limits=Limits(max_restarts=args.restarts, backoff_s=args.backoff, grace_s=args.grace),
+        place=_place(args),
+        environment=_without_cluster(),
+    ).run()
+    if args.requeue and code == RESUMABLE:
+        _requeue()
+    return code
+
+
+def _train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:
+    """The command to start with, the one to go on with, and the run's directory."""
+    resumed, given = _option(command, "--resume"), _option(command, "--run")
+    if resumed is not None:
+        return command, command, Path(resumed)
+    if given is None:
+        from jaxinfra.cli.train import new_directory  # it loads JAX, which this process needs not
+
+        preset = next((word for word in command[1:2] if not word.startswith("-")), "tiny")
+        given = str(new_directory(preset))
+        command = [*command, "--run", given]
+    again = command if "--continue" in command else [*command, "--continue"]
+    return command, again, Path(given)
+
+
+def _option(command: list[str], name: str) -> str | None:
+    for word, following in zip(command, [*command[1:], None], strict=True):
+        if word == name:
+            return following
+        if word.startswith(name + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _place(args: argparse.Namespace) -> Place:
+    """Among other nodes' launchers, where a cluster started one on each."""
+    nodes = detect_cluster(os.environ)
+    if nodes is None:
+        return Place(port=args.port)
+    if args.restarts:
+        raise ConfigError(
+            f"{nodes.num_processes} launchers ({nodes.source}) cannot restart their job apart from "
+            "each other; give --restarts 0 and let the cluster start all of them again "
+            "(docs/multi-host.md)"
+        )
+    return Place(
+        host=nodes.host,
+        port=args.port or nodes.port,
+        first_rank=nodes.process_id * args.processes,
+        num_ranks=nodes.num_processes * args.processes,
+    )
+
+
+def _without_cluster() -> dict[str, str]:
+    """The environment without what would tell a process another place than ours."""
+    ours = ("JAXINFRA_COORDINATOR", "JAXINFRA_NUM_PROCESSES", "JAXINFRA_PROCESS_ID")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+def _requeue() -> None:
+    job = os.environ.get("SLURM_JOB_ID")
+    scontrol = shutil.which("scontrol")
+    if job is None or scontrol is None:
+        raise ConfigError("--requeue works under Slurm only: no SLURM_JOB_ID, or no scontrol")
+    if os.environ.get("SLURM_NODEID", "0") == "0":
+        subprocess.run([scontrol, "requeue", job], check=True)
