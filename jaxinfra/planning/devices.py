@@ -32,8 +32,10 @@ class Device:
     node_devices: int
     node_bytes_per_s: float  # bus bandwidth a device within a node
     node_latency_s: float
+    node_hop_s: float  # one turn of a ring
     network_bytes_per_s: float  # bus bandwidth a device between nodes, its own adapter
     network_latency_s: float
+    network_hop_s: float
     overlap: float  # share of a hidden collective that compute really hides
     reserved_bytes: int  # context, NCCL buffers, fragmentation
     dollars_per_hour: float

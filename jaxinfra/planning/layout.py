@@ -14,7 +14,8 @@ class Recompute(enum.StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"  # attention scores only (Korthikanti et al. 2022)
-    DOTS = "dots"  # all but matmul and attention outputs
+    DOTS = "dots"  # all but matmul and attention outputs and the mlp's hidden layer
+    MLP = "mlp"  # all but matmul and attention outputs
     NAMED = "named"  # all but attention's output and logsumexp
     FULL = "full"  # all but the layer's input
 
@@ -29,6 +30,7 @@ class Traits:
     casts_weights: bool = True  # fp32 masters are the model, cast to the compute dtype at use
     fused_loss: bool = True  # logits in chunks, their gradient formed in the forward pass
     scans_layers: bool = True  # saved activations are copied into a stack over layers
+    saves_fp32: bool = True  # elementwise intermediates are kept in fp32 where nothing recomputes
     overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
     backward_reductions: int = 5  # tensor-parallel all-reduces of a layer's backward pass
 
@@ -40,12 +42,17 @@ MEGATRON_2021 = Traits(
     casts_weights=False,
     fused_loss=False,
     scans_layers=False,
+    saves_fp32=False,
     backward_reductions=2,
 )
 """Megatron-LM of arXiv 2104.04473 and 2205.05198."""
 
 MEGATRON_2025 = Traits(
-    casts_weights=False, scans_layers=False, overlaps_tensor=True, backward_reductions=2
+    casts_weights=False,
+    scans_layers=False,
+    saves_fp32=False,
+    overlaps_tensor=True,
+    backward_reductions=2,
 )
 """Megatron-Core with Transformer Engine: fused attention, overlapped collectives."""
 

@@ -1,12 +1,13 @@
-"""Bytes a device by role: weights, gradients, optimizer, activations, logits and buffers."""
+"""Bytes a device by role: weights, gradients, optimizer, activations and buffers."""
 
 import dataclasses
+import functools
 
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import Layout, Recompute
-from jaxinfra.planning.operations import saved_bytes
-from jaxinfra.planning.shapes import Dense, LayerShape, ModelShape
+from jaxinfra.planning.operations import saved_bytes, shards
+from jaxinfra.planning.shapes import Dense, LayerShape, ModelShape, layer_weights
 from jaxinfra.planning.step import device_parameters
 
 _LOSS_CHUNK_BYTES = 2**30  # fp32 logits at a time, linear_cross_entropy's bound on accelerators
@@ -20,8 +21,7 @@ class Memory:
     gradients: float
     optimizer: float
     activations: float  # kept from forward to backward, all micro-batches in flight
-    logits: float
-    buffers: float  # one layer's working set, gathered weights, casts
+    buffers: float  # one layer's working set and gathered weights, or the loss's
     reserved: float  # context, communication buffers, fragmentation
 
     @property
@@ -32,7 +32,7 @@ class Memory:
     @property
     def temporaries(self) -> float:
         """What XLA allocates within a step: all but the arguments and the reserve."""
-        return self.gradients + self.activations + self.logits + self.buffers
+        return self.gradients + self.activations + self.buffers
 
 
 def zero_bytes(parameters: float, devices: int, stage: int, *, recipe: str = "fp16-adam") -> float:
@@ -90,8 +90,7 @@ def memory(shape: ModelShape, layout: Layout, device: Device) -> Memory:
         gradients=gradients,
         optimizer=optimizer,
         activations=_activations(shape, layout),
-        logits=_logits(shape, layout),
-        buffers=_buffers(shape, layout),
+        buffers=_buffers(shape, layout, gradients),
         reserved=float(device.reserved_bytes),
     )
 
@@ -112,16 +111,24 @@ def _activations(shape: ModelShape, layout: Layout) -> float:
     return saved / layout.pipe * micro_batches_in_flight(layout)
 
 
-def _logits(shape: ModelShape, layout: Layout) -> float:
+def _buffers(shape: ModelShape, layout: Layout, gradients: float) -> float:
+    """What the peak holds beyond the other roles: a layer's working set, or the loss's.
+
+    The loss runs before the layers' gradients exist, so it only counts where it exceeds them:
+    a chunk of fp32 logits, their 16-bit gradient, the table's gradient and its 16-bit copy.
+    """
+    layer = max(_working_set(layer, shape.model_dim, layout) for layer in shape.layers)
+    table = 6.0 * shape.vocab_size * shape.model_dim / layout.tensor
+    loss = logits_bytes(shape, layout) + table
+    held = gradients if layout.accumulation > 1 else 0.0
+    return max(layer, loss + held - gradients)
+
+
+def logits_bytes(shape: ModelShape, layout: Layout) -> float:
     """fp32 logits and their 16-bit gradient, a chunk at a time where the loss is fused."""
     whole = 4.0 * layout.micro_tokens * shape.vocab_size / layout.tensor
     chunk = min(whole, _LOSS_CHUNK_BYTES) if layout.traits.fused_loss else whole
     return 1.5 * chunk
-
-
-def _buffers(shape: ModelShape, layout: Layout) -> float:
-    """The largest layer's working set in the backward pass, and its gathered weights."""
-    return max(_working_set(layer, shape.model_dim, layout) for layer in shape.layers)
 
 
 def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
@@ -135,26 +142,21 @@ def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
         routed = 4.0 * tokens * feed_forward.top_k * model_dim
     hidden = 2.0 * tokens * width / tensor
     again = 0.0
-    if layout.remat is Recompute.FULL:
+    if layout.remat in (Recompute.FULL, Recompute.NAMED):
         # The layer's forward pass runs again before its backward pass.
-        none = dataclasses.replace(layout, remat=Recompute.DOTS)
-        again = saved_bytes(layer, model_dim, none) - stream
+        outputs = dataclasses.replace(layout, remat=Recompute.MLP)
+        again = saved_bytes(layer, model_dim, outputs) - saved_bytes(layer, model_dim, layout)
+        again += 2 * hidden
     gathered = 0.0
     if layout.zero == 3 and layout.fsdp > 1:
-        one = _layer_elements(layer, model_dim, layout)
+        one = _layer_elements(layer, model_dim, layout.tensor, layout.expert)
         gathered = 2 * 2.0 * one  # this layer's weights, and the next one's on their way
-    # Gradients of the hidden activations and of the stream, alive together.
-    return again + gathered + routed + 3 * hidden + 3 * stream
+    return again + gathered + routed + hidden + 2 * stream
 
 
-def _layer_elements(layer: LayerShape, model_dim: int, layout: Layout) -> float:
-    one = ModelShape(
-        name="layer",
-        vocab_size=1,
-        model_dim=model_dim,
-        layers=(dataclasses.replace(layer, count=1),),
-        tie_embeddings=True,
-        max_positions=1,
+@functools.lru_cache(maxsize=1 << 10)
+def _layer_elements(layer: LayerShape, model_dim: int, tensor: int, expert: int) -> float:
+    return sum(
+        weight.elements / shards(weight, tensor=tensor, expert=expert)
+        for weight in layer_weights(layer, model_dim)
     )
-    alone = dataclasses.replace(layout, pipe=1)
-    return sum(device_parameters(one, alone, experts=experts) for experts in (False, True))

@@ -83,11 +83,10 @@ class LayerOperations:
     recomputed: tuple[Operation, ...]
 
 
-def shards(weight: Weight, layout: Layout) -> int:
+def shards(weight: Weight, *, tensor: int, expert: int) -> int:
     """Devices that one copy is spread over by tensor and expert parallelism."""
     names = {dim for dim, _ in weight.dims}
-    tensor = layout.tensor if names & TENSOR_DIMS else 1
-    return tensor * (layout.expert if EXPERT in names else 1)
+    return (tensor if names & TENSOR_DIMS else 1) * (expert if EXPERT in names else 1)
 
 
 def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> LayerOperations:
@@ -98,7 +97,10 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
     passes, passes_backward = _memory(layer, model_dim, layout)
     exchange = _exchange(layer, model_dim, layout)
     reduce_forward, reduce_backward = _tensor(layer, model_dim, layout)
-    elements = sum(weight.elements / shards(weight, layout) for weight in weights)
+    elements = sum(
+        weight.elements / shards(weight, tensor=layout.tensor, expert=layout.expert)
+        for weight in weights
+    )
     casts = [Memory("cast weights", 6 * elements)] if layout.traits.casts_weights else []
     forward = [*casts, *matmuls, *core_forward, *passes, *exchange, *reduce_forward]
     recomputed: list[Operation] = []
@@ -107,8 +109,10 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
             recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
         case Recompute.NAMED:
             recomputed = [*matmuls, *passes, *exchange, *reduce_forward]
-        case Recompute.DOTS:
+        case Recompute.MLP:
             recomputed = list(passes)
+        case Recompute.DOTS:
+            recomputed = [each for each in passes if each.name != "activation"]
         case Recompute.SELECTIVE if not layout.traits.fused_attention:
             recomputed = list(core_forward)
         case _:
@@ -310,15 +314,20 @@ def saved_bytes(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, model_dim, layout)
     hidden, gated = _hidden(layer, tokens, tensor)
+    rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
     inward = 2.0 * tokens * (attention.score_width + _kv_width(layer)) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
     dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
-    if layout.remat is Recompute.DOTS:
+    if layout.remat is Recompute.MLP:
         return stream + core + dots
-    # Nothing recomputed: also both norms' outputs, the rotated queries and keys, the activation's
-    # inputs and output, and fp32 copies where norms and activations compute in fp32.
-    norms = layer.norms * stream * 3
-    return stream + core + dots + norms + inward + 2.0 * hidden * (3 if gated else 2)
+    if layout.remat is Recompute.DOTS:
+        return stream + core + dots + 2.0 * hidden
+    if not layout.traits.saves_fp32:
+        return stream + core + dots + layer.norms * stream + 2.0 * hidden
+    # Nothing recomputed: each norm's fp32 quotient and its output; the rotated queries and keys;
+    # of the activation the fp32 inputs, the sigmoid or its like, the fp32 and the final output.
+    fp32 = 18.0 if gated else 14.0
+    return stream + core + dots + 3 * layer.norms * stream + 2 * rotated + fp32 * hidden
 
 
 def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:

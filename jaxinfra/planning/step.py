@@ -171,18 +171,24 @@ def device_parameters(shape: ModelShape, layout: Layout, *, experts: bool) -> fl
 
     Embedding tables lie on the end stages; the larger of the ends is what counts.
     """
-    layers = sum(
-        weight.total / shards(weight, layout)
-        for weight in shape.weights()
-        if weight.is_expert == experts and _in_layers(weight.name)
-    )
-    ends = [
-        weight.total / shards(weight, layout)
-        for weight in shape.weights()
-        if weight.is_expert == experts and not _in_layers(weight.name)
-    ]
-    largest = sum(ends) if layout.pipe == 1 else max(ends, default=0.0)
-    return layers / layout.pipe + largest
+    return _stage_parameters(shape, layout.pipe, layout.tensor, layout.expert, experts=experts)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _stage_parameters(
+    shape: ModelShape, pipe: int, tensor: int, expert: int, *, experts: bool
+) -> float:
+    layers, ends = 0.0, []
+    for weight in shape.weights():
+        if weight.is_expert != experts:
+            continue
+        elements = weight.total / shards(weight, tensor=tensor, expert=expert)
+        if _in_layers(weight.name):
+            layers += elements
+        else:
+            ends.append(elements)
+    largest = sum(ends) if pipe == 1 else max(ends, default=0.0)
+    return layers / pipe + largest
 
 
 def _in_layers(name: str) -> bool:

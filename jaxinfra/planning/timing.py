@@ -88,7 +88,12 @@ def collective_s(device: Device, layout: Layout, each: Collective) -> float:
             rate = device.network_bytes_per_s
         share = 1.0
     factor = 2.0 if each.kind == "all-reduce" else 1.0
-    return each.count * (factor * share * each.size / rate + latency)
+    turns = 0.0
+    if each.kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        # A ring takes a turn a member; most are within nodes.
+        nodes = math.ceil(members / inside)
+        turns = factor * (members * device.node_hop_s + (nodes - 1) * device.network_hop_s)
+    return each.count * (factor * share * each.size / rate + latency + turns)
 
 
 def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, float]:

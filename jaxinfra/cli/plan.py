@@ -1,0 +1,236 @@
+"""What fits, which mesh, how fast, and how sure.
+
+jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
+jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
+jaxinfra plan path/to/config.json --devices 16 --json
+jaxinfra plan formats                                        number formats and recipes
+jaxinfra plan --self-check                                   against published figures
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.planning import selfcheck, table
+from jaxinfra.planning.catalog import find_model
+from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
+from jaxinfra.planning.formats import FORMATS, RECIPES
+from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
+from jaxinfra.planning.kv import CACHE_BITS
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.plan import Plan, make_plan
+from jaxinfra.planning.search import Found, Question, search
+from jaxinfra.planning.shapes import ModelShape
+
+_AXES = ("pipe", "replica", "fsdp", "context", "tensor", "expert")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("model", nargs="?", help="a preset, a config.json or its directory; or: formats")
+    add("--devices", type=_count, default=1, help="GPUs (1)")
+    add("--device", default="h200", help=f"GPU type: {', '.join(NAMES)} (h200)")
+    add("--nodes", type=_count, help="nodes that hold them; 8 GPUs a node by default")
+    add("--node-bandwidth", type=float, metavar="GB/S", help="bus bandwidth within a node")
+    add("--network-bandwidth", type=float, metavar="GB/S", help="of a GPU's adapter")
+    add("--constants", type=Path, metavar="FILE", help="your own measured constants, as JSON")
+    add("--mesh", help="such as fsdp=8,tensor=2,expert=4; searched where not given")
+    add("--length", type=_count, help="tokens of a sequence (the model's, at most 8192)")
+    add("--batch", type=_count, help="sequences a step (about 4M tokens)")
+    add("--accumulation", type=_count, help="micro-batches a step, with --mesh (1)")
+    add("--chunks", type=_count, default=1, help="model chunks a stage: interleaved pipeline")
+    add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
+    add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
+    add("--remat", help=f"recomputation: {', '.join(Recompute)}")
+    add("--recipe", default="bf16", help=f"bytes a parameter: {', '.join(RECIPES)} (bf16)")
+    add("--tokens", type=float, help="length of the run, for days and cost")
+    add("--dollars", type=float, help="price of a GPU and hour")
+    add("--inference", action="store_true", help="serving instead of training")
+    add("--weights", default="bf16", help=f"served weights: {', '.join(WEIGHT_BYTES)} (bf16)")
+    add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (bf16)")
+    add("--context", type=_count, default=8192, help="tokens cached, with --inference (8192)")
+    add("--self-check", action="store_true", help="compare with published figures")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans and prints."""
+    if args.self_check:
+        return _self_check(args)
+    if args.model is None:
+        raise ConfigError("no model: name a preset, a config.json, or formats")
+    if args.model == "formats":
+        return _formats(args)
+    shape, device = find_model(args.model), _device(args)
+    if args.inference:
+        return _inference(args, shape, device)
+    if args.mesh is None:
+        found = search(shape, _question(args, shape), device)
+        return _report(args, found.best, found)
+    return _report(args, make_plan(shape, _layout(args, shape), device), None)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _device(args: argparse.Namespace) -> Device:
+    device = find_device(args.device)
+    if args.constants is not None:
+        try:
+            measured = json.loads(args.constants.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--constants {args.constants}: {error}") from error
+        device = with_measurements(device, measured, source=str(args.constants))
+    changes: dict = {}
+    if args.nodes is not None:
+        if args.devices % args.nodes:
+            raise ConfigError(f"--devices {args.devices} do not divide over --nodes {args.nodes}")
+        changes["node_devices"] = args.devices // args.nodes
+    if args.node_bandwidth is not None:
+        changes["node_bytes_per_s"] = args.node_bandwidth * 1e9
+    if args.network_bandwidth is not None:
+        changes["network_bytes_per_s"] = args.network_bandwidth * 1e9
+    if args.dollars is not None:
+        changes["dollars_per_hour"] = args.dollars
+    return with_measurements(device, changes, source="the command line") if changes else device
+
+
+def _mesh(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, separator, size = part.strip().partition("=")
+        if axis not in _AXES:
+            raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, _AXES)}")
+        if axis in sizes:
+            raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
+        if not separator or not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
+        sizes[axis] = int(size)
+    return sizes
+
+
+def _remat(args: argparse.Namespace) -> Recompute | None:
+    if args.remat is None:
+        return None
+    if args.remat not in list(Recompute):
+        raise ConfigError(f"unknown --remat {args.remat!r}{nearest(args.remat, Recompute)}")
+    return Recompute(args.remat)
+
+
+def _length(args: argparse.Namespace, shape: ModelShape) -> int:
+    return args.length or min(shape.max_positions, 8192)
+
+
+def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
+    sizes = _mesh(args.mesh)
+    length = _length(args, shape)
+    layout = Layout(
+        length=length,
+        batch=1,
+        zero=3 if args.zero is None else args.zero,
+        chunks=args.chunks,
+        sequence_parallel=args.sequence_parallel,
+        accumulation=args.accumulation or 1,
+        remat=_remat(args) or Recompute.DOTS,
+        recipe=args.recipe,
+    )
+    layout = dataclasses.replace(layout, **sizes)
+    if layout.devices != args.devices:
+        raise ConfigError(
+            f"mesh {layout.describe()} needs {layout.devices} devices, --devices is "
+            f"{args.devices}; the product of the axes (expert is a part of the data axes) must "
+            "equal it"
+        )
+    rows = layout.data * layout.accumulation
+    return dataclasses.replace(layout, batch=args.batch or rows)
+
+
+def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
+    length = _length(args, shape)
+    tokens = 4 * 2**20
+    batch = args.batch or max(args.devices, tokens // length // args.devices * args.devices)
+    return Question(
+        devices=args.devices,
+        length=length,
+        batch=batch,
+        recipe=args.recipe,
+        remat=_remat(args),
+        zero=args.zero,
+    )
+
+
+def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
+    if args.json:
+        values = plan.as_dict(tokens=args.tokens)
+        if found is not None:
+            values["search"] = {
+                "tried": found.tried,
+                "fitting": found.fitting,
+                "runners_up": [
+                    {"mesh": other.layout.mesh, "step_s": other.time.total_s, "why": why}
+                    for other, why in found.runners_up
+                ],
+            }
+        print(json.dumps(values, allow_nan=False))
+        return 0
+    tables = table.plan_tables(plan, tokens=args.tokens)
+    table.show(*([table.ranking(found)] if found is not None else []), *tables)
+    return 0
+
+
+def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> int:
+    serving = Serving(devices=args.devices, weights=args.weights, cache=args.cache)
+    batch = args.batch or 1
+    if args.json:
+        figures = summary(shape, device, serving, context=args.context, batch=batch)
+        print(json.dumps(figures, allow_nan=False))
+        return 0
+    table.show(*table.serving_tables(shape, device, serving, context=args.context, batch=batch))
+    return 0
+
+
+def _formats(args: argparse.Namespace) -> int:
+    if args.json:
+        fields = (
+            "bits",
+            "exponent_bits",
+            "fraction_bits",
+            "largest",
+            "smallest_normal",
+            "smallest",
+            "epsilon",
+            "decimal_digits",
+        )
+        formats = {each.name: {name: getattr(each, name) for name in fields} for each in FORMATS}
+        recipes = {
+            each.name: {**dataclasses.asdict(each), "total": each.total}
+            for each in RECIPES.values()
+        }
+        print(json.dumps({"formats": formats, "recipes": recipes}))
+        return 0
+    table.show(*table.format_tables())
+    return 0
+
+
+def _self_check(args: argparse.Namespace) -> int:
+    exact = list(selfcheck.exact_values())
+    measured = selfcheck.measured_steps()
+    mean = selfcheck.mean_error(measured)
+    if args.json:
+        values = {
+            "exact": [{**dataclasses.asdict(each), "holds": each.holds} for each in exact],
+            "measured": [{**dataclasses.asdict(each), "error": each.error} for each in measured],
+            "mean_error": mean,
+        }
+        print(json.dumps(values))
+    else:
+        table.show(*table.check_tables(exact, measured, selfcheck.published_rates()))
+    return 0 if all(each.holds for each in exact) and mean <= selfcheck.BOUND else 1

@@ -1,0 +1,193 @@
+"""Serving: what fits beside the weights, and prefill and decode by their rooflines."""
+
+import dataclasses
+import math
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.planning.devices import Device
+from jaxinfra.planning.flops import decode_flops, forward_flops
+from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
+from jaxinfra.planning.params import active_parameters, total_parameters
+from jaxinfra.planning.shapes import Experts, ModelShape
+
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
+"""Bytes a weight; int4 has a 16-bit scale and zero point by groups of 128."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """How a model is served: one copy over ``devices`` GPUs, weights and cache split evenly."""
+
+    devices: int = 1
+    weights: str = "bf16"
+    cache: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHT_BYTES:
+            raise ConfigError(
+                f"unknown weight format {self.weights!r}; known: {', '.join(WEIGHT_BYTES)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """One pass: its FLOPs and bytes on one device, and the time their roofline allows."""
+
+    flops: float
+    memory_bytes: float
+    seconds: float
+    bound: str  # compute or memory
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs a byte."""
+        return self.flops / self.memory_bytes
+
+
+def ridge(device: Device, compute: str = "bf16") -> float:
+    """FLOPs a byte at which memory and arithmetic take equally long (Williams et al. 2009)."""
+    return device.flops[compute] / device.hbm_bytes_per_s
+
+
+def attainable(device: Device, intensity: float, compute: str = "bf16") -> float:
+    """FLOP/s at an intensity: the lower of the roof and the slope."""
+    return min(device.flops[compute], intensity * device.hbm_bytes_per_s)
+
+
+def weight_bytes(shape: ModelShape, serving: Serving) -> float:
+    """All weights of one copy."""
+    return total_parameters(shape) * WEIGHT_BYTES[serving.weights]
+
+
+def cache_room(shape: ModelShape, device: Device, serving: Serving) -> float:
+    """Bytes left for caches over all devices of a copy; negative where the weights do not fit."""
+    whole = serving.devices * (device.hbm_bytes - device.reserved_bytes)
+    return whole - weight_bytes(shape, serving)
+
+
+def max_batch(shape: ModelShape, device: Device, serving: Serving, *, context: int) -> int:
+    """Sequences of ``context`` tokens whose caches fit beside the weights."""
+    one = kv_bytes(shape, batch=1, context=context, cache_format=serving.cache)
+    return max(int(cache_room(shape, device, serving) // one), 0)
+
+
+def max_context(shape: ModelShape, device: Device, serving: Serving, *, batch: int = 1) -> int:
+    """Tokens each of ``batch`` sequences may have; layers with windows need none beyond them."""
+    room = cache_room(shape, device, serving)
+    if room <= 0:
+        return 0
+    low, high = 0, 1
+    while high < 1 << 40 and _cached(shape, serving, batch, high) <= room:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _cached(shape, serving, batch, middle) <= room:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _cached(shape: ModelShape, serving: Serving, batch: int, context: int) -> float:
+    return kv_bytes(shape, batch=batch, context=context, cache_format=serving.cache)
+
+
+def prefill(
+    shape: ModelShape, device: Device, serving: Serving, *, batch: int, length: int
+) -> Phase:
+    """One pass over prompts: weights are read once for all of their tokens."""
+    flops = forward_flops(shape, length, batch=batch)
+    read = _read_weights(shape, serving, tokens=batch * length)
+    written = kv_bytes(shape, batch=batch, context=length, cache_format=serving.cache)
+    activations = 2.0 * 12 * shape.num_layers * batch * length * shape.model_dim
+    return _phase(device, serving, flops, read + written + activations)
+
+
+def decode(
+    shape: ModelShape, device: Device, serving: Serving, *, batch: int, context: int
+) -> Phase:
+    """One new token for each sequence: every weight and every cached token is read."""
+    flops = decode_flops(shape, context, batch=batch)
+    read = _read_weights(shape, serving, tokens=batch)
+    cached = kv_bytes(shape, batch=batch, context=context, cache_format=serving.cache)
+    return _phase(device, serving, flops, read + cached)
+
+
+def _read_weights(shape: ModelShape, serving: Serving, *, tokens: int) -> float:
+    """Bytes of the weights that so many tokens meet: a few tokens meet a few experts."""
+    total, active = total_parameters(shape), active_parameters(shape)
+    met = 1.0
+    for layer in shape.layers:
+        if isinstance(layer.feed_forward, Experts):
+            experts = layer.feed_forward
+            share = experts.top_k / experts.num_experts
+            # Expected share of experts that some token of the batch is sent to.
+            met = (1 - (1 - share) ** tokens - share) / (1 - share) if share < 1 else 1.0
+    return (active + met * (total - active)) * WEIGHT_BYTES[serving.weights]
+
+
+def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase:
+    flops, size = flops / serving.devices, size / serving.devices
+    compute = "fp8" if serving.weights == "fp8" else "bf16"
+    arithmetic = flops / (device.flops[compute] * device.matmul_efficiency[compute])
+    traffic = size / (device.hbm_bytes_per_s * device.memory_efficiency)
+    return Phase(
+        flops=flops,
+        memory_bytes=size,
+        seconds=max(arithmetic, traffic),
+        bound="compute" if arithmetic > traffic else "memory",
+    )
+
+
+def crossover_batch(
+    shape: ModelShape, device: Device, serving: Serving, *, context: int
+) -> int | None:
+    """The least batch whose decode step is compute-bound at the peaks, or None: each sequence
+    brings its own cache to read, so with long contexts no batch is large enough.
+
+    Without caches it is the ridge point times the bytes a weight over two: H100 295, H200 206.
+    """
+    compute = "fp8" if serving.weights == "fp8" else "bf16"
+    rate, bandwidth = device.flops[compute], device.hbm_bytes_per_s
+    for exponent in range(25):
+        batch = 1 << exponent
+        flops = decode_flops(shape, context, batch=batch)
+        cached = kv_bytes(shape, batch=batch, context=context, cache_format=serving.cache)
+        read = _read_weights(shape, serving, tokens=batch) + cached
+        if flops / rate >= read / bandwidth:
+            break
+    else:
+        return None
+    a_sequence = (
+        decode_flops(shape, context) / rate
+        - kv_bytes(shape, batch=1, context=context, cache_format=serving.cache) / bandwidth
+    )
+    return math.ceil(_read_weights(shape, serving, tokens=batch) / bandwidth / a_sequence)
+
+
+def summary(
+    shape: ModelShape, device: Device, serving: Serving, *, context: int, batch: int
+) -> dict[str, object]:
+    """The figures of the table and of ``--json``."""
+    pre = prefill(shape, device, serving, batch=batch, length=context)
+    step = decode(shape, device, serving, batch=batch, context=context)
+    return {
+        "devices": serving.devices,
+        "weights": serving.weights,
+        "cache": serving.cache,
+        "context": context,
+        "batch": batch,
+        "weight_bytes": weight_bytes(shape, serving),
+        "kv_bytes_per_token": kv_bytes_per_token(shape, serving.cache),
+        "max_batch": max_batch(shape, device, serving, context=context),
+        "max_context": max_context(shape, device, serving),
+        "prefill_s": pre.seconds,
+        "prefill_intensity": pre.intensity,
+        "prefill_bound": pre.bound,
+        "decode_s": step.seconds,
+        "decode_intensity": step.intensity,
+        "decode_bound": step.bound,
+        "decode_tokens_per_s": batch / step.seconds,
+        "ridge_flops_per_byte": ridge(device),
+        "compute_bound_batch": crossover_batch(shape, device, serving, context=context),
+    }

@@ -1,0 +1,171 @@
+"""One plan: what a model and a layout cost on a device, as a value."""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.planning.devices import Device
+from jaxinfra.planning.flops import training_flops
+from jaxinfra.planning.kv import kv_bytes_per_token
+from jaxinfra.planning.layout import Layout, check
+from jaxinfra.planning.memory import Memory, memory
+from jaxinfra.planning.operations import Collective, layer_operations, loss_operations
+from jaxinfra.planning.operations import embedding_operations as embedding
+from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
+from jaxinfra.planning.shapes import ModelShape
+from jaxinfra.planning.step import StepTime, data_collectives, days, mfu, node_share, step_time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What one device moves over one mesh axis in a step."""
+
+    axis: str
+    kind: str
+    link: str  # node, or network
+    count: float
+    array_bytes: float  # of the arrays communicated
+    wire_bytes: float  # sent by one device in ring form
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """A prediction; ``as_dict`` is what ``jaxinfra plan --json`` prints."""
+
+    shape: ModelShape
+    layout: Layout
+    device: Device
+    memory: Memory
+    time: StepTime
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the busiest device's peak is within its memory."""
+        return self.memory.total <= self.device.hbm_bytes
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Training tokens."""
+        tokens = self.layout.batch * self.layout.length
+        return tokens / self.time.total_s / self.layout.devices
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization of the recipe's matmul peak."""
+        return mfu(self.time, self.layout, self.device)
+
+    def days(self, tokens: float) -> float:
+        """Days that a run of so many tokens takes."""
+        return days(self.time, self.layout, tokens)
+
+    def dollars(self, tokens: float, *, dollars_per_hour: float | None = None) -> float:
+        """What they cost at a price a device and hour."""
+        price = dollars_per_hour or self.device.dollars_per_hour
+        return self.days(tokens) * 24 * self.layout.devices * price
+
+    def as_dict(self, *, tokens: float | None = None) -> dict[str, Any]:
+        """Plain JSON values; bytes and seconds of one device and step."""
+        shape, layout = self.shape, self.layout
+        values: dict[str, Any] = {
+            "model": shape.name,
+            "device": self.device.name,
+            "devices": layout.devices,
+            "params_total": total_parameters(shape),
+            "params_active": active_parameters(shape),
+            "params_by_role": parameters_by_role(shape),
+            "flops_per_token": training_flops(shape, layout.length) / layout.length,
+            "kv_bytes_per_token": kv_bytes_per_token(shape),
+            "mesh": layout.mesh,
+            "layout": {
+                "batch": layout.batch,
+                "length": layout.length,
+                "accumulation": layout.accumulation,
+                "micro_batch_rows": layout.micro_rows,
+                "zero": layout.zero,
+                "chunks": layout.chunks,
+                "sequence_parallel": layout.sequence_parallel,
+                "remat": layout.remat.value,
+                "recipe": layout.recipe,
+            },
+            "fits": self.fits,
+            "memory_bytes": {
+                **{name: round(size) for name, size in dataclasses.asdict(self.memory).items()},
+                "total": round(self.memory.total),
+            },
+            "hbm_bytes": self.device.hbm_bytes,
+            "collective_bytes": self._by_kind(),
+            "communication": [dataclasses.asdict(each) for each in self.traffic],
+            "bubble_fraction": self.time.bubble_fraction,
+            "step_s": self.time.total_s,
+            "step_parts_s": self.time.parts,
+            "hidden_s": self.time.hidden,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "mfu": self.mfu,
+            "constants": dict(self.device.sources),
+        }
+        if tokens is not None:
+            values |= {
+                "tokens": tokens,
+                "days": self.days(tokens),
+                "dollars": self.dollars(tokens),
+            }
+        return values
+
+    def _by_kind(self) -> dict[str, int]:
+        kinds: dict[str, float] = {}
+        for each in self.traffic:
+            kinds[each.kind] = kinds.get(each.kind, 0.0) + each.array_bytes
+        return {kind: round(size) for kind, size in kinds.items()}
+
+
+def make_plan(shape: ModelShape, layout: Layout, device: Device) -> Plan:
+    """Predicts memory, communication and time; raises ConfigError where the layout cannot be."""
+    check(shape, layout)
+    return Plan(
+        shape=shape,
+        layout=layout,
+        device=device,
+        memory=memory(shape, layout, device),
+        time=step_time(shape, layout, device),
+        traffic=traffic(shape, layout, device),
+    )
+
+
+def traffic(shape: ModelShape, layout: Layout, device: Device) -> tuple[Traffic, ...]:
+    """Every collective of a step, summed by axis and kind."""
+    micro = layout.accumulation
+    found: list[tuple[Collective, float]] = []
+    for layer in shape.layers:
+        passes = layer_operations(layer, shape.model_dim, layout)
+        operations = (*passes.forward, *passes.backward, *passes.recomputed)
+        times = micro * layer.count / layout.pipe
+        found += [(each, times) for each in operations if isinstance(each, Collective)]
+    ends = (*loss_operations(shape, layout), *embedding(shape, layout))
+    found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
+    found += [(each, 1.0) for each in data_collectives(shape, layout)]
+    if layout.pipe > 1:
+        size = 2.0 * layout.micro_tokens * shape.model_dim / layout.tensor
+        sends = 2 * layout.chunks * micro
+        found.append((Collective("send", "permute", "pipe", size, count=sends), 1.0))
+    sums: dict[tuple[str, str], list[float]] = {}
+    for each, times in found:
+        members = layout.mesh[each.axis]
+        if members == 1:
+            continue
+        sent = {"all-reduce": 2 * (members - 1) / members, "permute": 1.0}.get(
+            each.kind, (members - 1) / members
+        )
+        entry = sums.setdefault((each.axis, each.kind), [0.0, 0.0, 0.0])
+        for i, amount in enumerate((1.0, each.size, sent * each.size)):
+            entry[i] += times * each.count * amount
+    return tuple(
+        Traffic(
+            axis=axis,
+            kind=kind,
+            link=node_share(device, layout, axis),
+            count=count,
+            array_bytes=size,
+            wire_bytes=wire,
+        )
+        for (axis, kind), (count, size, wire) in sums.items()
+    )

@@ -1,0 +1,208 @@
+"""Plans as tables for people."""
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from jaxinfra.planning.formats import FORMATS, RECIPES
+from jaxinfra.planning.inference import Serving, summary
+from jaxinfra.planning.kv import kv_table
+from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
+from jaxinfra.planning.plan import Plan
+from jaxinfra.planning.search import Found
+from jaxinfra.planning.selfcheck import Exact, Measured, mean_error
+
+
+def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A plain table; every column but the first is right-aligned."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def show(*parts: RenderableType) -> None:
+    """Prints to the terminal, 110 columns wide where there is none."""
+    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    console.print(Group(*parts))
+
+
+def gigabytes(size: float) -> str:
+    """Decimal, as devices are sold."""
+    return f"{size / 1e9:,.2f} GB"
+
+
+def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
+    """Everything about one plan."""
+    shape, layout, device = plan.shape, plan.layout, plan.device
+    values = plan.as_dict()
+    facts = [
+        ("parameters", f"{total_parameters(shape):,}"),
+        ("active a token", f"{active_parameters(shape):,}"),
+        ("training FLOPs a token", f"{values['flops_per_token']:.4g}"),
+        ("KV bytes a token, bf16", f"{values['kv_bytes_per_token']:,.0f}"),
+        ("mesh", layout.describe()),
+        ("batch", f"{layout.batch} x {layout.length} tokens"),
+        ("micro-batches", f"{layout.accumulation} of {layout.micro_rows} sequences a device"),
+        ("recomputation, recipe, ZeRO", f"{layout.remat}, {layout.recipe}, {layout.zero}"),
+        ("predicted step", f"{plan.time.total_s:.4g} s"),
+        ("tokens/s a device", f"{plan.tokens_per_s_per_device:,.0f}"),
+        ("MFU", f"{plan.mfu:.1%}"),
+        ("pipeline bubble", f"{plan.time.bubble_fraction:.1%}"),
+    ]
+    if tokens is not None:
+        facts.append((f"days for {tokens:.3g} tokens", f"{plan.days(tokens):,.1f}"))
+        facts.append(("dollars", f"{plan.dollars(tokens):,.0f}"))
+    sizes = [(name, gigabytes(values["memory_bytes"][name])) for name in values["memory_bytes"]]
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    sizes.append((f"of {gigabytes(device.hbm_bytes)}", verdict))
+    parts = [
+        (name, f"{1e3 * seconds:,.1f} ms", f"{seconds / plan.time.total_s:.1%}")
+        for name, seconds in sorted(plan.time.parts.items(), key=lambda each: -each[1])
+    ]
+    traffic = [
+        (each.axis, each.kind, each.link, f"{each.count:,.0f}", gigabytes(each.wire_bytes))
+        for each in plan.traffic
+    ]
+    tables: list[RenderableType] = [
+        grid(f"{shape.name} on {layout.devices} {device.name}", ("", ""), facts),
+        grid("Memory of the busiest device", ("role", "bytes"), sizes),
+        grid("A step's time", ("part", "time", "share"), parts),
+    ]
+    if traffic:
+        columns = ("axis", "kind", "link", "calls", "sent")
+        tables.append(grid("Communication of one device and step", columns, traffic))
+    hidden = ", ".join(f"{axis} {1e3 * s:,.1f} ms" for axis, s in plan.time.hidden.items())
+    if hidden:
+        tables.append(f"Hidden behind compute: {hidden}")
+    roles = [(role, f"{count:,}") for role, count in parameters_by_role(shape).items()]
+    tables.append(grid("Parameters", ("role", "elements"), roles))
+    sources = [(name, text) for name, text in device.sources.items()]
+    constants = Table(title=f"Constants of {device.name}", box=box.SIMPLE_HEAD, pad_edge=False)
+    constants.add_column("constant")
+    constants.add_column("from")
+    for row in sources:
+        constants.add_row(*row)
+    tables.append(constants)
+    return tables
+
+
+def ranking(found: Found) -> RenderableType:
+    """The winner and why the others lose."""
+    rows = [_ranked(found.best, "")]
+    rows += [_ranked(plan, why) for plan, why in found.runners_up]
+    title = f"{found.tried:,} layouts tried, {found.fitting:,} fit; one a mesh:"
+    columns = ("mesh", "ZeRO", "micro", "remat", "step", "MFU", "memory", "loses by")
+    return grid(title, columns, rows)
+
+
+def _ranked(plan: Plan, why: str) -> tuple[object, ...]:
+    layout = plan.layout
+    return (
+        layout.describe(),
+        layout.zero,
+        f"{layout.accumulation} x {layout.micro_rows}",
+        layout.remat,
+        f"{plan.time.total_s:.3g} s",
+        f"{plan.mfu:.1%}",
+        gigabytes(plan.memory.total),
+        why,
+    )
+
+
+def serving_tables(
+    plan_shape, device, serving: Serving, *, context: int, batch: int
+) -> list[RenderableType]:
+    """Inference: what fits, how fast, and the cache in other forms."""
+    figures = summary(plan_shape, device, serving, context=context, batch=batch)
+    rows = [(name.replace("_", " "), _figure(value)) for name, value in figures.items()]
+    caches = [
+        (row.form, row.cache_format, f"{row.bytes_per_token:,.0f}", f"{row.over_mha:.1f}x")
+        for row in kv_table(plan_shape)
+    ]
+    return [
+        grid(f"Serving {plan_shape.name} on {device.name}", ("", ""), rows),
+        grid("KV cache", ("heads", "format", "bytes a token", "less than MHA"), caches),
+    ]
+
+
+def _figure(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if value is None:
+        return "none: every sequence brings its own cache to read"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def format_tables() -> list[RenderableType]:
+    """Number formats, and bytes a parameter of the training recipes."""
+    formats = [
+        (
+            each.name,
+            each.bits,
+            f"{each.exponent_bits}, {each.fraction_bits}",
+            f"{each.largest:.6g}",
+            f"{each.smallest_normal:.4g}",
+            f"{each.smallest:.4g}",
+            f"{each.epsilon:.4g}",
+            f"{each.decimal_digits:.1f}",
+        )
+        for each in FORMATS
+    ]
+    recipes = [
+        (
+            each.name,
+            each.compute,
+            each.weights,
+            each.gradients,
+            each.accumulated,
+            each.master,
+            each.moments,
+            each.total,
+        )
+        for each in RECIPES.values()
+    ]
+    columns = ("format", "bits", "exp, frac", "largest", "normal", "smallest", "epsilon", "digits")
+    parts = ("recipe", "matmul", "weights", "grads", "summed", "master", "moments", "bytes")
+    return [
+        grid("Number formats", columns, formats),
+        grid("Bytes a parameter", parts, recipes),
+    ]
+
+
+def check_tables(
+    exact: Sequence[Exact],
+    measured: Sequence[Measured],
+    rates: Sequence[tuple[str, float, float]],
+) -> list[RenderableType]:
+    """The self-check."""
+    values = [(each.name, each.published, each.ours, _mark(each.holds)) for each in exact]
+    times = [
+        (
+            each.name,
+            each.device,
+            f"{each.seconds:.4g} s",
+            f"{each.predicted_s:.4g} s",
+            f"{each.error:+.1%}",
+        )
+        for each in measured
+    ]
+    for device in sorted({each.device for each in measured}):
+        times.append(
+            ("mean of absolute errors", device, "", "", f"{mean_error(list(measured), device):.1%}")
+        )
+    times.append(("mean of absolute errors", "all", "", "", f"{mean_error(list(measured)):.1%}"))
+    rated = [(name, f"{published:.0f}", f"{ours:.1f}") for name, published, ours in rates]
+    return [
+        grid("Exact values", ("value", "published", "ours", ""), values),
+        grid("Measured steps", ("step", "device", "measured", "predicted", "error"), times),
+        grid("Published TFLOP/s a GPU", ("run", "published", "from its tokens/s"), rated),
+    ]
+
+
+def _mark(holds: bool) -> str:
+    return "equal" if holds else "DIFFERS"
