@@ -42,7 +42,23 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]  # of one device's result
     times: int  # executions: the product of trip counts of the loops around it
+    num_devices: int  # that take part, of each group; 2 for a permute's sender and receiver
     scope: str
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in all executions, of a ring or a direct exchange."""
+        result = math.prod(self.shape) * _itemsize(self.dtype) * self.times
+        others = self.num_devices - 1
+        match self.kind:
+            case "collective-permute":
+                return result
+            case "reduce-scatter":
+                return result * others
+            case "all-reduce":
+                return 2 * result * others / self.num_devices
+            case _:
+                return result * others / self.num_devices
 
 
 _TYPE = r"tensor<(?:[\d?]+x)*([a-z]\w*)>"
@@ -155,12 +171,22 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
         count = times[each.computation]
         if count is None:
             raise ValueError(f"{each.name} is in a loop whose trip count the program does not say")
+        devices = _group_size(each.rest)
+        if devices == 1:
+            continue  # over mesh axes of one device: a copy
         results = _results(each, kind)
         # Each device sends an array to each other: one logical array, cut along a dim.
         if kind == "all-to-all":
             results = [(results[0][0], (len(results), *results[0][1]))]
         found += [
-            Collective(kind=kind, dtype=dtype, shape=shape, times=count, scope=_op_name(each))
+            Collective(
+                kind=kind,
+                dtype=dtype,
+                shape=shape,
+                times=count,
+                num_devices=devices,
+                scope=_op_name(each),
+            )
             for dtype, shape in results
         ]
     return found
@@ -235,10 +261,35 @@ def _results(each: _Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _SHAPE.findall(each.result)
     ]
-    # An asynchronous start returns its operands before its results.
-    if each.opcode.endswith("-start") and kind in ("all-gather", "collective-permute"):
+    # An asynchronous start returns its operands before its results, a permute's in one tuple.
+    if each.result.startswith("((") or (each.opcode.endswith("-start") and "permute" in kind):
         shapes = shapes[math.ceil(len(shapes) / 2) :] if len(shapes) > 1 else shapes
     return shapes
+
+
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+
+
+def _group_size(rest: str) -> int:
+    """Devices of one group, in each way that XLA writes groups."""
+    if match := _MESH_GROUPS.search(rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+    if match := _IOTA_GROUPS.search(rest):
+        return int(match[1])
+    if match := _LISTED_GROUPS.search(rest):
+        return len(match[1].split(","))
+    if "source_target_pairs" in rest:
+        return 2
+    raise ValueError(f"groups of a collective were not understood: {rest[:200]}")
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an HLO element type, such as 2 for bf16 and 1 for pred and f8e4m3fn."""
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits[0]) // 8, 1) if bits else 1
 
 
 def _op_name(each: _Instruction) -> str:

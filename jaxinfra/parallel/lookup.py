@@ -47,13 +47,10 @@ class ShardedLookup:
             by_width=place.axes(axes.EMBED),
             scattered=bool(by_row) and stream != sequence,
         )
-        mesh = place.current_mesh
-        return jax.shard_map(
+        return place.on_each_device(
             local,
-            mesh=mesh,
             in_specs=(place.spec((rows_dim, axes.EMBED)), place.spec((axes.BATCH, ids_dim))),
             out_specs=PartitionSpec(*out_spec),
-            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         )(table_VD, ids_BT)
 
 

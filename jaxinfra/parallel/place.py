@@ -4,6 +4,7 @@ shardings here and nowhere else.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import ShardingConfig
-from jaxinfra.core.axes import BATCH, EMBED, Dims
+from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, Dims
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.rules import Rules, StateRules, state_rules
@@ -63,6 +64,25 @@ class Placement:
         around = jax.sharding.get_abstract_mesh()
         return around if around.manual_axes else self.mesh
 
+    def on_each_device(
+        self, function: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool = True
+    ) -> Callable:
+        """``function`` of a device's blocks: ``shard_map`` over all axes of several devices, less
+        those that one around this trace has taken.
+        """
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        free = {a for a, size in self.mesh.shape.items() if size > 1 and a not in taken}
+        if not free:
+            return function
+        return jax.shard_map(
+            function,
+            mesh=self.current_mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=free,
+            check_vma=check_vma,
+        )
+
     @property
     def replicated(self) -> NamedSharding:
         """Whole on every device."""
@@ -70,8 +90,8 @@ class Placement:
 
     @property
     def batch(self) -> NamedSharding:
-        """Leading dim over the data axes."""
-        return self.sharding((BATCH,))
+        """Of arrays by token: rows over the data axes, positions over the context axis."""
+        return self.sharding((BATCH, SEQUENCE))
 
     def parameters(self, model: ModelDefinition) -> Parameters:
         """Shardings of all parameters; raises ConfigError where a dim does not divide."""
@@ -137,6 +157,11 @@ class ActivationPlacement:
     def batch_shards(self) -> int:
         """Devices that the compiler spreads the batch dim over."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(BATCH))
+
+    @property
+    def sequence_shards(self) -> int:
+        """Devices that the compiler spreads a sequence over, where layers mix its positions."""
+        return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(SEQUENCE))
 
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""

@@ -36,17 +36,10 @@ def summed_once(
     def apart(parameters: Parameters, batch: Any, *rest: Any) -> tuple[jax.Array, Parameters]:
         loss, gradients = function(parameters, batch, *rest)
         # Left to the compiler, the other axes' shards would be gathered for this sum.
-        mesh = placement.current_mesh
         placed = jax.tree.map(lambda sharding: sharding.spec, placement.gradients(model))
-        others = set(mesh.axis_names) - set(mesh.manual_axes)
         with jax.named_scope("gradient_sum"):
-            total = jax.shard_map(
-                add,
-                mesh=mesh,
-                in_specs=(placed,),
-                out_specs=placed,
-                axis_names=others,
-                check_vma=False,
+            total = placement.on_each_device(
+                add, in_specs=(placed,), out_specs=placed, check_vma=False
             )
             return jax.lax.psum(loss, axes), total(gradients)
 

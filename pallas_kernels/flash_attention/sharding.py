@@ -175,6 +175,8 @@ def partitioned(
         return over_explicit_axes(kernel, operands, results)
     if axes_left_to_the_compiler():
         return _over_declared_axes(kernel, operands, results, axes)
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return kernel(operands)  # a device's block already
     return _over_auto_axes(kernel, operands, results)
 
 
