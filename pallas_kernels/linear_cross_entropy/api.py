@@ -8,16 +8,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.errors import InputError, UnsupportedError
 
+from . import hopper, xla
+from .chunked import Static, chunked_loss
 from .reference import linear_cross_entropy_reference
-from .xla import linear_cross_entropy_xla
 
 # fp32 logits of one chunk. On accelerators large enough for matmuls at full rate and small beside a
 # model's weights; on a CPU small enough for its caches (4096 tokens x 4096 ids, gradient of both
 # inputs: 2 MiB chunks took a quarter of the time of one chunk).
 _CHUNK_BYTES = {"cpu": 2**21}
 _ACCELERATOR_CHUNK_BYTES = 2**30
+_HOPPER_CHUNK_BYTES = 2**29  # bf16 exponentials
 
 
 class CrossEntropySums(NamedTuple):
@@ -52,15 +54,17 @@ def linear_cross_entropy(
         weights: float32 [B, T]; data, not differentiated.
         z_loss: weight of lse^2 (PaLM, arXiv 2204.02311, section 5).
         logit_soft_cap: logits become cap * tanh(logits / cap) (Gemma-2).
-        implementation: "auto" and "xla" are chunked; "reference" materializes.
-        chunk_bytes: most fp32 logits of a shard at a time; by default 2 MiB on a CPU, 1 GiB
-            elsewhere.
+        implementation: "xla" computes fp32 logits by chunks; "hopper" (Mosaic GPU, bf16)
+            exponentials by chunks; "reference" materializes all; "auto" takes xla.
+        chunk_bytes: most logits of a shard at a time (fp32; bf16 for "hopper"); by default 2 MiB
+            on a CPU, elsewhere 1 GiB (hopper 512 MiB).
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
         sequence_shards: devices that the positions are spread over, likewise.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
+        UnsupportedError: the named implementation cannot compute this call.
     """
     batch, length, width = hidden.shape
     if table.ndim != 2 or table.shape[1] != width:
@@ -85,33 +89,63 @@ def linear_cross_entropy(
         sums = linear_cross_entropy_reference(
             hidden, table, targets, weights, z_loss=z_loss, logit_soft_cap=logit_soft_cap
         )
-    elif implementation in ("auto", "xla"):
-        sums = linear_cross_entropy_xla(
+    elif implementation in ("auto", "xla", "hopper"):
+        chosen = "xla" if implementation == "auto" else implementation
+        sums = chunked_loss(
+            _static(
+                chosen,
+                hidden,
+                table,
+                z_loss=z_loss,
+                logit_soft_cap=logit_soft_cap,
+                chunk_bytes=chunk_bytes,
+                batch_shards=batch_shards,
+                sequence_shards=sequence_shards,
+            ),
             hidden,
             table,
             targets,
             weights,
-            z_loss=z_loss,
-            logit_soft_cap=logit_soft_cap,
-            chunk_length=_chunk_length(
-                batch // batch_shards,
-                length // sequence_shards,
-                table.shape[0],
-                chunk_bytes=chunk_bytes,
-            ),
-            batch_shards=batch_shards,
-            sequence_shards=sequence_shards,
         )
     else:
         raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, xla or reference"
+            f"implementation={implementation!r} is unknown; choose auto, hopper, xla or reference"
         )
     return CrossEntropySums(*sums)
 
 
-def _chunk_length(rows: int, length: int, vocab: int, *, chunk_bytes: int | None) -> int:
-    """Positions a chunk: the fewest chunks whose fp32 logits fit the bound, of even length."""
-    if chunk_bytes is None:
-        chunk_bytes = _CHUNK_BYTES.get(jax.default_backend(), _ACCELERATOR_CHUNK_BYTES)
-    num_chunks = min(max(-(-rows * length * vocab * 4 // chunk_bytes), 1), length)
-    return -(-length // num_chunks)
+def _static(
+    chosen: str,
+    hidden: jax.Array,
+    table: jax.Array,
+    *,
+    chunk_bytes: int | None,
+    batch_shards: int,
+    sequence_shards: int,
+    z_loss: float,
+    logit_soft_cap: float | None,
+) -> Static:
+    batch, length, _ = hidden.shape
+    if chosen == "hopper":
+        reason = hopper.unsupported(hidden, num_shards=batch_shards * sequence_shards)
+        if reason is not None:
+            raise UnsupportedError(f"Hopper cross entropy: {reason}; implementation='xla' can")
+        chunk_loss, table_multiple, itemsize = hopper.chunk_loss, hopper.TABLE_MULTIPLE, 2
+        chunk_bytes = chunk_bytes or _HOPPER_CHUNK_BYTES
+    else:
+        chunk_loss, table_multiple, itemsize = xla.chunk_loss, 1, 4
+        if chunk_bytes is None:
+            chunk_bytes = _CHUNK_BYTES.get(jax.default_backend(), _ACCELERATOR_CHUNK_BYTES)
+    rows, length, vocab = batch // batch_shards, length // sequence_shards, table.shape[0]
+    # The fewest chunks whose logits fit the bound, of even length.
+    num_chunks = min(max(-(-rows * length * vocab * itemsize // chunk_bytes), 1), length)
+    return Static(
+        chunk_loss=chunk_loss,
+        chunk_length=-(-length // num_chunks),
+        batch_shards=batch_shards,
+        sequence_shards=sequence_shards,
+        num_ids=vocab,
+        z_loss=z_loss,
+        logit_soft_cap=logit_soft_cap,
+        table_multiple=table_multiple,
+    )

@@ -1,0 +1,190 @@
+"""Projection + cross entropy on a Hopper GPU: errors, the kernel's tiles, the loss beside XLA.
+
+python -m experiments.bench.linear_cross_entropy --out experiments/results/linear-cross-entropy.json
+
+"kernel" rows are CUPTI kernel times of one chunk, TFLOP/s of its single product. "loss" rows are
+value and gradient of both inputs, three products; "wall" includes gaps between kernels, and temp is
+the compiler's count of temporaries. A variant that fails or comes after --budget seconds is
+recorded as such and the table goes on; the file is written after every row.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments.bench.environment import environment
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy.hopper_exponentials import Config, exponentials
+
+TOKENS, WIDTH, VOCAB = (4, 4096), 2048, 128256
+CHUNK = 2048
+CONFIGS = {
+    "cluster 1": Config(cluster=1, in_turns=False),
+    "cluster 1, turns": Config(cluster=1),
+    "cluster 2": Config(in_turns=False),
+    "cluster 2, turns": Config(),
+    "cluster 2, turns, 3 stages": Config(num_stages=3),
+}
+REGULARIZED = {"z_loss": 1e-4, "logit_soft_cap": 30.0}
+LOSSES = {
+    "xla 1 GiB chunks": {"implementation": "xla"},
+    "hopper 512 MiB chunks": {"implementation": "hopper"},
+    "hopper 1 GiB chunks": {"implementation": "hopper", "chunk_bytes": 2**30},
+    "hopper 512 MiB chunks, z-loss and cap": {
+        "implementation": "hopper", **REGULARIZED,
+    },
+    "xla 1 GiB chunks, z-loss and cap": {
+        "implementation": "xla", **REGULARIZED,
+    },
+    "materialized": {"implementation": "reference"},
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Table:
+    """Rows as they come, kept on disk."""
+
+    out: pathlib.Path | None
+    deadline: float
+    rows: list[dict] = dataclasses.field(default_factory=list)
+
+    def add(self, name: str, measure: Callable[[], dict]) -> None:
+        """Runs one variant; its failure is a row too."""
+        if time.monotonic() > self.deadline:
+            row = {"skipped": "out of time"}
+        else:
+            try:
+                row = measure()
+            except Exception as error:  # one variant's failure must not end the table
+                row = {"failed": repr(error)[:300]}
+        self.rows.append({"name": name, **row})
+        print(json.dumps(self.rows[-1]), flush=True)
+        if self.out:
+            document = {**environment(), "rows": self.rows}
+            self.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def inputs(tokens: tuple[int, int], width: int, vocab: int, table_dtype=jnp.float32):
+    """hidden, table, targets, weights: logits of deviation 3, every 16th target not counted."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (*tokens, width), jnp.bfloat16)
+    table = 3 * width**-0.5 * jax.random.normal(keys[1], (vocab, width), jnp.bfloat16)
+    targets = jax.random.randint(keys[2], tokens, 0, vocab)
+    weights = (jnp.arange(tokens[0] * tokens[1]).reshape(tokens) % 16 != 5).astype(jnp.float32)
+    return hidden, table.astype(table_dtype), targets, weights
+
+
+def value_and_gradient(hidden, table, targets, weights, **options):
+    def total(hidden, table):
+        return linear_cross_entropy(hidden, table, targets, weights, **options).total
+
+    return jax.value_and_grad(total, argnums=(0, 1))(hidden, table)
+
+
+def relative(got: jax.Array, want: jax.Array) -> float:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+def check(vocab: int, options: dict) -> dict:
+    """Errors of value and gradients against fp32, beside the chunked XLA form's."""
+    arrays = inputs((3, 700), 512, vocab)
+    exact = (arrays[0].astype(jnp.float32), *arrays[1:])
+    run = {
+        "want": (exact, {"implementation": "reference"}),
+        "xla": (arrays, {"implementation": "xla"}),
+        "hopper": (arrays, {"implementation": "hopper", "chunk_bytes": 1000 * vocab * 2}),
+    }
+    got = {
+        name: jax.tree.leaves(jax.jit(functools.partial(value_and_gradient, **f, **options))(*args))
+        for name, (args, f) in run.items()
+    }
+    errors = {
+        name: [relative(g, w) for g, w in zip(got[name], got["want"], strict=True)]
+        for name in ("xla", "hopper")
+    }
+    # The loss is a sum of fp32 numbers in both, so it is held to a bound and not to luck.
+    limits = [1e-5, *(2 * e for e in errors["xla"][1:])]
+    ok = all(e <= limit for e, limit in zip(errors["hopper"], limits, strict=True))
+    return {"errors": errors, "ok": ok}
+
+
+def kernel_ms(f: Callable, *args: jax.Array, iterations: int = 5) -> float:
+    _, times = profiler.measure(jax.jit(f), iterations=iterations)(*args)
+    assert times is not None, "the call launched no kernel"
+    return statistics.median(times)
+
+
+def wall_ms(f: Callable, *args: jax.Array, rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        jax.block_until_ready(f(*args))
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def one_chunk(f: Callable, *args: jax.Array) -> dict:
+    ms = kernel_ms(f, *args)
+    return {"kernel_ms": ms, "tflops": 2 * CHUNK * WIDTH * VOCAB / ms / 1e9}
+
+
+def whole_loss(f: Callable, arrays: tuple[jax.Array, ...], products: int) -> dict:
+    compiled = jax.jit(f).lower(*arrays).compile()
+    jax.block_until_ready(compiled(*arrays))
+    memory = compiled.memory_analysis()
+    wall = wall_ms(compiled, *arrays)
+    flop = products * 2 * TOKENS[0] * TOKENS[1] * WIDTH * VOCAB
+    return {
+        "kernel_ms": kernel_ms(f, *arrays, iterations=3),
+        "wall_ms": wall,
+        "tflops": flop / wall / 1e9,
+        "temp_gib": memory.temp_size_in_bytes / 2**30,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--budget", type=float, default=55.0, help="seconds for all variants")
+    args = parser.parse_args()
+    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
+
+    for vocab in (4096, 50257):
+        for name, options in {"plain": {}, "z-loss and cap": REGULARIZED}.items():
+            table.add(f"check {vocab} {name}", functools.partial(check, vocab, options))
+
+    hidden, weight, *_ = inputs((1, CHUNK), WIDTH, VOCAB, jnp.bfloat16)
+    rows = hidden[0]
+    reference = jnp.full(CHUNK, 5.0)
+    product = functools.partial(jnp.einsum, "rd,vd->rv", preferred_element_type=jnp.bfloat16)
+    table.add("kernel: xla product to bf16", lambda: one_chunk(product, rows, weight))
+    product = functools.partial(jnp.einsum, "rd,vd->rv", preferred_element_type=jnp.float32)
+    table.add("kernel: xla product to fp32", lambda: one_chunk(product, rows, weight))
+    for name, config in CONFIGS.items():
+        f = functools.partial(exponentials, num_ids=VOCAB, config=config)
+        table.add(f"kernel: {name}", functools.partial(one_chunk, f, rows, weight, reference))
+    f = functools.partial(exponentials, num_ids=VOCAB, with_matrix=False)
+    table.add("kernel: sums alone", functools.partial(one_chunk, f, rows, weight, reference))
+    del hidden, weight, rows
+
+    arrays = inputs(TOKENS, WIDTH, VOCAB)
+    for name, options in LOSSES.items():
+        f = functools.partial(value_and_gradient, **options)
+        table.add(f"loss: {name}", functools.partial(whole_loss, f, arrays, 3))
+    for name in ("xla", "hopper"):
+        f = functools.partial(linear_cross_entropy, implementation=name)
+        table.add(f"forward alone: {name}", functools.partial(whole_loss, f, arrays, 1))
+
+
+if __name__ == "__main__":
+    main()

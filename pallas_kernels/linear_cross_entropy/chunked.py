@@ -1,0 +1,158 @@
+"""Chunked over positions: each chunk's logits live only while its gradient is formed.
+
+The loss is a sum, so its gradient is known up to one scalar as soon as the logits are: the forward
+pass of a differentiated call computes both gradients chunk by chunk and the backward pass only
+scales them. Three matmuls instead of four, and no logits kept.
+
+Every sum over tokens is kept apart for each of their shards until the last chunk, and a chunk takes
+an equal part of each. Were it one sum, tokens spread over devices would be communicated in every
+turn of the loop: the table's gradient once a chunk.
+
+Dims: B batch, T position, Z shard of the batch times shard of the positions, b row within a shard,
+C position within a chunk, D model width, V vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.dot import einsum_f32
+
+
+class ChunkLoss(NamedTuple):
+    """A chunk's two sums by shard; the gradient of the first by raw logits, where asked for.
+
+    It is ``scale * slope + coefficient * [v = target]``; None is 1 and 0.
+    """
+
+    total_Z: jax.Array
+    nll_Z: jax.Array
+    slope_ZbCV: jax.Array | None = None  # hidden's dtype
+    scale_ZbC: jax.Array | None = None  # fp32
+    coefficient_ZbC: jax.Array | None = None  # fp32, 0 where no such target exists
+
+
+class Static(NamedTuple):
+    """What a trace is for. ``chunk_loss`` is (static, table, hidden, targets, weights, *,
+    with_gradient) -> ChunkLoss."""
+
+    chunk_loss: Callable[..., ChunkLoss]
+    chunk_length: int
+    batch_shards: int
+    sequence_shards: int
+    num_ids: int  # rows of the table, before padding
+    z_loss: float
+    logit_soft_cap: float | None
+    table_multiple: int = 1  # the table is padded with rows of zeros to a multiple of it
+
+    @property
+    def num_shards(self) -> int:
+        """Parts of the batch whose sums are kept apart."""
+        return self.batch_shards * self.sequence_shards
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def chunked_loss(
+    static: Static,
+    hidden_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """As the reference, ``chunk_length`` positions of a shard at a time, the last chunk padded.
+
+    The second result carries no gradient. The table's gradient is summed in fp32. B must be a
+    multiple of ``batch_shards``, T of ``sequence_shards``.
+    """
+    table = _operand(static, table_VD, like=hidden_BTD)
+
+    def chunk(sums, operands):
+        loss = static.chunk_loss(static, table, *operands, with_gradient=False)
+        return (sums[0] + loss.total_Z, sums[1] + loss.nll_Z), None
+
+    zero_Z = jnp.zeros(static.num_shards, jnp.float32)
+    chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
+    total_Z, nll_Z = jax.lax.scan(chunk, (zero_Z, zero_Z), chunks)[0]
+    return jnp.sum(total_Z), jnp.sum(nll_Z)
+
+
+def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
+    table = _operand(static, table_VD, like=hidden_BTD)
+
+    def chunk(sums, operands):
+        loss = static.chunk_loss(static, table, *operands, with_gradient=True)
+        hidden_ZbCD = operands[0]
+        d_hidden_ZbCD = einsum_f32("ZbCV,VD->ZbCD", loss.slope_ZbCV, table)
+        if loss.scale_ZbC is not None:
+            # On the narrow side of both products: the wide matrix is read as it was written.
+            scale_ZbC1 = loss.scale_ZbC[..., None]
+            d_hidden_ZbCD = scale_ZbC1 * d_hidden_ZbCD
+            hidden_ZbCD = (scale_ZbC1 * hidden_ZbCD.astype(jnp.float32)).astype(hidden_ZbCD.dtype)
+        d_table_ZVD = sums[2] + einsum_f32("ZbCV,ZbCD->ZVD", loss.slope_ZbCV, hidden_ZbCD)
+        if loss.coefficient_ZbC is not None:
+            ids_ZbC = jnp.clip(operands[1], 0, static.num_ids - 1)
+            shards_Z11 = jnp.arange(static.num_shards)[:, None, None]
+            coefficient_ZbC1 = loss.coefficient_ZbC[..., None]
+            d_hidden_ZbCD += coefficient_ZbC1 * table[ids_ZbC].astype(jnp.float32)
+            d_table_ZVD = d_table_ZVD.at[jnp.broadcast_to(shards_Z11, ids_ZbC.shape), ids_ZbC].add(
+                coefficient_ZbC1 * operands[0].astype(jnp.float32)
+            )
+        sums = (sums[0] + loss.total_Z, sums[1] + loss.nll_Z, d_table_ZVD)
+        return sums, d_hidden_ZbCD.astype(hidden_ZbCD.dtype)
+
+    zero_Z = jnp.zeros(static.num_shards, jnp.float32)
+    start = (zero_Z, zero_Z, jnp.zeros((static.num_shards, *table.shape), jnp.float32))
+    chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
+    (total_Z, nll_Z, d_table_ZVD), d_hidden = jax.lax.scan(chunk, start, chunks)
+    d_hidden_BTD = _join(static, d_hidden, like=hidden_BTD)
+    like = jnp.zeros((0,), table_VD.dtype)
+    d_table_VD = jnp.sum(d_table_ZVD, axis=0)[: static.num_ids]
+    return (jnp.sum(total_Z), jnp.sum(nll_Z)), (d_hidden_BTD, d_table_VD, like, weights_BT)
+
+
+def _backward(static, residuals, cotangents):
+    del static
+    d_hidden_BTD, d_table, like, weights_BT = residuals
+    scale = cotangents[0]
+    d_hidden = (scale * d_hidden_BTD.astype(jnp.float32)).astype(d_hidden_BTD.dtype)
+    # Weights mark which targets count; they are data, not a path for gradients.
+    return d_hidden, (scale * d_table).astype(like.dtype), None, jnp.zeros_like(weights_BT)
+
+
+chunked_loss.defvjp(_forward, _backward)
+
+
+def _split(static: Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[B, T, ...] to [chunks, Z, b, C, ...], padded with zeros: a weight of 0 does not count."""
+
+    def split(x: jax.Array) -> jax.Array:
+        rows = x.shape[0] // static.batch_shards
+        x = x.reshape(static.batch_shards, rows, static.sequence_shards, -1, *x.shape[2:])
+        x = jnp.moveaxis(x, 2, 1).reshape(static.num_shards, rows, *x.shape[3:])
+        length, chunk = x.shape[2], static.chunk_length
+        if length % chunk:
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 3))
+        x = x.reshape(*x.shape[:2], x.shape[2] // chunk, chunk, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 0)
+
+    return tuple(split(x) for x in arrays)
+
+
+def _join(static: Static, chunks_ZbCD: jax.Array, *, like: jax.Array) -> jax.Array:
+    """Undoes ``_split`` for one array."""
+    batch, length, width = like.shape
+    shards = (static.batch_shards, static.sequence_shards)
+    x = jnp.moveaxis(chunks_ZbCD, 0, 2)
+    x = x.reshape(*x.shape[:2], -1, width)[:, :, : length // shards[1]]
+    x = jnp.moveaxis(x.reshape(*shards, *x.shape[1:]), 1, 2)
+    return x.reshape(batch, length, width)
+
+
+def _operand(static: Static, table_VD: jax.Array, *, like: jax.Array) -> jax.Array:
+    """The table as the matmuls read it."""
+    missing = -table_VD.shape[0] % static.table_multiple
+    table = table_VD.astype(like.dtype)
+    return jnp.pad(table, ((0, missing), (0, 0))) if missing else table

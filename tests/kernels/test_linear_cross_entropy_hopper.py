@@ -1,0 +1,157 @@
+"""The Hopper form of the loss without a GPU: values in the interpreter, lowering of the real form.
+
+One block a cluster in the interpreter: its blocks are threads, of which small machines have few.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import device
+from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.linear_cross_entropy import (
+    hopper,
+    hopper_exponentials,
+    linear_cross_entropy,
+)
+from pallas_kernels.linear_cross_entropy.hopper_exponentials import Config, exponentials
+from tests.tolerance import assert_no_worse
+
+B, T, D, V = 2, 12, 64, 300
+OPTIONS = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.02},
+    "both": {"z_loss": 0.02, "logit_soft_cap": 1.5},
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Chosen for an H200, run by the interpreter."""
+    monkeypatch.setattr(hopper_exponentials, "DEFAULT", Config(cluster=1))
+    parameters = plgpu.InterpretGPUParams()
+    with device.compiling_for(device.H200), plgpu.force_gpu_interpret_mode(parameters):
+        yield
+
+
+def inputs(spread=0.5):
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(B, T, D)), jnp.bfloat16)
+    table = jnp.asarray(spread * rng.normal(size=(V, D)), jnp.bfloat16).astype(jnp.float32)
+    targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)
+    weights = jnp.asarray(rng.choice([0.0, 1.0, 0.5], size=(B, T)), jnp.float32)
+    # Padding may hold an id that no table has; a counted one outside contributes lse alone.
+    targets = jnp.where(weights == 0.0, jnp.int32(V + 7), targets).at[1, 3].set(-1)
+    return hidden, table, targets, weights.at[1, 3].set(1.0)
+
+
+def evaluate(arrays, *, dtype=jnp.bfloat16, **options):
+    """(total, nll) and the gradients of the total by hidden and table."""
+    hidden, table, targets, weights = arrays
+
+    def total(hidden, table):
+        sums = linear_cross_entropy(hidden, table, targets, weights, **options)
+        return sums.total, sums.nll
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(
+        hidden.astype(dtype), table
+    )
+
+
+def exact(arrays, *, z_loss=0.0, logit_soft_cap=None):
+    """In float64: d total / d logit = w (p (1 + 2 z lse) - [v = target])."""
+    hidden, table, targets, weights = (np.asarray(x.astype(jnp.float32), float) for x in arrays)
+    raw = hidden @ table.T
+    logits = raw if logit_soft_cap is None else logit_soft_cap * np.tanh(raw / logit_soft_cap)
+    lse = np.logaddexp.reduce(logits, axis=-1)
+    is_target = np.arange(V) == targets[..., None]
+    nll = lse - np.sum(logits * is_target, axis=-1)
+    slope = np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - is_target
+    slope = slope * weights[..., None]
+    if logit_soft_cap is not None:
+        slope = slope * (1 - np.tanh(raw / logit_soft_cap) ** 2)
+    sums = (np.sum(weights * (nll + z_loss * lse**2)), np.sum(weights * nll))
+    return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("options", "num_chunks"), [("plain", 1), ("z_loss", 2), ("both", 2)])
+def test_loss_and_gradients_are_no_worse_than_the_plain_form(options, num_chunks):
+    chosen, arrays = OPTIONS[options], inputs()
+    chunk_bytes = B * T * V * 2 // num_chunks
+    got = evaluate(arrays, implementation="hopper", chunk_bytes=chunk_bytes, **chosen)
+    # The plain form multiplies bf16 gradients of the logits, as every 16-bit backward does.
+    plain = evaluate(arrays, implementation="xla", **chosen)
+    assert_no_worse(got, plain=plain, oracle=exact(arrays, **chosen), what=options)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_references_rise_where_the_target_is_hundreds_of_nats_away():
+    arrays = inputs(spread=16.0)
+    (_, nll), _ = got = evaluate(arrays, implementation="hopper")
+    assert nll > 150 * jnp.sum(arrays[3])
+    plain = evaluate(arrays, implementation="xla")
+    # One id has nearly all probability: its gradient, exactly the weight in the plain form, here is
+    # a product of two rounded numbers.
+    assert_no_worse(got, plain=plain, oracle=exact(arrays), factor=3.0)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_without_gradient_only_the_sums_are_computed():
+    hidden, table, targets, weights = arrays = inputs()
+    f = functools.partial(linear_cross_entropy, implementation="hopper", z_loss=0.02)
+    got = jax.jit(f)(hidden, table, targets, weights)
+    plain = linear_cross_entropy(*arrays, implementation="reference", z_loss=0.02)
+    assert_no_worse(tuple(got), plain=tuple(plain), oracle=exact(arrays, z_loss=0.02)[0])
+    assert f"bf16[{B * T},{320}]" not in str(jax.make_jaxpr(f)(*arrays))
+
+
+@pytest.mark.parametrize("with_matrix", [True, False])
+@pytest.mark.parametrize("cap", [None, 30.0])
+@pytest.mark.parametrize("num_ids", [128256, 50257])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_lowers(cluster, num_ids, cap, with_matrix):
+    def f(x, table, reference):
+        return exponentials(
+            x, table, reference, num_ids=num_ids, logit_soft_cap=cap, with_matrix=with_matrix,
+            config=Config(cluster=cluster),
+        )  # fmt: skip
+
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((2048, 2048), jnp.bfloat16),
+        shape((num_ids + -num_ids % 64, 2048), jnp.bfloat16),
+        shape((2048,), jnp.float32),
+    )
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dtype": jnp.float32}, "hidden is float32; exponentials need bfloat16"),
+        ({"width": 96}, "width 96 is not a multiple of 64"),
+        ({"batch_shards": 2}, "the tokens lie on 2 devices"),
+        ({"facts": None}, "is not a Hopper GPU"),
+    ],
+    ids=str,
+)
+def test_refuses(change, words):
+    width = change.get("width", 64)
+    hidden = jnp.zeros((B, T, width), change.get("dtype", jnp.bfloat16))
+    facts = device.H200 if "facts" not in change else device.facts_of(jax.devices()[0])
+    with device.compiling_for(facts), pytest.raises(UnsupportedError, match=words):
+        linear_cross_entropy(
+            hidden, jnp.zeros((V, width)), jnp.zeros((B, T), jnp.int32), jnp.ones((B, T)),
+            implementation="hopper", batch_shards=change.get("batch_shards", 1),
+        )  # fmt: skip
+
+
+def test_hopper_takes_what_it_says():
+    with device.compiling_for(device.H200):
+        assert hopper.unsupported(jnp.zeros((1, 8, 128), jnp.bfloat16), num_shards=1) is None
