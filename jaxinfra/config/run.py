@@ -136,6 +136,7 @@ def validate(run: RunConfig) -> None:
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
     _validate_sharding(run)
+    _validate_context(run)
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
@@ -172,3 +173,23 @@ def _validate_sharding(run: RunConfig) -> None:
                 f"{mesh.tensor}, which sequence_parallel asks for; make it a multiple of "
                 f"{mesh.context * mesh.tensor}"
             )
+
+
+def _validate_context(run: RunConfig) -> None:
+    mesh, training = run.mesh, run.training
+    if mesh.context == 1:
+        return
+    if training.sequence_length % (2 * mesh.context):
+        raise ConfigError(
+            f"sequence_length={training.sequence_length} does not divide into 2 x context="
+            f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
+        )
+    if training.context_method is ContextMethod.ULYSSES:
+        for block in run.model.blocks:
+            kv_heads = block.attention.num_kv_heads
+            if kv_heads % (mesh.tensor * mesh.context):
+                raise ConfigError(
+                    f"context_method=ulysses gives each device some of num_kv_heads={kv_heads}, "
+                    f"which does not divide over tensor={mesh.tensor} x context={mesh.context}; "
+                    "choose context_method=ring"
+                )

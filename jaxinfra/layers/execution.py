@@ -60,6 +60,11 @@ class Constrain(Protocol):
         """Devices that the compiler spreads the batch dim over."""
         ...
 
+    @property
+    def sequence_shards(self) -> int:
+        """Devices that the compiler spreads a sequence over, where layers mix its positions."""
+        ...
+
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         ...
@@ -72,6 +77,7 @@ class Constrain(Protocol):
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Anywhere:
     batch_shards: int = 1
+    sequence_shards: int = 1
 
     def first_row(self, num_rows: int) -> int:
         del num_rows

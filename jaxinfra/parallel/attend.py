@@ -1,4 +1,5 @@
-"""``Execution.attend`` on a mesh whose devices hold whole sequences.
+"""``Execution.attend`` on a mesh: here, where devices hold whole sequences; where the context axis
+shards them, ``context.attend``.
 
 Dims: B batch, T position, N query heads, K key/value heads, H head width.
 """
@@ -8,8 +9,12 @@ import dataclasses
 import jax
 
 from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core import axes
+from jaxinfra.core.axes import MeshAxis
 from jaxinfra.layers.execution import Attend
+from jaxinfra.ops.attention import named_attention
+from jaxinfra.parallel.context.attend import ContextAttention
 from jaxinfra.parallel.place import Placement
 
 
@@ -43,18 +48,29 @@ class ShardedAttention:
         def local(q, k, v, ids) -> jax.Array:
             return self.attend(q, k, v, config=config, segment_ids_BT=ids)
 
-        mesh = place.current_mesh
-        return jax.shard_map(
+        return place.on_each_device(
             local,
-            mesh=mesh,
             in_specs=(q_spec, kv_spec, kv_spec, ids_spec),
             out_specs=q_spec,
-            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+            # A kernel does not say over which axes its results vary; nothing is summed over any.
+            check_vma=False,
         )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
 
-def attention_on(placement: Placement, attend: Attend) -> Attend:
-    """``attend``, or on a mesh of several devices its sharded form."""
+def attention_on(
+    placement: Placement,
+    *,
+    implementation: AttentionImplementation = AttentionImplementation.AUTO,
+    method: ContextMethod = ContextMethod.AUTO,
+) -> Attend:
+    """Attention by this implementation; on a mesh of several devices its sharded form.
+
+    Args:
+        method: where the mesh's context axis shards sequences; their tokens are in zig-zag order.
+    """
+    attend = named_attention(implementation)
     if placement.mesh.size == 1:
         return attend
+    if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
+        return ContextAttention(placement=placement, method=method, implementation=implementation)
     return ShardedAttention(placement=placement, attend=attend)

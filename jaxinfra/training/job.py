@@ -18,7 +18,6 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.ops.attention import named_attention
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.attend import attention_on
@@ -26,6 +25,7 @@ from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
 from jaxinfra.training.state import State, TrainState, initial_state, state_shardings
 from jaxinfra.training.step import make_train_step, pass_over
@@ -66,7 +66,10 @@ class Job:
         )
 
     def put(self, batch: Batch) -> Batch:
-        """This process's rows, as part of a global batch on the mesh."""
+        """This process's rows, as part of a global batch on the mesh; tokens in zig-zag order where
+        the context axis shards sequences.
+        """
+        batch = in_zigzag(batch, self.config.mesh.context)
         sharding, (part, parts) = self.placement.batch, self.process_share()
 
         def place(local: np.ndarray) -> jax.Array:
@@ -129,7 +132,9 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
     placement = Placement(mesh=make_mesh(config.mesh), rules=state_rules(config.sharding))
     execution = Execution(
         policy=POLICIES[config.precision.policy],
-        attend=attention_on(placement, named_attention(training.attention)),
+        attend=attention_on(
+            placement, implementation=training.attention, method=training.context_method
+        ),
         lookup=lookup_on(placement),
         constrain=placement.constraint(),
         remat=training.remat,

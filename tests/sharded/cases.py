@@ -27,13 +27,12 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
-from jaxinfra.config.run import Remat, TrainingConfig
+from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
 from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.ops.attention import attention
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.attend import attention_on
@@ -41,6 +40,7 @@ from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import TrainState, initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
@@ -177,6 +177,10 @@ class Built:
         """To be jitted, or evaluated for its shapes."""
         return initial_state(self.model, self.optimizer, precision=self.precision, seed=0)
 
+    def put(self, batch: Batch) -> Batch:
+        """The batch in the order in which the mesh's devices hold it."""
+        return in_zigzag(jax.device_get(batch), self.placement.mesh.shape["context"])
+
     def state(self) -> TrainState:
         """The initial state, drawn once a model: drawing compiles longer than a step."""
         parameters = _drawn(self.model.config)
@@ -204,6 +208,7 @@ def build(
     z_loss: float = 0.0,
     batch_size: int = 8,
     sequence_length: int = 16,
+    context_method: ContextMethod = ContextMethod.AUTO,
 ) -> Built:
     mesh = mesh or MeshConfig()
     precision = precision or precision_of(policy)
@@ -213,7 +218,7 @@ def build(
     )
     execution = Execution(
         policy=POLICIES[precision.policy],
-        attend=attention_on(placement, attention),
+        attend=attention_on(placement, method=context_method),
         lookup=lookup_on(placement),
         constrain=placement.constraint(),
         remat=remat,

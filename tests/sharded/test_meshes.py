@@ -45,14 +45,14 @@ PAIRS = [
 ]
 
 
-def run(case: str, mesh: MeshConfig):
+def run(case: str, mesh: MeshConfig, **how):
     """(loss, gradient norm, gradients, parameters) after one step, whole on the host."""
     make, options = CASES[case]
-    built = build(make(), mesh=mesh, **options)
+    built = build(make(), mesh=mesh, **options, **how)
     before = built.state()
     parameters = jax.device_get(before.parameters)
     batch = packed_batch(rows=options.get("batch_size", 8))
-    state, metrics = built.step(before, batch)
+    state, metrics = built.step(before, built.put(batch))
     after = jax.device_get((gradients_of(state), state.parameters))
     return parameters, (metrics.loss, metrics.gradient_norm, *after)
 

@@ -66,16 +66,13 @@ class ContextAttention:
         q_spec = self.placement.spec((*_ROWS, axes.Q_HEADS, axes.HEAD))
         kv_spec = self.placement.spec((*_ROWS, axes.KV_HEADS, axes.HEAD))
         ids_spec = None if segment_ids_BT is None else self.placement.spec(_ROWS)
-        # A pipeline around it has taken its own axis of the mesh; all others are taken here, for
-        # kernels are not split by the compiler.
-        around = jax.sharding.get_abstract_mesh()
-        taken = set(around.manual_axes)
+        mesh = self.placement.current_mesh
         return jax.shard_map(
             functools.partial(self._local, config=config),
-            mesh=around if taken else self.placement.mesh,
+            mesh=mesh,
             in_specs=(q_spec, kv_spec, kv_spec, ids_spec),
             out_specs=q_spec,
-            axis_names=set(self.placement.mesh.axis_names) - taken,
+            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
             # Pallas kernels declare no varying axes. Nothing here depends on them: whatever has a
             # gradient is split over every axis of the mesh that has more than one device.
             check_vma=False,
