@@ -132,7 +132,7 @@ def choose(implementation: str, call: Call) -> str:
 
 def _automatic(call: Call) -> str:
     reasons = {}
-    for name in preferences(call.spec, call.q, call.k, call.v):
+    for name in preferences(call.spec, call.masks, call.q, call.k, call.v):
         reason = why_not(name, call, differentiable=True)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)

@@ -7,23 +7,22 @@ import jax
 
 from pallas_kernels.common import tables
 
-from .spec import AttentionSpec
+from .spec import AttentionMasks, AttentionSpec
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
 QUESTION = "dispatch"
 """``tuned/dispatch-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation": name},
 its time that of forward and backward together."""
 
-UNMEASURED = ("cudnn", "xla", "hopper", "hopper+xla")
-"""The order where no table says better. The Hopper kernels come last until a training step and
-packed rows of real length have run on them: by name they serve whoever asks."""
+UNMEASURED = ("cudnn", "hopper", "hopper+xla", "xla")
+"""The order where no table says better."""
 
-_EXACT = ("dtype", "head_width", "value_width", "mask")
+_EXACT = ("dtype", "head_width", "value_width", "mask", "packed")
 _NEAR = ("group", "q_length", "kv_length")
 
 
 def case_of(
-    spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array
+    spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> dict[str, tables.Value]:
     """The fields of a call on which the fastest implementation depends."""
     if spec.left is not None:
@@ -35,16 +34,19 @@ def case_of(
         "head_width": q.shape[3],
         "value_width": v.shape[3],
         "mask": mask,
+        "packed": masks.q_segment_ids is not None,
         "group": q.shape[2] // k.shape[2],
         "q_length": q.shape[1],
         "kv_length": k.shape[1],
     }
 
 
-def preferences(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array) -> list[str]:
+def preferences(
+    spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
+) -> list[str]:
     """Implementations from fastest to slowest; all of ``UNMEASURED``, each once."""
     table = tables.find(TUNED, "flash_attention", QUESTION)
-    measured = [] if table is None else rank(table, case_of(spec, q, k, v))
+    measured = [] if table is None else rank(table, case_of(spec, masks, q, k, v))
     return measured + [name for name in UNMEASURED if name not in measured]
 
 

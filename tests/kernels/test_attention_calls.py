@@ -124,7 +124,9 @@ def test_auto_logs_each_case_once(caplog):
 
 
 def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
-    case = preference.case_of(*(getattr(make_call(), name) for name in ("spec", "q", "k", "v")))
+    case = preference.case_of(
+        *(getattr(make_call(), name) for name in ("spec", "masks", "q", "k", "v"))
+    )
 
     def row(length, name, ms):
         lengths = {"q_length": length, "kv_length": length}
@@ -143,7 +145,7 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     tables.save(table, tmp_path / "flash_attention" / "dispatch-cpu.json")
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     call = make_call()
-    order = preference.preferences(call.spec, call.q, call.k, call.v)
+    order = preference.preferences(call.spec, call.masks, call.q, call.k, call.v)
     assert order == ["xla", "cudnn", "hopper", "hopper+xla"]
 
 

@@ -54,8 +54,7 @@ HOPPER_FIRST = ("hopper", "cudnn", "hopper+xla", "xla")
 
 
 def test_auto_on_hopper(monkeypatch):
-    assert chosen(PLAIN) == "cudnn"
-    assert chosen(PACKED) == "xla"
+    assert chosen(PACKED) == "hopper"
     monkeypatch.setattr(preference, "UNMEASURED", HOPPER_FIRST)
     assert chosen(PLAIN) == "hopper"
     assert chosen(PACKED) == "hopper"
