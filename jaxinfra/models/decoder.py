@@ -178,11 +178,11 @@ class Decoder(nnx.Module):
         embed_key, blocks_key = (
             (None, None) if dropout_key is None else jax.random.split(dropout_key)
         )
-        x_BTD = self._embed(ids_BT, positions, embed_key)
+        x_BTD = self.embed(ids_BT, positions, embed_key)
 
         # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
         graphdefs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
-        ropes = self._rope_tables(positions)
+        ropes = self.rope_tables(positions)
         layer_keys = None
         if blocks_key is not None:
             layer_keys = jax.random.split(
@@ -213,7 +213,7 @@ class Decoder(nnx.Module):
         indices = None if cache is None else jnp.arange(self.config.num_groups)
         with jax.named_scope("layer"):
             (x_BTD, cache), _ = jax.lax.scan(
-                self._rematerialized(repetition),
+                self.rematerialized(repetition),
                 (x_BTD, cache),
                 (indices, parameters, layer_keys),
                 unroll=self._unroll(),
@@ -224,9 +224,8 @@ class Decoder(nnx.Module):
                 hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM)
             ), cache
 
-    def _embed(
-        self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None
-    ) -> jax.Array:
+    def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
+        """The first block's input, [B, T, D] in the compute dtype; a key drops out."""
         with jax.named_scope("embedding"):
             x_BTD = self.embedding(ids_BT)
             if self.config.embedding_scale != 1.0:
@@ -242,7 +241,8 @@ class Decoder(nnx.Module):
             )
             return self.execution.constrain(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
 
-    def _rope_tables(self, positions_BT: jax.Array) -> list[RopeTable | None]:
+    def rope_tables(self, positions_BT: jax.Array) -> list[RopeTable | None]:
+        """One entry a block of the pattern, None without rotary."""
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}
         result: list[RopeTable | None] = []
         for block in self.config.blocks:
@@ -257,7 +257,8 @@ class Decoder(nnx.Module):
             result.append(tables[rope, head_dim])
         return result
 
-    def _rematerialized(self, repetition):
+    def rematerialized(self, repetition):
+        """A repetition of the block pattern that keeps what ``execution.remat`` says."""
         remat = self.execution.remat
         if remat is Remat.NONE:
             return repetition

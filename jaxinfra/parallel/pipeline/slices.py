@@ -1,0 +1,321 @@
+"""A layer cut into programs that run at different times: forward, gradient of the input, gradient
+of the weights.
+
+Differentiating gives one list of equations. Those that depend on the cotangent, or that
+recomputation put next to them, are the backward pass; of these, those that the input's gradient
+does not need are the weight gradient, which may run any time later (Qi et al. 2024 do this by hand,
+module by module). What one program computes and a later one reads is what must be kept between:
+nothing is computed twice but what is cheaper to compute than to keep.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+type Tree = Any
+type Layer = Callable[[Tree, Tree, jax.Array], jax.Array]
+"""(weights, context, x) -> y, of x's shape and dtype. The context carries no gradient."""
+
+# Equations that hold another program are inlined if they are one of these. What recomputes its
+# contents in a backward pass is part of that pass.
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Equation:
+    source: core.JaxprEqn
+    inputs: tuple[int | core.Literal, ...]
+    outputs: tuple[int, ...]
+    recomputed: bool  # stands in a part that is recomputed for the backward pass
+
+    @property
+    def reads(self) -> list[int]:
+        return [value for value in self.inputs if isinstance(value, int)]
+
+    @property
+    def is_cheap(self) -> bool:
+        return self.source.primitive.name not in _PRODUCTS and not any(
+            isinstance(leaf, core.Jaxpr | core.ClosedJaxpr)
+            for leaf in jax.tree.leaves(self.source.params, is_leaf=_is_program)
+        )
+
+
+def _is_program(node: Any) -> bool:
+    return isinstance(node, core.Jaxpr | core.ClosedJaxpr)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Equations in order, run from values by number."""
+
+    equations: tuple[_Equation, ...]
+    constants: Mapping[int, Any]
+
+    def run(self, values: Mapping[int, jax.Array]) -> dict[int, Any]:
+        """All values: those given and those computed."""
+        env: dict[int, Any] = {**self.constants, **values}
+        for equation in self.equations:
+            source = equation.source
+            operands = [
+                env[value] if isinstance(value, int) else value.val for value in equation.inputs
+            ]
+            with source.ctx.manager, _scope(str(source.source_info.name_stack)):
+                params = source.primitive.get_bind_params(source.params)
+                results = source.primitive.bind(*operands, **params)
+            if not source.primitive.multiple_results:
+                results = [results]
+            env.update(zip(equation.outputs, results, strict=True))
+        return env
+
+
+def _scope(name: str) -> contextlib.AbstractContextManager[Any]:
+    return jax.named_scope(name) if name else contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LayerParts:
+    """One layer as programs; ``saved`` and ``pending`` are lists of arrays in a fixed order."""
+
+    saved: tuple[jax.ShapeDtypeStruct, ...]  # forward to backward
+    pending: tuple[jax.ShapeDtypeStruct, ...]  # gradient of the input to gradient of the weights
+    _weights: tuple[int, ...]
+    _context: tuple[int, ...]
+    _x: int
+    _dy: int
+    _y: Any
+    _dx: Any
+    _dw: tuple[Any, ...]
+    _saved: tuple[int, ...]
+    _pending: tuple[int, ...]
+    _forward: Part
+    _backward: Part
+    _input: Part
+    _weight: Part
+
+    def forward(self, weights: Tree, context: Tree, x: jax.Array):
+        """(y, saved)."""
+        env = self._forward.run({**self._given(weights, context), self._x: x})
+        return _read(env, self._y), [env[value] for value in self._saved]
+
+    def backward(self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array):
+        """(dx, dweights)."""
+        given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
+        env = self._backward.run({**given, self._dy: dy})
+        return _read(env, self._dx), self._weight_gradient(env, weights)
+
+    def input_gradient(
+        self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array
+    ):
+        """(dx, pending)."""
+        given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
+        env = self._input.run({**given, self._dy: dy})
+        return _read(env, self._dx), [env[value] for value in self._pending]
+
+    def weight_gradient(
+        self,
+        weights: Tree,
+        context: Tree,
+        saved: Sequence[jax.Array],
+        pending: Sequence[jax.Array],
+    ) -> Tree:
+        """dweights."""
+        given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
+        env = self._weight.run(given | dict(zip(self._pending, pending, strict=True)))
+        return self._weight_gradient(env, weights)
+
+    def _given(self, weights: Tree, context: Tree) -> dict[int, Any]:
+        names = (*self._weights, *self._context)
+        return dict(zip(names, jax.tree.leaves((weights, context)), strict=True))
+
+    def _weight_gradient(self, env: Mapping[int, Any], like: Tree) -> Tree:
+        leaves = [_read(env, value) for value in self._dw]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _read(env: Mapping[int, Any], value: Any) -> Any:
+    return env[value] if isinstance(value, int) else value.val
+
+
+def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> LayerParts:
+    """Traces a layer and its gradient once; only types of the arguments matter."""
+
+    def whole(weights: Tree, context: Tree, x: jax.Array, dy: jax.Array):
+        y, pull = jax.vjp(lambda weights, x: layer(weights, context, x), weights, x)
+        dw, dx = pull(dy)
+        return y, dx, dw
+
+    closed = jax.make_jaxpr(whole)(weights, context, x, x)
+    flat = _Flattener()
+    inputs = [flat.name(var) for var in closed.jaxpr.invars]
+    counts = [len(jax.tree.leaves(tree)) for tree in (weights, context)]
+    weight_ids, context_ids = inputs[: counts[0]], inputs[counts[0] : -2]
+    x_id, dy_id = inputs[-2:]
+    y, dx, *dw = flat.add(closed, dict(zip(closed.jaxpr.invars, inputs, strict=True)))
+
+    from_x = _dependents(flat.equations, {x_id, dy_id})
+    from_dy = _dependents(flat.equations, {dy_id})
+    is_late = [
+        equation.recomputed or not from_dy.isdisjoint(equation.outputs)
+        for equation in flat.equations
+    ]
+    early = [e for e, late in zip(flat.equations, is_late, strict=True) if not late]
+    late = [e for e, late in zip(flat.equations, is_late, strict=True) if late]
+
+    def variables(values: Iterable[Any]) -> set[int]:
+        return {value for value in values if isinstance(value, int)}
+
+    backward = _needed(late, variables([dx, *dw]))
+    read = _reads(backward, variables([dx, *dw])) - {dy_id}
+    saved = sorted(read & from_x)
+    # What does not depend on the input is computed again: casts of weights, rotary tables.
+    again = _needed(early, read - from_x)
+    of_input = _needed(backward, variables([dx]))
+    in_input = {id(equation) for equation in of_input}
+    of_weights = [equation for equation in backward if id(equation) not in in_input]
+
+    made = {value: equation for equation in of_input for value in equation.outputs}
+    pending: set[int] = set()
+    cheap: list[_Equation] = []
+
+    def provide(value: int) -> None:
+        if value == dy_id or (value in made and not _is_cheap(made, from_dy, value)):
+            pending.add(value)
+        elif value in made and made[value] not in cheap:
+            cheap.append(made[value])
+            for operand in made[value].reads:
+                provide(operand)
+
+    for value in sorted(_reads(of_weights, variables(dw))):
+        provide(value)
+    order = {id(equation): i for i, equation in enumerate(flat.equations)}
+
+    def part(*equations: Iterable[_Equation]) -> Part:
+        ordered = sorted((e for group in equations for e in group), key=lambda e: order[id(e)])
+        return Part(equations=tuple(ordered), constants=flat.constants)
+
+    waiting = tuple(sorted(pending))
+    return LayerParts(
+        saved=tuple(flat.type_of(value) for value in saved),
+        pending=tuple(flat.type_of(value) for value in waiting),
+        _weights=tuple(weight_ids),
+        _context=tuple(context_ids),
+        _x=x_id,
+        _dy=dy_id,
+        _y=y,
+        _dx=dx,
+        _dw=tuple(dw),
+        _saved=tuple(saved),
+        _pending=waiting,
+        _forward=part(_needed(early, variables([y]) | set(saved))),
+        _backward=part(again, backward),
+        _input=part(again, of_input),
+        _weight=part(again, cheap, of_weights),
+    )
+
+
+class _Flattener:
+    """Equations of a program and of those inside it, values numbered."""
+
+    def __init__(self) -> None:
+        self.equations: list[_Equation] = []
+        self.constants: dict[int, Any] = {}
+        self._types: list[Any] = []
+
+    def name(self, var: core.Var) -> int:
+        """A new number for a value of this variable's type."""
+        self._types.append(var.aval)
+        return len(self._types) - 1
+
+    def type_of(self, value: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype."""
+        aval = self._types[value]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    def add(
+        self, closed: core.ClosedJaxpr, names: dict[core.Var, Any], *, recomputed: bool = False
+    ) -> list[Any]:
+        """Appends a program whose inputs are named; returns its outputs."""
+        for var, constant in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            names[var] = self.name(var)
+            self.constants[names[var]] = constant
+        for equation in closed.jaxpr.eqns:
+            inputs = [
+                value if isinstance(value, core.Literal) else names[value]
+                for value in equation.invars
+            ]
+            key = _INLINED.get(equation.primitive.name)
+            if key is None:
+                outputs = tuple(self.name(var) for var in equation.outvars)
+                self.equations.append(
+                    _Equation(
+                        source=equation,
+                        inputs=tuple(inputs),
+                        outputs=outputs,
+                        recomputed=recomputed,
+                    )
+                )
+            else:
+                inner = equation.params[key]
+                if isinstance(inner, core.Jaxpr):
+                    inner = core.ClosedJaxpr(inner, ())
+                outputs = self.add(
+                    inner,
+                    dict(zip(inner.jaxpr.invars, inputs, strict=True)),
+                    # Differentiated, it is the recomputation; as written, the forward pass is.
+                    recomputed=recomputed or equation.params.get("differentiated", False),
+                )
+            names.update(zip(equation.outvars, outputs, strict=True))
+        return [
+            value if isinstance(value, core.Literal) else names[value]
+            for value in closed.jaxpr.outvars
+        ]
+
+
+def _dependents(equations: Iterable[_Equation], sources: set[int]) -> set[int]:
+    found = set(sources)
+    for equation in equations:
+        if not found.isdisjoint(equation.reads):
+            found.update(equation.outputs)
+    return found
+
+
+def _needed(equations: Sequence[_Equation], values: set[int]) -> list[_Equation]:
+    """Those that lead to the values, in order."""
+    wanted, kept = set(values), []
+    for equation in reversed(equations):
+        if not wanted.isdisjoint(equation.outputs):
+            kept.append(equation)
+            wanted.update(equation.reads)
+    return kept[::-1]
+
+
+def _reads(equations: Iterable[_Equation], outputs: set[int]) -> set[int]:
+    """What equations take from outside, and which outputs they do not make."""
+    equations = list(equations)
+    made = {value for equation in equations for value in equation.outputs}
+    return ({value for e in equations for value in e.reads} | outputs) - made
+
+
+def _is_cheap(made: Mapping[int, _Equation], from_dy: set[int], value: int) -> bool:
+    """Whether a value can be computed from what is kept anyway, without a product."""
+    if value in from_dy:
+        return False
+    if value not in made:
+        return True
+    equation = made[value]
+    return equation.is_cheap and all(
+        _is_cheap(made, from_dy, operand) for operand in equation.reads
+    )
