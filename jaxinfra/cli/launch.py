@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requeue", action="store_true", help="under Slurm: requeue the job when asked to stop"
     )
+    parser.add_argument(
+        "--memory-group", type=Path, help="cgroup that counts kills for memory (default: own)"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- train ...")
 
 
@@ -68,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         limits=Limits(max_restarts=args.restarts, backoff_s=args.backoff, grace_s=args.grace),
         place=_place(args),
         environment=_without_cluster(),
+        memory_group=args.memory_group,
     ).run()
     if args.requeue and code == RESUMABLE:
         _requeue()

@@ -3,13 +3,14 @@
     [{"rank": 1, "attempt": 0, "target": "jaxinfra.training.job:Job.put", "call": 7,
       "action": "signal", "value": 9}]
 
-As ``target`` is called for the ``call``-th time (from 1; with ``"until"``, from ``call`` to
-``until``), the action happens before it, or to what it returns:
+As ``target`` is called for the ``call``-th time (with ``until``: from then to that call; with
+``samples``: as its argument is an array with one of these numbers), the action happens before it,
+or to what it returns:
 
-    signal   the process signals itself with ``value``
-    sleep    seconds; with ``"hold_gil": true`` no other thread of Python's runs meanwhile
-    raise    OSError with the number ``value``
-    flip     one bit of what it returns, or of its argument: see ``jaxinfra.training.corruption``
+    signal           the process signals itself with ``value``
+    sleep            ``value`` seconds; with ``hold_gil`` no thread of Python's runs meanwhile
+    raise            OSError with the number ``value``
+    module:function  its result is ``function(result, plan)``
 
 Nothing else in the system knows of faults; without the variable nothing is wrapped.
 """
@@ -22,6 +23,8 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from jaxinfra.core.errors import ConfigError
 
@@ -54,6 +57,7 @@ def _arm(plan: Mapping[str, Any]) -> None:
     original = getattr(owner, name)
     first = plan.get("call", 1)
     last = plan.get("until", first)
+    samples = plan.get("samples")
     act = _action(plan)
     calls = 0
 
@@ -61,9 +65,10 @@ def _arm(plan: Mapping[str, Any]) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if not first <= calls <= last:
-            return original(*args, **kwargs)
-        return act(original, args, kwargs)
+        now = first <= calls <= last
+        if samples is not None:
+            now = bool(np.isin(samples, args[-1]).any())
+        return act(original, args, kwargs) if now else original(*args, **kwargs)
 
     setattr(owner, name, faulty)
 
@@ -84,7 +89,7 @@ def _action(plan: Mapping[str, Any]) -> Callable[..., Any]:
         hold = plan.get("hold_gil", False)
         # PyDLL calls C without letting other threads run.
         return before(
-            functools.partial(ctypes.PyDLL(None).usleep, int(1e6 * float(value or 0)))
+            functools.partial(ctypes.PyDLL(None).sleep, int(value or 0))
             if hold
             else functools.partial(time.sleep, float(value or 0))
         )

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -168,14 +168,19 @@ def judge_loss(doubt: Doubt, loss: float) -> Judged:
     )
 
 
-def require_same_program(job: Job, state: State, batch: Batch) -> None:
-    """Before the first step: processes that run different programs would hang, or worse."""
+def same_program(job: Job, state: State, batch: Batch) -> Callable[..., Any]:
+    """The compiled step. Processes that would run different programs are refused before they do.
+
+    Raises ConfigError naming the ranks that differ.
+    """
     if jax.process_count() == 1:
-        return
+        return job.train_step
+    lowered = job.train_step.lower(state, batch)
     require_same(
         {
             "version of jax": jax.__version__,
             "config": codec.to_json(job.config),
-            "program of the training step": job.train_step.lower(state, batch).as_text(),
+            "program of the training step": lowered.as_text(),
         }
     )
+    return lowered.compile()

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -18,7 +19,7 @@ from jaxinfra.reliability.exchange import Table
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate
-from jaxinfra.training.guards import Doubt, Guards, judge_loss, require_same_program
+from jaxinfra.training.guards import Doubt, Guards, judge_loss, same_program
 from jaxinfra.training.job import Job
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.metrics import MetricsLog
@@ -100,6 +101,7 @@ class Trainer:
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._compiling = True
+        self._train_step: Callable[..., Any] = job.train_step
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
@@ -178,8 +180,8 @@ class Trainer:
                 placed = self._job.put(batch)
                 host_s = self._watch.phase("compile" if self._compiling else "step", step + 1)
                 if self._compiling:
-                    require_same_program(self._job, self._state, placed)
-                self._state, metrics = self._job.train_step(self._state, placed)
+                    self._train_step = same_program(self._job, self._state, placed)
+                self._state, metrics = self._train_step(self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)

@@ -1,0 +1,68 @@
+"""Inject faults into small runs on this machine, and judge what was lost.
+
+jaxinfra gym --list
+jaxinfra gym 1 9 13
+jaxinfra gym --all
+jaxinfra gym 1 2 -- small --data /texts --set model.num_layers=2
+
+What follows -- is the preset and options of jaxinfra train; without it a model of a few thousand
+parameters is trained on generated text. Jobs have 2 processes with one CPU device each, connected
+through the loopback. The exit code is 0 where every fault passed. docs/faults.md explains each.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.gym import damage, deaths, errors  # entered by import
+from jaxinfra.gym.arena import Arena
+from jaxinfra.gym.verdict import FAULTS, judge
+
+_LISTS = (deaths, errors, damage)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--all", action="store_true", help="every fault")
+    parser.add_argument("--list", action="store_true", help="say which there are, and stop")
+    parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: gym/TIME)")
+    parser.add_argument("--json", action="store_true", help="verdicts as JSON lines")
+    parser.add_argument("faults", nargs=argparse.REMAINDER, help="numbers, then -- train's options")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the faults asked for; prints a verdict each."""
+    words = list(args.faults)
+    at = words.index("--") if "--" in words else len(words)
+    numbers, options = words[:at], words[at + 1 :]
+    if args.list:
+        for number in sorted(FAULTS):
+            print(f"{number:2d}  {FAULTS[number][0]}")
+        return 0
+    unknown = [word for word in numbers if not word.isdecimal() or int(word) not in FAULTS]
+    if unknown or args.all == bool(numbers):
+        what = f"no fault {unknown[0]!r}" if unknown else "name faults, or give --all"
+        raise ConfigError(f"{what}; jaxinfra gym --list says which there are")
+    chosen = sorted(FAULTS) if args.all else [int(word) for word in numbers]
+    place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
+    arena = Arena(place.absolute(), options=options, processes=2)
+    failed = 0
+    for number in chosen:
+        verdict = judge(number, arena)
+        failed += not verdict.passed
+        if args.json:
+            print(json.dumps(dataclasses.asdict(verdict)), flush=True)
+        else:
+            word = "pass" if verdict.passed else "FAIL"
+            print(
+                f"{word}  {number:2d}  {verdict.title}  ({verdict.seconds:.0f} s)\n"
+                f"          {verdict.evidence}",
+                flush=True,
+            )
+    if not args.json:
+        print(f"{len(chosen) - failed} of {len(chosen)} faults passed; runs and logs in {place}")
+    return 1 if failed else 0

@@ -1,0 +1,284 @@
+"""Where the gym's runs take place: jobs of small processes, and how two runs are compared."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxinfra.checkpoint import layout, load
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.data.pipeline import sample_ids
+from jaxinfra.reliability.faults import VARIABLE
+from jaxinfra.reliability.incidents import read_incidents
+from jaxinfra.reliability.recorder import read_ring, ring_file
+from jaxinfra.training.job import make_job
+from jaxinfra.training.metrics import read_metrics
+
+STEPS = 12
+SAVE_EVERY = 4
+_TIMEOUT_S = 900.0
+_WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
+
+
+class NotProvenError(JaxinfraError):
+    """Something that a fault's verdict needs did not hold; the message says what was seen."""
+
+
+def require(condition: object, text: str) -> None:
+    """Raises NotProvenError unless what a verdict rests on is so."""
+    if not condition:
+        raise NotProvenError(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a job ended."""
+
+    code: int
+    said: str  # stdout and stderr
+    seconds: float
+
+
+@final
+class Job:
+    """A job that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, run: Path):
+        self.process, self._log, self.run = process, log, run
+        self._began = time.monotonic()
+
+    def said(self) -> str:
+        """What it has printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def pid_of(self, rank: int) -> int:
+        """A rank's process."""
+        ring = read_ring(ring_file(self.run / "recorder", rank))
+        require(ring is not None, f"rank {rank} does not record")
+        assert ring is not None
+        return ring.pid
+
+    def wait_for_step(self, step: int) -> None:
+        """Until all of a step is recorded in the metrics."""
+        self.wait_until(
+            lambda: any(
+                record["step"] >= step for record in read_metrics(self.run / "metrics.jsonl")
+            ),
+            f"step {step}",
+        )
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Until something is so."""
+        deadline = time.monotonic() + _TIMEOUT_S
+        while not condition():
+            require(self.process.poll() is None, f"it ended before {what}: {self.said()[-2000:]}")
+            require(time.monotonic() < deadline, f"no {what} in {_TIMEOUT_S:g} s")
+            time.sleep(0.02)
+
+    def end(self) -> Ended:
+        """Waits for it."""
+        try:
+            code = self.process.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(90)
+            raise NotProvenError(f"not ended after {_TIMEOUT_S:g} s") from None
+        return Ended(code=code, said=self.said(), seconds=time.monotonic() - self._began)
+
+
+@final
+class Arena:
+    """A directory with the runs of one call of the gym.
+
+    Args:
+        options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text.
+        processes: of an ordinary job, each with one CPU device.
+    """
+
+    def __init__(self, place: Path, *, options: Sequence[str], processes: int):
+        self.place, self.processes = place, processes
+        place.mkdir(parents=True, exist_ok=True)
+        self._options = list(options) or _tiny(place)
+        self._num_logs = 0
+        self._references: dict[tuple[str, ...], Path] = {}
+
+    def settings(self, *settings: str, processes: int | None = None) -> list[str]:
+        """The command that trains a run, but for its directory."""
+        mesh = f"replica={processes or self.processes}"
+        common = [
+            f"training.steps={STEPS}",
+            "training.evaluate_every=6",
+            f"checkpoint.every={SAVE_EVERY}",
+            "checkpoint.keep_last=2",
+            "reliability.hash_every=4",
+        ]
+        sets = [f"--set={setting}" for setting in (*common, *settings)]
+        cache = ["--cache", str(self.place / "cache")]
+        return ["train", *self._options, *sets, "--mesh", mesh, *cache]
+
+    @contextlib.contextmanager
+    def launch(
+        self,
+        run: str,
+        command: Sequence[str],
+        *,
+        faults: Sequence[Mapping[str, Any]] = (),
+        processes: int | None = None,
+        restarts: int = 2,
+        options: Sequence[str] = (),
+    ) -> Iterator[Job]:
+        """Starts ``jaxinfra launch``; kills what is left of it at the end of the block.
+
+        Args:
+            command: from ``settings``, or ``["--resume", ...]`` to continue the run.
+        """
+        where = ["--run", str(self.place / run)]
+        if command[0] == "--resume":
+            where = ["--cache", str(self.place / "cache"), *command[1:]]
+            command = ["train", "--resume", str(self.place / run)]
+        words = [
+            *("launch", "-n", str(processes or self.processes), "--restarts", str(restarts)),
+            *("--backoff", "0.2", *options, "--", *command, *where),
+        ]
+        with self.start(words, run=run, environment={VARIABLE: json.dumps(list(faults))}) as job:
+            yield job
+
+    @contextlib.contextmanager
+    def start(
+        self, words: Sequence[str], *, run: str, environment: Mapping[str, str]
+    ) -> Iterator[Job]:
+        """Starts ``jaxinfra WORDS``."""
+        self._num_logs += 1
+        log = self.place / f"{run}.{self._num_logs}.log"
+        changed = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+        if "XLA_FLAGS" not in environment:  # one device a process
+            changed.pop("XLA_FLAGS", None)
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxinfra", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=changed,
+            )
+        try:
+            yield Job(process, log, self.place / run)
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    def run(self, run: str, command: Sequence[str], **options: Any) -> Ended:
+        """Launches a job and waits for its end."""
+        with self.launch(run, command, **options) as job:
+            return job.end()
+
+    def reference(self, *settings: str) -> Path:
+        """A run that nothing disturbed, made at the first call."""
+        if settings not in self._references:
+            name = f"reference-{len(self._references)}"
+            run = self.place / name
+            if not (run / "summary.json").exists():
+                ended = self.run(name, [*self.settings(*settings), "--continue"], restarts=0)
+                require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
+            self._references[settings] = run
+        return self._references[settings]
+
+    def require_same(self, run: str, *settings: str) -> str:
+        """B and L: the run's last state and samples are the reference's; the evidence in words."""
+        want, got = self.reference(*settings), self.place / run
+        sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)
+        different = [name for name in expected if sums.get(name) != expected[name]]
+        require(not different, f"differs from the undisturbed run in {', '.join(different[:5])}")
+        require(ledger(got) == ledger(want), "the ledgers of samples differ")
+        return (
+            f"B: {len(sums)} arrays of step {STEPS} equal the undisturbed run's, SHA-256 "
+            f"{combined(sums)[:12]}; L: its ledger of samples too"
+        )
+
+
+def _tiny(place: Path) -> list[str]:
+    text = place / "text"
+    if not text.exists():
+        text.mkdir()
+        rng = random.Random(0)
+        for number in range(12):
+            words = " ".join(rng.choice(_WORDS) for _ in range(70))
+            (text / f"{number:03d}.txt").write_text(words + "\n")
+    settings = {
+        "training.batch_size": 8,
+        "training.sequence_length": 16,
+        "optimizer.warmup_steps": 2,
+        "data.heldout_fraction": 0.2,
+        "data.tokenizer.kind": "bytes",
+        "model.vocab_size": 300,
+        "model.model_dim": 32,
+        "model.num_layers": 1,
+        "model.blocks.0.attention.head_dim": 8,
+        "model.blocks.0.mlp.hidden_dim": 64,
+    }
+    return ["tiny", "--data", str(text), *(f"--set={k}={v}" for k, v in settings.items())]
+
+
+def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str, str]:
+    """SHA-256 of every array of a checkpoint that decides what follows, and of the data state."""
+    directory = RunDirectory(run)
+    config = dataclasses.replace(
+        directory.read_config(), mesh=mesh or MeshConfig(), sharding=ShardingConfig()
+    )
+    restored = load(directory.checkpoints, make_job(config).abstract_state(), step=step)
+    sums = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): hashlib.sha256(
+            np.asarray(leaf).tobytes()
+        ).hexdigest()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(restored.state)
+    }
+    return sums | {"data": json.dumps(restored.data_state, sort_keys=True)}
+
+
+def combined(sums: Mapping[str, str]) -> str:
+    """One sum of many."""
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def ledger(run: Path) -> list[tuple[int, int, int, bool]]:
+    """Of every step its first and last sample, and whether they were trained on."""
+    batch = RunDirectory(run).read_config().training.batch_size
+    entries, skipped = [], 0
+    for record in read_metrics(run / "metrics.jsonl"):
+        if "loss" not in record and "excluded" not in record:
+            continue
+        ids = sample_ids(record["step"] - 1, batch_size=batch)
+        before, skipped = skipped, record.get("skipped", skipped + 1)
+        entries.append((record["step"], int(ids[0]), int(ids[-1]), skipped == before))
+    return entries
+
+
+def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
+    """What a run recorded of one kind."""
+    return [found for found in read_incidents(run / "incidents.jsonl") if found["kind"] == kind]
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Committed checkpoints."""
+    return layout.steps(run / "checkpoints")

@@ -1,0 +1,82 @@
+"""What a fault changes: functions for the hook (``jaxinfra.reliability.faults``).
+
+Each is given what the wrapped function returned, and the fault's plan, and returns what the caller
+gets instead.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfra.training.job import Job, make_job
+
+
+def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
+    """Every target becomes one token: a loss that no healthy batch has."""
+    return dataclasses.replace(batch, targets=_like(batch.targets, lambda x: np.full_like(x, 299)))
+
+
+def poison_weights(batch: Any, plan: Mapping[str, Any]) -> Any:
+    """Weights that are not a number: so is the loss, and every gradient."""
+    return dataclasses.replace(
+        batch, weights=_like(batch.weights, lambda x: np.full_like(x, np.nan))
+    )
+
+
+def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
+    """A training step after whose ``at``-th call a bit flips in this process's copy of a weight."""
+    calls = 0
+
+    def flipping(state: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        state, metrics = step(state, batch)
+        return (_flip_weight(state, plan) if calls == plan["at"] else state), metrics
+
+    return flipping
+
+
+def poisoning_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
+    """A training step whose ``at``-th call gets a spoilt batch: on its way, not on the disk."""
+    calls = 0
+
+    def poisoning(state: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return step(state, poison_targets(batch, plan) if calls == plan["at"] else batch)
+
+    return poisoning
+
+
+def _flip_weight(state: Any, plan: Mapping[str, Any]) -> Any:
+    leaves, tree = jax.tree.flatten(state.parameters)
+    number = max(range(len(leaves)), key=lambda number: leaves[number].size)
+
+    def flip(x: np.ndarray) -> np.ndarray:
+        flipped = x.copy()
+        flipped.reshape(-1).view(np.uint32)[x.size // 2] ^= np.uint32(1 << plan.get("bit", 20))
+        return flipped
+
+    leaves[number] = _like(leaves[number], flip)
+    return dataclasses.replace(state, parameters=jax.tree.unflatten(tree, leaves))
+
+
+def other_program(job: Job, plan: Mapping[str, Any]) -> Job:
+    """The same config, and a step that computes something else."""
+    training = dataclasses.replace(job.config.training, z_loss=1e-3)
+    other = make_job(dataclasses.replace(job.config, training=training))
+    return dataclasses.replace(job, train_step=other.train_step)
+
+
+def _like(x: Any, change: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """x with this process's parts changed."""
+    if isinstance(x, np.ndarray):
+        return change(x)
+    parts = [
+        jax.device_put(change(np.asarray(shard.data)), shard.device)
+        for shard in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)

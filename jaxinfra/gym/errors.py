@@ -1,0 +1,150 @@
+"""Faults 10-14, 19 and 20: processes that go on, and compute wrongly or too slowly."""
+
+import json
+from typing import Any
+
+from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, require
+from jaxinfra.gym.verdict import fault
+
+_BATCH = "jaxinfra.data.packing:PackedWindows.batch"
+_SPIKE = ("reliability.spike_factor=1.2", "reliability.spike_window=4")
+
+
+@fault(10, "one rank compiles a different program")
+def other_program(arena: Arena) -> str:
+    """Refused before step 1."""
+    plan = {
+        "rank": 1,
+        "target": "jaxinfra.training.loop:make_job",
+        "action": "jaxinfra.gym.corruption:other_program",
+    }
+    ended = arena.run("f10", arena.settings(), faults=[plan])
+    require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
+    require("the program of the training step of rank 1" in ended.said, ended.said[-2000:])
+    require("starting it again would not help" in ended.said, ended.said[-2000:])
+    metrics = (arena.place / "f10" / "metrics.jsonl").read_text()
+    require(not metrics, f"steps were done: {metrics[:200]}")
+    return f"W: {_line(ended, 'the program of the training step of rank 1')}"
+
+
+@fault(11, "NaN in one rank's gradient")
+def not_a_number(arena: Arena) -> str:
+    """Skipped, and located to the rank and the layer."""
+    step = 7
+    plan = _poison(arena, step, rank=1, action="jaxinfra.gym.corruption:poison_weights")
+    ended = arena.run("f11", arena.settings(), faults=[plan], restarts=0)
+    _require_done(ended)
+    (found,) = incidents(arena.place / "f11", "not finite")
+    require(found["step"] == step and found["ranks"] == [1], f"found {found}")
+    require(found["tensors"] and "layer 0" in found["text"], f"found {found}")
+    same = _require_like_excluded(arena, "f11", step)
+    return f"W: step {step}: {found['text']}; {same}"
+
+
+@fault(12, "a poison batch")
+def poison_batch(arena: Arena) -> str:
+    """Rolled back, and the ledger lacks exactly that batch."""
+    step = 10
+    action = "jaxinfra.gym.corruption:poison_targets"
+    plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
+    ended = arena.run("f12", arena.settings(*_SPIKE), faults=plans, restarts=0)
+    _require_done(ended)
+    (found,) = incidents(arena.place / "f12", "batch excluded")
+    require(found["step"] == step, f"found {found}")
+    without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[3]]
+    require(without == [step], f"the ledger lacks the batches of steps {without}")
+    same = _require_like_excluded(arena, "f12", step, *_SPIKE)
+    return f"the ledger lacks samples {found['samples']} alone; {found['text']}; {same}"
+
+
+@fault(13, "a bit flips in one replica's weights")
+def flipped_weight(arena: Arena) -> str:
+    """The vote finds it within the interval, and the replay says whose it is."""
+    plan = {
+        "rank": 1,
+        "target": "jaxinfra.training.trainer:same_program",
+        "action": "jaxinfra.gym.corruption:flipping_step",
+        "at": 6,
+    }
+    ended = arena.run("f13", arena.settings(), faults=[plan], restarts=0)
+    _require_done(ended)
+    (back,) = incidents(arena.place / "f13", "went back")
+    require(back["step"] == 8, f"seen at step {back['step']}, flipped at 6, compared every 4")
+    (found,) = incidents(arena.place / "f13", "transient fault")
+    require(found["ranks"] == [1], f"found {found}")
+    return f"W: {back['text']}; {found['text']}; {arena.require_same('f13')}"
+
+
+@fault(14, "a fault that passes spoils one step")
+def transient(arena: Arena) -> str:
+    """Done again it differs: the step is kept as done again."""
+    step = 10
+    plan = {
+        "rank": 1,
+        "target": "jaxinfra.training.trainer:same_program",
+        "action": "jaxinfra.gym.corruption:poisoning_step",
+        "at": step,
+    }
+    ended = arena.run("f14", arena.settings(*_SPIKE), faults=[plan], restarts=0)
+    _require_done(ended)
+    (found,) = incidents(arena.place / "f14", "transient fault")
+    require(found["step"] == step, f"found {found}")
+    require(not incidents(arena.place / "f14", "batch excluded"), "a good batch was left out")
+    return f"W: step {step}: {found['text']}; {arena.require_same('f14', *_SPIKE)}"
+
+
+@fault(19, "200 ms more of work on one rank")
+def slow_rank(arena: Arena) -> str:
+    """Named within 50 steps."""
+    plan = _slow("jaxinfra.training.job:Job.put")
+    return _slow_is_named(arena, "f19", plan, cause="host")
+
+
+@fault(20, "a starved loader on one rank; a loader's worker dies")
+def starved(arena: Arena) -> str:
+    """The verdict is "input"; the dead worker's error ends the run."""
+    named = _slow_is_named(
+        arena, "f20", _slow("jaxinfra.data.pipeline:TrainIterator.__next__"), cause="input"
+    )
+    dead = {"rank": 1, "target": _BATCH, "call": 7, "action": "raise", "value": 5}
+    ended = arena.run("f20-dead", arena.settings(), faults=[dead], restarts=0)
+    require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
+    require("rank 1 failed (exit 1) first" in ended.said, ended.said[-2000:])
+    require("Input/output error" in ended.said, ended.said[-2000:])
+    return f"{named}; the dead worker: {_line(ended, 'rank 1 failed')}"
+
+
+def _slow(target: str) -> dict[str, Any]:
+    return {"rank": 1, "target": target, "call": 3, "until": 1000, "action": "sleep", "value": 0.2}
+
+
+def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) -> str:
+    settings = ["training.steps=20", "training.evaluate_every=20"]
+    ended = arena.run(run, arena.settings(*settings), faults=[plan], restarts=0)
+    _require_done(ended)
+    found = [(one["rank"], one["cause"]) for one in incidents(arena.place / run, "slow rank")]
+    require((1, cause) in found, f"named: {found or 'nobody'}")
+    require(all(rank == 1 for rank, _ in found), f"named: {found}")
+    first = incidents(arena.place / run, "slow rank")[0]
+    require(first["step"] <= 3 + 50, f"named at step {first['step']}")
+    return f"W at step {first['step']}: {first['text']}"
+
+
+def _poison(arena: Arena, step: int, *, rank: int, action: str) -> dict[str, Any]:
+    """The batch of a step is bad, whenever it is read."""
+    run = arena.reference()
+    size = json.loads((run / "config.json").read_text())["training"]["batch_size"]
+    samples = list(range((step - 1) * size, step * size))
+    return {"rank": rank, "target": _BATCH, "samples": samples, "action": action}
+
+
+def _require_done(ended: Ended) -> None:
+    require(ended.code == 0, f"exit {ended.code}: {ended.said[-2000:]}")
+
+
+def _require_like_excluded(arena: Arena, run: str, step: int, *settings: str) -> str:
+    return arena.require_same(run, *settings, f"reliability.exclude_steps=[{step}]")
+
+
+def _line(ended: Ended, words: str) -> str:
+    return next(line for line in ended.said.splitlines() if words in line)[:400]
