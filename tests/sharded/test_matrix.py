@@ -1,0 +1,94 @@
+"""Every subset of the axes, times what a step can be: one device's loss and every gradient.
+
+Bounds as in ``test_meshes``: against float64, at most twice one device's fp32 error, plus two ulp.
+Rows are packed documents throughout. The models bring grouped queries and tied embeddings (tied),
+whole heads, biases, untied tables and accumulation (untied), windows, soft caps and sandwich norms
+(capped). A sample runs by default, all of them with
+``-m slow``.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
+from jaxinfra.config.run import ContextMethod, Remat
+from tests.sharded.test_meshes import CASES, exact, run, single
+from tests.tolerance import assert_no_worse
+
+# All subsets of four axes that eight devices have room for.
+MESHES = (
+    "replica=8",
+    "fsdp=8",
+    "context=4",
+    "tensor=4",
+    "replica=2,fsdp=4",
+    "replica=4,context=2",
+    "replica=2,tensor=4",
+    "fsdp=4,context=2",
+    "fsdp=2,tensor=4",
+    "context=2,tensor=4",
+    "replica=2,fsdp=2,context=2",
+    "replica=2,fsdp=2,tensor=2",
+    "replica=2,context=2,tensor=2",
+    "fsdp=2,context=2,tensor=2",
+)
+
+
+def hows(mesh: MeshConfig) -> list[dict[str, Any]]:
+    """What a step on this mesh can be: each value of each feature, and the features in turn."""
+    zeros = (3, 1, 2) if mesh.fsdp > 1 else (3,)
+    streams = (False, True) if mesh.tensor > 1 else (False,)
+    methods = (
+        (ContextMethod.RING, ContextMethod.ALL_GATHER)
+        if mesh.context > 1
+        else (ContextMethod.AUTO,)
+    )
+    remats = itertools.cycle((Remat.NONE, Remat.DOTS, Remat.FULL, Remat.NAMED))
+    return [
+        {
+            "sharding": ShardingConfig(zero=zero, sequence_parallel=stream),
+            "context_method": method,
+            "remat": next(remats),
+        }
+        for zero, stream, method in itertools.product(zeros, streams, methods)
+    ]
+
+
+ALL = [
+    (case, mesh, number)
+    for mesh in MESHES
+    for case in CASES
+    for number in range(len(hows(parse_mesh(mesh))))
+]
+SAMPLE = {
+    ("tied", "fsdp=8", 1),  # ZeRO 1
+    ("tied", "fsdp=8", 2),  # ZeRO 2
+    ("untied", "replica=2,tensor=4", 1),  # sequence parallel, accumulated
+    ("capped", "fsdp=2,tensor=4", 1),  # sequence parallel
+    ("untied", "replica=2,fsdp=2,tensor=2", 3),  # ZeRO 1, sequence parallel, accumulated
+    ("tied", "fsdp=2,context=2,tensor=2", 2),  # sequence parallel over context too
+}
+
+
+def test_the_sample_is_of_the_matrix():
+    assert set(ALL) >= SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("case", "mesh", "number"),
+    [
+        pytest.param(
+            *each, marks=() if each in SAMPLE else pytest.mark.slow, id="-".join(map(str, each))
+        )
+        for each in ALL
+    ],
+)
+def test_equals_one_device(case, mesh, number):
+    how = hows(parse_mesh(mesh))[number]
+    _, plain = single(case)
+    _, result = run(case, parse_mesh(mesh), **how)
+    # The update goes by element, and is held by ``test_meshes``.
+    got, plain, oracle = (whole[:3] for whole in (result, plain, exact(case)))
+    assert_no_worse(got, plain=plain, oracle=oracle, what=f"{case} on {mesh} with {how}")

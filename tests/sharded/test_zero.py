@@ -1,0 +1,223 @@
+"""ZeRO's stages are placements of one step: bytes on a device and bytes sent are the formulas'."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
+from jaxinfra.diagnostics.program import Collective, collectives
+from jaxinfra.parallel.place import path_name
+from tests.sharded.cases import Built, build, gpt_like, llama_like, packed_batch
+
+ITEM = 4  # bytes of an fp32 parameter, gradient or moment
+
+
+@functools.cache
+def built(mesh: str, zero: int = 3, accumulation: int = 1, batch_size: int = 32) -> Built:
+    return build(
+        llama_like(),
+        mesh=parse_mesh(mesh),
+        sharding=ShardingConfig(zero=zero),
+        accumulation=accumulation,
+        batch_size=batch_size,
+    )
+
+
+@functools.cache
+def compiled(mesh: str, zero: int = 3, accumulation: int = 1, batch_size: int = 32) -> Any:
+    step = built(mesh, zero, accumulation, batch_size).step
+    state = jax.eval_shape(built(mesh, zero, accumulation, batch_size).initialize)
+    return step.lower(state, packed_batch(rows=batch_size)).compile()
+
+
+def sent(found: list[Collective], *, scope: str | None = None) -> float:
+    return sum(each.sent_bytes for each in found if each.shape and (scope or "") in each.scope)
+
+
+def num_parameters() -> int:
+    return built("fsdp=8").model.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("replica=8", 3), ("fsdp=8", 1), ("fsdp=8", 2), ("fsdp=8", 3)]
+)
+def test_bytes_on_a_device(mesh, zero):
+    """Arguments of the compiled step: parameters, two moments, the batch and counters; of N
+    devices, a stage keeps P bytes of parameters (P/N from 3) and 2P/N of moments.
+
+    Every parameter of this model has the dim that fsdp shards.
+    """
+    whole = num_parameters() * ITEM
+    shards = 8 if mesh == "fsdp=8" else 1
+    state = whole / (shards if zero == 3 else 1) + 2 * whole / shards
+    batch = sum(leaf.nbytes for leaf in jax.tree.leaves(packed_batch(rows=32))) / 8
+    start = jax.eval_shape(built(mesh, zero).initialize)
+    counters = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(start))
+    counters -= 3 * whole
+    arguments = compiled(mesh, zero).memory_analysis().argument_size_in_bytes
+    unused = _dropped_arguments(mesh, zero)
+    assert arguments == state + batch + counters - unused
+
+
+def _dropped_arguments(mesh: str, zero: int) -> int:
+    """Bytes of arguments that the step does not read."""
+    kept = compiled(mesh, zero).input_shardings[0]
+    state = jax.eval_shape(built(mesh, zero).initialize)
+    leaves = jax.tree.leaves((state, packed_batch(rows=32)))
+    return sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf, sharding in zip(leaves, jax.tree.leaves(kept, is_leaf=_is_none), strict=True)
+        if sharding is None
+    )
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_stage_1_scatters_gradients_once_and_gathers_parameters_once(accumulation):
+    """2 D (N-1)/N bytes, the all-reduce's own, whatever the number of micro-batches."""
+    found = [each for each in collectives(compiled("fsdp=8", 1, accumulation)) if each.shape]
+    assert {each.kind for each in found} == {"reduce-scatter", "all-gather"}
+    assert {each.times for each in found} == {1}
+    half = num_parameters() * ITEM * 7 / 8
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sent([each for each in found if each.kind == kind]) == half
+
+
+@pytest.mark.parametrize(
+    ("mesh", "accumulation"),
+    [
+        ("replica=2,fsdp=4", 2),
+        *(
+            pytest.param(mesh, accumulation, marks=pytest.mark.slow)
+            for mesh in ("replica=8", "replica=2,fsdp=4", "replica=2,tensor=4")
+            for accumulation in (2, 4)
+        ),
+    ],
+)
+def test_replicas_sum_gradients_once(mesh, accumulation):
+    """However many micro-batches, one all-reduce of a device's share of every gradient."""
+    found = collectives(compiled(mesh, 3, accumulation))
+    replicas = [each for each in found if each.shape and "psum" in each.scope and _is_sum(each)]
+    assert {(each.kind, each.times) for each in replicas} == {("all-reduce", 1)}
+    shapes = parse_mesh(mesh)
+    share = sum(
+        math.prod(sharding.shard_shape(leaf.shape))
+        for leaf, sharding in zip(
+            jax.tree.leaves(built(mesh).model.shapes),
+            jax.tree.leaves(built(mesh).shardings.parameters),
+            strict=True,
+        )
+    )
+    replica = shapes.replica
+    assert sent(replicas) == 2 * share * ITEM * (replica - 1) / replica
+
+
+def _is_sum(each: Collective) -> bool:
+    return "embedding" not in each.scope
+
+
+def test_two_levels_scatter_first():
+    """ZeRO 1 with replicas: what crosses the slower link is a share, not the whole gradient."""
+    found = [
+        each
+        for each in collectives(compiled("replica=2,fsdp=4", 1, 2))
+        if each.shape and each.kind != "all-gather"
+    ]
+    whole = num_parameters() * ITEM
+    by_kind = {
+        kind: sent([each for each in found if each.kind == kind])
+        for kind in ("reduce-scatter", "all-reduce")
+    }
+    assert by_kind == {"reduce-scatter": whole * 3 / 4, "all-reduce": 2 * (whole / 4) / 2}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_sharded_gradients_are_summed_in_every_micro_batch(zero, accumulation):
+    """A device that keeps 1/N of the gradients has no room to sum all of them first: the price of
+    stages 2 and 3 is K sums instead of one. On CPU, XLA writes reduce-scatter as an all-reduce and
+    a slice, so what is counted is elements.
+    """
+    found = collectives(compiled("fsdp=8", zero, accumulation))
+    summed = [each for each in found if each.shape and each.kind == "all-reduce"]
+    elements = sum(math.prod(each.shape) * each.times for each in summed)
+    table = llama_like().vocab_size * llama_like().model_dim
+    # The embedding's share of the table's gradient is exchanged by token (all-to-all) where the
+    # table is split, and summed as the loss's share is where it is whole.
+    again = table if zero == 2 else 0
+    assert elements == accumulation * (num_parameters() + again)
+
+
+def test_stage_2_gathers_parameters_once_and_stage_3_in_every_pass():
+    parameters = num_parameters()
+    gathered = {}
+    for zero in (2, 3):
+        found = collectives(compiled("fsdp=8", zero, 2))
+        of_weights = [each for each in found if each.kind == "all-gather" and each.dtype == "f32"]
+        gathered[zero] = sum(math.prod(each.shape) * each.times for each in of_weights)
+    assert gathered[2] == parameters
+    # Blocks are gathered by each micro-batch's forward and backward pass. The table, and the final
+    # norm's scale in both passes, do not change between micro-batches and are gathered once.
+    table = llama_like().vocab_size * llama_like().model_dim
+    width = llama_like().model_dim
+    blocks = parameters - table - width
+    assert gathered[3] == 2 * 2 * blocks + table + 2 * width
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("replica=8", 3), ("fsdp=8", 1), ("fsdp=8", 2), ("fsdp=8", 3)]
+)
+def test_memory_does_not_grow_with_accumulation(mesh, zero):
+    """Micro-batches of one size, more of them: temporaries stay but for the larger batch's rows."""
+    temporaries, rows = {}, {}
+    for accumulation in (2, 8):
+        temporaries[accumulation] = (
+            compiled(mesh, zero, accumulation, 8 * accumulation)
+            .memory_analysis()
+            .temp_size_in_bytes
+        )
+        batch = packed_batch(rows=8 * accumulation)
+        rows[accumulation] = sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) / 8
+    growth = temporaries[8] - temporaries[2]
+    assert growth <= 2 * (rows[8] - rows[2])
+
+
+def test_what_the_specs_say():
+    shardings = {zero: built("fsdp=8", zero).shardings for zero in (1, 2, 3)}
+
+    def specs(tree: Any) -> dict[str, Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {path_name(path): sharding.spec for path, sharding in leaves}
+
+    for zero, sharding in shardings.items():
+        parameters = specs(sharding.parameters)["blocks/0/mlp/up/weight"]
+        assert ("fsdp" in str(parameters)) == (zero == 3)
+        moments = [
+            s for name, s in specs(sharding.optimizer).items() if "mu/blocks/0/mlp/up" in name
+        ]
+        assert len(moments) == 1
+        assert "fsdp" in str(moments[0])
+
+
+def test_a_model_without_the_sharded_dim_somewhere():
+    """Inward biases lack the model's width: a stage leaves them whole, and sums them whole."""
+    case = build(
+        gpt_like(), mesh=MeshConfig(fsdp=8), sharding=ShardingConfig(zero=1), batch_size=32
+    )
+    program = case.step.lower(jax.eval_shape(case.initialize), packed_batch(rows=32)).compile()
+    found = [each for each in collectives(program) if each.shape]
+    shapes = jax.tree_util.tree_leaves_with_path(case.model.shapes)
+    whole = [leaf for path, leaf in shapes if path_name(path).endswith(tuple(_INWARD_BIASES))]
+    reduced = sum(each.sent_bytes for each in found if each.kind == "all-reduce")
+    assert whole
+    assert reduced == sum(2 * leaf.size * ITEM * 7 / 8 for leaf in whole)
+
+
+_INWARD_BIASES = ("query/bias", "key/bias", "value/bias", "up/bias")
