@@ -218,11 +218,13 @@ class Decoder(nnx.Module):
                 (indices, parameters, layer_keys),
                 unroll=self._unroll(),
             )
+        return self.normalized(x_BTD), cache
+
+    def normalized(self, x_BTD: jax.Array) -> jax.Array:
+        """The last block's output as the vocabulary projection reads it."""
         with jax.named_scope("final_norm"):
             hidden_BTD = self.final_norm(x_BTD)
-            return self.execution.constrain(
-                hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM)
-            ), cache
+            return self.execution.constrain(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         """The first block's input, [B, T, D] in the compute dtype; a key drops out."""
