@@ -89,6 +89,7 @@ def chunk_loss(
     counts_R = exists_R & counted_R
     probability_R = jnp.exp(jnp.where(counts_R, target_R - lse_R, 0.0))
     coefficient_R = jnp.where(counts_R, weights_R * slope_R * (g_R * probability_R - 1.0), 0.0)
+    assert matrix is not None
     matrix = matrix.at[
         jnp.arange(matrix.shape[0]), jnp.where(counts_R, targets_R, matrix.shape[1])
     ].set(0, mode="drop", unique_indices=True)

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,7 @@ class _Kernel:
             else functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
         )  # fmt: skip
         # In this order: the matrices start at multiples of 1 KiB, the rest packs behind them.
-        buffers = {
+        buffers: dict[str, Any] = {
             "x": plgpu.SMEM((c.num_stages, c.block_r, c.block_d), self.dtype, transforms=tile),
             "table": plgpu.SMEM((c.num_stages, c.block_v, c.block_d), self.dtype, transforms=tile),
         }
@@ -215,7 +216,7 @@ class _Kernel:
     def load(self, gmem, smem, row0, v_tile, done) -> None:
         """Fills the ring with the tiles of one product."""
         c = self.c
-        shared = {"collective_axes": "cluster"} if c.cluster > 1 else {}
+        sharing = "cluster" if c.cluster > 1 else None
 
         def step(k, _):
             slot = lax.rem(done + k, c.num_stages)
@@ -225,7 +226,7 @@ class _Kernel:
             x_gmem = gmem.x.at[pl.ds(row0, c.block_r), columns]
             table_gmem = gmem.table.at[pl.ds(v_tile * c.block_v, c.block_v), columns]
             plgpu.copy_gmem_to_smem(x_gmem, smem.x.at[slot], full)
-            plgpu.copy_gmem_to_smem(table_gmem, smem.table.at[slot], full, **shared)
+            plgpu.copy_gmem_to_smem(table_gmem, smem.table.at[slot], full, collective_axes=sharing)
 
         lax.fori_loop(0, self.num_d_tiles, step, None)
 
