@@ -17,7 +17,6 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,7 +71,7 @@ def draw(args, tokens: int, sharding, dtype=jnp.bfloat16) -> tuple[jax.Array, ..
     return normal()
 
 
-def on_mesh(args, placement: Placement, method: ContextMethod) -> Callable[..., Any]:
+def on_mesh(args, placement: Placement, method: ContextMethod) -> jax.stages.Wrapped:
     attend = ContextAttention(
         placement=placement,
         method=method,
@@ -82,7 +81,7 @@ def on_mesh(args, placement: Placement, method: ContextMethod) -> Callable[..., 
     return jax.jit(functools.partial(both, attend, config_of(args)), out_shardings=sharding)
 
 
-def on_one(args, implementation: AttentionImplementation) -> Callable[..., Any]:
+def on_one(args, implementation: AttentionImplementation) -> jax.stages.Wrapped:
     return jax.jit(functools.partial(both, named_attention(implementation), config_of(args)))
 
 
@@ -112,23 +111,24 @@ def check(args, placement: Placement) -> list[dict[str, Any]]:
     for method in METHODS:
         results = on_mesh(args, placement, method)(*ordered)
         got = [jnp.asarray(from_zigzag(jax.device_get(x), num)) for x in results]
-        row = {"method": method.value, "errors": errors(got), "limits": limits}
-        row["ok"] = all(e <= limit for e, limit in zip(row["errors"], limits, strict=True))
+        found = errors(got)
+        ok = all(error <= limit for error, limit in zip(found, limits, strict=True))
         print(
             f"check {method.value:10s} {args.check_tokens} tokens: "
-            + " ".join(f"{e:.2e}" for e in row["errors"])
-            + (" ok" if row["ok"] else f" ABOVE {limits}"),
+            + " ".join(f"{error:.2e}" for error in found)
+            + (" ok" if ok else f" ABOVE {limits}"),
             flush=True,
         )
-        rows.append(row)
+        rows.append({"method": method.value, "errors": found, "limits": limits, "ok": ok})
     assert all(row["ok"] for row in rows), "a method is wrong; its times would mean nothing"
     return rows
 
 
-def compile_timed(function: Callable[..., Any], operands) -> tuple[Any, dict[str, float]]:
+def compile_timed(function: jax.stages.Wrapped, operands) -> tuple[Any, dict[str, float]]:
     start = time.perf_counter()
     compiled = function.lower(*operands).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None, "every XLA backend has it"
     return compiled, {
         "compile_s": time.perf_counter() - start,
         "temp_gib": memory.temp_size_in_bytes / GIB,
@@ -183,16 +183,17 @@ def compare(args, placement: Placement) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name, (_, _, devices) in contenders.items():
         median = statistics.median(taken[name])
-        row = {
+        rate = flops(args, args.tokens) / devices / median / 1e12
+        row: dict[str, Any] = {
             "method": name,
             "tokens": args.tokens,
             "devices": devices,
             "ms": 1e3 * median,
             "all_ms": [1e3 * s for s in taken[name]],
-            "tflops_per_device": flops(args, args.tokens) / devices / median / 1e12,
+            "tflops_per_device": rate,
+            "of_one": rate / (rows[0]["tflops_per_device"] if rows else rate),
             **facts[name],
         }
-        row["of_one"] = row["tflops_per_device"] / (rows[0] if rows else row)["tflops_per_device"]
         rows.append(row)
         report(row)
     return rows

@@ -67,12 +67,15 @@ class Placement:
     def on_each_device(
         self, function: Callable, *, in_specs: Any, out_specs: Any, check_vma: bool = True
     ) -> Callable:
-        """``function`` of a device's blocks: ``shard_map`` over all axes of several devices, less
-        those that one around this trace has taken.
+        """``function`` of a device's blocks: ``shard_map`` over all axes but those that one around
+        this trace has taken.
+
+        Axes of one device too: with one left out, XLA's CPU compiler aborts on sums of bf16, and a
+        custom call is the partitioner's affair.
         """
         taken = jax.sharding.get_abstract_mesh().manual_axes
-        free = {a for a, size in self.mesh.shape.items() if size > 1 and a not in taken}
-        if not free:
+        free = {axis for axis in self.mesh.axis_names if axis not in taken}
+        if all(self.mesh.shape[axis] == 1 for axis in free):
             return function
         return jax.shard_map(
             function,

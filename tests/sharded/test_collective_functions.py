@@ -153,22 +153,6 @@ def test_gradient_is_the_transpose(name):
     assert left == np.vdot(np.asarray(transposed, np.float64), probe)
 
 
-def sent(each: Collective, size: int) -> float:
-    """Bytes one device sends for a collective of a compiled program over ``size`` devices."""
-    result = math.prod(each.shape) * np.dtype(_NUMPY.get(each.dtype, each.dtype)).itemsize
-    factor = {
-        "all-gather": (size - 1) / size,
-        "reduce-scatter": size - 1,
-        "all-reduce": 2 * (size - 1) / size,
-        "all-to-all": (size - 1) / size,
-        "collective-permute": 1,
-    }
-    return each.times * result * factor[each.kind]
-
-
-_NUMPY = {"f32": "float32", "bf16": "uint16", "u16": "uint16", "u32": "uint32", "s32": "int32"}
-
-
 def compiled(function) -> list[Collective]:
     return collectives(on_devices(function).lower(blocks()).compile())
 
@@ -177,7 +161,7 @@ def compiled(function) -> list[Collective]:
 def test_bytes_sent_are_the_formula(name):
     function, _, kind = CASES[name]
     found = compiled(function)
-    assert sum(sent(each, N) for each in found) == sent_bytes(kind, BLOCK_BYTES, N)
+    assert sum(each.sent_bytes for each in found) == sent_bytes(kind, BLOCK_BYTES, N)
     if name.startswith("ring"):
         assert {each.kind for each in found} == {"collective-permute"}
         steps = 2 * (N - 1) if name == "ring_all_reduce" else N - 1
@@ -202,9 +186,7 @@ def test_two_levels_send_little_between_nodes():
     assert of(found, "all-gather", BLOCK) == BLOCK_BYTES
     found = compiled(CASES["two_level_all_to_all"][0])
     assert [each.kind for each in found] == ["all-to-all"] * 2
-    assert sum(sent(x, n) for x, n in zip(found, (INNER, OUTER), strict=True)) == BLOCK_BYTES * (
-        3 / 4 + 1 / 2
-    )
+    assert sum(each.sent_bytes for each in found) == BLOCK_BYTES * (3 / 4 + 1 / 2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

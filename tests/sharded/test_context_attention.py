@@ -15,9 +15,12 @@ import pytest
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import AttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
+from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.diagnostics.program import Collective, collectives
 from jaxinfra.ops.attention import attention
 from jaxinfra.parallel.context.attend import ContextAttention
-from jaxinfra.parallel.context.order import from_zigzag, to_zigzag
+from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.parallel.context.order import from_zigzag, to_zigzag, zigzag_indices
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from tests.kernels import attention_oracle
@@ -123,22 +126,135 @@ def expected(name: str):
     return plain, tuple(exact[name] for name in ("out", "dq", "dk", "dv"))
 
 
-def on_mesh(case: Case, method: ContextMethod):
-    """A jitted function of arrays in zig-zag order, placed as a model's activations are."""
+def context_attention(case: Case, method: ContextMethod) -> ContextAttention:
     mesh = MESHES[case.mesh]
-    devices = jax.devices()[: mesh.num_devices]
-    placement = Placement(mesh=make_mesh(mesh, devices=devices))
-    attend = ContextAttention(placement=placement, method=method, is_causal=case.causal)
-    function = functools.partial(results, attend, case)
-    return jax.jit(function, compiler_options=COMPILER_OPTIONS), mesh.context
+    placement = Placement(mesh=make_mesh(mesh, devices=jax.devices()[: mesh.num_devices]))
+    return ContextAttention(placement=placement, method=method, is_causal=case.causal)
 
 
 @pytest.mark.parametrize(("name", "method"), PAIRS)
 def test_equals_one_device(name, method):
     case = CASES[name]
     operands, ids = arrays(case)
-    function, num_shards = on_mesh(case, method)
+    function = jax.jit(
+        functools.partial(results, context_attention(case, method), case),
+        compiler_options=COMPILER_OPTIONS,
+    )
+    num_shards = MESHES[case.mesh].context
     ordered = [None if x is None else to_zigzag(x, num_shards) for x in (*operands, ids)]
     got = tuple(from_zigzag(np.asarray(x), num_shards) for x in function(*ordered))
     plain, oracle = expected(name)
     assert_no_worse(got, plain=plain, oracle=oracle, what=f"{method} {name}")
+
+
+def orders(num_shards: int) -> list[int]:
+    """Blocks of work of each device: a chunk and those before it, for both of its chunks."""
+    chunks = zigzag_indices(2 * num_shards, num_shards).reshape(num_shards, 2)
+    return (chunks + 1).sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 5])
+def test_zigzag_balances_causal_work(num_shards):
+    assert orders(num_shards) == [2 * num_shards + 1] * num_shards
+    x = np.arange(40).reshape(2, 20)
+    np.testing.assert_array_equal(from_zigzag(to_zigzag(x, num_shards), num_shards), x)
+    assert to_zigzag(x, 5)[0].tolist()[:8] == [0, 1, 18, 19, 2, 3, 16, 17]
+
+
+def programs(case: Case, method: ContextMethod) -> tuple[list[Collective], list[Collective]]:
+    """Collectives of the forward program, and of a backward one that starts from its residuals."""
+    (q, k, v, d_out), ids = arrays(case)
+    attend = functools.partial(
+        context_attention(case, method), config=case.config, segment_ids_BT=ids
+    )
+    place = jax.sharding.NamedSharding(
+        jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,)),
+        jax.sharding.PartitionSpec(None, "context"),
+    )
+    operands = jax.device_put((q, k, v, d_out), place)
+    compile_ = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS, out_shardings=place)
+    forward = compile_(attend).lower(*operands[:3])
+    _, pull = jax.vjp(jax.jit(attend), *operands[:3])
+    backward = compile_(lambda pull, d_out: pull(d_out)).lower(pull, operands[3])
+    return collectives(forward.compile()), collectives(backward.compile())
+
+
+# XLA's CPU compiler widens bf16 of all but the ring, which sends integers.
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [*((method, "float32") for method in QUICK), (ContextMethod.RING, "bfloat16")],
+)
+def test_bytes_sent_are_the_formula(method, dtype):
+    """GQA: 8 query and 4 key/value heads; packed, so that documents travel too."""
+    case = Case(packed=True, dtype=dtype)
+    expected = context_bytes(
+        method,
+        num_shards=4,
+        tokens=B * T // 4,
+        num_q_heads=N,
+        num_kv_heads=4,
+        head_dim=H,
+        itemsize=jnp.dtype(dtype).itemsize,
+        is_packed=True,
+    )
+    forward, backward = programs(case, method)
+    assert sum(each.sent_bytes for each in forward) == expected.forward
+    assert sum(each.sent_bytes for each in backward) == expected.backward
+    kinds = {
+        ContextMethod.RING: {"collective-permute"},
+        ContextMethod.ULYSSES: {"all-to-all", "all-gather"},
+        ContextMethod.ALL_GATHER: {"all-gather", "reduce-scatter"},
+    }
+    assert {each.kind for each in forward + backward} <= kinds[method]
+    if method is ContextMethod.RING:
+        # Forward, keys P-1 times. Backward, keys and later sums as often, P-3 times in one send.
+        assert (len(forward), len(backward)) == (3, 5)
+
+
+def test_window_fetches_what_it_reaches_and_no_more():
+    """4 tokens of a chunk of 6 before each chunk: lo and hi each one send, of keys with values."""
+    case = Case(window=5)
+    forward, _ = programs(case, ContextMethod.RING)
+    assert [(each.kind, each.shape) for each in forward if "f32" in each.dtype] == [
+        ("collective-permute", (B, 4, 2 * 4, H))
+    ] * 2
+
+
+REFUSED = {
+    "length": (Case(), ContextMethod.RING, 44, ConfigError, "44 tokens .* into 2 x context=4"),
+    "heads": (
+        Case(num_kv_heads=2),
+        ContextMethod.ULYSSES,
+        T,
+        ConfigError,
+        "ulysses spreads 2 key/value heads .* context=4",
+    ),
+    "window": (
+        Case(causal=False, window=9),
+        ContextMethod.RING,
+        T,
+        UnsupportedError,
+        "window=9 in attention that is not causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused(name):
+    case, method, length, error, message = REFUSED[name]
+    q, k = jnp.zeros((B, length, N, H)), jnp.zeros((B, length, case.num_kv_heads, H))
+    attend = functools.partial(
+        context_attention(case, method), config=case.config, segment_ids_BT=None
+    )
+    with pytest.raises(error, match=message):
+        jax.eval_shape(attend, q, k, k)
+
+
+def test_an_implementation_without_a_logsumexp_is_refused():
+    attend = dataclasses.replace(
+        context_attention(Case(), ContextMethod.RING), implementation=AttentionImplementation.CUDNN
+    )
+    attend = functools.partial(attend, config=Case().config, segment_ids_BT=None)
+    q, k = jnp.zeros((B, T, N, H)), jnp.zeros((B, T, 4, H))
+    with pytest.raises(UnsupportedError, match=r"cudnn.*context_method=ulysses needs none"):
+        jax.eval_shape(attend, q, k, k)

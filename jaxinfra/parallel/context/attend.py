@@ -66,15 +66,11 @@ class ContextAttention:
         q_spec = self.placement.spec((*_ROWS, axes.Q_HEADS, axes.HEAD))
         kv_spec = self.placement.spec((*_ROWS, axes.KV_HEADS, axes.HEAD))
         ids_spec = None if segment_ids_BT is None else self.placement.spec(_ROWS)
-        mesh = self.placement.current_mesh
-        return jax.shard_map(
+        return self.placement.on_each_device(
             functools.partial(self._local, config=config),
-            mesh=mesh,
             in_specs=(q_spec, kv_spec, kv_spec, ids_spec),
             out_specs=q_spec,
-            axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-            # Pallas kernels declare no varying axes. Nothing here depends on them: whatever has a
-            # gradient is split over every axis of the mesh that has more than one device.
+            # A kernel does not say over which axes its results vary; nothing is summed over any.
             check_vma=False,
         )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 

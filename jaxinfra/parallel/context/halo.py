@@ -41,28 +41,27 @@ def windowed_attention(
     if ids_Bt is None:
         # Keys before the sequence's beginning must be hidden, and documents are how.
         ids_Bt = jnp.zeros_like(k_BtKH[:, :, 0, 0], dtype="int32")
-    q_2BcNH, ids_2Bc = _as_batch(q_BtNH), _as_batch(ids_Bt)
-    keys, values, key_ids = [_as_batch(k_BtKH)], [_as_batch(v_BtKH)], [ids_2Bc]
+    # Keys and values side by side travel in one send.
+    kv_BtKH = jnp.concatenate([k_BtKH, v_BtKH], axis=2)
+    ids_2Bc = _as_batch(ids_Bt)
+    keys, key_ids = [_as_batch(kv_BtKH)], [ids_2Bc]
     chunk = ids_2Bc.shape[1]
     for distance in range(1, -(-left // chunk) + 1):
         tokens = min(chunk, left - (distance - 1) * chunk)
-        k, v, ids = (
-            jnp.concatenate(_chunks_before(x, axis, distance=distance, tokens=tokens))
-            for x in (k_BtKH, v_BtKH, ids_Bt)
+        kv, ids = (
+            _chunks_before(x, axis, distance=distance, tokens=tokens) for x in (kv_BtKH, ids_Bt)
         )
-        exists = jnp.concatenate(
-            tuple(
-                jnp.broadcast_to(number >= distance, (ids_Bt.shape[0], tokens))
-                for number in _chunk_numbers(axis)
-            )
-        )
-        keys.insert(0, k)
-        values.insert(0, v)
-        key_ids.insert(0, jnp.where(exists, ids, -1))
+        exists = [
+            jnp.broadcast_to(number >= distance, (ids_Bt.shape[0], tokens))
+            for number in _chunk_numbers(axis)
+        ]
+        keys.insert(0, kv)
+        key_ids.insert(0, jnp.where(jnp.concatenate(exists), ids, -1))
+    k_2BSKH, v_2BSKH = jnp.split(jnp.concatenate(keys, axis=1), 2, axis=2)
     out_2BcNH, _ = part.forward(
-        q_2BcNH,
-        jnp.concatenate(keys, axis=1),
-        jnp.concatenate(values, axis=1),
+        _as_batch(q_BtNH),
+        k_2BSKH,
+        v_2BSKH,
         is_causal=True,
         left=left,
         q_ids_BT=ids_2Bc,
@@ -76,29 +75,27 @@ def _chunk_numbers(axis: str) -> tuple[jax.Array, jax.Array]:
     return rank(axis), 2 * num_devices(axis) - 1 - rank(axis)
 
 
-def _chunks_before(
-    x_Bt: jax.Array, axis: str, *, distance: int, tokens: int
-) -> tuple[jax.Array, jax.Array]:
-    """The last tokens of the chunks ``distance`` before this device's two; zeros where none is."""
+def _chunks_before(x_Bt: jax.Array, axis: str, *, distance: int, tokens: int) -> jax.Array:
+    """The last tokens of the chunks ``distance`` before this device's two, [2B, tokens, ...]; zeros
+    where there is none.
+    """
     size = num_devices(axis)
     chunk = x_Bt.shape[1] // 2
     lo, hi = x_Bt[:, chunk - tokens : chunk], x_Bt[:, 2 * chunk - tokens :]
-    # Chunk j < P is the lo of device j, the others are the hi of device 2P-1-j.
+    # Chunk j < P is the lo of device j, the others are the hi of device 2P-1-j. (source, target):
     to_lo = [(i, i + distance) for i in range(size - distance)]
-    from_hi = [(i, i - distance) for i in range(distance, size)]
-    # Where a chunk of the second half looks back into the first.
-    from_lo = [
-        (2 * size - 1 - i - distance, i)
-        for i in range(size)
-        if 0 <= 2 * size - 1 - i - distance < size
-    ]
-    none = jnp.zeros_like(lo)
-    for_lo = jax.lax.ppermute(lo, axis, to_lo) if to_lo else none
-    for_hi = jax.lax.ppermute(hi, axis, from_hi) if from_hi else none
-    if from_lo:
-        # Each device receives one of the two and zeros for the other.
-        for_hi = for_hi + jax.lax.ppermute(lo, axis, from_lo)
-    return for_lo, for_hi
+    to_hi = [(i, i - distance) for i in range(distance, size)]
+    # Chunks of the second half that look back into the first.
+    over = [(2 * size - 1 - i - distance, i) for i in range(size)]
+    over = [pair for pair in over if 0 <= pair[0] < size]
+    before_lo = jax.lax.ppermute(lo, axis, to_lo) if to_lo else jnp.zeros_like(lo)
+    before_hi = jax.lax.ppermute(hi, axis, to_hi) if to_hi else jnp.zeros_like(hi)
+    # A device receives from one of these two, and zeros for the other.
+    if distance == 1:  # its own chunk
+        before_hi += jnp.where(rank(axis) == size - 1, lo, jnp.zeros_like(lo))
+    elif over:
+        before_hi += jax.lax.ppermute(lo, axis, over)
+    return jnp.concatenate([before_lo, before_hi])
 
 
 def _as_batch(x_Bt: jax.Array) -> jax.Array:

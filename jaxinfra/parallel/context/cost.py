@@ -1,0 +1,51 @@
+"""Bytes that context parallelism sends in one layer, by method; tests read them off programs."""
+
+import dataclasses
+
+from jaxinfra.config.run import ContextMethod
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ContextBytes:
+    """What one device sends in one layer."""
+
+    forward: float
+    backward: float
+
+
+def context_bytes(
+    method: ContextMethod,
+    *,
+    num_shards: int,
+    tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    is_packed: bool,
+) -> ContextBytes:
+    """Of full-length (not windowed) attention.
+
+    Args:
+        num_shards: P, the context axis.
+        tokens: of one device, all its rows: B t.
+        num_q_heads, num_kv_heads: of one device (its tensor shard).
+        itemsize: bytes of an activation's element.
+        is_packed: whether rows have segment ids, 4 bytes a token.
+    """
+    others = num_shards - 1
+    keys = 2 * tokens * num_kv_heads * head_dim  # elements of keys and values
+    ids = 4 * tokens if is_packed else 0
+    match method:
+        case ContextMethod.AUTO | ContextMethod.RING:
+            # Keys and documents both ways round; back, sums of the gradients in fp32.
+            there = others * (keys * itemsize + ids)
+            return ContextBytes(forward=there, backward=there + others * keys * 4)
+        case ContextMethod.ALL_GATHER:
+            return ContextBytes(
+                forward=others * (keys * itemsize + ids), backward=others * keys * itemsize
+            )
+        case ContextMethod.ULYSSES:
+            elements = 2 * tokens * num_q_heads * head_dim + keys
+            moved = elements * itemsize * others / num_shards
+            return ContextBytes(forward=moved + others * ids, backward=moved)
