@@ -2,6 +2,7 @@
 
 jaxinfra train                                 tiny, on the standard library source
 jaxinfra train small --data /texts --mesh fsdp=8
+jaxinfra train small --mesh fsdp=4,tensor=2 --zero 1 --sequence-parallel true --dry-run
 jaxinfra train --resume runs/small-1
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
 """
@@ -23,7 +24,7 @@ from jaxinfra.launch.connect import leave
 from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig
-from jaxinfra.training.describe import parameter_table
+from jaxinfra.training.describe import placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.loop import train
 from jaxinfra.training.profile import parse_profile_range
@@ -45,6 +46,8 @@ _SHORTHANDS = {
     "policy": "precision.policy",
     "data": "data.source",
     "checkpoint_every": "checkpoint.every",
+    "zero": "sharding.zero",
+    "sequence_parallel": "sharding.sequence_parallel",
 }
 
 
@@ -77,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the config and what each device would hold of the parameters, and stop",
+        help="print the config and what each device would hold of each tensor, and stop",
     )
 
 
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     config = _with_options(config, args)
     profile = None if args.profile is None else parse_profile_range(args.profile)
     if args.dry_run:
-        table = parameter_table(make_job(config))
+        table = placement_table(make_job(config))
         print(f"{codec.to_json(config)}\n{table}")
         return 0
     cluster = detect_cluster(os.environ)

@@ -1,8 +1,9 @@
-"""A run's set-up in words, and what each device will hold of its parameters as a table."""
+"""A run's set-up in words, and what each device will hold of its state as a table."""
 
 import math
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
 from jaxinfra.data.arrays import TokenArrays
@@ -58,36 +59,64 @@ def describe_ranking(training: TrainingConfig, checkpoint: CheckpointConfig) -> 
     )
 
 
-def parameter_table(job: Job) -> str:
-    """path | shape | dtype | spec | bytes per device, and totals; nothing is allocated."""
+def placement_table(job: Job) -> str:
+    """What lies where: a row for each parameter with the bytes that a device holds of it, of its
+    gradient while micro-batches are summed, and of its moments. Nothing is allocated.
+    """
     state = job.abstract_state()
-    leaves = jax.tree_util.tree_leaves_with_path(state.parameters)
-    rows = [("parameter", "shape", "dtype", "spec", "bytes per device")]
-    rows += [
-        (
-            path_name(path),
-            " x ".join(map(str, leaf.shape)),
-            leaf.dtype.name,
-            ", ".join(_axes(entry) for entry in leaf.sharding.spec) or "replicated",
-            f"{_bytes_per_device(leaf):,}",
-        )
-        for path, leaf in leaves
+    gradients = jax.tree.leaves(job.placement.gradients(job.model))
+    updates = jax.tree.leaves(job.placement.updates(job.model))
+    moments = [
+        (path_name(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
     ]
+    rows = [("parameter", "shape", "dtype", "lies over", "its moments", *_HELD)]
+    totals = [0, 0, 0]
+    for (path, leaf), gradient, update in zip(
+        jax.tree_util.tree_leaves_with_path(state.parameters), gradients, updates, strict=True
+    ):
+        name = path_name(path)
+        held = (
+            _bytes_per_device(leaf),
+            _bytes_per_device(leaf, gradient),
+            sum(_bytes_per_device(each) for path, each in moments if path.endswith("/" + name)),
+        )
+        totals = [total + bytes_ for total, bytes_ in zip(totals, held, strict=True)]
+        rows.append(
+            (
+                name,
+                " x ".join(map(str, leaf.shape)),
+                leaf.dtype.name,
+                _spec(leaf.sharding),
+                _spec(update),
+                *(f"{bytes_:,}" for bytes_ in held),
+            )
+        )
+    rows.append(("total", "", "", "", "", *(f"{total:,}" for total in totals)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
-            [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
-            + [row[-1].rjust(widths[-1])]
+            cell.rjust(width) if index >= len(row) - len(_HELD) else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    whole = sum(_bytes_per_device(leaf) for leaf in jax.tree.leaves(state))
-    parameters = sum(_bytes_per_device(leaf) for _, leaf in leaves)
+    devices = job.placement.mesh.size
     lines.append(
-        f"{job.model.num_parameters:,} parameters; on each of {job.placement.mesh.size} devices "
-        f"{parameters:,} bytes of them, {whole:,} bytes with the optimizer's state"
+        f"{job.model.num_parameters:,} parameters; bytes on each of {devices} device"
+        f"{'s' if devices > 1 else ''}, activations apart: {sum(totals):,}"
     )
     return "\n".join(lines)
+
+
+_HELD = ("parameter bytes", "gradient bytes", "moment bytes")
+
+
+def _spec(sharding: NamedSharding) -> str:
+    """Mesh axes by dim, such as ``-, fsdp, tensor``."""
+    if all(entry is None for entry in sharding.spec):
+        return "replicated"
+    return ", ".join(_axes(entry) for entry in sharding.spec)
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> str:
@@ -96,6 +125,7 @@ def _axes(entry: str | tuple[str, ...] | None) -> str:
     return entry if isinstance(entry, str) else "+".join(entry)
 
 
-def _bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
-    assert leaf.sharding is not None
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+def _bytes_per_device(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding | None = None) -> int:
+    sharding = sharding or leaf.sharding
+    assert sharding is not None
+    return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

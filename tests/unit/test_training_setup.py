@@ -6,14 +6,17 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config import codec
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.presets import runs
-from jaxinfra.config.run import CheckpointConfig, TrainingConfig
+from jaxinfra.config.run import CheckpointConfig, TrainingConfig, validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.training.clock import Clock, median_step_s
-from jaxinfra.training.describe import describe_ranking, parameter_table
+from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
 from jaxinfra.training.progress import duration
@@ -90,11 +93,54 @@ def job():
     return make_job(runs.tiny())
 
 
-def test_parameter_table_counts_every_parameter(job):
-    _, *rows, total = parameter_table(job).splitlines()
-    per_device = [int(row.split()[-1].replace(",", "")) for row in rows]
-    assert sum(per_device) == 4 * job.model.num_parameters
-    assert total.startswith(f"{job.model.num_parameters:,} parameters; on each of 1 devices")
+def held_bytes(table: str) -> np.ndarray:
+    """Of each row: parameter, gradient and moment bytes, the total's row last."""
+    _, *rows, _ = table.splitlines()
+    return np.array([[int(cell.replace(",", "")) for cell in row.split()[-3:]] for row in rows])
+
+
+def test_placement_table_counts_every_parameter(job):
+    table = placement_table(job)
+    held = held_bytes(table)
+    np.testing.assert_array_equal(held[:-1].sum(axis=0), held[-1])
+    assert held[-1].tolist() == [4 * job.model.num_parameters * times for times in (1, 1, 2)]
+    last = table.splitlines()[-1]
+    assert last.startswith(f"{job.model.num_parameters:,} parameters; bytes on each of 1 device,")
+
+
+@pytest.mark.parametrize(("zero", "shards"), [(1, (1, 1, 8)), (2, (1, 8, 8)), (3, (8, 8, 8))])
+def test_placement_table_of_each_stage(zero, shards):
+    config = dataclasses.replace(
+        runs.tiny(), mesh=MeshConfig(fsdp=8), sharding=ShardingConfig(zero=zero)
+    )
+    job = make_job(config)
+    held = held_bytes(placement_table(job))[-1]
+    whole = 4 * job.model.num_parameters * np.array([1, 1, 2])
+    assert held.tolist() == (whole / np.array(shards)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["sharding.zero=4"], "zero=4 is no stage"),
+        (["sharding.zero=1"], "zero=1 shards over the fsdp axis, which has one device"),
+        (["sharding.sequence_parallel=true"], "the tensor axis, which has one device"),
+    ],
+)
+def test_sharding_that_shards_nothing_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        validate(codec.override(runs.tiny(), settings))
+
+
+def test_a_sequence_that_does_not_divide_is_refused():
+    config = dataclasses.replace(
+        runs.tiny(),
+        mesh=MeshConfig(tensor=2),
+        sharding=ShardingConfig(sequence_parallel=True),
+    )
+    odd = dataclasses.replace(config.training, sequence_length=33)
+    with pytest.raises(ConfigError, match="sequence_length=33 does not divide over"):
+        validate(dataclasses.replace(config, training=odd))
 
 
 def test_clock_leaves_compilation_and_pauses_out(job):
