@@ -193,20 +193,21 @@ class Arena:
         with self.launch(run, command, **options) as job:
             return job.end()
 
-    def reference(self, *settings: str) -> Path:
+    def reference(self, *settings: str, processes: int | None = None) -> Path:
         """A run that nothing disturbed, made at the first call."""
-        if settings not in self._references:
+        count = processes or self.processes
+        key = (str(count), *settings)
+        if key not in self._references:
             name = f"reference-{len(self._references)}"
-            run = self.place / name
-            if not (run / "summary.json").exists():
-                ended = self.run(name, [*self.settings(*settings), "--continue"], restarts=0)
-                require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
-            self._references[settings] = run
-        return self._references[settings]
+            command = self.settings(*settings, processes=count)
+            ended = self.run(name, command, restarts=0, processes=count)
+            require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
+            self._references[key] = self.place / name
+        return self._references[key]
 
-    def require_same(self, run: str, *settings: str) -> str:
+    def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
         """B and L: the run's last state and samples are the reference's; the evidence in words."""
-        want, got = self.reference(*settings), self.place / run
+        want, got = self.reference(*settings, processes=processes), self.place / run
         sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)
         different = [name for name in expected if sums.get(name) != expected[name]]
         require(not different, f"differs from the undisturbed run in {', '.join(different[:5])}")

@@ -30,7 +30,7 @@ def other_program(arena: Arena) -> str:
 @fault(11, "NaN in one rank's gradient")
 def not_a_number(arena: Arena) -> str:
     """Skipped, and located to the rank and the layer."""
-    step = 7
+    step = 10
     plan = _poison(arena, step, rank=1, action="jaxinfra.gym.corruption:poison_weights")
     ended = arena.run("f11", arena.settings(), faults=[plan], restarts=0)
     _require_done(ended)
@@ -53,26 +53,27 @@ def poison_batch(arena: Arena) -> str:
     require(found["step"] == step, f"found {found}")
     without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[3]]
     require(without == [step], f"the ledger lacks the batches of steps {without}")
-    same = _require_like_excluded(arena, "f12", step, *_SPIKE)
+    same = _require_like_excluded(arena, "f12", step)
     return f"the ledger lacks samples {found['samples']} alone; {found['text']}; {same}"
 
 
 @fault(13, "a bit flips in one replica's weights")
 def flipped_weight(arena: Arena) -> str:
-    """The vote finds it within the interval, and the replay says whose it is."""
+    """The vote of four copies names it within the interval."""
     plan = {
         "rank": 1,
         "target": "jaxinfra.training.trainer:same_program",
         "action": "jaxinfra.gym.corruption:flipping_step",
         "at": 6,
     }
-    ended = arena.run("f13", arena.settings(), faults=[plan], restarts=0)
+    command = arena.settings(processes=4)
+    ended = arena.run("f13", command, faults=[plan], restarts=0, processes=4)
     _require_done(ended)
     (back,) = incidents(arena.place / "f13", "went back")
     require(back["step"] == 8, f"seen at step {back['step']}, flipped at 6, compared every 4")
     (found,) = incidents(arena.place / "f13", "transient fault")
     require(found["ranks"] == [1], f"found {found}")
-    return f"W: {back['text']}; {found['text']}; {arena.require_same('f13')}"
+    return f"W: {back['text']}; {found['text']}; {arena.require_same('f13', processes=4)}"
 
 
 @fault(14, "a fault that passes spoils one step")
@@ -90,7 +91,7 @@ def transient(arena: Arena) -> str:
     (found,) = incidents(arena.place / "f14", "transient fault")
     require(found["step"] == step, f"found {found}")
     require(not incidents(arena.place / "f14", "batch excluded"), "a good batch was left out")
-    return f"W: step {step}: {found['text']}; {arena.require_same('f14', *_SPIKE)}"
+    return f"W: step {step}: {found['text']}; {arena.require_same('f14')}"
 
 
 @fault(19, "200 ms more of work on one rank")
@@ -142,8 +143,8 @@ def _require_done(ended: Ended) -> None:
     require(ended.code == 0, f"exit {ended.code}: {ended.said[-2000:]}")
 
 
-def _require_like_excluded(arena: Arena, run: str, step: int, *settings: str) -> str:
-    return arena.require_same(run, *settings, f"reliability.exclude_steps=[{step}]")
+def _require_like_excluded(arena: Arena, run: str, step: int) -> str:
+    return arena.require_same(run, f"reliability.exclude_steps=[{step}]")
 
 
 def _line(ended: Ended, words: str) -> str:

@@ -31,6 +31,7 @@ class Doubt(Exception):
         text: what was seen.
         loss: of that step, where the loss is what is doubted.
         hashes: of the state after it, where copies differ.
+        ranks: whose copies are not what most are.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class Doubt(Exception):
         loss: float | None = None,
         hashes: np.ndarray | None = None,
         seen_at: int | None = None,
+        ranks: tuple[int, ...] = (),
     ):
         super().__init__(text)
         self.step, self.text, self.loss, self.hashes = step, text, loss, hashes
+        self.ranks = ranks
         self.seen_at = step if seen_at is None else seen_at
 
 
@@ -110,6 +113,7 @@ class Guards:
             raise Doubt(
                 step=self._agreed_at + 1,
                 hashes=table,
+                ranks=self._voted_out(found),
                 seen_at=step,
                 text=f"after step {step} {self._describe(found)}; before step "
                 f"{self._agreed_at + 1} all were equal",
@@ -134,15 +138,21 @@ class Guards:
                 "host out of the job, then continue with --resume"
             )
         self._agreed_at = doubt.seen_at
-        wrong = sorted({int(row) for row in np.nonzero((table != doubt.hashes).any(axis=1))[0]})
-        ranks = tuple(self._hash.processes(wrong))
-        devices = ", ".join(str(self._hash.devices[row]) for row in wrong)
+        ranks = doubt.ranks
+        if not ranks:  # two copies: the one that the replay agrees with was right
+            wrong = np.nonzero((table != doubt.hashes).any(axis=1))[0]
+            ranks = tuple(self._hash.processes([int(row) for row in wrong]))
+        named = ", ".join(map(str, ranks))
+        whose = f"rank {named}" if len(ranks) == 1 else f"one of ranks {named}"
         return Judged(
             kind="transient fault",
             ranks=ranks,
-            text=f"done again, all copies are equal: a bit had flipped on {devices} "
-            f"(rank {', '.join(map(str, ranks))})",
+            text=f"done again, all copies are equal: a bit had flipped in the memory of {whose}",
         )
+
+    def _voted_out(self, found: Sequence[Mismatch]) -> tuple[int, ...]:
+        rows = sorted({row for mismatch in found if not mismatch.is_tie for row in mismatch.odd})
+        return tuple(self._hash.processes(rows))
 
     def _describe(self, found: Sequence[Mismatch]) -> str:
         first = found[0]

@@ -225,7 +225,7 @@ def _record_and_watch(
             launcher=launcher_of(os.environ, LAUNCHER),
         )
     )
-    resources.callback(recorder.phase, "done", step=0)
+    resources.callback(lambda: recorder.phase("done", step=recorder.step))
     return recorder
 
 

@@ -1,6 +1,7 @@
 """The pure training step: (state, batch) -> (state, metrics)."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -94,3 +95,17 @@ def make_train_step(
 def pass_over(state: State) -> State:
     """A step whose batch was taken out of the order: it counts as skipped, and changes nothing."""
     return dataclasses.replace(state, step=state.step + 1, skipped=state.skipped + 1)
+
+
+def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
+    """Metrics that were fetched, for ``metrics.jsonl``; None: the batch is not trained on."""
+    if metrics is None:
+        return {"excluded": 1}
+    return {
+        "loss": float(metrics.loss),
+        "gradient_norm": float(metrics.gradient_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "loss_scale": float(metrics.loss_scale),
+        "tokens": int(metrics.tokens) if math.isfinite(metrics.tokens) else None,
+        "skipped": int(metrics.skipped),
+    }

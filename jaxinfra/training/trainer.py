@@ -27,7 +27,7 @@ from jaxinfra.training.picture import draw_loss
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
 from jaxinfra.training.state import State
-from jaxinfra.training.step import StepMetrics
+from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement
 from jaxinfra.training.summary import summarize
 from jaxinfra.training.watch import Watch
@@ -195,25 +195,12 @@ class Trainer:
             if not self._compiling:
                 self._watch.phase("wait", step)
             values = jax.device_get(pending.metrics)
-            record: dict[str, Any] = {"step": step}
+            record = {"step": step, **step_record(values)}
             if values is not None:
-                self._require_undoubted(step, float(values.loss))
-                record |= {
-                    "loss": float(values.loss),
-                    "gradient_norm": float(values.gradient_norm),
-                    "learning_rate": float(values.learning_rate),
-                    "loss_scale": float(values.loss_scale),
-                    "tokens": int(values.tokens),
-                    "skipped": int(values.skipped),
-                }
-            else:
-                record["excluded"] = 1
+                self._require_undoubted(step, record["loss"])
             step_s = self._clock.lap()
-            record |= {
-                "step_s": step_s,
-                "stall_s": self._stall_s,
-                "elapsed_s": self._clock.elapsed_s,
-            }
+            record |= {"step_s": step_s, "stall_s": self._stall_s}
+            record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
             self._log.write(record)
             self._watch.receive(pending.table, step=step, step_s=step_s)

@@ -1,0 +1,278 @@
+"""Who is who in a job, how its processes meet, and who is blamed when one ends."""
+
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxinfra.core.errors import ConfigError, LostPeerError
+from jaxinfra.launch.cluster import Cluster, detect_cluster, expand_nodes
+from jaxinfra.launch.ending import Ending, count_memory_kills, first_failure
+from jaxinfra.launch.rendezvous import PortTakenError, meet
+from jaxinfra.launch.supervisor import Limits, Place, Supervisor, free_port
+
+SLURM = {
+    "SLURM_JOB_ID": "40123",
+    "SLURM_STEP_NUM_TASKS": "20",
+    "SLURM_STEP_NODELIST": "gpu[01-03],old7",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+    "SLURM_PROCID": "17",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "MASTER_ADDR": "head",
+}
+JOB_SET = {
+    "JOBSET_NAME": "pretrain",
+    "REPLICATED_JOB_NAME": "workers",
+    "JOB_INDEX": "1",
+    "JOB_COMPLETION_INDEX": "3",
+    "NUM_PROCESSES": "8",
+    "PODS_PER_JOB": "4",
+}
+PLAIN = {
+    "JAXINFRA_COORDINATOR": "10.0.0.1:1234",
+    "JAXINFRA_NUM_PROCESSES": "4",
+    "JAXINFRA_PROCESS_ID": "3",
+}
+
+
+def place(cluster: Cluster) -> tuple:
+    return cluster.coordinator, cluster.num_processes, cluster.process_id, cluster.local_id
+
+
+def test_environments_say_who_is_who():
+    assert place(detect_cluster(PLAIN)) == ("10.0.0.1:1234", 4, 3, 0)
+    assert place(detect_cluster(SLURM)) == ("gpu01:20123", 20, 17, 1)
+    assert detect_cluster(SLURM).num_local == 4
+    assert place(detect_cluster(OPEN_MPI)) == ("head:20000", 8, 5, 1)
+    assert place(detect_cluster(JOB_SET)) == ("pretrain-workers-0-0.pretrain:20000", 8, 7, 0)
+    # What a person sets goes before what a scheduler does.
+    assert detect_cluster(SLURM | PLAIN).source == "plain"
+
+
+def test_alone_there_is_no_cluster():
+    batch_script = {name: SLURM[name] for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID")}
+    one_task = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    for environment in ({}, batch_script, one_task):
+        assert detect_cluster(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"JAXINFRA_PROCESS_ID": "0"}, ["JAXINFRA_COORDINATOR", "JAXINFRA_NUM_PROCESSES"]),
+        (PLAIN | {"JAXINFRA_COORDINATOR": "10.0.0.1"}, ["10.0.0.1", "host:port"]),
+        (PLAIN | {"JAXINFRA_PROCESS_ID": "4"}, ["process 4 of 4"]),
+        (PLAIN | {"JAXINFRA_NUM_PROCESSES": "four"}, ["'four'", "whole number"]),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST", "srun"]),
+        ({k: v for k, v in OPEN_MPI.items() if k != "MASTER_ADDR"}, ["MASTER_ADDR"]),
+        ({"JOBSET_NAME": "pretrain"}, ["JOB_INDEX", "NUM_PROCESSES", "jobset.yaml"]),
+    ],
+)
+def test_half_an_environment_is_refused(environment, words):
+    with pytest.raises(ConfigError) as error:
+        detect_cluster(environment)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("a", ["a"]),
+        ("a,b-2", ["a", "b-2"]),
+        ("n[08-10]", ["n08", "n09", "n10"]),
+        ("n[1,3-4]x,m", ["n1x", "n3x", "n4x", "m"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("", []),
+    ],
+)
+def test_node_lists(text, nodes):
+    assert expand_nodes(text) == nodes
+
+
+def meet_all(present: list[int], *, of: int, port: int, timeout_s: float) -> dict[int, object]:
+    outcomes: dict[int, object] = {}
+
+    def come(process: int) -> None:
+        cluster = Cluster(
+            host="127.0.0.1",
+            port=port,
+            num_processes=of,
+            process_id=process,
+            local_id=0,
+            num_local=0,
+            source="plain",
+        )
+        try:
+            outcomes[process] = meet(cluster, timeout_s=timeout_s)
+        except Exception as error:
+            outcomes[process] = error
+
+    threads = [threading.Thread(target=come, args=(process,)) for process in present]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+def test_processes_meet_and_agree_on_a_port():
+    outcomes = meet_all([2, 0, 1], of=3, port=free_port(), timeout_s=20)
+    assert len(outcomes) == 3
+    assert len({*outcomes.values()}) == 1
+    assert all(isinstance(port, int) for port in outcomes.values())
+
+
+def test_who_is_absent_is_named_by_all():
+    outcomes = meet_all([0, 2], of=4, port=free_port(), timeout_s=1.5)
+    assert all(isinstance(outcome, LostPeerError) for outcome in outcomes.values())
+    assert all("processes 1, 3 of 4" in str(outcome) for outcome in outcomes.values())
+
+
+def test_without_process_0_it_is_named():
+    outcomes = meet_all([1], of=2, port=free_port(), timeout_s=0.5)
+    assert isinstance(outcomes[1], LostPeerError)
+    assert "process 0 is absent" in str(outcomes[1])
+
+
+def test_a_taken_port_is_named_at_once():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        outcomes = meet_all([0], of=2, port=port, timeout_s=20)
+    assert isinstance(outcomes[0], PortTakenError)
+    assert str(port) in str(outcomes[0])
+    assert time.monotonic() - began < 5
+
+
+def test_strangers_at_the_port_change_nothing():
+    port = free_port()
+
+    def knock() -> None:
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"greeting": "other"}\n', b""):
+            time.sleep(0.1)
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(data)
+
+    thread = threading.Timer(0.2, knock)
+    thread.start()
+    begun = threading.Timer(1.0, lambda: later.update(meet_all([1], of=2, port=port, timeout_s=20)))
+    later: dict[int, object] = {}
+    begun.start()
+    outcomes = meet_all([0], of=2, port=port, timeout_s=20)
+    thread.join()
+    begun.join()
+    assert isinstance(outcomes[0], int)
+    assert later == {1: outcomes[0]}
+
+
+def test_blame_goes_to_the_one_that_was_there_first():
+    killed = Ending(rank=2, code=-signal.SIGKILL, order=1)
+    aborted = Ending(rank=0, code=-signal.SIGABRT, order=0)
+    lost = Ending(rank=1, code=74, order=2)
+    ended = Ending(rank=3, code=-signal.SIGKILL, order=3, killed_by_us=True)
+    assert first_failure([aborted, killed, lost, ended]) is killed
+    assert first_failure([aborted, lost]) is aborted
+    halted = Ending(rank=3, code=-signal.SIGKILL, order=3, killed_by_us=True, stopped=True)
+    assert first_failure([aborted, lost, halted]) is halted
+    assert first_failure([Ending(rank=0, code=0, order=0)]) is None
+    assert (killed.exit_code, aborted.exit_code, lost.exit_code) == (137, 134, 74)
+
+
+@pytest.mark.parametrize("name", ["memory.events", "memory.oom_control"])
+def test_kills_for_memory_are_counted(tmp_path, name):
+    assert count_memory_kills(tmp_path) is None
+    (tmp_path / name).write_text("low 0\noom 4\noom_kill 3\n")
+    assert count_memory_kills(tmp_path) == 3
+
+
+def supervise(tmp_path, program: str, *, processes: int = 2, again: str | None = None, **limits):
+    command = [sys.executable, "-c", "import os, sys, signal, time\n" + program]
+    later = command if again is None else [*command[:2], "import os, sys, signal, time\n" + again]
+    code = Supervisor(
+        command,
+        again=later,
+        num_processes=processes,
+        logs=tmp_path / "logs",
+        recorder=None,
+        limits=Limits(backoff_s=0.01, **limits),
+        place=Place(),
+        environment={},
+    ).run()
+    return code, json.loads((tmp_path / "logs" / "report.json").read_text())
+
+
+RANK = "rank = int(os.environ['JAXINFRA_PROCESS_ID'])\n"
+
+
+def test_a_job_that_ends_normally(tmp_path, capfd):
+    code, report = supervise(tmp_path, RANK + "print('rank', rank); print('oh', file=sys.stderr)")
+    assert (code, len(report)) == (0, 1)
+    out, err = capfd.readouterr()
+    assert out == "rank 0\n"
+    assert sorted(err.splitlines()) == ["[rank 0] oh", "[rank 1] oh"]
+    assert (tmp_path / "logs" / "attempt-0.rank-1.out").read_text() == "rank 1\n"
+
+
+def test_a_killed_rank_is_named_and_the_job_started_again(tmp_path, capfd):
+    program = RANK + "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
+    code, report = supervise(tmp_path, program, again="pass")
+    assert code == 0
+    assert [(one["exit"], one["first"]) for one in report] == [(137, 1), (0, None)]
+    assert "rank 1 was ended by SIGKILL (exit 137) first" in capfd.readouterr().err
+
+
+def test_restarts_are_bounded_and_the_exit_code_is_the_first_failure(tmp_path):
+    program = RANK + "time.sleep(0.5 * rank); sys.exit(74 if rank else -11 % 256)"
+    code, report = supervise(tmp_path, program, max_restarts=2)
+    assert (code, len(report)) == (245, 3)
+
+
+def test_what_would_fail_again_is_not_started_again(tmp_path, capfd):
+    program = (
+        RANK + "print('a bad setting', file=sys.stderr) if rank else time.sleep(9)\nsys.exit(1)"
+    )
+    code, report = supervise(tmp_path, program)
+    assert (code, len(report), report[0]["first"]) == (1, 1, 1)
+    assert "it said: a bad setting" in report[0]["text"]
+    assert "would not help" in capfd.readouterr().err
+
+
+STOPS = "signal.signal(15, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
+IGNORES = (
+    "signal.signal(15, lambda *_: None); print('ready', flush=True)\nwhile True: time.sleep(1)"
+)
+
+
+@pytest.mark.parametrize(("program", "code"), [(STOPS, 75), (IGNORES, 137)])
+def test_a_signal_is_passed_on_and_the_grace_is_kept(tmp_path, program, code):
+    ready = [tmp_path / "logs" / f"attempt-0.rank-{rank}.out" for rank in range(2)]
+
+    def stop() -> None:
+        while not all(path.exists() and path.read_text() for path in ready):
+            time.sleep(0.02)
+        signal.raise_signal(signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    got, report = supervise(tmp_path, program, grace_s=1.0)
+    thread.join()
+    assert (got, len(report)) == (code, 1)
+
+
+def test_one_rank_that_stops_early_stops_the_others(tmp_path):
+    program = RANK + "sys.exit(75) if rank else None\n" + STOPS
+    code, report = supervise(tmp_path, program, max_restarts=0, grace_s=20.0)
+    assert (code, len(report)) == (75, 1)
