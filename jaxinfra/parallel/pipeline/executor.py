@@ -1,0 +1,336 @@
+"""Runs any schedule: one loop over ticks, one branch for what a stage does, one for who sends.
+
+Runs inside a ``shard_map`` over the pipe axis; other axes may be left to the compiler. Gradients
+are computed and summed here, so nothing differentiates the loop. A stage that idles skips its work:
+branches are conditionals, and the loop's table is data, so the program is compiled once whatever
+the number of micro-batches.
+
+Collectives over other axes, which the compiler puts into the branches, are legal there: what a
+stage does is the same for all devices of the stage. The exchange between stages is the same branch
+on every device.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.parallel.pipeline.program import Pairs, Program
+from jaxinfra.parallel.pipeline.slices import LayerParts, cut_layer
+
+type Tree = Any
+
+
+class HeadSums(NamedTuple):
+    """fp32 scalars of one micro-batch."""
+
+    objective: jax.Array  # what is differentiated
+    loss: jax.Array  # what is reported
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StageFunctions:
+    """A model in the pieces that stages run. All are pure.
+
+    ``shared`` are the parameters outside the stack of layers, ``micro`` is one micro-batch.
+    """
+
+    embed: Callable[[Tree, Tree], jax.Array]  # (shared, micro) -> x
+    context: Callable[[Tree], Tree]  # (micro) -> what all its layers read
+    layer_context: Callable[[Tree, jax.Array], Tree]  # (context, layer) -> what that layer reads
+    layer: Callable[[Tree, Tree, jax.Array], jax.Array]  # (weights, layer context, x) -> x
+    head: Callable[[Tree, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
+
+
+class _Row(NamedTuple):
+    """What one stage does in one tick, int32 scalars."""
+
+    branch: jax.Array
+    micro_batch: jax.Array
+    chunk: jax.Array
+    position: jax.Array
+    read: jax.Array
+    write: jax.Array
+    saved: jax.Array
+    pending: jax.Array
+    receive: jax.Array  # [2]
+
+
+class _State(NamedTuple):
+    """What the branches change."""
+
+    saved: list[jax.Array]  # [slots, layers, ...] each
+    pending: list[jax.Array]
+    d_weights: Tree
+    d_shared: Tree
+    loss: jax.Array
+
+
+def run_pipeline(
+    program: Program,
+    functions: StageFunctions,
+    *,
+    weights: Tree,
+    shared: Tree,
+    micro_batches: Tree,
+    axis: str,
+) -> tuple[jax.Array, Tree, Tree]:
+    """Sum of losses, and the gradients of the sum of objectives by ``weights`` and ``shared``.
+
+    Args:
+        weights: of this stage's layers, [chunks * layers of a chunk, ...], chunk by chunk.
+        shared: the same on every stage.
+        micro_batches: [micro-batches, ...], the same on every stage.
+        axis: the mesh axis of the stages, manual here.
+
+    Returns:
+        The loss and the gradient of ``shared``, the same on every stage; the gradient of weights as
+        these lie.
+    """
+    stage = jax.lax.axis_index(axis)
+    # Marked as differing between stages from the start: their gradients would else be summed over
+    # stages wherever they arise, inside branches that not all stages take.
+    shared, micro_batches = _vary((shared, micro_batches), axis)
+    run = _Run(program, functions, weights, shared, micro_batches, axis)
+
+    def tick(carry: tuple[jax.Array, _State], entry: tuple[_Row, jax.Array]):
+        (inbox, state), (row, exchange) = carry, entry
+        given = inbox[row.read]
+        out, state = jax.lax.switch(row.branch, run.branches, row, given, state)
+        inbox = inbox.at[row.write].set(out)
+        sends = [_sender(pairs, axis) for pairs in program.exchanges]
+        for i, received in enumerate(jax.lax.switch(exchange, sends, out)):
+            inbox = inbox.at[row.receive[i]].set(received)
+        return (inbox, state), None
+
+    rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
+    carry = _vary((run.empty_inbox(), run.empty_state()), axis)
+    (_, state), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
+    loss, d_shared = jax.lax.psum((state.loss, state.d_shared), axis)
+    return loss, state.d_weights, d_shared
+
+
+def _rows(program: Program) -> _Row:
+    """Tables [ticks, ..., stages]."""
+    schedule = program.schedule
+    stages = np.arange(schedule.num_stages)[None, :]
+    tables = _Row(
+        branch=schedule.kind,
+        micro_batch=schedule.micro_batch,
+        chunk=schedule.chunk,
+        position=schedule.position[stages, schedule.chunk],
+        read=program.read,
+        write=program.write,
+        saved=program.saved,
+        pending=program.pending,
+        receive=program.receive,
+    )
+    return jax.tree.map(lambda table: jnp.asarray(table, jnp.int32), tables)
+
+
+def _sender(pairs: tuple[Pairs, Pairs], axis: str):
+    """The exchange of one tick: what each stage receives from before and from after."""
+
+    def send(out: jax.Array) -> tuple[jax.Array, jax.Array]:
+        onward, back = (
+            jax.lax.ppermute(out, axis, side) if side else jnp.zeros_like(out) for side in pairs
+        )
+        return _vary((onward, back), axis)
+
+    return send
+
+
+def _vary(tree: Tree, axis: str) -> Tree:
+    def mark(x: jax.Array) -> jax.Array:
+        if axis in jax.typeof(x).manual_axis_type.varying:
+            return x
+        return jax.lax.pcast(x, (axis,), to="varying")
+
+    return jax.tree.map(mark, tree)
+
+
+class _Run:
+    """The branches of one pipeline, over its parameters and micro-batches."""
+
+    def __init__(
+        self,
+        program: Program,
+        functions: StageFunctions,
+        weights: Tree,
+        shared: Tree,
+        micro_batches: Tree,
+        axis: str,
+    ):
+        self._program = program
+        self._functions = functions
+        self._weights = weights
+        self._shared = shared
+        self._micro_batches = micro_batches
+        self._axis = axis
+        num_layers = jax.tree.leaves(weights)[0].shape[0]
+        self._layers = num_layers // program.schedule.num_chunks
+        self._last = program.schedule.num_positions - 1
+        micro = self._micro(jnp.int32(0))
+        self._x = functions.embed(shared, micro)
+        context = functions.layer_context(functions.context(micro), jnp.int32(0))
+        self._parts: LayerParts = cut_layer(
+            functions.layer, _entry(weights, jnp.int32(0)), context, self._x
+        )
+        backward = self._input_gradient if program.schedule.splits_gradients else self._backward
+        self.branches = [self._idle, self._forward, backward, self._weight_gradient]
+        if not program.schedule.splits_gradients:
+            self.branches.pop()
+
+    def empty_inbox(self) -> jax.Array:
+        """[slots, ...]."""
+        return jnp.zeros((self._program.num_inbox, *self._x.shape), self._x.dtype)
+
+    def empty_state(self) -> _State:
+        """Before the first tick."""
+
+        def buffers(types: tuple[jax.ShapeDtypeStruct, ...], slots: int) -> list[jax.Array]:
+            return [jnp.zeros((slots, self._layers, *t.shape), t.dtype) for t in types]
+
+        parts, program = self._parts, self._program
+        zeros = (jax.tree.map(jnp.zeros_like, tree) for tree in (self._weights, self._shared))
+        d_weights, d_shared = zeros
+        return _State(
+            saved=buffers(parts.saved, program.num_saved),
+            pending=buffers(parts.pending, program.num_pending) if program.num_pending else [],
+            d_weights=d_weights,
+            d_shared=d_shared,
+            loss=jnp.float32(0),
+        )
+
+    def _micro(self, index: jax.Array) -> Tree:
+        return _entry(self._micro_batches, index)
+
+    def _layer(self, row: _Row, context: Tree, i: jax.Array) -> tuple[jax.Array, Tree, Tree]:
+        """Index among the stage's layers, weights and context of layer i of the row's chunk."""
+        index = row.chunk * self._layers + i
+        own = self._functions.layer_context(context, row.position * self._layers + i)
+        return index, _entry(self._weights, index), own
+
+    def _idle(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
+        del row
+        return given, state
+
+    def _forward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
+        functions, micro = self._functions, self._micro(row.micro_batch)
+        context = functions.context(micro)
+        x = jax.lax.cond(
+            row.position == 0,
+            lambda: self._typed(functions.embed(self._shared, micro)),
+            lambda: given,
+        )
+
+        def layer(i: jax.Array, carry: tuple[jax.Array, list[jax.Array]]):
+            x, buffers = carry
+            _, weights, own = self._layer(row, context, i)
+            y, saved = self._parts.forward(weights, own, x)
+            return self._typed(y), _put(buffers, (row.saved, i), saved)
+
+        y, saved = jax.lax.fori_loop(0, self._layers, layer, (x, state.saved))
+        state = state._replace(saved=saved)
+
+        def head(y: jax.Array, d_shared: Tree, loss: jax.Array):
+            def objective(shared: Tree, y: jax.Array) -> HeadSums:
+                return functions.head(shared, y, micro)
+
+            gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+            (_, own_loss), (d_own, dy) = gradient(self._shared, y)
+            return self._typed(dy), jax.tree.map(jnp.add, d_shared, d_own), loss + own_loss
+
+        out, d_shared, loss = jax.lax.cond(
+            row.position == self._last,
+            head,
+            lambda *unchanged: unchanged,
+            *(y, state.d_shared, state.loss),
+        )
+        return out, state._replace(d_shared=d_shared, loss=loss)
+
+    def _backward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
+        context = self._functions.context(self._micro(row.micro_batch))
+
+        def layer(step: jax.Array, carry: tuple[jax.Array, Tree]):
+            dy, d_weights = carry
+            i = self._layers - 1 - step
+            index, weights, own = self._layer(row, context, i)
+            saved = _get(state.saved, (row.saved, i))
+            dx, d_own = self._parts.backward(weights, own, saved, dy)
+            return self._typed(dx), _add(d_weights, index, d_own)
+
+        dx, d_weights = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_weights))
+        return self._embedding_gradient(row, dx, state._replace(d_weights=d_weights))
+
+    def _input_gradient(
+        self, row: _Row, given: jax.Array, state: _State
+    ) -> tuple[jax.Array, _State]:
+        context = self._functions.context(self._micro(row.micro_batch))
+
+        def layer(step: jax.Array, carry: tuple[jax.Array, list[jax.Array]]):
+            dy, buffers = carry
+            i = self._layers - 1 - step
+            _, weights, own = self._layer(row, context, i)
+            saved = _get(state.saved, (row.saved, i))
+            dx, pending = self._parts.input_gradient(weights, own, saved, dy)
+            return self._typed(dx), _put(buffers, (row.pending, i), pending)
+
+        dx, pending = jax.lax.fori_loop(0, self._layers, layer, (given, state.pending))
+        return self._embedding_gradient(row, dx, state._replace(pending=pending))
+
+    def _weight_gradient(
+        self, row: _Row, given: jax.Array, state: _State
+    ) -> tuple[jax.Array, _State]:
+        context = self._functions.context(self._micro(row.micro_batch))
+
+        def layer(i: jax.Array, d_weights: Tree) -> Tree:
+            index, weights, own = self._layer(row, context, i)
+            saved, pending = (
+                _get(state.saved, (row.saved, i)),
+                _get(state.pending, (row.pending, i)),
+            )
+            d_own = self._parts.weight_gradient(weights, own, saved, pending)
+            return _add(d_weights, index, d_own)
+
+        d_weights = jax.lax.fori_loop(0, self._layers, layer, state.d_weights)
+        return given, state._replace(d_weights=d_weights)
+
+    def _embedding_gradient(
+        self, row: _Row, dx: jax.Array, state: _State
+    ) -> tuple[jax.Array, _State]:
+        micro = self._micro(row.micro_batch)
+
+        def add(d_shared: Tree) -> Tree:
+            pull = jax.vjp(lambda shared: self._functions.embed(shared, micro), self._shared)[1]
+            return jax.tree.map(jnp.add, d_shared, pull(dx)[0])
+
+        d_shared = jax.lax.cond(row.position == 0, add, lambda same: same, state.d_shared)
+        return dx, state._replace(d_shared=d_shared)
+
+    def _typed(self, x: jax.Array) -> jax.Array:
+        """x, marked as differing between stages where it happens not to."""
+        return _vary(x, self._axis)
+
+
+def _entry(tree: Tree, index: jax.Array) -> Tree:
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False), tree
+    )
+
+
+def _get(buffers: list[jax.Array], at: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+    return [buffer[at] for buffer in buffers]
+
+
+def _put(
+    buffers: list[jax.Array], at: tuple[jax.Array, jax.Array], values: list[jax.Array]
+) -> list[jax.Array]:
+    return [buffer.at[at].set(value) for buffer, value in zip(buffers, values, strict=True)]
+
+
+def _add(sums: Tree, index: jax.Array, values: Tree) -> Tree:
+    return jax.tree.map(lambda total, value: total.at[index].add(value), sums, values)
