@@ -1,7 +1,7 @@
 """From a run's config to what the loop needs: placed, jitted, abstract; no parameter is drawn."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -27,6 +27,7 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
+from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from jaxinfra.training.state import State, TrainState, initial_state, state_shardings
 from jaxinfra.training.step import make_train_step, pass_over
 
@@ -120,16 +121,21 @@ def keep_compiled_programs(cache_dir: Path) -> None:
 _TRACEABLE_ON_GPU = {"xla_gpu_enable_command_buffer": ""}
 
 
-def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
+def make_job(
+    config: RunConfig, *, traceable: bool = False, devices: Sequence[jax.Device] | None = None
+) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
     Args:
         traceable: compile the step so that a profiler's trace names every operation, at some cost
             in launches.
+        devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
     training = config.training
-    placement = Placement(mesh=make_mesh(config.mesh), rules=state_rules(config.sharding))
+    placement = Placement(
+        mesh=make_mesh(config.mesh, devices=devices), rules=state_rules(config.sharding)
+    )
     execution = Execution(
         policy=POLICIES[config.precision.policy],
         attend=attention_on(
@@ -143,7 +149,12 @@ def make_job(config: RunConfig, *, traceable: bool = False) -> Job:
     model = define_model(config.model, execution)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     shardings = state_shardings(model, optimizer, placement)
-    gradient = make_gradient(model, training=training, placement=placement)
+    if config.mesh.pipe > 1:
+        gradient = make_pipeline_gradient(
+            model, training=training, pipeline=config.pipeline, placement=placement
+        )
+    else:
+        gradient = make_gradient(model, training=training, placement=placement)
     step = make_train_step(
         gradient,
         optimizer,

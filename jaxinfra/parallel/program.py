@@ -1,0 +1,297 @@
+"""A program as data: the matmuls and reductions a step was lowered to, and the collectives it was
+compiled to.
+
+Matmuls and reductions are read from StableHLO, what JAX hands the compiler: a step lowered for CUDA
+(``jit(step).trace(...).lower(lowering_platforms=("cuda",))``) is read on a machine without a GPU.
+Collectives exist only after partitioning, so they are read from compiled HLO.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Matmul:
+    """One dot_general."""
+
+    lhs: str  # element types as MLIR and HLO write them: f32, bf16, f16
+    rhs: str
+    accumulator: str | None  # None: left to the backend
+    result: str
+    scope: str  # named scopes and primitive, outermost first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """One reduce, or the combining half of one scatter."""
+
+    operation: str  # add, maximum, ...
+    dtype: str
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One communication of a compiled program; a combined one is listed once an array."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute
+    dtype: str
+    shape: tuple[int, ...]  # of one device's result
+    times: int  # executions: the product of trip counts of the loops around it
+    num_devices: int  # that take part, of each group; 2 for a permute's sender and receiver
+    scope: str
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in all executions, of a ring or a direct exchange."""
+        result = math.prod(self.shape) * _itemsize(self.dtype) * self.times
+        others = self.num_devices - 1
+        match self.kind:
+            case "collective-permute":
+                return result
+            case "reduce-scatter":
+                return result * others
+            case "all-reduce":
+                return 2 * result * others / self.num_devices
+            case _:
+                return result * others / self.num_devices
+
+
+_TYPE = r"tensor<(?:[\d?]+x)*([a-z]\w*)>"
+_DOT = re.compile(rf"stablehlo\.dot_general .*: \({_TYPE}, {_TYPE}\) -> {_TYPE}")
+_ALGORITHM = re.compile(r"accumulation_type = (\w+)")
+_REDUCE = re.compile(rf"stablehlo\.reduce\(.* applies stablehlo\.(\w+) .*: \({_TYPE}")
+_REGION_OPERATION = re.compile(r"= stablehlo\.(\w+) %\w+, %\w+ : (?:\(.*-> )?" + _TYPE)
+_LOCATION = re.compile(r"loc\((#loc\d*)\)$")
+_NAMED_LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"\(', re.MULTILINE)
+# Products that a reader of dot_general would miss.
+_HIDDEN = re.compile(r"stablehlo\.(custom_call @\w+|convolution|dot )")
+
+
+def matmuls(lowered: jax.stages.Lowered) -> list[Matmul]:
+    """Every matmul of a lowered program, forward and backward."""
+    text, scopes = _lowered_text(lowered)
+    found = []
+    for line in text.splitlines():
+        if match := _DOT.search(line):
+            lhs, rhs, result = match.groups()
+            algorithm = _ALGORITHM.search(line)
+            found.append(
+                Matmul(
+                    lhs=lhs,
+                    rhs=rhs,
+                    accumulator=algorithm[1] if algorithm else None,
+                    result=result,
+                    scope=_scope(line, scopes),
+                )
+            )
+    assert len(found) == text.count("stablehlo.dot_general"), "a dot_general was not understood"
+    return found
+
+
+def reductions(lowered: jax.stages.Lowered) -> list[Reduction]:
+    """Every reduction and combining scatter of a lowered program; dtypes are those summed in."""
+    text, scopes = _lowered_text(lowered)
+    found = []
+    lines = iter(text.splitlines())
+    for line in lines:
+        if match := _REDUCE.search(line):
+            operation, dtype = match.groups()
+            found.append(Reduction(operation=operation, dtype=dtype, scope=_scope(line, scopes)))
+        elif re.search(r"stablehlo\.(scatter|reduce)\"?\(", line):
+            # The region form: the operation is in the lines before the one that closes it.
+            operation, end = None, ""
+            for end in lines:
+                if end.lstrip().startswith("})"):
+                    break
+                operation = operation or _REGION_OPERATION.search(end)
+            if operation is not None:
+                found.append(
+                    Reduction(operation=operation[1], dtype=operation[2], scope=_scope(end, scopes))
+                )
+    return found
+
+
+def opaque_operations(lowered: jax.stages.Lowered) -> list[str]:
+    """Operations that may hold matmuls which ``matmuls`` cannot see, such as library calls."""
+    return sorted(set(_HIDDEN.findall(lowered.as_text())))
+
+
+def _lowered_text(lowered: jax.stages.Lowered) -> tuple[str, dict[str, str]]:
+    text = lowered.as_text(debug_info=True)
+    return text, dict(_NAMED_LOCATION.findall(text))
+
+
+def _scope(line: str, scopes: dict[str, str]) -> str:
+    location = _LOCATION.search(line)
+    return scopes.get(location[1], "") if location else ""
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
+_CALLEES = re.compile(
+    r"(?:body|calls|to_apply|true_computation|false_computation|branch_computations)="
+    r"(\{[^}]*\}|%?[\w.-]+)"
+)
+_TRIP_COUNT = re.compile(r'known_trip_count[^\d]*"?(\d+)')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+_COLLECTIVES = {
+    f"{kind}{start}": kind
+    for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+    for start in ("", "-start")
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Instruction:
+    computation: str
+    name: str
+    result: str
+    opcode: str
+    rest: str
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+    """Every collective of a compiled program, with how often a call executes it.
+
+    Raises ValueError for a loop of unknown length around one.
+    """
+    instructions, entry = _instructions(compiled)
+    times = _executions(instructions, entry)
+    found = []
+    for each in instructions:
+        kind = _COLLECTIVES.get(each.opcode)
+        if kind is None or each.computation not in times:
+            continue
+        count = times[each.computation]
+        if count is None:
+            raise ValueError(f"{each.name} is in a loop whose trip count the program does not say")
+        devices = _group_size(each.rest)
+        if devices == 1:
+            continue  # over mesh axes of one device: a copy
+        results = _results(each, kind)
+        # Each device sends an array to each other: one logical array, cut along a dim.
+        if kind == "all-to-all":
+            results = [(results[0][0], (len(results), *results[0][1]))]
+        found += [
+            Collective(
+                kind=kind,
+                dtype=dtype,
+                shape=shape,
+                times=count,
+                num_devices=devices,
+                scope=_op_name(each),
+            )
+            for dtype, shape in results
+        ]
+    return found
+
+
+def compiled_matmuls(compiled: jax.stages.Compiled) -> list[Matmul]:
+    """The matmuls that are still HLO dots after compilation (on CPU, all of them)."""
+    instructions, _ = _instructions(compiled)
+    dtypes = {each.name: each.result.partition("[")[0] for each in instructions}
+    found = []
+    for each in instructions:
+        if each.opcode == "dot":
+            operands = re.findall(r"%?([\w.-]+)[,)]", each.rest)[:2]
+            algorithm = re.search(r"algorithm=dot_\w+_(\w+?)\b", each.rest)
+            found.append(
+                Matmul(
+                    lhs=dtypes[operands[0]],
+                    rhs=dtypes[operands[1]],
+                    accumulator=algorithm[1] if algorithm else None,
+                    result=dtypes[each.name],
+                    scope=_op_name(each),
+                )
+            )
+    return found
+
+
+def _instructions(compiled: jax.stages.Compiled) -> tuple[list[_Instruction], str]:
+    """All instructions, and the name of the computation where execution starts."""
+    found, entry, computation = [], "", ""
+    for line in (compiled.as_text() or "").splitlines():
+        if header := _COMPUTATION.match(line):
+            computation = header[2]
+            entry = computation if header[1] else entry
+        elif match := _INSTRUCTION.match(line):
+            name, result, opcode, rest = match.groups()
+            found.append(
+                _Instruction(
+                    computation=computation, name=name, result=result, opcode=opcode, rest=rest
+                )
+            )
+    return found, entry
+
+
+def _executions(instructions: list[_Instruction], entry: str) -> dict[str, int | None]:
+    """How often each computation runs in one call; None where a loop's length is unknown."""
+    calls: dict[str, list[tuple[str, int | None]]] = {}
+    for each in instructions:
+        for callee in _callees(each):
+            factor: int | None = 1
+            if each.opcode == "while":
+                trips = _TRIP_COUNT.search(each.rest)
+                factor = int(trips[1]) if trips else None
+            calls.setdefault(each.computation, []).append((callee, factor))
+    times: dict[str, int | None] = {entry: 1}
+    pending = [entry]
+    while pending:
+        caller = pending.pop()
+        for callee, factor in calls.get(caller, ()):
+            outer = times[caller]
+            times[callee] = None if factor is None or outer is None else factor * outer
+            pending.append(callee)
+    return times
+
+
+def _callees(each: _Instruction) -> Iterator[str]:
+    for names in _CALLEES.findall(each.rest):
+        yield from re.findall(r"[\w.-]+", names)
+
+
+def _results(each: _Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:
+    shapes = [
+        (dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _SHAPE.findall(each.result)
+    ]
+    # An asynchronous start returns its operands before its results, a permute's in one tuple.
+    if each.result.startswith("((") or (each.opcode.endswith("-start") and "permute" in kind):
+        shapes = shapes[math.ceil(len(shapes) / 2) :] if len(shapes) > 1 else shapes
+    return shapes
+
+
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
+_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+
+
+def _group_size(rest: str) -> int:
+    """Devices of one group, in each way that XLA writes groups."""
+    if match := _MESH_GROUPS.search(rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
+    if match := _IOTA_GROUPS.search(rest):
+        return int(match[1])
+    if match := _LISTED_GROUPS.search(rest):
+        return len(match[1].split(","))
+    if "source_target_pairs" in rest:
+        return 2
+    raise ValueError(f"groups of a collective were not understood: {rest[:200]}")
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of an HLO element type, such as 2 for bf16 and 1 for pred and f8e4m3fn."""
+    bits = re.search(r"\d+", dtype)
+    return max(int(bits[0]) // 8, 1) if bits else 1
+
+
+def _op_name(each: _Instruction) -> str:
+    match = _OP_NAME.search(each.rest)
+    return match[1] if match else ""
