@@ -165,7 +165,9 @@ class Arena:
         """Starts ``jaxinfra WORDS``."""
         self._num_logs += 1
         log = self.place / f"{run}.{self._num_logs}.log"
-        changed = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+        # Jobs here are many, alike and short: even small programs are worth keeping.
+        keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        changed = {**os.environ, "JAX_PLATFORMS": "cpu", **keep, **environment}
         if "XLA_FLAGS" not in environment:  # one device a process
             changed.pop("XLA_FLAGS", None)
         with log.open("wb") as file:
