@@ -44,6 +44,7 @@ _SHORTHANDS = {
     "evaluate_every": "training.evaluate_every",
     "learning_rate": "optimizer.learning_rate",
     "policy": "precision.policy",
+    "schedule": "pipeline.schedule",
     "data": "data.source",
     "checkpoint_every": "checkpoint.every",
     "zero": "sharding.zero",

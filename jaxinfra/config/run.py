@@ -7,6 +7,7 @@ from jaxinfra.config.data import DataConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
@@ -112,6 +113,7 @@ class RunConfig:
     precision: PrecisionConfig = PrecisionConfig()
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
 
@@ -137,6 +139,7 @@ def validate(run: RunConfig) -> None:
         )
     _validate_sharding(run)
     _validate_context(run)
+    _validate_pipeline(run)
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
@@ -193,3 +196,26 @@ def _validate_context(run: RunConfig) -> None:
                     f"which does not divide over tensor={mesh.tensor} x context={mesh.context}; "
                     "choose context_method=ring"
                 )
+
+
+def _validate_pipeline(run: RunConfig) -> None:
+    mesh, pipeline, groups = run.mesh, run.pipeline, run.model.num_groups
+    if mesh.pipe == 1:
+        return
+    runs = mesh.pipe * pipeline.chunks_a_stage
+    if groups % runs:
+        raise ConfigError(
+            f"{groups} repetitions of the block pattern do not divide over pipe={mesh.pipe} stages "
+            f"x {pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; stages are "
+            f"equal: choose a pipe size or schedule whose product divides {groups}"
+        )
+    if mesh.context > 1:
+        raise ConfigError(
+            f"pipe={mesh.pipe} with context={mesh.context} is not supported; use one of them, with "
+            "replica, fsdp and tensor as you like"
+        )
+    if run.training.unroll > 1:
+        raise ConfigError(
+            f"unroll={run.training.unroll} with pipe={mesh.pipe}: stages loop over their layers "
+            "one by one; set training.unroll=1"
+        )

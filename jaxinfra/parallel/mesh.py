@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.core.errors import ConfigError
 
 
 def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -18,11 +18,6 @@ def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None
     """
     available = list(jax.devices() if devices is None else devices)
     sizes = config.sizes()
-    if sizes["pipe"] > 1:
-        raise UnsupportedError(
-            f"mesh axis pipe={sizes['pipe']}: this version shards over replica, fsdp, context and "
-            "tensor; put those devices there"
-        )
     wanted = math.prod(sizes.values())
     if wanted == 1:
         available = available[:1]

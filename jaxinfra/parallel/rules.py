@@ -23,8 +23,10 @@ FSDP_TENSOR: Rules = {
     axes.Q_HEADS: (MeshAxis.TENSOR,),
     axes.KV_HEADS: (MeshAxis.TENSOR,),
     axes.VOCAB: (MeshAxis.TENSOR,),
+    # Each pipeline stage holds its part of the stack.
+    axes.LAYERS: (MeshAxis.PIPE,),
 }
-"""Data, fully sharded and tensor parallelism, in any proportion of the axes' sizes."""
+"""Pipeline, data, fully sharded and tensor parallelism, in any proportion of the axes' sizes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

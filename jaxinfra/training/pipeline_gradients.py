@@ -56,7 +56,7 @@ def make_pipeline_gradient(
     pipeline: PipelineConfig,
     placement: Placement,
 ) -> GradientFunction:
-    """The gradient of the whole batch by the configured schedule; accumulation is its micro-batches.
+    """The gradient of the whole batch by the configured schedule, micro-batches by accumulation.
 
     Every micro-batch is divided by the number of counted targets of the whole batch, and gradients
     are summed in place, as without a pipeline.
@@ -98,6 +98,9 @@ def make_pipeline_gradient(
             in_specs=(by_stage, whole, whole),
             out_specs=(whole, by_stage, whole),
             axis_names={_PIPE},
+            # Every stage has gradients of its own, in branches that others do not take: no sum over
+            # stages may be put there, as tracking what differs between them would.
+            check_vma=False,
         )(parameters["blocks"], shared, micro)
         gradients = {name: d_shared.get(name, d_blocks) for name in parameters}
         return loss, jax.lax.with_sharding_constraint(gradients, placement.gradients(model))

@@ -75,8 +75,7 @@ def chunked_loss(
 
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
     chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
-    start = _varying((zero_Z, zero_Z), like=(chunks, table))
-    total_Z, nll_Z = jax.lax.scan(chunk, start, chunks)[0]
+    total_Z, nll_Z = jax.lax.scan(chunk, (zero_Z, zero_Z), chunks)[0]
     return jnp.sum(total_Z), jnp.sum(nll_Z)
 
 
@@ -107,7 +106,6 @@ def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
     start = (zero_Z, zero_Z, jnp.zeros((static.num_shards, *table.shape), jnp.float32))
     chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
-    start = _varying(start, like=(chunks, table))
     (total_Z, nll_Z, d_table_ZVD), d_hidden = jax.lax.scan(chunk, start, chunks)
     d_hidden_BTD = _join(static, d_hidden, like=hidden_BTD)
     like = jnp.zeros((0,), table_VD.dtype)
@@ -125,16 +123,6 @@ def _backward(static, residuals, cotangents):
 
 
 chunked_loss.defvjp(_forward, _backward)
-
-
-def _varying[T](start: T, *, like: object) -> T:
-    """Sums before their first term, marked as differing between the devices of a ``shard_map``
-    where the terms do: a loop's types must not change.
-    """
-    axes = frozenset[str]().union(
-        *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like))
-    )
-    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(sorted(axes)), to="varying"), start)
 
 
 def _split(static: Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,8 +1,8 @@
 """Runs any schedule: one loop over ticks, one branch for what a stage does, one for who sends.
 
-Runs inside a ``shard_map`` over the pipe axis; other axes may be left to the compiler. Gradients
-are computed and summed here, so nothing differentiates the loop. A stage that idles skips its work:
-branches are conditionals, and the loop's table is data, so the program is compiled once whatever
+Runs inside a ``shard_map`` over the pipe axis, without ``check_vma``; other axes may be left to the
+compiler. Gradients are computed and summed here, so nothing differentiates the loop. A stage that
+idles skips its work: branches are conditionals. The table is data, so a program does not grow with
 the number of micro-batches.
 
 Collectives over other axes, which the compiler puts into the branches, are legal there: what a
@@ -91,10 +91,7 @@ def run_pipeline(
         these lie.
     """
     stage = jax.lax.axis_index(axis)
-    # Marked as differing between stages from the start: their gradients would else be summed over
-    # stages wherever they arise, inside branches that not all stages take.
-    shared, micro_batches = _vary((shared, micro_batches), axis)
-    run = _Run(program, functions, weights, shared, micro_batches, axis)
+    run = _Run(program, functions, weights, shared, micro_batches)
 
     def tick(carry: tuple[jax.Array, _State], entry: tuple[_Row, jax.Array]):
         (inbox, state), (row, exchange) = carry, entry
@@ -107,7 +104,7 @@ def run_pipeline(
         return (inbox, state), None
 
     rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
-    carry = _vary((run.empty_inbox(), run.empty_state()), axis)
+    carry = run.empty_inbox(), run.empty_state()
     (_, state), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
     loss, d_shared = jax.lax.psum((state.loss, state.d_shared), axis)
     return loss, state.d_weights, d_shared
@@ -117,18 +114,18 @@ def _rows(program: Program) -> _Row:
     """Tables [ticks, ..., stages]."""
     schedule = program.schedule
     stages = np.arange(schedule.num_stages)[None, :]
-    tables = _Row(
-        branch=schedule.kind,
-        micro_batch=schedule.micro_batch,
-        chunk=schedule.chunk,
-        position=schedule.position[stages, schedule.chunk],
-        read=program.read,
-        write=program.write,
-        saved=program.saved,
-        pending=program.pending,
-        receive=program.receive,
-    )
-    return jax.tree.map(lambda table: jnp.asarray(table, jnp.int32), tables)
+    tables = {
+        "branch": schedule.kind,
+        "micro_batch": schedule.micro_batch,
+        "chunk": schedule.chunk,
+        "position": schedule.position[stages, schedule.chunk],
+        "read": program.read,
+        "write": program.write,
+        "saved": program.saved,
+        "pending": program.pending,
+        "receive": program.receive,
+    }
+    return _Row(**{name: jnp.asarray(table, jnp.int32) for name, table in tables.items()})
 
 
 def _sender(pairs: tuple[Pairs, Pairs], axis: str):
@@ -138,18 +135,9 @@ def _sender(pairs: tuple[Pairs, Pairs], axis: str):
         onward, back = (
             jax.lax.ppermute(out, axis, side) if side else jnp.zeros_like(out) for side in pairs
         )
-        return _vary((onward, back), axis)
+        return onward, back
 
     return send
-
-
-def _vary(tree: Tree, axis: str) -> Tree:
-    def mark(x: jax.Array) -> jax.Array:
-        if axis in jax.typeof(x).manual_axis_type.varying:
-            return x
-        return jax.lax.pcast(x, (axis,), to="varying")
-
-    return jax.tree.map(mark, tree)
 
 
 class _Run:
@@ -162,14 +150,12 @@ class _Run:
         weights: Tree,
         shared: Tree,
         micro_batches: Tree,
-        axis: str,
     ):
         self._program = program
         self._functions = functions
         self._weights = weights
         self._shared = shared
         self._micro_batches = micro_batches
-        self._axis = axis
         num_layers = jax.tree.leaves(weights)[0].shape[0]
         self._layers = num_layers // program.schedule.num_chunks
         self._last = program.schedule.num_positions - 1
@@ -223,7 +209,7 @@ class _Run:
         context = functions.context(micro)
         x = jax.lax.cond(
             row.position == 0,
-            lambda: self._typed(functions.embed(self._shared, micro)),
+            lambda: functions.embed(self._shared, micro),
             lambda: given,
         )
 
@@ -231,7 +217,7 @@ class _Run:
             x, buffers = carry
             _, weights, own = self._layer(row, context, i)
             y, saved = self._parts.forward(weights, own, x)
-            return self._typed(y), _put(buffers, (row.saved, i), saved)
+            return y, _put(buffers, (row.saved, i), saved)
 
         y, saved = jax.lax.fori_loop(0, self._layers, layer, (x, state.saved))
         state = state._replace(saved=saved)
@@ -242,7 +228,7 @@ class _Run:
 
             gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
             (_, own_loss), (d_own, dy) = gradient(self._shared, y)
-            return self._typed(dy), jax.tree.map(jnp.add, d_shared, d_own), loss + own_loss
+            return dy, jax.tree.map(jnp.add, d_shared, d_own), loss + own_loss
 
         out, d_shared, loss = jax.lax.cond(
             row.position == self._last,
@@ -261,7 +247,7 @@ class _Run:
             index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
             dx, d_own = self._parts.backward(weights, own, saved, dy)
-            return self._typed(dx), _add(d_weights, index, d_own)
+            return dx, _add(d_weights, index, d_own)
 
         dx, d_weights = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_weights))
         return self._embedding_gradient(row, dx, state._replace(d_weights=d_weights))
@@ -277,7 +263,7 @@ class _Run:
             _, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
             dx, pending = self._parts.input_gradient(weights, own, saved, dy)
-            return self._typed(dx), _put(buffers, (row.pending, i), pending)
+            return dx, _put(buffers, (row.pending, i), pending)
 
         dx, pending = jax.lax.fori_loop(0, self._layers, layer, (given, state.pending))
         return self._embedding_gradient(row, dx, state._replace(pending=pending))
@@ -310,10 +296,6 @@ class _Run:
 
         d_shared = jax.lax.cond(row.position == 0, add, lambda same: same, state.d_shared)
         return dx, state._replace(d_shared=d_shared)
-
-    def _typed(self, x: jax.Array) -> jax.Array:
-        """x, marked as differing between stages where it happens not to."""
-        return _vary(x, self._axis)
 
 
 def _entry(tree: Tree, index: jax.Array) -> Tree:
