@@ -47,7 +47,7 @@ class Watch:
         self._is_first = jax.process_index() == 0
         self._goodput = Goodput(run.goodput_file, run.prometheus_file, began=began, lost_s=lost_s)
         self._stragglers = Stragglers()
-        self._probe = _Probe() if jax.process_count() > 1 else None
+        self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
         self.excluded = {*config.exclude_steps, *excluded_steps(run.incidents_file)}
 
@@ -113,7 +113,7 @@ def compute_s(records: Sequence[dict[str, Any]]) -> float:
 
 
 @final
-class _Probe:
+class DeviceProbe:
     """A matmul on each local device, a few milliseconds long: what a device alone can do."""
 
     def __init__(self) -> None:
@@ -126,6 +126,7 @@ class _Probe:
         self.seconds()  # compiles
 
     def seconds(self) -> float:
+        """Of all local devices together; they must be idle."""
         jax.block_until_ready(self._inputs)
         began = time.perf_counter()
         jax.block_until_ready([self._work(x) for x in self._inputs])

@@ -1,0 +1,14 @@
+#!/bin/bash
+# One process a GPU on the hosts of a host file ("node1 slots=8" a line).
+#
+#   experiments/launch/openmpi.sh hosts small --mesh replica=2,fsdp=8 --run runs/small-1 --continue
+set -eu
+hosts=$1
+shift
+first=$(awk '!/^#/ && NF { print $1; exit }' "$hosts")
+export MASTER_ADDR=$first
+
+# mpirun passes SIGTERM on, and ends all ranks when one fails; its exit code is that rank's.
+exec mpirun --hostfile "$hosts" --map-by slot --bind-to none \
+    -x MASTER_ADDR -x PATH \
+    jaxinfra train "$@"
