@@ -29,7 +29,8 @@ from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.diagnostics.trace import kernel_times, op_names, time_by_scope
+from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.policy import POLICIES
@@ -51,7 +52,6 @@ class Contender:
     advance: Callable[[], jax.Array]  # one step; returns its loss, not yet waited for
     temp_bytes: int
     compile_s: float
-    hlo_text: str | None
     losses: list[float] = dataclasses.field(default_factory=list)
 
     def time_steps(self, count: int) -> float:
@@ -143,8 +143,7 @@ def ours(
         return metrics.loss
 
     name = f"ours remat={remat} unroll={unroll} attention={attention}"
-    hlo = compiled.as_text()
-    return Contender(name, advance, _temp_bytes(compiled), compile_s, hlo), model
+    return Contender(name, advance, _temp_bytes(compiled), compile_s), model
 
 
 def plain(config: ModelConfig, *, batch: int, length: int, remat: str, steps: int) -> Contender:
@@ -176,8 +175,7 @@ def plain(config: ModelConfig, *, batch: int, length: int, remat: str, steps: in
         params, opt_state, loss = compiled(params, opt_state, tokens, targets)
         return loss
 
-    name, hlo = f"plain remat={remat}", compiled.as_text()
-    return Contender(name, advance, _temp_bytes(compiled), compile_s, hlo)
+    return Contender(f"plain remat={remat}", advance, _temp_bytes(compiled), compile_s)
 
 
 def _plain_weights(config: ModelConfig) -> dict[str, Any]:
@@ -329,15 +327,9 @@ def _trace(contender: Contender, directory: pathlib.Path) -> dict[str, Any]:
     with jax.profiler.trace(str(directory)):
         for _ in range(steps):
             jax.block_until_ready(contender.advance())
-    names = op_names(contender.hlo_text or "")
-    kernels = kernel_times(directory)
-    scopes = {scope: ms / steps for scope, ms in time_by_scope(kernels, names).items()}
-    print(contender.name, {scope: round(ms, 2) for scope, ms in scopes.items()}, flush=True)
-    longest = [
-        dataclasses.asdict(kernel) | {"op_name": names.get(kernel.hlo_op, "")}
-        for kernel in kernels[:60]
-    ]
-    return {"steps": steps, "ms_by_scope": scopes, "kernels": longest}
+    found = explain(device_events(directory), steps=steps)
+    print(contender.name, {k: round(ms, 2) for k, ms in found.by_scope().items()}, flush=True)
+    return found.as_json(top=60)
 
 
 if __name__ == "__main__":

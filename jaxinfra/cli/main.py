@@ -26,6 +26,7 @@ COMMANDS = {
     "gym": "inject faults into small runs, and judge what was lost",
     "doctor": "what is wrong with a run's checkpoints, and what to do",
     "bench": "ours beside the alternatives, in one process",
+    "trace": "a profiler trace, explained: what delays a step",
 }
 """Name to help; the module of the same name in this package is imported when it is called."""
 

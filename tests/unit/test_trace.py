@@ -1,36 +1,80 @@
-"""Kernels of a trace find their scope through the program's text."""
+"""A trace is counted moment by moment, each once, under the scopes of the program."""
 
+import json
+
+import jax
 import pytest
 
-from jaxinfra.diagnostics.trace import KernelTime, op_names, scope_of, time_by_scope
+from jaxinfra.cli.main import main
+from jaxinfra.core.errors import DataError
+from jaxinfra.diagnostics.trace import Event, device_events, kind_of, scope_of
+from jaxinfra.diagnostics.waterfall import IDLE, draw, explain
 
-HLO = """
-%dynamic_slice_fusion.2 (p0: bf16[4,8], p1: bf16[2,8,8]) -> bf16[2,4,8] {
-  %custom-call.1 = (bf16[4,8]{1,0}, s8[64]{0}) custom-call(%p0, %p1), custom_call_target="lt"
-  ROOT %dynamic_update_slice = bf16[2,4,8]{2,1,0} dynamic-update-slice(%p1, %custom-call.1)
-}
-
-ENTRY %main.1 (x: bf16[4,8]) -> bf16[2,4,8] {
-  %dot.3 = bf16[4,8]{1,0} fusion(%x), calls=%other, metadata={op_name="jit(step)/attention/dot"}
-  ROOT %fusion.9 = bf16[2,4,8]{2,1,0} fusion(%dot.3), calls=%dynamic_slice_fusion.2, \
-metadata={op_name="jit(step)/transpose(jvp(layer))/rematted_computation/mlp/dot"}
-}
-"""
+MLP = "jit(step)/transpose(jvp(layer))/rematted_computation/mlp/dot"
+GEMM = ("nvjet_sm90_128x160", "custom-call.1", MLP)
+NORM = ("loop_multiply_fusion", "fusion.7", "jit(step)/attention/mul")
+COPY = ("MemcpyD2D", "loop_dynamic_update_slice_fusion.2", "")
+REDUCE = ("ncclDevKernel_AllReduce", "all-reduce.1", "jit(step)/optimizer/psum")
 
 
-def test_an_unnamed_instruction_has_the_name_of_its_fusion():
-    names = op_names(HLO)
-    assert names["dot.3"] == "jit(step)/attention/dot"
-    assert names["custom-call.1"] == names["fusion.9"]
+def event(what, start, duration) -> Event:
+    kernel, hlo_op, op_name = what
+    return Event(
+        kernel=kernel,
+        hlo_op=hlo_op,
+        op_name=op_name,
+        program="jit_step",
+        start_ns=start * 1e6,
+        duration_ns=duration * 1e6,
+    )
 
 
-def test_time_is_summed_by_scope():
-    kernels = [
-        KernelTime(hlo_op=op, kernel="gemm", launches=2, total_ms=ms)
-        for op, ms in (("custom-call.1", 3.0), ("dot.3", 2.0), ("memset", 1.0), ("dot.3", 0.5))
+def two_steps() -> list[Event]:
+    """Of each step's 10 ms the copy delays 1 and hides 1, the all-reduce delays 2 and hides 1."""
+    return [
+        event(what, 10 * step + start, duration)
+        for step in range(2)
+        for what, start, duration in ((GEMM, 0, 4), (COPY, 3, 2), (NORM, 5, 2), (REDUCE, 6, 3))
     ]
-    found = time_by_scope(kernels, op_names(HLO))
-    assert found == {"mlp recomputed": 3.0, "attention": 2.5, "other": 1.0}
+
+
+def test_every_moment_counts_once():
+    found = explain([*two_steps(), event(NORM, 20, 0.5)])
+    assert found.steps == 2
+    assert found.span_ms == pytest.approx(10.25)
+    assert sum(found.exposed_ms.values()) == pytest.approx(found.span_ms)
+    by_kind = {"matmul": 4, "copy": 1, "elementwise": 2.25, "collective": 2, IDLE: 1}
+    assert found.by_kind() == pytest.approx(by_kind)
+    by_scope = {"mlp recomputed": 4, "attention": 2.25, "optimizer": 2, "other": 1}
+    assert found.by_scope() == pytest.approx(by_scope)
+    assert found.total_ms["collective"] == pytest.approx(3)
+    assert found.as_json(top=1)["hidden_ms"]["collective"] == pytest.approx(1)
+    assert [kernel.kernel for kernel in found.kernels[:1]] == [GEMM[0]]
+    assert found.kernels[0].launches == 2
+    assert found.kernels[0].ms == pytest.approx(4)
+
+
+def test_picture(tmp_path):
+    draw(explain(two_steps()), tmp_path / "waterfall.png")
+    assert (tmp_path / "waterfall.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"),
+    [
+        (GEMM, "matmul"),
+        (("gemm_fusion_dot_8", "gemm_fusion_dot.8", MLP), "matmul"),
+        (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(layer)/attention/core/f"), "attention"),
+        (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(loss)/while/f"), "matmul"),
+        (("cudnn_generated_fort_native_sdpa_sm90", "x", ""), "attention"),
+        (("input_reduce_fusion_2", "input_reduce_fusion.2", ""), "reduction"),
+        (NORM, "elementwise"),
+        (COPY, "copy"),
+        (REDUCE, "collective"),
+    ],
+)
+def test_kind_of(what, kind):
+    assert kind_of(event(what, 0, 1)) == kind
 
 
 @pytest.mark.parametrize(
@@ -45,3 +89,38 @@ def test_time_is_summed_by_scope():
 )
 def test_scope_of(op_name, scope):
     assert scope_of(op_name) == scope
+
+
+XSPACE = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #14(Compute)" timestamp_ns: 1000
+    events { metadata_id: 1 offset_ps: 2000000 duration_ps: 5000000
+             stats { metadata_id: 1 str_value: "fusion.7" }
+             stats { metadata_id: 2 str_value: "jit(step)/mlp/mul" } }
+  }
+  lines { name: "XLA Ops" events { metadata_id: 1 duration_ps: 5000000 } }
+  event_metadata { key: 1 value { id: 1 name: "loop_fusion_7" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "name" } }
+}
+"""
+
+
+def test_the_command_reads_a_profilers_file(tmp_path, capsys):
+    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(XSPACE)
+    (tmp_path / "host.xplane.pb").write_bytes(serialized)
+    assert main(["trace", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["by_scope_ms"] == {"mlp": pytest.approx(0.005)}
+    assert [kernel["hlo_op"] for kernel in found["kernels"]] == ["fusion.7"]
+    assert main(["trace", str(tmp_path), "--device", "1"]) == 1
+    assert "no plane /device:GPU:1, only /device:GPU:0" in capsys.readouterr().err
+
+
+def test_no_trace(tmp_path):
+    with pytest.raises(DataError, match="make one with --profile"):
+        device_events(tmp_path)
+    with pytest.raises(DataError, match="no GPU operation"):
+        explain([])

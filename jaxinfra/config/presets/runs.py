@@ -28,7 +28,10 @@ def small() -> RunConfig:
         model=dataclasses.replace(models.small(), dropout_rate=0.1),
         data=DataConfig(),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100, final_fraction=0.02),
-        training=TrainingConfig(steps=2000, batch_size=32, sequence_length=1024, log_every=50),
+        # Unrolled, no loop copies each layer's intermediates into stacks: a quarter of its time.
+        training=TrainingConfig(
+            steps=2000, batch_size=32, sequence_length=1024, log_every=50, unroll=12
+        ),
         precision=PrecisionConfig(policy=PolicyName.BF16),
         checkpoint=CheckpointConfig(every=1000),
     )

@@ -1,0 +1,60 @@
+"""A profiler trace, explained: what delays a step, and which kernels take longest.
+
+jaxinfra train ... --profile 20:23
+jaxinfra trace runs/small-1
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("directory", type=Path, help="a run, or any directory with a trace in it")
+    parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
+    parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
+    parser.add_argument("--top", type=int, default=12, help="kernels to list")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the newest trace and prints a table, or JSON."""
+    found = explain(device_events(args.directory, device=args.device), steps=args.steps)
+    if args.picture is not None:
+        draw(found, args.picture)
+    if args.json:
+        print(json.dumps(found.as_json(top=args.top), indent=1))
+    else:
+        _print(found, top=args.top)
+    return 0
+
+
+def _print(found: Waterfall, *, top: int) -> None:
+    console = Console()
+    console.print(f"{found.span_ms:.2f} ms a step, {found.steps} steps")
+    by_kind = found.by_kind()
+    kinds = Table("kind", "ms that delay the step", "share", "ms hidden under others", title="")
+    for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1]):
+        hidden = "" if kind == IDLE else f"{found.total_ms[kind] - ms:.2f}"
+        kinds.add_row(kind, f"{ms:.2f}", f"{ms / found.span_ms:.1%}", hidden)
+    for kind in found.total_ms.keys() - by_kind.keys():
+        kinds.add_row(kind, "0.00", "0.0%", f"{found.total_ms[kind]:.2f}")
+    scopes = Table("scope", "ms", "share")
+    for scope, ms in found.by_scope().items():
+        scopes.add_row(scope, f"{ms:.2f}", f"{ms / found.span_ms:.1%}")
+    kernels = Table("ms", "launches", "scope", "kind", "kernel")
+    for each in found.kernels[:top]:
+        kernels.add_row(
+            f"{each.ms:.2f}", str(each.launches), each.scope, each.kind, each.kernel[:60]
+        )
+    for table in (kinds, scopes, kernels):
+        console.print(table)

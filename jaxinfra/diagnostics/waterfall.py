@@ -1,0 +1,180 @@
+"""Where the milliseconds of a step go: every moment of a trace counted once."""
+
+import collections
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from jaxinfra.core.errors import DataError
+from jaxinfra.diagnostics.trace import KINDS, Event, kind_of, scope_of
+
+IDLE = "idle"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KernelTime:
+    """All launches of one HLO instruction."""
+
+    kernel: str
+    hlo_op: str
+    scope: str
+    kind: str
+    launches: int
+    ms: float  # of all launches, a step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Waterfall:
+    """Milliseconds a step on one device."""
+
+    steps: int
+    span_ms: float  # from the first launch to the last end
+    exposed_ms: dict[tuple[str, str], float]  # (scope, kind) to time; sums with idle to the span
+    total_ms: dict[str, float]  # kind to time of all launches, hidden under others or not
+    kernels: tuple[KernelTime, ...]  # longest first
+
+    def by_kind(self) -> dict[str, float]:
+        """Exposed time and ``idle``: what each kind adds to the step."""
+        return self._summed(1)
+
+    def by_scope(self) -> dict[str, float]:
+        """Exposed time by the program's named scopes; idle time is not theirs."""
+        found = self._summed(0)
+        found.pop(IDLE, None)
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _summed(self, position: int) -> dict[str, float]:
+        sums: dict[str, float] = collections.defaultdict(float)
+        for names, ms in self.exposed_ms.items():
+            sums[names[position]] += ms
+        return dict(sums)
+
+    def as_json(self, *, top: int) -> dict[str, Any]:
+        """Everything, for programs."""
+        return {
+            "steps": self.steps,
+            "span_ms": self.span_ms,
+            "by_kind_ms": self.by_kind(),
+            "by_scope_ms": self.by_scope(),
+            "hidden_ms": {
+                kind: ms - self.by_kind().get(kind, 0.0) for kind, ms in self.total_ms.items()
+            },
+            "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels[:top]],
+        }
+
+
+def explain(events: Sequence[Event], *, steps: int | None = None) -> Waterfall:
+    """Counts every moment once: for what computes, before copies, before communication.
+
+    So a collective or a copy counts only where it delays the step ("exposed"); the rest of its time
+    is hidden under computation.
+
+    Args:
+        events: of one device, such as ``trace.device_events`` returns.
+        steps: how many the trace holds; by default as often as the operations outside loops of the
+            program that took longest ran.
+
+    Raises:
+        DataError: no events.
+    """
+    if not events:
+        raise DataError("the trace holds no GPU operation; profile steps after the first")
+    steps = steps or _count_steps(events)
+    exposed: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for event, ns in _exposures(events):
+        names = (IDLE, IDLE) if event is None else (scope_of(event.op_name), kind_of(event))
+        exposed[names] += ns / 1e6 / steps
+    total: dict[str, float] = collections.defaultdict(float)
+    for event in events:
+        total[kind_of(event)] += event.duration_ns / 1e6 / steps
+    first = min(event.start_ns for event in events)
+    return Waterfall(
+        steps=steps,
+        span_ms=(max(event.end_ns for event in events) - first) / 1e6 / steps,
+        exposed_ms=dict(exposed),
+        total_ms=dict(total),
+        kernels=tuple(_kernels(events, steps)),
+    )
+
+
+def _count_steps(events: Iterable[Event]) -> int:
+    time: dict[str, float] = collections.defaultdict(float)
+    launches: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for event in events:
+        time[event.program] += event.duration_ns
+        launches[event.program][event.hlo_op] += 1
+    return min(launches[max(time, key=time.__getitem__)].values())
+
+
+def _exposures(events: Sequence[Event]) -> Iterable[tuple[Event | None, float]]:
+    """Stretches of time with the event each counts for; None where nothing ran."""
+    rank = {kind: place for place, kind in enumerate(KINDS)}
+    bounds = sorted({bound for event in events for bound in (event.start_ns, event.end_ns)})
+    waiting = sorted(events, key=lambda event: event.start_ns, reverse=True)
+    running: list[tuple[int, int, Event]] = []  # by kind; ended ones are dropped when they surface
+    order = 0
+    for begin, end in itertools.pairwise(bounds):
+        while waiting and waiting[-1].start_ns <= begin:
+            event = waiting.pop()
+            heapq.heappush(running, (rank[kind_of(event)], order, event))
+            order += 1
+        while running and running[0][2].end_ns <= begin:
+            heapq.heappop(running)
+        yield (running[0][2] if running else None), end - begin
+
+
+def _kernels(events: Iterable[Event], steps: int) -> list[KernelTime]:
+    groups: dict[tuple[str, str], list[Event]] = collections.defaultdict(list)
+    for event in events:
+        groups[event.hlo_op, event.kernel].append(event)
+    times = [
+        KernelTime(
+            kernel=kernel,
+            hlo_op=hlo_op,
+            scope=scope_of(group[0].op_name),
+            kind=kind_of(group[0]),
+            launches=len(group),
+            ms=sum(event.duration_ns for event in group) / 1e6 / steps,
+        )
+        for (hlo_op, kernel), group in groups.items()
+    ]
+    return sorted(times, key=lambda time: -time.ms)
+
+
+_COLORS = {
+    "matmul": "#4e79a7",
+    "attention": "#f28e2b",
+    "reduction": "#59a14f",
+    "elementwise": "#76b7b2",
+    "copy": "#b07aa1",
+    "collective": "#e15759",
+    IDLE: "#dddddd",
+}
+
+
+def draw(waterfall: Waterfall, file: Path) -> None:
+    """A bar a scope, as long as it delays the step, in the colours of the kinds."""
+    rows = [*waterfall.by_scope(), IDLE]
+    figure = Figure(figsize=(9, 1.2 + 0.32 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    left = 0.0
+    for place, scope in enumerate(rows):
+        for kind in (*KINDS, IDLE):
+            ms = waterfall.exposed_ms.get((scope, kind), 0.0)
+            if ms:
+                axes.barh(place, ms, left=left, color=_COLORS[kind])
+                left += ms
+        row = sum(ms for (name, _), ms in waterfall.exposed_ms.items() if name == scope)
+        axes.text(left, place, f" {row:.1f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.06 * waterfall.span_ms)
+    axes.set_xlabel(f"ms of a step of {waterfall.span_ms:.1f} ms")
+    handles = [axes.barh(0, 0, color=color, label=kind) for kind, color in _COLORS.items()]
+    axes.legend(handles=handles, fontsize=8, loc="upper right")
+    figure.savefig(file, dpi=120)
