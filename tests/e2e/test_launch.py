@@ -1,0 +1,74 @@
+"""Several processes through the real commands: the same run as one process, and what kills one.
+
+The jobs are the fault gym's: processes with one CPU device each, connected through the loopback.
+"""
+
+import json
+
+import pytest
+
+from jaxinfra.gym import damage, deaths, errors
+from jaxinfra.gym.arena import Arena, state_sums
+from jaxinfra.gym.verdict import FAULTS, judge
+from jaxinfra.training.metrics import read_metrics
+
+GYM = (damage, deaths, errors)  # they enter their faults when imported
+TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+# Take no second start of a job.
+FAST = (1,)
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory) -> Arena:
+    return Arena(tmp_path_factory.mktemp("gym"), options=[], processes=2)
+
+
+def values(run) -> list[dict]:
+    times = ("step_s", "stall_s", "elapsed_s")
+    return [
+        {name: value for name, value in record.items() if name not in times}
+        for record in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):
+    """A sum of two numbers has one rounding, whoever adds them: nothing may differ."""
+    two = arena.reference()
+    words = [*arena.settings(), "--run", str(arena.place / "alone")]
+    with arena.start(words, run="alone", environment=TWO_DEVICES) as job:
+        ended = job.end()
+    assert ended.code == 0, ended.said
+    alone = arena.place / "alone"
+    assert values(two) == values(alone)
+    assert state_sums(two, 12) == state_sums(alone, 12)
+
+
+def test_the_first_process_alone_writes_the_run(arena):
+    run = arena.reference()
+    names = {path.name for path in run.iterdir()}
+    assert {"summary.json", "metrics.jsonl", "loss.png", "goodput.jsonl", "metrics.prom"} <= names
+    assert {path.name for path in (run / "recorder").glob("*.ring")} == {
+        "rank-00000.ring",
+        "rank-00001.ring",
+    }
+    steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    assert steps == list(range(1, 13))
+    summary = json.loads((run / "summary.json").read_text())
+    causes = summary["wall_s_by_cause"]
+    # Wall time from the start of the process's work to the summary, all of it accounted for.
+    assert sum(causes.values()) == pytest.approx(summary["wall_s"], rel=0.1)
+    assert 0 < summary["goodput"] < 1
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        number if number in FAST else pytest.param(number, marks=pytest.mark.slow)
+        for number in sorted(FAULTS)
+    ],
+)
+@pytest.mark.timeout(3000)
+def test_fault(arena, number):
+    verdict = judge(number, arena)
+    print(verdict.evidence)
+    assert verdict.passed, verdict.evidence
