@@ -173,4 +173,3 @@ def _sample(directory: Path) -> None:
         load_run(directory), _SAMPLE_PROMPT, max_new_tokens=120, sampling=sampling, seed=0
     )
     print(_SAMPLE_PROMPT + "".join(printable(piece.text) for piece in pieces))
-    print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
