@@ -1,0 +1,121 @@
+"""Gradients of a batch through a pipeline and without one, for the tests of pipelines."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.config.run import Remat, TrainingConfig
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import ModelDefinition, define_model
+from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
+from tests.sharded import oracle
+from tests.sharded.cases import COMPILER_OPTIONS, packed_batch
+
+ROWS = 32  # of the whole batch: up to 16 micro-batches on two data shards
+Z_LOSS = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, cut into micro-batches and stages."""
+
+    model: ModelConfig
+    mesh: MeshConfig
+    micro_batches: int
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    chunks: int = 2
+    remat: Remat = Remat.NONE
+    rows: int = ROWS
+
+
+def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinition]:
+    """The gradient function on the case's mesh, and without a pipeline where it has no stages."""
+    placement = Placement(
+        mesh=make_mesh(case.mesh, devices=jax.devices()[: case.mesh.num_devices]),
+        rules=state_rules(ShardingConfig()),
+    )
+    execution = Execution(
+        attend=attention_on(placement),
+        lookup=lookup_on(placement),
+        constrain=placement.constraint(),
+        remat=case.remat,
+    )
+    model = define_model(case.model, execution)
+    training = TrainingConfig(
+        steps=1,
+        batch_size=case.rows,
+        sequence_length=16,
+        accumulation=case.micro_batches,
+        remat=case.remat,
+        z_loss=Z_LOSS,
+    )
+    if case.mesh.pipe > 1:
+        gradient = make_pipeline_gradient(
+            model,
+            training=training,
+            pipeline=PipelineConfig(schedule=case.schedule, chunks=case.chunks),
+            placement=placement,
+        )
+    else:
+        gradient = make_gradient(model, training=training, placement=placement)
+    arguments = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        model.shapes,
+        placement.parameters(model),
+    )
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.batch),
+        packed_batch(rows=case.rows),
+    )
+    key, scale = _key_and_scale(placement)
+    lowered = jax.jit(gradient).lower(arguments, batch, key=key, loss_scale=scale)
+    return lowered.compile(COMPILER_OPTIONS), placement, model
+
+
+def _key_and_scale(placement: Placement) -> tuple[jax.Array, jax.Array]:
+    whole = placement.replicated
+    return jax.device_put(jax.random.key(5), whole), jax.device_put(np.float32(1.0), whole)
+
+
+def loss_and_gradients(case: Case) -> tuple[np.ndarray, Any]:
+    """Whole, on the host."""
+    program, placement, model = compiled(case)
+    parameters = jax.device_put(drawn(case.model), placement.parameters(model))
+    batch = jax.device_put(packed_batch(rows=case.rows), placement.batch)
+    key, scale = _key_and_scale(placement)
+    return jax.device_get(program(parameters, batch, key=key, loss_scale=scale))
+
+
+@functools.cache
+def drawn(config: ModelConfig) -> Any:
+    """Initial parameters, on the host."""
+    model = define_model(config, Execution())
+    draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
+    return jax.device_get(draw(jax.random.key(0)))
+
+
+@functools.cache
+def alone(config: ModelConfig, micro_batches: int, remat: Remat, rows: int) -> Any:
+    """The same on one device, without a pipeline."""
+    case = Case(
+        model=config, mesh=MeshConfig(), micro_batches=micro_batches, remat=remat, rows=rows
+    )
+    return loss_and_gradients(case)
+
+
+@functools.cache
+def exact(config: ModelConfig, rows: int) -> Any:
+    """The same in float64, from the papers' formulas."""
+    return oracle.loss_and_gradients(config, drawn(config), packed_batch(rows=rows), z_loss=Z_LOSS)

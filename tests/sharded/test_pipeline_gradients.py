@@ -1,0 +1,139 @@
+"""Every schedule computes what one device computes: the loss and each gradient.
+
+The bound is derived: against float64, a pipeline's fp32 error may be at most twice the single
+device's, plus two units in the last place.
+"""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.pipeline import PipelineSchedule
+from jaxinfra.config.run import Remat
+from tests.sharded.cases import gemma_like, gpt_like, llama_like
+from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
+from tests.tolerance import assert_no_worse
+
+GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
+
+
+def with_layers(make, num_layers: int):
+    return dataclasses.replace(make(), num_layers=num_layers)
+
+
+def check(case: Case) -> None:
+    plain = alone(case.model, case.micro_batches, case.remat, case.rows)
+    assert_no_worse(
+        loss_and_gradients(case), plain=plain, oracle=exact(case.model, case.rows), what=str(case)
+    )
+
+
+SAMPLE = {
+    "interleaved with fsdp and tensor, untied": Case(
+        model=with_layers(gpt_like, 4),
+        mesh=MeshConfig(pipe=2, fsdp=2, tensor=2),
+        micro_batches=4,
+        schedule=INTERLEAVED,
+        remat=Remat.DOTS,
+    ),
+    "zb_v, tied": Case(
+        model=with_layers(llama_like, 8), mesh=MeshConfig(pipe=4), micro_batches=8, schedule=ZB_V
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAMPLE.values(), ids=SAMPLE)
+def test_pipeline_equals_one_device(case):
+    check(case)
+
+
+ALL = [
+    (schedule, pipe, multiple)
+    for schedule, pipe, multiple in itertools.product(PipelineSchedule, (2, 4), (1, 2, 4))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "pipe", "multiple"), ALL)
+def test_every_schedule_and_size_equals_one_device(schedule, pipe, multiple):
+    check(
+        Case(
+            model=with_layers(llama_like, 8),
+            mesh=MeshConfig(pipe=pipe),
+            micro_batches=pipe * multiple,
+            schedule=schedule,
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(pipe=2, fsdp=2),
+        MeshConfig(pipe=2, tensor=2),
+        MeshConfig(pipe=2, fsdp=2, tensor=2),
+        MeshConfig(pipe=2, replica=2, fsdp=2),
+    ],
+    ids=str,
+)
+def test_every_schedule_composes_with_other_axes(schedule, mesh):
+    model = with_layers(llama_like, 4)
+    check(Case(model=model, mesh=mesh, micro_batches=4, schedule=schedule, remat=Remat.DOTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", Remat)
+@pytest.mark.parametrize("schedule", [ONE, ZB_H1])
+@pytest.mark.parametrize("make", [llama_like, gpt_like, gemma_like])
+def test_every_recomputation_and_model(remat, schedule, make):
+    model = with_layers(make, 4)
+    mesh = MeshConfig(pipe=2)
+    check(Case(model=model, mesh=mesh, micro_batches=4, schedule=schedule, remat=remat))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZB_V])
+def test_dropout_masks_are_those_of_one_device(schedule):
+    """A mask that differed in one element would move gradients by parts in a thousand."""
+    model = dataclasses.replace(with_layers(llama_like, 4), dropout_rate=0.25)
+    loss, gradients = loss_and_gradients(
+        Case(model=model, mesh=MeshConfig(pipe=2), micro_batches=4, schedule=schedule)
+    )
+    plain_loss, plain = alone(model, 4, Remat.NONE, 32)
+    epsilon = np.finfo(np.float32).eps
+    np.testing.assert_allclose(loss, plain_loss, rtol=8 * epsilon)
+    for got, expected in zip(*map(jax.tree.leaves, (gradients, plain)), strict=True):
+        assert np.max(np.abs(got - expected)) <= 100 * epsilon * np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [ONE, *(pytest.param(s, marks=pytest.mark.slow) for s in (INTERLEAVED, ZB_H1, ZB_V))],
+)
+def test_temporaries_do_not_grow_with_the_micro_batches(schedule):
+    few, many = (temporaries(schedule, micro_batches) for micro_batches in (2, 16))
+    assert many <= 1.05 * few
+
+
+@pytest.mark.slow
+def test_gpipes_temporaries_grow_with_the_micro_batches():
+    few, many = (temporaries(GPIPE, micro_batches) for micro_batches in (2, 16))
+    assert many > 3 * few
+
+
+def temporaries(schedule: PipelineSchedule, micro_batches: int) -> int:
+    """Bytes a device of a compiled step whose micro-batches have 4 rows each, however many."""
+    case = Case(
+        model=with_layers(llama_like, 4),
+        mesh=MeshConfig(pipe=2),
+        micro_batches=micro_batches,
+        schedule=schedule,
+        rows=4 * micro_batches,
+    )
+    return compiled(case)[0].memory_analysis().temp_size_in_bytes
