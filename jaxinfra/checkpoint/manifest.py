@@ -28,7 +28,7 @@ from jaxinfra.checkpoint import layout
 _FORMAT = 1
 # One thread hashes about 1.6 GB/s on a core with SHA instructions; 1-4 MiB blocks are fastest.
 _BLOCK_BYTES = 4 << 20
-_MAX_THREADS = 16
+MAX_THREADS = 16
 
 
 class Fault(enum.StrEnum):
@@ -57,7 +57,7 @@ class Problem:
 def write(checkpoint: Path, *, step: int) -> None:
     """Forces every file to the disk, then writes the manifest of the files as they are there."""
     names = sorted(_files(checkpoint))
-    with concurrent.futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool:
         sums = pool.map(lambda name: _sha256(checkpoint / name, sync=True), names)
         files = {
             name: {"size": size, "sha256": digest}
@@ -104,14 +104,14 @@ def verify(directory: Path, step: int) -> list[Problem]:
     ]
     if problems:
         return problems
-    with concurrent.futures.ThreadPoolExecutor(_MAX_THREADS) as pool:
+    with concurrent.futures.ThreadPoolExecutor(MAX_THREADS) as pool:
         found = pool.map(lambda name: _check(checkpoint, name, expected[name]["sha256"]), common)
         return [problem for problem in found if problem is not None]
 
 
 def _check(checkpoint: Path, name: str, expected: str) -> Problem | None:
     try:
-        _, digest = _sha256(checkpoint / name, sync=False)
+        digest = sha256(checkpoint / name)
     except OSError as error:
         return Problem(file=name, fault=Fault.UNREADABLE, detail=_reason(error))
     if digest == expected:
@@ -134,6 +134,11 @@ def _files(checkpoint: Path) -> dict[str, int]:
 
 def _raise(error: OSError) -> None:
     raise error  # os.walk would skip a directory that it cannot list
+
+
+def sha256(path: Path) -> str:
+    """Of a file, in hexadecimal."""
+    return _sha256(path, sync=False)[1]
 
 
 def _sha256(path: Path, *, sync: bool) -> tuple[int, str]:

@@ -1,7 +1,8 @@
 """A run is a directory; this is its layout.
 
 config.json        what the run computes; with it alone the run can be repeated
-tokenizer.json     the tokenizer that its tokens are of
+tokenizer.json     the tokenizer that its tokens are of; beside it what else came with the model it
+                   started from: chat template, separators, hf_config.json
 metrics.jsonl      one line a step
 summary.json       the outcome
 loss.png           training and held-out loss
@@ -18,9 +19,11 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
@@ -43,6 +46,11 @@ class RunDirectory:
     def tokenizer_file(self) -> Path:
         """The run's tokenizer."""
         return self.path / "tokenizer.json"
+
+    @property
+    def hf_config_file(self) -> Path:
+        """The Hugging Face config of the model it started from, where that had one."""
+        return self.path / "hf_config.json"
 
     @property
     def metrics_file(self) -> Path:
@@ -104,8 +112,12 @@ class RunDirectory:
         """Where TensorBoard events are."""
         return self.path / "tensorboard"
 
-    def create(self, config: RunConfig) -> None:
-        """Makes the directory and writes the config; refuses one that has anything in it."""
+    def create(self, config: RunConfig, files: Mapping[str, bytes] | None = None) -> None:
+        """Makes the directory and writes the config; refuses one that has anything in it.
+
+        Args:
+            files: of the model it starts from, to be kept beside the config.
+        """
         # A start that was killed may have left the beginnings of a config: not worth keeping.
         ours = {_partial(self.config_file)}
         if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - ours):
@@ -114,11 +126,15 @@ class RunDirectory:
                 f"name another, or continue this one with --resume {self.path}"
             )
         self.path.mkdir(parents=True, exist_ok=True)
+        for name, contents in (files or {}).items():
+            (self.path / name).write_bytes(contents)
         write_atomically(self.config_file, codec.to_json(config))
 
     def discard(self) -> None:
         """Undoes ``create`` where a new run cannot begin, so that a corrected one may be there."""
-        for file in (self.config_file, self.tokenizer_file):
+        for name in TOKENIZER_FILES:
+            (self.path / name).unlink(missing_ok=True)
+        for file in (self.config_file, self.hf_config_file):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.recorder, ignore_errors=True)
         if not any(self.path.iterdir()):
@@ -137,6 +153,11 @@ class RunDirectory:
             raise ConfigError(f"{self.config_file} is not JSON ({error})") from error
         return codec.from_dict(RunConfig, values)
 
+    def read_hf_config(self) -> dict[str, Any] | None:
+        """The Hugging Face config of the model it started from; None where there is none."""
+        file = self.hf_config_file
+        return json.loads(file.read_text()) if file.is_file() else None
+
     def update_config(self, config: RunConfig) -> None:
         """Replaces the config of a run that continues under other settings; the old one stays."""
         if self.read_config() == config:
@@ -152,6 +173,15 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes the outcome."""
         write_atomically(self.summary_file, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What a run's checkpoints are of: those of another model, or adapters of one, do not fit."""
+    values: dict[str, Any] = {"model": codec.to_dict(config.model)}
+    if config.lora is not None:
+        assert config.init is not None, "validate"
+        values |= {"lora": codec.to_dict(config.lora), "base": config.init.sha256}
+    return values
 
 
 def write_atomically(path: Path, text: str) -> None:

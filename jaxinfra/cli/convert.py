@@ -21,6 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of all weights ({', '.join(DTYPES.values())}); by default as they are",
     )
     parser.add_argument(
+        "--adapters-only",
+        action="store_true",
+        help="of a run that trained adapters: these alone, in the layout of PEFT, not merged",
+    )
+    parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="GB", help="of a file (10^9 bytes)"
     )
 
@@ -34,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
         args.destination,
         dtype=None if args.dtype is None else parse_dtype(args.dtype),
         max_shard_bytes=int(args.max_shard_gb * 10**9),
+        adapters_only=args.adapters_only,
     )
     num_bytes = sum(file.stat().st_size for file in args.destination.glob("*.safetensors"))
     print(

@@ -4,6 +4,7 @@ jaxinfra train                                 tiny, on the standard library sou
 jaxinfra train small --data /texts --mesh fsdp=8
 jaxinfra train small --mesh fsdp=4,tensor=2 --zero 1 --sequence-parallel true --dry-run
 jaxinfra train --resume runs/small-1
+jaxinfra train --init DIR --data chats.jsonl --chat --lora rank=8,alpha=16,targets=query+value
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
 """
 
@@ -12,9 +13,11 @@ import dataclasses
 import os
 from pathlib import Path
 
+from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
+from jaxinfra.config.finetune import parse_lora
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
@@ -25,6 +28,7 @@ from jaxinfra.serving.generate import generate_text
 from jaxinfra.serving.load import load_run
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.describe import placement_table
+from jaxinfra.training.initialize import finetuning_config, require_same_start
 from jaxinfra.training.job import make_job
 from jaxinfra.training.loop import train
 from jaxinfra.training.profile import parse_profile_range
@@ -56,6 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("preset", nargs="?", help="a preset's name; tiny by default")
+    parser.add_argument(
+        "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
+    )
+    parser.add_argument(
+        "--lora", metavar="SPEC", help="train adapters only, rank=8,alpha=16,targets=query+value"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="data are conversations, for the model's chat template"
+    )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
     parser.add_argument("--run", type=Path, metavar="DIR", help="new run directory (runs/PRESET-N)")
     parser.add_argument(
@@ -87,21 +100,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains; prints the outcome, compressors' figures beside it, and a sample."""
-    if args.resume is not None and (args.preset or args.run):
-        raise ConfigError(
-            "--resume continues a run with its own config: give no preset and no --run"
-        )
     if args.continued and args.run is None:
         raise ConfigError("--continue needs --run DIR: which run is to be continued or begun?")
     resume = args.resume is not None or (
         args.continued and RunDirectory(args.run).config_file.is_file()
     )
-    config = (
-        run_preset(args.preset or "tiny")
-        if args.resume is None
-        else RunDirectory(args.resume).read_config()
-    )
-    config = _with_options(config, args)
+    config = _config(args)
     profile = None if args.profile is None else parse_profile_range(args.profile)
     if args.dry_run:
         table = placement_table(make_job(config))
@@ -113,7 +117,8 @@ def run(args: argparse.Namespace) -> int:
             f"{cluster.num_processes} processes ({cluster.source}) must share one run directory: "
             "name it with --run"
         )
-    directory = args.resume or args.run or new_directory(args.preset or "tiny")
+    name = args.init.resolve().name if args.init else args.preset or "tiny"
+    directory = args.resume or args.run or new_directory(name)
     outcome = train(
         config,
         directory,
@@ -131,6 +136,32 @@ def run(args: argparse.Namespace) -> int:
     return leave(0, together=outcome.together)
 
 
+def _config(args: argparse.Namespace) -> RunConfig:
+    begins = {"--init": args.init, "--lora": args.lora, "--chat": args.chat or None}
+    given = [name for name, value in begins.items() if value is not None]
+    if args.resume is not None:
+        if args.preset or args.run or given:
+            raise ConfigError(
+                "--resume continues a run with its own config: give no preset, no --run, no "
+                f"{', no '.join(begins)}"
+            )
+        return _with_options(RunDirectory(args.resume).read_config(), args)
+    if args.init is None:
+        if given:
+            raise ConfigError(f"{given[0]} is for a model that is trained already: add --init DIR")
+        return _with_options(run_preset(args.preset or "tiny"), args)
+    if args.preset:
+        raise ConfigError(
+            f"preset {args.preset!r} beside --init {args.init}: the model is that of the "
+            "directory; leave the preset out, and change training with --set"
+        )
+    lora = None if args.lora is None else parse_lora(args.lora)
+    start = finetuning_config(read_initial(args.init), lora=lora, chat=args.chat)
+    config = _with_options(start, args)
+    require_same_start(config, start)
+    return config
+
+
 def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     settings = [
         f"{path}={getattr(args, option)}"
@@ -143,10 +174,10 @@ def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return config
 
 
-def new_directory(preset: str) -> Path:
-    """The first of runs/PRESET-1, -2, ... that is not there."""
+def new_directory(name: str) -> Path:
+    """The first of runs/NAME-1, -2, ... that is not there."""
     number = 1
-    while (path := Path("runs") / f"{preset}-{number}").exists():
+    while (path := Path("runs") / f"{name}-{number}").exists():
         number += 1
     return path
 

@@ -8,6 +8,13 @@ from jaxinfra.core.errors import ConfigError
 STDLIB = "stdlib"
 
 
+class DataFormat(enum.StrEnum):
+    """What a document is."""
+
+    TEXT = "text"
+    CHAT = "chat"  # a JSON line {"messages": [{"role": ..., "content": ...}, ...]}
+
+
 class TokenizerKind(enum.StrEnum):
     """How text becomes tokens."""
 
@@ -45,6 +52,8 @@ class DataConfig:
     heldout_source: str | None = None
     heldout_fraction: float = 0.03
     text_field: str = "text"  # of JSON lines and Parquet rows
+    format: DataFormat = DataFormat.TEXT
+    chat_template: str | None = None  # a model's directory; its template renders conversations
     tokenizer: TokenizerConfig = TokenizerConfig()
     num_prefetch_threads: int = 2
     prefetch_batches: int = 4
@@ -52,6 +61,16 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.heldout_fraction < 1.0:
             raise ConfigError(f"heldout_fraction={self.heldout_fraction} must lie in (0, 1)")
+        if (self.format is DataFormat.CHAT) != (self.chat_template is not None):
+            raise ConfigError(
+                f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
+                "directory, whose template renders them, goes with conversations and only with them"
+            )
+        if self.format is DataFormat.CHAT and self.tokenizer.kind is TokenizerKind.BPE:
+            raise ConfigError(
+                "data format=chat with tokenizer kind=bpe: conversations are rendered for a "
+                "tokenizer that there is; choose kind=file and its path, or kind=bytes"
+            )
         if self.num_prefetch_threads < 0 or self.prefetch_batches < 1:
             raise ConfigError(
                 f"num_prefetch_threads={self.num_prefetch_threads} must not be negative and "

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from jaxinfra.config.data import DataConfig
+from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
@@ -116,6 +117,8 @@ class RunConfig:
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
+    init: InitConfig | None = None  # None: random weights
+    lora: LoraConfig | None = None  # None: every parameter is trained
 
 
 def validate(run: RunConfig) -> None:
@@ -140,6 +143,7 @@ def validate(run: RunConfig) -> None:
     _validate_sharding(run)
     _validate_context(run)
     _validate_pipeline(run)
+    _validate_lora(run)
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
@@ -155,6 +159,19 @@ def validate(run: RunConfig) -> None:
                 f"{name}={size} does not divide over {axis}={shards}; "
                 f"choose a {axis} size that divides it"
             )
+
+
+def _validate_lora(run: RunConfig) -> None:
+    if run.lora is not None and run.init is None:
+        raise ConfigError(
+            "lora adapts a model that is trained already; name it with --init DIR, or train all "
+            "parameters"
+        )
+    if run.lora is not None and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
+            "tensor instead"
+        )
 
 
 def _validate_sharding(run: RunConfig) -> None:

@@ -8,6 +8,8 @@ A directory of token arrays holds, little-endian:
   ``tokens[offsets[i]:offsets[i + 1]]``
 - ``document_bytes.npy``: int64 ``[documents]``: UTF-8 bytes of each document's text, by which bits
   per byte are counted
+- optionally ``counted.bin``: uint8, one a token, 1 where the loss counts it as a target; without it
+  all count, and so does the separator after each document
 - ``meta.json``: format, version, dtype, counts, ``vocab_size``, ``bos_id``, ``eos_id``, and the
   SHA-256 of the contents, by which a resumed run recognizes its data
 - optionally ``tokenizer.json``, the tokenizer that made them
@@ -31,6 +33,7 @@ from jaxinfra.core.errors import DataError
 FORMAT = "jaxinfra-token-arrays"
 VERSION = 1
 META = "meta.json"
+COUNTED = "counted.bin"
 
 
 @final
@@ -41,11 +44,12 @@ class TokenArrays:
     tokens: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    document_bytes: np.ndarray
+    document_bytes: np.ndarray  # of the text that counts
     vocab_size: int
     bos_id: int
     eos_id: int
     fingerprint: str
+    counted: np.ndarray | None = None  # uint8 beside tokens; None: all of them
 
     @property
     def num_documents(self) -> int:
@@ -58,8 +62,16 @@ class TokenArrays:
         return int(self.lengths.sum())
 
     @property
+    def num_counted(self) -> int:
+        """Tokens that the loss counts as targets, separators aside."""
+        if self.counted is None:
+            return self.num_tokens
+        sums = np.concatenate(([0], np.cumsum(self.counted, dtype=np.int64)))
+        return int((sums[self.starts + self.lengths] - sums[self.starts]).sum())
+
+    @property
     def num_bytes(self) -> int:
-        """UTF-8 bytes of all documents."""
+        """UTF-8 bytes of all documents' texts, as far as they count."""
         return int(self.document_bytes.sum())
 
     def document(self, index: int) -> np.ndarray:
@@ -82,9 +94,15 @@ class TokenArrays:
 
 @final
 class TokenWriter:
-    """Writes token arrays into an existing directory, document by document."""
+    """Writes token arrays into an existing directory, document by document.
 
-    def __init__(self, directory: Path, *, vocab_size: int, bos_id: int, eos_id: int):
+    Args:
+        marks: whether it is said of every token if it counts.
+    """
+
+    def __init__(
+        self, directory: Path, *, vocab_size: int, bos_id: int, eos_id: int, marks: bool = False
+    ):
         for name, token in (("bos_id", bos_id), ("eos_id", eos_id)):
             if not 0 <= token < vocab_size:
                 raise DataError(f"{name}={token} lies outside the vocabulary of {vocab_size}")
@@ -95,9 +113,12 @@ class TokenWriter:
         self._document_bytes: list[int] = []
         self._hash = hashlib.sha256()
         self._file = (directory / "tokens.bin").open("wb")
+        self._marks = (directory / COUNTED).open("wb") if marks else None
 
-    def append(self, tokens: np.ndarray, *, num_bytes: int) -> None:
-        """Adds one document: its tokens, and the length of its text in UTF-8."""
+    def append(
+        self, tokens: np.ndarray, *, num_bytes: int, counted: np.ndarray | None = None
+    ) -> None:
+        """Adds one document: its tokens, the length of its text in UTF-8, and what counts."""
         vocab_size = self._settings["vocab_size"]
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
@@ -113,6 +134,12 @@ class TokenWriter:
         data = tokens.astype(self._dtype).tobytes()
         self._hash.update(data)
         self._file.write(data)
+        assert (counted is None) == (self._marks is None), "marks"
+        if self._marks is not None and counted is not None:
+            assert counted.shape == tokens.shape, f"{counted.shape} marks, {tokens.shape} tokens"
+            marks = counted.astype(np.uint8).tobytes()
+            self._hash.update(marks)
+            self._marks.write(marks)
         self._lengths.append(tokens.size)
         self._document_bytes.append(num_bytes)
 
@@ -132,6 +159,7 @@ class TokenWriter:
             "num_documents": len(self._lengths),
             "num_tokens": int(offsets[-1]),
             "num_bytes": int(document_bytes.sum()),
+            "marks": self._marks is not None,
             **self._settings,
             "sha256": self._hash.hexdigest(),
         }
@@ -140,6 +168,8 @@ class TokenWriter:
     def close(self) -> None:
         """Closes the token file; harmless when called again."""
         self._file.close()
+        if self._marks is not None:
+            self._marks.close()
 
 
 def write_token_arrays(
@@ -177,6 +207,8 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
         num_tokens, num_documents = int(meta["num_tokens"]), int(meta["num_documents"])
         own_vocab_size = int(meta["vocab_size"])
         actual_bytes = tokens_path.stat().st_size
+        marks = (directory / COUNTED) if meta.get("marks", False) else None
+        num_marks = num_tokens if marks is None else marks.stat().st_size
         separators = {"bos_id": int(meta["bos_id"]), "eos_id": int(meta["eos_id"])}
         fingerprint = str(meta["sha256"])
     except (OSError, ValueError, TypeError, KeyError, EOFError) as error:
@@ -191,6 +223,7 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
         )
     if (
         actual_bytes != num_tokens * dtype.itemsize
+        or num_marks != num_tokens
         or offsets.shape != (num_documents + 1,)
         or document_bytes.shape != (num_documents,)
         or offsets[0] != 0
@@ -211,6 +244,7 @@ def open_token_arrays(directory: Path, *, vocab_size: int | None = None) -> Toke
         document_bytes=document_bytes,
         vocab_size=own_vocab_size,
         fingerprint=fingerprint,
+        counted=None if marks is None else np.memmap(marks, dtype=np.uint8, mode="r"),
         **separators,
     )
 

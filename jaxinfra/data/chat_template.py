@@ -6,6 +6,7 @@ the weights, so it runs in Jinja's sandbox.
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, final, override
@@ -19,6 +20,8 @@ from jaxinfra.core.errors import ConfigError, DataError
 type Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, and what else the template reads."""
 
+# Around what generation blocks enclose. Unicode reserves them for such uses: no text has them.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -41,10 +44,14 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         functions = {"raise_exception": _refuse, "strftime_now": _now}
         self._variables = dict(variables)
+        self.identity = json.dumps([source, self._variables])  # what a rendering depends on
         try:
             self._template = environment.from_string(source, globals=functions)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is no Jinja program ({error})") from error
+        generation = environment.extensions[_Generation.identifier]
+        assert isinstance(generation, _Generation)
+        self._marks = generation.is_used
 
     def render(
         self,
@@ -61,6 +68,40 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses these messages.
         """
+        text = self._render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return text.replace(_BEGIN, "").replace(_END, "") if self._marks else text
+
+    def render_marked(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """A whole conversation, and where ``{% generation %}`` encloses it; None: it never does.
+
+        Raises:
+            DataError: the template refuses these messages.
+        """
+        text = self._render(messages, add_generation_prompt=False, tools=tools)
+        if not self._marks:
+            return text, None
+        pieces, spans, length = re.split(f"([{_BEGIN}{_END}])", text), [], 0
+        for number, piece in enumerate(pieces):
+            if piece == _BEGIN:
+                if pieces[number + 2 : number + 3] != [_END]:
+                    raise DataError("generation blocks of the chat template lie in one another")
+                spans.append((length, length + len(pieces[number + 1])))
+            elif piece != _END:
+                length += len(piece)
+        return "".join(piece for piece in pieces if piece not in (_BEGIN, _END)), spans
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
+        spelled = json.dumps(list(messages), ensure_ascii=False) if self._marks else ""
+        if _BEGIN in spelled or _END in spelled:
+            raise DataError("a message has U+FDD0 or U+FDD1, which are no characters")
         try:
             return self._template.render(
                 messages=list(messages),
@@ -104,14 +145,21 @@ def encode_chat(path: Path, text: str) -> list[int]:
 
 
 class _Generation(ext.Extension):
-    """``{% generation %}`` marks the model's turns for training; it renders what it encloses."""
+    """``{% generation %}`` encloses the model's turns: it is rendered between two marks."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def __init__(self, environment: jinja2.Environment):
+        super().__init__(environment)
+        self.is_used = False  # until a template has such a block
 
     @override
     def parse(self, parser: parser.Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.is_used = True
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        return [begin, *body, end]
 
 
 def _to_json(

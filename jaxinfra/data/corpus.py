@@ -9,8 +9,9 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
+from typing import BinaryIO, final
 
+import numpy as np
 import tokenizers
 
 from jaxinfra.config.data import DataConfig, TokenizerKind
@@ -23,7 +24,10 @@ from jaxinfra.data.arrays import (
     new_directory,
     open_token_arrays,
 )
+from jaxinfra.data.chat import ChatEncoder
+from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.pretokenized import open_pretokenized
+from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import Source, scan
 from jaxinfra.data.split import Split, require_both_sides
 from jaxinfra.data.tokenizer import (
@@ -63,14 +67,20 @@ class Corpus:
 
 
 def open_corpus(
-    config: DataConfig, *, vocab_size: int, cache_dir: Path, tokenizer: Tokenizer | None = None
+    config: DataConfig,
+    *,
+    vocab_size: int,
+    cache_dir: Path,
+    tokenizer: Tokenizer | None = None,
+    template_directory: Path | None = None,
 ) -> Corpus:
     """Opens the corpus that ``config`` describes, from the cache where it has been seen.
 
     ``vocab_size`` is the model's; byte-level BPE is trained to that size, on every k-th stretch of
     65,536 characters of the training documents, k such that about 10 MB are used. A ``tokenizer``
-    given (a checkpoint's) is used instead of making one. What is cached is keyed by names, sizes
-    and modification times of the files, the split, and the tokenizer.
+    given (a checkpoint's) is used instead of making one, a ``template_directory`` instead of that
+    of the config. What is cached is keyed by names, sizes and modification times of the files, the
+    split, the tokenizer and the template.
     """
     if is_token_arrays(Path(config.source).expanduser()):
         saved, train, heldout, names = open_pretokenized(
@@ -92,8 +102,14 @@ def open_corpus(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; "
             "raise the model's to at least the tokenizer's, or use a smaller tokenizer"
         )
-    key = _key(split.identity(), tokenizer.fingerprint)
-    return _cached_corpus(cache_dir / "corpora" / key, split, tokenizer)
+    chat: ChatEncoder | None = None
+    identity = [split.identity(), tokenizer.fingerprint]
+    if config.chat_template is not None:
+        where = template_directory or Path(config.chat_template).expanduser()
+        template = load_chat_template(where)
+        chat = ChatEncoder(template, tokenizer)
+        identity.append(template.identity)
+    return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, chat)
 
 
 def _scan_heldout(config: DataConfig) -> Source:
@@ -137,7 +153,9 @@ def _bpe_sample(split: Split) -> Iterator[str]:
             return  # Compressed files hold more than their size told.
 
 
-def _cached_corpus(directory: Path, split: Split, tokenizer: Tokenizer) -> Corpus:
+def _cached_corpus(
+    directory: Path, split: Split, tokenizer: Tokenizer, chat: ChatEncoder | None
+) -> Corpus:
     if directory.is_dir():
         try:
             return _open_cached(directory, tokenizer)
@@ -145,7 +163,7 @@ def _cached_corpus(directory: Path, split: Split, tokenizer: Tokenizer) -> Corpu
             _LOG.warning("cached corpus is made anew: %s", error)
             shutil.rmtree(directory)
     with new_directory(directory) as unfinished:
-        _tokenize(split, tokenizer, unfinished)
+        _tokenize(split, tokenizer, chat, unfinished)
     return _open_cached(directory, tokenizer)
 
 
@@ -171,21 +189,22 @@ def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
     )
 
 
-def _tokenize(split: Split, tokenizer: Tokenizer, directory: Path) -> None:
+def _tokenize(
+    split: Split, tokenizer: Tokenizer, chat: ChatEncoder | None, directory: Path
+) -> None:
     heldout_names: list[str] = []
     num_train = 0
     with contextlib.ExitStack() as stack:
         text_file = stack.enter_context((directory / "heldout.txt").open("wb"))
-        train = stack.enter_context(_Side(directory / "train", tokenizer))
-        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer))
+        train = stack.enter_context(_Side(directory / "train", tokenizer, chat))
+        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer, chat, text_file))
         for document, is_heldout in split.documents():
             if is_heldout:
                 heldout_names.append(document.name)
-                text_file.write(document.text.encode())
-                heldout.add(document.text)
+                heldout.add(document)
             else:
                 num_train += 1
-                train.add(document.text)
+                train.add(document)
         require_both_sides(split.config, num_train=num_train, num_heldout=len(heldout_names))
         train.finish()
         heldout.finish()
@@ -194,18 +213,32 @@ def _tokenize(split: Split, tokenizer: Tokenizer, directory: Path) -> None:
 
 @final
 class _Side:
-    """Encodes texts in batches into token arrays."""
+    """Encodes documents in batches into token arrays.
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer):
+    Args:
+        chat: encodes them as conversations.
+        text_file: gets the texts, as far as they count.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Tokenizer,
+        chat: ChatEncoder | None,
+        text_file: BinaryIO | None = None,
+    ):
         directory.mkdir()
         self._tokenizer = tokenizer
+        self._chat = chat
+        self._text_file = text_file
         self._writer = TokenWriter(
             directory,
             vocab_size=tokenizer.vocab_size,
-            bos_id=tokenizer.bos_id,
+            bos_id=tokenizer.bos_id if chat is None else chat.bos_id,
             eos_id=tokenizer.eos_id,
+            marks=chat is not None,
         )
-        self._pending: list[str] = []
+        self._pending: list[Document] = []
         self._num_chars = 0
 
     def __enter__(self) -> "_Side":
@@ -214,9 +247,9 @@ class _Side:
     def __exit__(self, *_: object) -> None:
         self._writer.close()
 
-    def add(self, text: str) -> None:
-        self._pending.append(text)
-        self._num_chars += len(text)
+    def add(self, document: Document) -> None:
+        self._pending.append(document)
+        self._num_chars += len(document.text)
         if self._num_chars >= _ENCODE_CHARS:
             self._encode()
 
@@ -225,11 +258,20 @@ class _Side:
         self._writer.finish()
 
     def _encode(self) -> None:
-        for text, ids in zip(
-            self._pending, self._tokenizer.encode_batch(self._pending), strict=True
-        ):
-            self._writer.append(ids, num_bytes=len(text.encode()))
+        if self._chat is None:
+            texts = [document.text for document in self._pending]
+            for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
+                self._append(ids, text, None)
+        else:
+            for each in self._chat.encode_batch(self._pending):
+                self._append(each.tokens, each.text, each.counted)
         self._pending, self._num_chars = [], 0
+
+    def _append(self, ids: np.ndarray, text: str, counted: np.ndarray | None) -> None:
+        data = text.encode()
+        self._writer.append(ids, num_bytes=len(data), counted=counted)
+        if self._text_file is not None:
+            self._text_file.write(data)
 
 
 def _key(*parts: object) -> str:

@@ -44,7 +44,7 @@ def heldout_batches(
     (default: half a window), each after the first with ``sequence_length - stride`` tokens of
     context that do not count. Documents and ends of documents share rows as segments. The
     separator before a document is given, the one after it is not predicted: the sum of weights is
-    ``arrays.num_tokens``, and bits per byte divide by ``arrays.num_bytes``.
+    ``arrays.num_counted``, and bits per byte divide by ``arrays.num_bytes``.
     """
     stride = max(1, sequence_length // 2) if stride is None else stride
     if not 1 <= stride <= sequence_length:
@@ -121,6 +121,8 @@ class HeldoutBatches:
         segment_ids[cell] = (np.arange(len(chunks.row)) - first_of_row)[which]
         positions[cell] = position
         weights[cell] = position >= chunks.context[which]
+        if arrays.counted is not None:
+            weights[cell] *= arrays.counted[target]
         return Batch(
             tokens=tokens,
             targets=targets,

@@ -5,7 +5,8 @@ from the seed, and this stream is cut into windows of ``sequence_length``. The w
 in turn. Both orders are keyed permutations, so what a sample holds is a function of its number.
 
 The target of a document's last token is the separator that ends it, never a token of the next
-document: a model learns to stop. Only the padding after the last document of an epoch has weight 0.
+document: a model learns to stop. Weight 0 have the padding after the last document of an epoch and,
+where the arrays say which tokens count, the others and these separators.
 """
 
 import dataclasses
@@ -100,9 +101,12 @@ class PackedWindows:
         tokens[:, 1:] = following[:, :-1]
         tokens[:, 0] = arrays.tokens[np.maximum(source[:, 0] - 1, 0)]
         tokens[offset == 0] = arrays.bos_id
+        weights = np.ones(tokens.shape, np.float32)
+        if arrays.counted is not None:
+            weights[:] = arrays.counted[np.minimum(source, len(arrays.tokens) - 1)]
+            weights[ends] = 0.0  # a conversation ends with the model's turn, which says so itself
         following[ends] = arrays.eos_id
         positions = np.minimum(offset, column[None, :]).astype(np.int32)
-        weights = np.ones(tokens.shape, np.float32)
 
         if (padding := column[None, :] >= (end - start)[:, None]).any():
             segment_ids[padding], positions[padding], weights[padding] = -1, 0, 0.0

@@ -39,6 +39,24 @@ def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Docume
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
+def read_lines(path: Path, *, name: str) -> Iterator[Document]:
+    """The lines of a file of JSON lines as they are, empty ones left out."""
+    if not name.endswith(_JSON_LINES):
+        raise DataError(
+            f"{path}: conversations are read from {', '.join(_JSON_LINES)}; convert it, or name "
+            "the files by a glob"
+        )
+    try:
+        for number, line in enumerate(_lines(path), start=1):
+            text = decode(line)
+            if text is None:
+                raise DataError(f"{path}:{number}: not UTF-8 text; each line must be a JSON object")
+            if text.strip():
+                yield Document(name=f"{name}:{number}", text=text)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
 def holds_one_document(name: str) -> bool:
     """Whether the file is one text, rather than rows of texts."""
     return not name.endswith((*_JSON_LINES, _PARQUET))

@@ -11,7 +11,7 @@ from typing import final
 
 from jaxinfra.config.data import STDLIB
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.readers import Document, decode, read_documents
+from jaxinfra.data.readers import Document, decode, read_documents, read_lines
 
 _LOG = logging.getLogger(__name__)
 _GLOB_MARKS = frozenset("*?[")
@@ -32,6 +32,11 @@ class Source:
         """Name, size and modification time (ns) of each file: what a cache is keyed by."""
         stats = [(name, self._stat(name)) for name in self.names]
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+    def lines(self) -> Iterator[Document]:
+        """The lines of all files in a fixed order, which must be of JSON lines."""
+        for name in self.names:
+            yield from read_lines(self.root / name, name=name)
 
     def documents(self, *, text_field: str) -> Iterator[Document]:
         """The documents in a fixed order; empty ones are left out."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, final
 
-from jaxinfra.config.data import STDLIB, DataConfig
+from jaxinfra.config.data import STDLIB, DataConfig, DataFormat
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.readers import Document, holds_one_document
 from jaxinfra.data.sources import Source
@@ -33,6 +33,7 @@ class Split:
             "sources": [[str(source.root), source.listing()] for source in sources],
             "python": sys.version if STDLIB in {source.spec for source in sources} else None,
             "text_field": self.config.text_field,
+            "format": self.config.format,
             "fraction": None if self.heldout_source else self.config.heldout_fraction,
         }
 
@@ -47,17 +48,22 @@ class Split:
 
     def documents(self) -> Iterator[tuple[Document, bool]]:
         """Every document, and whether it is held out."""
-        for document in self.source.documents(text_field=self.config.text_field):
+        for document in self._of(self.source):
             yield document, self._is_heldout(document.name)
         if self.heldout_source is not None:
-            for document in self.heldout_source.documents(text_field=self.config.text_field):
+            for document in self._of(self.heldout_source):
                 yield document, True
 
     def train_texts(self) -> Iterator[str]:
         """The training side alone."""
-        for document in self.source.documents(text_field=self.config.text_field):
+        for document in self._of(self.source):
             if not self._is_heldout(document.name):
                 yield document.text
+
+    def _of(self, source: Source) -> Iterator[Document]:
+        if self.config.format is DataFormat.CHAT:
+            return source.lines()
+        return source.documents(text_field=self.config.text_field)
 
     def _is_heldout(self, name: str) -> bool:
         return self.heldout_source is None and name_hash(name) < self.config.heldout_fraction

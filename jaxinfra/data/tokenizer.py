@@ -85,6 +85,12 @@ class Tokenizer:
         starts = [0, *ends[:-1]]
         return [np.concatenate(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of texts in which special tokens are spelled out, as templates do."""
+        tokenizer = tokenizers.Tokenizer.from_str(self._json)
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, np.int32) for each in encoded]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; separators are spelled out."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)

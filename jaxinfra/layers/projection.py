@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.lora import Adapter
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
@@ -14,7 +15,7 @@ HIDDEN = "mlp_hidden"
 
 
 class Projection(nnx.Module):
-    """y = einsum(spec, x, weight) + bias.
+    """y = einsum(spec, x, weight) + bias, and what an adapter adds, where it has been given one.
 
     Args:
         spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
@@ -47,6 +48,7 @@ class Projection(nnx.Module):
             if bias_rank
             else None
         )
+        self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the map; result in the compute dtype."""
@@ -56,4 +58,6 @@ class Projection(nnx.Module):
             bias = self.policy.to_accum(self.bias[...])
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = self.policy.to_compute(self.policy.to_accum(y) + bias)
+        if self.adapter is not None:
+            y = self.policy.to_compute(self.policy.to_accum(y) + self.adapter(x))
         return checkpoint_name(y, self.name)

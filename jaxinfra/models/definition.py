@@ -11,9 +11,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
+from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.decoder import Decoder
 
 type Parameters = dict[Any, Any]
@@ -22,28 +24,38 @@ type Parameters = dict[Any, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelDefinition:
-    """Structure without values: initializes parameters, or binds them into a Decoder."""
+    """Structure without values: initializes parameters, or binds them into a Decoder.
+
+    Some parameters may be frozen: ``bind`` supplies them, and everything else here is about the
+    others. So what trains, places or saves a model's parameters sees the trained ones only.
+    """
 
     config: ModelConfig
     execution: Execution
     graphdef: nnx.GraphDef[Decoder]
     template: nnx.State
+    lora: LoraConfig | None = None
+    frozen: Parameters = dataclasses.field(default_factory=dict)  # shapes, or arrays to bind
+
+    def freeze(self, frozen: Parameters) -> "ModelDefinition":
+        """The same model with these parameters frozen; their values are needed to bind others."""
+        return dataclasses.replace(self, frozen=frozen)
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Draws parameters from a typed PRNG key."""
-        model = Decoder(self.config, execution=self.execution, rngs=nnx.Rngs(params=key))
-        return nnx.to_pure_dict(nnx.split(model)[1])
+        model = _build(self.config, self.execution, self.lora, nnx.Rngs(params=key))
+        return _without(nnx.to_pure_dict(nnx.split(model)[1]), self.frozen)
 
     def bind(self, parameters: Parameters) -> Decoder:
-        """A Decoder that holds these parameters."""
+        """A Decoder that holds these parameters, and the frozen ones."""
         state = jax.tree.map(lambda leaf: leaf, self.template)
-        nnx.replace_by_pure_dict(state, parameters)
+        nnx.replace_by_pure_dict(state, merged(self.frozen, parameters))
         return nnx.merge(self.graphdef, state)
 
     @property
     def shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every parameter."""
-        return nnx.to_pure_dict(self.template)
+        return _without(nnx.to_pure_dict(self.template), self.frozen)
 
     @property
     def dims(self) -> Parameters:
@@ -53,12 +65,12 @@ class ModelDefinition:
             self.template,
             is_leaf=lambda node: isinstance(node, nnx.Variable),
         )
-        return nnx.to_pure_dict(named)
+        return _without(nnx.to_pure_dict(named), self.frozen)
 
     @property
     def num_parameters(self) -> int:
-        """Elements over all parameters."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.shapes))
+        """Elements over all parameters, the frozen ones too."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.template))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +80,44 @@ class DimsLeaf:
     dims: Dims
 
 
-def define_model(config: ModelConfig, execution: Execution) -> ModelDefinition:
-    """Traces the constructor abstractly: no parameter is allocated."""
-    model = nnx.eval_shape(lambda: Decoder(config, execution=execution, rngs=nnx.Rngs(params=0)))
+def define_model(
+    config: ModelConfig, execution: Execution, *, lora: LoraConfig | None = None
+) -> ModelDefinition:
+    """Traces the constructor abstractly: no parameter is allocated.
+
+    Args:
+        lora: adapters to put beside projections; nothing is frozen yet.
+    """
+    model = nnx.eval_shape(lambda: _build(config, execution, lora, nnx.Rngs(params=0)))
     graphdef, template = nnx.split(model)
-    return ModelDefinition(config=config, execution=execution, graphdef=graphdef, template=template)
+    return ModelDefinition(
+        config=config, execution=execution, graphdef=graphdef, template=template, lora=lora
+    )
+
+
+def _build(
+    config: ModelConfig, execution: Execution, lora: LoraConfig | None, rngs: nnx.Rngs
+) -> Decoder:
+    model = Decoder(config, execution=execution, rngs=rngs)
+    if lora is not None:
+        add_adapters(model, lora, rngs=rngs)
+    return model
+
+
+def merged(first: Parameters, second: Parameters) -> Parameters:
+    """All parameters of two nested dicts that share none."""
+    result = dict(first)
+    for name, value in second.items():
+        result[name] = merged(result[name], value) if name in result else value
+    return result
+
+
+def _without(parameters: Parameters, others: Parameters) -> Parameters:
+    """The parameters that are not among ``others``."""
+    result = {}
+    for name, value in parameters.items():
+        if name not in others:
+            result[name] = value
+        elif isinstance(value, dict) and (rest := _without(value, others[name])):
+            result[name] = rest
+    return result

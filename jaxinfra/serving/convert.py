@@ -5,19 +5,24 @@ import enum
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import processors
 
+from jaxinfra.checkpoint.adapters import MergedParameters, host_adapters, write_peft
 from jaxinfra.checkpoint.conversion import describes, write_hf, write_ours
+from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
-from jaxinfra.checkpoint.sources import LiveParameters
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.models.hf import by_path, to_hf_config
+from jaxinfra.models.hf import by_path, to_hf_config, weight_map
 from jaxinfra.serving.load import load_run
 
 
@@ -26,6 +31,7 @@ class Target(enum.StrEnum):
 
     OURS = "ours"
     HF = "Hugging Face"
+    PEFT = "PEFT"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +43,22 @@ class Conversion:
 
 
 def convert(
-    source: Path, destination: Path, *, dtype: np.dtype | None, max_shard_bytes: int
+    source: Path,
+    destination: Path,
+    *,
+    dtype: np.dtype | None,
+    max_shard_bytes: int,
+    adapters_only: bool = False,
 ) -> Conversion:
     """Hugging Face to ours, ours to Hugging Face, a run to Hugging Face.
 
-    Model directories are streamed; a run's parameters are loaded onto the first device.
+    Model directories are streamed; a run's parameters are loaded onto the first device. Adapters
+    that a run trained are merged with the model that they adapt, a piece at a time.
 
     Args:
         dtype: of all elements; None: as they are.
         max_shard_bytes: of elements in a file of the destination.
+        adapters_only: a run's adapters instead, in the layout of PEFT.
     """
     options = {
         "tokenizer_directory": source,
@@ -53,17 +66,9 @@ def convert(
         "max_shard_bytes": max_shard_bytes,
     }
     if not is_model_directory(source):
-        run = load_run(source, policy=PolicyName.FP32)
-        hf = to_hf_config(run.definition.config) | {
-            "bos_token_id": run.tokenizer.bos_id,
-            "eos_token_id": run.tokenizer.eos_id,
-        }
-        live = LiveParameters(arrays=by_path(run.parameters))
-        with tempfile.TemporaryDirectory() as tokenizer_directory:
-            write_tokenizer(run.tokenizer, Path(tokenizer_directory))
-            options["tokenizer_directory"] = Path(tokenizer_directory)
-            write_hf(live, run.definition, destination, hf=hf, **options)
-        return Conversion(target=Target.HF, definition=run.definition)
+        return _convert_run(source, destination, options, adapters_only=adapters_only)
+    if adapters_only:
+        raise ConfigError(f"{source} is a whole model; a run that trained adapters has them alone")
     directory = read_model_directory(source)
     definition = define_model(directory.config, Execution())
     parameters = directory.open(definition)
@@ -74,6 +79,39 @@ def convert(
     if hf is not None and not describes(hf, directory.config):
         hf = None  # the model was changed since
     write_hf(parameters, definition, destination, hf=hf, **options)
+    return Conversion(target=Target.HF, definition=definition)
+
+
+def _convert_run(
+    source: Path, destination: Path, options: dict[str, Any], *, adapters_only: bool
+) -> Conversion:
+    run = load_run(source, policy=PolicyName.FP32)
+    assert run.config is not None, "load_run"
+    config, lora, init = run.definition.config, run.config.lora, run.config.init
+    definition = define_model(config, Execution())
+    hf = RunDirectory(source).read_hf_config()
+    if hf is None or not describes(hf, config):
+        hf = to_hf_config(config) | {
+            "bos_token_id": run.tokenizer.bos_id,
+            "eos_token_id": run.tokenizer.eos_id,
+        }
+    parameters = by_path(run.parameters)
+    values: ParameterSource = LiveParameters(arrays=parameters)
+    if lora is not None:
+        assert init is not None, "validate"
+        adapters = host_adapters(lora, parameters)
+        if adapters_only:
+            weights = weight_map(hf["model_type"], config, definition.shapes)
+            write_peft(adapters, weights, destination, base=init.path)
+            return Conversion(target=Target.PEFT, definition=run.definition)
+        values = MergedParameters(base=initial_source(init, config), adapters=adapters)
+    elif adapters_only:
+        raise ConfigError(f"{source} trained all parameters and has no adapters to write alone")
+    with tempfile.TemporaryDirectory() as made:
+        if init is None:
+            write_tokenizer(run.tokenizer, Path(made))
+            options = options | {"tokenizer_directory": Path(made)}
+        write_hf(values, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)
 
 

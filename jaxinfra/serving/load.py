@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra import checkpoint
+from jaxinfra.checkpoint.initial import place_initial
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory
@@ -19,7 +20,7 @@ from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import Decoder
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.serving.separators import read_separators
 
@@ -108,12 +109,22 @@ def load_run(
             f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
             f"{config.model.vocab_size}; restore the tokenizer that the run was trained with"
         )
-    execution = Execution(policy=POLICIES[policy or config.precision.policy])
-    definition = define_model(config.model, execution)
+    numbers = POLICIES[policy or config.precision.policy]
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    if config.lora is not None:
+        # As in training: what is frozen is held as it is used.
+        numbers = dataclasses.replace(numbers, param=numbers.compute)
+    execution = Execution(policy=numbers)
+    definition = define_model(config.model, execution, lora=config.lora)
+    frozen: Parameters = {}
+    if config.lora is not None:
+        assert config.init is not None, "validate"
+        base = define_model(config.model, execution)
+        shardings = jax.tree.map(lambda _: device, base.shapes)
+        frozen = place_initial(config.init, base, shardings)
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        definition.shapes,
+        definition.freeze(frozen).shapes,
     )
     checkpoints = RunDirectory(path).checkpoints
     if not checkpoints.is_dir():
@@ -124,10 +135,12 @@ def load_run(
     restored = checkpoint.load(checkpoints, {"parameters": placed}, step=step)
     return LoadedModel(
         definition=definition,
-        parameters=restored.state["parameters"],
+        parameters=merged(frozen, restored.state["parameters"]),
         tokenizer=tokenizer,
         config=config,
         step=restored.step,
+        # A model that comes from elsewhere may end its turns otherwise than documents here end.
+        eos_ids=None if config.init is None else (*read_separators(path).eos_ids, tokenizer.eos_id),
     )
 
 

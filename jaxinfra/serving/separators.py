@@ -21,7 +21,7 @@ def read_separators(path: Path) -> Separators:
     tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     prefix = tokenizer.encode("", add_special_tokens=True).ids
     found: Any = None
-    for name in ("generation_config.json", "config.json"):
+    for name in ("generation_config.json", "hf_config.json", "config.json"):
         file = path / name
         if found is None and file.is_file():
             values = json.loads(file.read_text())

@@ -27,9 +27,12 @@ def describe_corpus(corpus: Corpus) -> str:
     """How much text is on each side of the split."""
 
     def side(arrays: TokenArrays) -> str:
+        counted = ""
+        if arrays.counted is not None:
+            counted = f", {_short(arrays.num_counted).rstrip()} of them the model's own"
         return (
             f"{arrays.num_documents:,} documents, {_short(arrays.num_bytes)}B, "
-            f"{_short(arrays.num_tokens).rstrip()} tokens"
+            f"{_short(arrays.num_tokens).rstrip()} tokens{counted}"
         )
 
     return f"training text: {side(corpus.train)}; held out: {side(corpus.heldout)}"

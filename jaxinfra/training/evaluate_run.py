@@ -6,8 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra.checkpoint.restoring import load
-from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.config import codec
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
@@ -15,6 +14,7 @@ from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.training.evaluation import Evaluation, evaluate
+from jaxinfra.training.initialize import with_frozen
 from jaxinfra.training.job import keep_compiled_programs, make_job
 
 
@@ -45,12 +45,13 @@ def evaluate_run(
     if source is not None:
         # As both sides: the run's own training text, which may be gone, is not needed.
         data = dataclasses.replace(data, source=source, heldout_source=source)
-    job = make_job(config)
+    job = with_frozen(make_job(config))
     corpus = open_corpus(
         data,
         vocab_size=config.model.vocab_size,
         cache_dir=cache_dir,
         tokenizer=Tokenizer.load(run.tokenizer_file),
+        template_directory=run.path,
     )
     restored = load(
         run.checkpoints,
@@ -59,7 +60,7 @@ def evaluate_run(
             parameters=job.abstract_state().parameters,
         ),
         step=step,
-        identity={"model": codec.to_dict(config.model)},
+        identity=identity(config),
     )
     training = config.training
     batches = heldout_batches(

@@ -67,5 +67,5 @@ def evaluate(
         pending.append(step(parameters, put(batch)))
         drain(keep=2)  # the host prepares the next batch while the device works
     drain(keep=0)
-    assert round(count) == arrays.num_tokens, f"counted {count} of {arrays.num_tokens} tokens"
+    assert round(count) == arrays.num_counted, f"counted {count} of {arrays.num_counted} tokens"
     return Evaluation(loss=total / count, num_tokens=round(count), num_bytes=arrays.num_bytes)

@@ -1,8 +1,10 @@
 """From a run's config to what the loop needs: placed, jitted, abstract; no parameter is drawn."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,8 +30,14 @@ from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-from jaxinfra.training.state import State, TrainState, initial_state, state_shardings
-from jaxinfra.training.step import make_train_step, pass_over
+from jaxinfra.training.state import (
+    State,
+    TrainState,
+    initial_state,
+    state_around,
+    state_shardings,
+)
+from jaxinfra.training.step import TrainStep, make_train_step, pass_over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +49,39 @@ class Job:
     optimizer: optax.GradientTransformation
     placement: Placement
     shardings: TrainState[NamedSharding]
+    make_gradient: Callable[[ModelDefinition], GradientFunction]
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
-    evaluation_step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]]  # jitted
+    evaluation_step: Wrapped  # (parameters, batch) -> (nll, targets), jitted
 
     def initialize(self) -> TrainState[jax.Array]:
         """Draws the initial state directly onto the mesh."""
         return jax.jit(self._initial, out_shardings=self.shardings)()
+
+    def start_from(self, parameters: Parameters) -> TrainState[jax.Array]:
+        """The initial state with these parameters, which it takes over."""
+
+        def around(parameters: Parameters) -> TrainState[jax.Array]:
+            return state_around(
+                parameters,
+                self.optimizer,
+                precision=self.config.precision,
+                seed=self.config.training.seed,
+            )
+
+        return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(parameters)
+
+    def with_frozen(self, frozen: Parameters) -> "Job":
+        """The job whose steps have the values of the parameters that are not trained."""
+        model = self.model.freeze(frozen)
+        return dataclasses.replace(
+            self,
+            model=model,
+            gradient=self.make_gradient(model),
+            train_step=_Bound(self.train_step, frozen),
+            evaluation_step=_Bound(self.evaluation_step, frozen),
+        )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
@@ -136,8 +169,12 @@ def make_job(
     placement = Placement(
         mesh=make_mesh(config.mesh, devices=devices), rules=state_rules(config.sharding)
     )
+    policy = POLICIES[config.precision.policy]
+    if config.lora is not None:
+        # What nothing trains needs no fp32 masters: it is held as it is used.
+        policy = dataclasses.replace(policy, param=policy.compute)
     execution = Execution(
-        policy=POLICIES[config.precision.policy],
+        policy=policy,
         attend=attention_on(
             placement, implementation=training.attention, method=training.context_method
         ),
@@ -146,22 +183,31 @@ def make_job(
         remat=training.remat,
         unroll=training.unroll,
     )
-    model = define_model(config.model, execution)
+    model = define_model(config.model, execution, lora=config.lora)
+    base: tuple[Parameters, ...] = ()
+    if config.lora is not None:
+        frozen = define_model(config.model, execution)
+        model, base = model.freeze(frozen.shapes), (placement.parameters(frozen),)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     shardings = state_shardings(model, optimizer, placement)
+    gradient = functools.partial(make_gradient, training=training, placement=placement)
     if config.mesh.pipe > 1:
-        gradient = make_pipeline_gradient(
-            model, training=training, pipeline=config.pipeline, placement=placement
+        gradient = functools.partial(
+            make_pipeline_gradient,
+            training=training,
+            pipeline=config.pipeline,
+            placement=placement,
         )
-    else:
-        gradient = make_gradient(model, training=training, placement=placement)
-    step = make_train_step(
-        gradient,
-        optimizer,
-        learning_rate=learning_rate(config.optimizer, steps=training.steps),
-        precision=config.precision,
-        updates=placement.updates(model),
-    )
+
+    def step(model: ModelDefinition) -> TrainStep:
+        return make_train_step(
+            gradient(model),
+            optimizer,
+            learning_rate=learning_rate(config.optimizer, steps=training.steps),
+            precision=config.precision,
+            updates=placement.updates(model),
+        )
+
     whole, rows = placement.replicated, placement.batch
     return Job(
         config=config,
@@ -169,18 +215,52 @@ def make_job(
         optimizer=optimizer,
         placement=placement,
         shardings=shardings,
-        gradient=gradient,
+        make_gradient=gradient,
+        gradient=gradient(model),
         pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(
-            step,
-            in_shardings=(shardings, rows),
+            _of_frozen(step, model),
+            in_shardings=(*base, shardings, rows),
             out_shardings=(shardings, whole),
-            donate_argnums=0,
+            donate_argnums=len(base),
             compiler_options=(
                 _TRACEABLE_ON_GPU if traceable and jax.default_backend() == "gpu" else None
             ),
         ),
         evaluation_step=jax.jit(
-            make_evaluation_step(model), in_shardings=(shardings.parameters, rows)
+            _of_frozen(make_evaluation_step, model),
+            in_shardings=(*base, shardings.parameters, rows),
         ),
     )
+
+
+def _of_frozen[**P, R](
+    make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
+) -> Callable[..., R]:
+    """``make(model)``; where parameters are frozen, they come first among its arguments.
+
+    Closed over, they would be constants of the compiled program.
+    """
+    if not model.frozen:
+        return make(model)
+
+    def function(frozen: Parameters, *args: P.args, **kwargs: P.kwargs) -> R:
+        return make(model.freeze(frozen))(*args, **kwargs)
+
+    function.__name__ = make(model).__name__  # by which traces know it
+    return function
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bound:
+    """A jitted function of frozen parameters and others, the frozen ones given."""
+
+    function: Wrapped
+    frozen: Parameters
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(self.frozen, *args)
+
+    def lower(self, *args: Any) -> Any:
+        """As of the jitted function."""
+        return self.function.lower(self.frozen, *args)

@@ -13,8 +13,7 @@ import jax
 from jaxinfra.checkpoint import layout, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.restoring import Restored
-from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.config import codec
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, JaxinfraError, LostPeerError
 from jaxinfra.data.corpus import Corpus, open_corpus
@@ -28,6 +27,7 @@ from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
+from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
@@ -139,6 +139,7 @@ class _Session:
         progress.message(describe_job(job))
         if warning := describe_ranking(config.training, config.checkpoint):
             progress.message(warning)
+        job = with_frozen(job)
         if self.resume:
             run.read_config()  # raises where this is no run, before anything is written
         else:
@@ -146,7 +147,7 @@ class _Session:
                 profile.require_within(first=0, steps=config.training.steps)
             # Before the corpus is tokenized, which may take long: stopped meanwhile, there is a
             # directory to resume.
-            processes.on_first(lambda: run.create(config))
+            processes.on_first(lambda: run.create(config, kept_from_start(config)))
         set_up = functools.partial(
             _resumed if self.resume else _new,
             job,
@@ -257,14 +258,15 @@ def _new(
 ) -> _Start:
     del profile  # checked before the directory was made
     try:
-        corpus, batches = _open_data(job, resources, cache_dir=cache_dir, tokenizer=None)
+        corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=None)
+        state = first_state(job)
     except (JaxinfraError, OSError):
         if jax.process_index() == 0:
             run.discard()
         raise
     processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
     saver = _open_checkpoints(job, run, resources)
-    return _Start(corpus=corpus, batches=batches, saver=saver, state=job.initialize(), saved=False)
+    return _Start(corpus=corpus, batches=batches, saver=saver, state=state, saved=False)
 
 
 def _resumed(
@@ -281,7 +283,7 @@ def _resumed(
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
     saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
-    corpus, batches = _open_data(job, resources, cache_dir=cache_dir, tokenizer=saved)
+    corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=saved)
     if restored is not None:
         batches.restore(restored.data_state)
     # Only now is it known that the run can go on under this config.
@@ -292,13 +294,14 @@ def _resumed(
         corpus=corpus,
         batches=batches,
         saver=saver,
-        state=job.initialize() if restored is None else restored.state,
+        state=first_state(job) if restored is None else restored.state,
         saved=restored is not None,
     )
 
 
 def _open_data(
     job: Job,
+    run: RunDirectory,
     resources: contextlib.ExitStack,
     *,
     cache_dir: Path,
@@ -311,6 +314,7 @@ def _open_data(
         vocab_size=config.model.vocab_size,
         cache_dir=cache_dir,
         tokenizer=tokenizer,
+        template_directory=run.path,  # what came with the model is kept there
     )
     if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
         processes.on_first(lambda: open_it() and None)
@@ -331,9 +335,8 @@ def _open_data(
 
 
 def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
-    model = codec.to_dict(job.config.model)
     return resources.enter_context(
-        Checkpointer(run.checkpoints, job.config.checkpoint, identity={"model": model})
+        Checkpointer(run.checkpoints, job.config.checkpoint, identity=identity(job.config))
     )
 
 

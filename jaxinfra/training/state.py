@@ -38,8 +38,20 @@ def initial_state(
     seed: int,
 ) -> State:
     """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings."""
-    init_key, rng = jax.random.split(jax.random.key(seed))
+    init_key, _ = jax.random.split(jax.random.key(seed))
     parameters = model.initialize(init_key)
+    return state_around(parameters, optimizer, precision=precision, seed=seed)
+
+
+def state_around(
+    parameters: Parameters,
+    optimizer: optax.GradientTransformation,
+    *,
+    precision: PrecisionConfig,
+    seed: int,
+) -> State:
+    """``initial_state`` with these parameters instead of random ones."""
+    _, rng = jax.random.split(jax.random.key(seed))
     zero = jnp.int32(0)
     return TrainState(
         step=zero,

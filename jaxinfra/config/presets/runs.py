@@ -1,8 +1,10 @@
 """Whole runs: a model with the data, batch, schedule and precision that suit it."""
 
 import dataclasses
+from pathlib import Path
 
-from jaxinfra.config.data import DataConfig
+from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
+from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
@@ -51,4 +53,46 @@ def pretraining(model: ModelConfig) -> RunConfig:
         ),
         precision=PrecisionConfig(policy=PolicyName.BF16),
         checkpoint=CheckpointConfig(every=1000),
+    )
+
+
+def finetuning(
+    model: ModelConfig,
+    *,
+    init: InitConfig,
+    policy: PolicyName,
+    lora: LoraConfig | None = None,
+    chat: bool = False,
+) -> RunConfig:
+    """The settings that a trained model is trained further with.
+
+    Learning rates are those usual for the purpose: 1e-5 for all parameters (Touvron et al. 2023,
+    Llama 2, section 3.1, has 2e-5 for batches of 64), 2e-4 for adapters (Dettmers et al. 2023,
+    table 9).
+
+    Args:
+        init: the model's directory, whose tokenizer is used, and for conversations its template.
+        chat: the data are conversations.
+    """
+    rate = 1e-5 if lora is None else 2e-4
+    return RunConfig(
+        model=model,
+        data=DataConfig(
+            format=DataFormat.CHAT if chat else DataFormat.TEXT,
+            chat_template=init.path if chat else None,
+            tokenizer=TokenizerConfig(
+                kind=TokenizerKind.FILE, path=str(Path(init.path) / "tokenizer.json")
+            ),
+        ),
+        optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=10, weight_decay=0.0),
+        training=TrainingConfig(
+            steps=200,
+            batch_size=8,
+            sequence_length=min(1024, model.max_positions),
+            remat=Remat.DOTS,
+        ),
+        precision=PrecisionConfig(policy=policy),
+        checkpoint=CheckpointConfig(every=100),
+        init=init,
+        lora=lora,
     )

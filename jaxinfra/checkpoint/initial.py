@@ -1,0 +1,162 @@
+"""The weights that a run starts from: another model's, straight onto the mesh."""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxinfra.checkpoint import layout, manifest, processes
+from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
+from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
+from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint.restoring import load
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
+from jaxinfra.checkpoint.tensor_files import open_tensor_files
+from jaxinfra.config.finetune import InitConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.models.hf import by_path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InitialModel:
+    """A model to start from, before its weights are read."""
+
+    init: InitConfig
+    config: ModelConfig
+    policy: PolicyName  # that suits the precision it is stored in
+
+
+def read_initial(path: Path) -> InitialModel:
+    """What model a directory or a run holds, and the checksum of its weights, all of them read.
+
+    Raises:
+        ConfigError, CheckpointError: it cannot be started from; with the reason.
+    """
+    path = path.expanduser().absolute()
+    if is_model_directory(path):
+        directory = read_model_directory(path)
+        # Of the headers alone: names and shapes are checked when the weights are read.
+        tensors = open_tensor_files(path).tensors.values()
+        whole = max(tensors, key=lambda each: each.num_bytes).dtype.name in ("float32", "float64")
+        return InitialModel(
+            init=InitConfig(path=str(path), sha256=_sum_of_model(path)),
+            config=directory.config,
+            # Not fp16, even where it is stored so: gradients would need their scaling.
+            policy=PolicyName.FP32 if whole else PolicyName.BF16,
+        )
+    run = RunDirectory(path)
+    config = run.read_config()
+    if config.lora is not None:
+        raise ConfigError(
+            f"{path} holds adapters, not a whole model; merge them first: "
+            f"jaxinfra convert {path} DIR, then start from DIR"
+        )
+    step = max(layout.steps(run.checkpoints), default=None)
+    if step is None:
+        raise ConfigError(f"{path} has no checkpoint to start from yet; train it further")
+    return InitialModel(
+        init=InitConfig(path=str(path), sha256=_sum_of_step(run, step), step=step),
+        config=config.model,
+        policy=config.precision.policy,
+    )
+
+
+def place_initial(
+    init: InitConfig, definition: ModelDefinition, shardings: Parameters
+) -> Parameters:
+    """Reads the weights in the definition's dtypes, each device its shard only; a collective.
+
+    Raises:
+        CheckpointError: they are not those that the run started from.
+    """
+    if init.step is None:
+        return place_parameters(_model_files(init, definition.config), definition, shardings)
+    masters = _masters(init, definition.config, shardings)
+    return jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), masters, definition.shapes)
+
+
+def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
+    """The weights as they are stored; a run's are brought onto the first device."""
+    if init.step is None:
+        return _model_files(init, config)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shapes = define_model(config, Execution()).shapes
+    masters = _masters(init, config, jax.tree.map(lambda _: device, shapes))
+    return LiveParameters(arrays=by_path(masters))
+
+
+def _model_files(init: InitConfig, config: ModelConfig) -> ParameterSource:
+    path = Path(init.path)
+    _require_same(init, processes.on_first(lambda: _sum_of_model(path)))
+    return read_model_directory(path).open(define_model(config, Execution()))
+
+
+def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Parameters:
+    run, step = RunDirectory(Path(init.path)), init.step
+    assert step is not None
+    _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        define_model(config, Execution()).shapes,
+        shardings,
+    )
+    return load(run.checkpoints, {"parameters": placed}, step=step).state["parameters"]
+
+
+def _require_same(init: InitConfig, found: str) -> None:
+    if found != init.sha256:
+        raise CheckpointError(
+            f"the weights in {init.path} have SHA-256 {found[:16]}…, the run started from "
+            f"{init.sha256[:16]}…; restore them, or name where they are with --set init.path=DIR"
+        )
+
+
+def kept_files(path: Path) -> dict[str, bytes]:
+    """What a run keeps of a directory it starts from, so that it needs it no more: template,
+    separators and Hugging Face config, but the tokenizer, which a run writes itself.
+    """
+    found = (path / name for name in TOKENIZER_FILES if name != "tokenizer.json")
+    files = {file.name: file.read_bytes() for file in found if file.is_file()}
+    is_model = is_model_directory(path)
+    hf = read_model_directory(path).hf if is_model else RunDirectory(path).read_hf_config()
+    if hf is not None:
+        files[RunDirectory(path).hf_config_file.name] = json.dumps(hf, indent=2).encode()
+    return files
+
+
+def _sum_of_model(path: Path) -> str:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}, which the run started from, is not there; restore it, or name where it is "
+            "with --set init.path=DIR"
+        )
+    return _sum({tensor.file for tensor in open_tensor_files(path).tensors.values()})
+
+
+def _sum_of_step(run: RunDirectory, step: int) -> str:
+    """The manifest has the sums of all files, and loading checks them."""
+    file = run.checkpoints / layout.step_name(step) / layout.MANIFEST
+    if not file.is_file():
+        raise CheckpointError(
+            f"{run.path} has no checkpoint of step {step}, which the run started from; restore it, "
+            "or name where it is with --set init.path=DIR"
+        )
+    return _sum({file})
+
+
+def _sum(files: set[Path]) -> str:
+    """SHA-256 of the files' names and sums."""
+    ordered: Sequence[Path] = sorted(files)
+    with concurrent.futures.ThreadPoolExecutor(manifest.MAX_THREADS) as pool:
+        sums = list(pool.map(manifest.sha256, ordered))
+    lines = [f"{file.name} {digest}\n" for file, digest in zip(ordered, sums, strict=True)]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

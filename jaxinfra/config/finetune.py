@@ -1,0 +1,72 @@
+"""What a run starts from, when not from random numbers, and which part of it is trained."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxinfra.core.errors import ConfigError, nearest
+
+PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+"""Projections of a block, which low-rank adapters may be put beside."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class InitConfig:
+    """The weights that a run starts from."""
+
+    path: str  # of a Hugging Face directory, a converted one, or a run
+    sha256: str  # of its weights, by which a resumed run knows them again
+    step: int | None = None  # of a run's checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021): y = W x + (alpha / rank) B A x, W frozen."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("query", "value")
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not (0.0 < self.alpha < math.inf):
+            raise ConfigError(
+                f"lora rank={self.rank} must be at least 1 and alpha={self.alpha} positive"
+            )
+        for name in self.targets:
+            if name not in PROJECTIONS:
+                raise ConfigError(
+                    f"lora target {name!r} is no projection{nearest(name, PROJECTIONS)}"
+                )
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(
+                f"lora targets={'+'.join(self.targets)!r}: name each projection once, and at least "
+                f"one of {', '.join(PROJECTIONS)}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Of what the adapters add."""
+        return self.alpha / self.rank
+
+
+def parse_lora(text: str) -> LoraConfig:
+    """Parses ``"rank=8,alpha=16,targets=query+value"``; what is not named is the default."""
+    values: dict[str, Any] = {}
+    for item in text.split(","):
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise ConfigError(f"lora {item!r} has no value; write name=value")
+        try:
+            match name.strip():
+                case "rank":
+                    values["rank"] = int(value)
+                case "alpha":
+                    values["alpha"] = float(value)
+                case "targets":
+                    values["targets"] = tuple(value.strip().split("+"))
+                case other:
+                    known = ("rank", "alpha", "targets")
+                    raise ConfigError(f"unknown lora setting {other!r}{nearest(other, known)}")
+        except ValueError as error:
+            raise ConfigError(f"lora {item!r}: {value!r} is not a number") from error
+    return LoraConfig(**values)

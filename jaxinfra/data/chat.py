@@ -1,0 +1,170 @@
+"""Conversations to tokens, and which of them count: those that the model itself says.
+
+What counts is told by the template. Where it marks the model's turns with ``{% generation %}``,
+these are they. Else a turn is what the rendering of the conversation up to it adds to the rendering
+of the conversation before it with the generation prompt: the text that the model would have been
+asked to write. That holds for templates that never change what they wrote before, and is checked,
+in text and in tokens.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.chat_template import ChatTemplate, Message
+from jaxinfra.data.readers import Document
+from jaxinfra.data.tokenizer import Tokenizer
+
+ASSISTANT = "assistant"
+
+type Span = tuple[int, int]
+"""Of characters: first, and first no more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedChat:
+    """A conversation's tokens after the first, which begins all of them alike."""
+
+    tokens: np.ndarray  # int32
+    counted: np.ndarray  # bool, of each token
+    text: str  # what counts
+
+
+@final
+class ChatEncoder:
+    """Renders, tokenizes and marks conversations.
+
+    ``bos_id`` is the token that every conversation begins with.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
+        self._template = template
+        self._tokenizer = tokenizer
+        probe = tokenizer.encode_rendered([template.render([{"role": "user", "content": "x"}])])
+        if not probe[0].size:
+            raise DataError("the chat template renders a message to nothing")
+        self.bos_id = int(probe[0][0])
+
+    def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
+        """Tokens of JSON lines.
+
+        Raises:
+            DataError: what is wrong with one of them, which is named.
+        """
+        rendered = [self._render(document) for document in documents]
+        # Where a span begins or ends, the text is cut: the tokens up to there are counted.
+        cuts = [[text, *(text[:at] for span in spans for at in span)] for text, spans in rendered]
+        flat = self._tokenizer.encode_rendered([piece for each in cuts for piece in each])
+        result, start = [], 0
+        for document, (text, spans), pieces in zip(documents, rendered, cuts, strict=True):
+            ids, *prefixes = flat[start : start + len(pieces)]
+            start += len(pieces)
+            result.append(self._mark(document.name, text, spans, ids, prefixes))
+        return result
+
+    def _render(self, document: Document) -> tuple[str, list[Span]]:
+        messages, tools = parse_conversation(document)
+        try:
+            return rendered_spans(self._template, messages, tools=tools)
+        except DataError as error:
+            raise DataError(f"{document.name}: {error}") from error
+
+    def _mark(
+        self,
+        name: str,
+        text: str,
+        spans: list[Span],
+        ids: np.ndarray,
+        prefixes: list[np.ndarray],
+    ) -> EncodedChat:
+        if not ids.size or ids[0] != self.bos_id:
+            raise DataError(
+                f"{name}: begins with another token than other conversations; begin the chat "
+                "template with {{ bos_token }}"
+            )
+        counted = np.zeros(len(ids), bool)
+        for number, (first, last) in enumerate(spans):
+            for cut, prefix in zip((first, last), prefixes[2 * number :], strict=False):
+                if not np.array_equal(ids[: len(prefix)], prefix):
+                    raise DataError(
+                        f"{name}: a token reaches across the {'start' if cut == first else 'end'} "
+                        f"of the model's turn, at {text[max(cut - 12, 0) : cut + 12]!r}, so what "
+                        "the model is to write is not what it would be asked for; begin the "
+                        "message without white space, or end the prompt with a special token"
+                    )
+            counted[len(prefixes[2 * number]) : len(prefixes[2 * number + 1])] = True
+        if counted[0]:
+            raise DataError(f"{name}: the model's turn begins the text; nothing asks for it")
+        return EncodedChat(
+            tokens=ids[1:], counted=counted[1:], text="".join(text[a:b] for a, b in spans)
+        )
+
+
+def rendered_spans(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[str, list[Span]]:
+    """The conversation as text, and where the model's turns are in it.
+
+    Raises:
+        DataError: the template refuses the messages, or does not tell where the turns are.
+    """
+    text, spans = template.render_marked(messages, tools=tools)
+    if spans is not None:
+        if not any(last > first for first, last in spans):
+            raise DataError("the template's generation blocks are empty: nothing to learn")
+        return text, spans
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        before = template.render(messages[:number], tools=tools)
+        after = template.render(messages[: number + 1], add_generation_prompt=False, tools=tools)
+        if not (after.startswith(before) and text.startswith(after)):
+            raise DataError(
+                f"message {number + 1}: the chat template changes earlier text as a conversation "
+                "goes on, so the model's turns cannot be told apart; mark them in the template "
+                "with {% generation %} ... {% endgeneration %}"
+            )
+        spans.append((len(before), len(after)))
+    return text, spans
+
+
+def parse_conversation(
+    document: Document,
+) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+    """The messages of a JSON line and the tools they may call; raises DataError naming it."""
+    where = document.name
+    try:
+        row = json.loads(document.text)
+    except ValueError as error:
+        raise DataError(
+            f"{where}: not a JSON line ({error}); each line must be one JSON object"
+        ) from error
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f'{where}: no messages; each line must be {{"messages": [{{"role": ..., "content": '
+            "...}, ...]}"
+        )
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"{where}: message {number} has no role; it must be an object with one")
+        content = message.get("content")
+        if not isinstance(content, str) and not message.get("tool_calls"):
+            raise DataError(
+                f"{where}: message {number} ({message['role']}) has content "
+                f"{type(content).__name__}; it must be text"
+            )
+    if all(message["role"] != ASSISTANT for message in messages):
+        raise DataError(f"{where}: no message of role {ASSISTANT!r}, so nothing to learn from")
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{where}: tools is a {type(tools).__name__}; it must be a list")
+    return messages, tools

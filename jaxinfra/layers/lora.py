@@ -1,0 +1,73 @@
+"""Low-rank adapters beside frozen projections (Hu et al. 2021, LoRA).
+
+Dims: R rank, and those of the projection.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.core.axes import LAYERS, Dims
+from jaxinfra.numerics.policy import Policy
+
+_RANK = "r"  # no letter of a projection
+
+
+class Adapter(nnx.Module):
+    """scale * (x A) B, the contribution of one projection's adapter.
+
+    A's elements are uniform in +-1/sqrt(inputs), as the reference implementation draws them, B's
+    are zero: before the first step nothing is added. Both are stored in the accum dtype, as what is
+    trained is, and cast where they are used, as every weight is.
+
+    Args:
+        spec: of the projection, such as ``"BTD,DNH->BTNH"``.
+        shape: of its weight, with the layers in front where it is stacked.
+        dims: of its weight.
+    """
+
+    def __init__(
+        self,
+        config: LoraConfig,
+        spec: str,
+        *,
+        shape: tuple[int, ...],
+        dims: Dims,
+        policy: Policy,
+        rngs: nnx.Rngs,
+    ):
+        self.policy = policy
+        self.scale = config.scale
+        x, weight, out = re.split(r",|->", spec)
+        inner = "".join(letter for letter in weight if letter not in out)
+        outer = "".join(letter for letter in weight if letter in out)
+        batch = "".join(letter for letter in x if letter not in inner)
+        self.in_spec = f"{x},{inner}{_RANK}->{batch}{_RANK}"
+        self.out_spec = f"{batch}{_RANK},{_RANK}{outer}->{out}"
+        self.weight_spec = f"{inner}{_RANK},{_RANK}{outer}->{weight}"
+        stacked = len(shape) - len(weight)
+        layers = tuple(shape[:stacked])
+        size = dict(zip(weight, shape[stacked:], strict=True))
+        dim = dict(zip(weight, dims[stacked:], strict=True))
+        # The rank is never sharded: it is small, and A and B share its only use.
+        a_shape = (*layers, *(size[letter] for letter in inner), config.rank)
+        b_shape = (*layers, config.rank, *(size[letter] for letter in outer))
+        bound = 1.0 / math.sqrt(math.prod(size[letter] for letter in inner))
+        leading = (LAYERS,) * stacked
+        self.a = nnx.Param(
+            jax.random.uniform(rngs.params(), a_shape, policy.accum, -bound, bound),
+            axes=(*leading, *(dim[letter] for letter in inner), None),
+        )
+        self.b = nnx.Param(
+            jnp.zeros(b_shape, policy.accum),
+            axes=(*leading, None, *(dim[letter] for letter in outer)),
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """What the adapter adds to the projection of x, in the accum dtype."""
+        low = self.policy.einsum(self.in_spec, x, self.a[...])
+        return self.scale * self.policy.einsum_accum(self.out_spec, low, self.b[...])

@@ -1,0 +1,84 @@
+"""What a run starts from: random numbers, or another model's weights, straight onto the mesh."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxinfra.checkpoint.initial import InitialModel, kept_files, place_initial
+from jaxinfra.config import codec
+from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.presets import runs
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.definition import define_model
+from jaxinfra.training.job import Job
+from jaxinfra.training.state import State
+
+
+def with_frozen(job: Job) -> Job:
+    """The job with the parameters that it does not train, if there are such; a collective."""
+    if job.config.lora is None:
+        return job
+    assert job.config.init is not None, "validate"
+    base = define_model(job.config.model, job.model.execution)
+    shardings = job.placement.parameters(base)
+    return job.with_frozen(place_initial(job.config.init, base, shardings))
+
+
+def first_state(job: Job) -> State:
+    """The state of step 0; a collective.
+
+    Parameters that a run starts from are read, and random ones drawn for none of them.
+    """
+    if job.config.init is None or job.config.lora is not None:
+        return job.initialize()
+    shardings = job.shardings.parameters
+    return job.start_from(place_initial(job.config.init, job.model, shardings))
+
+
+def kept_from_start(config: RunConfig) -> dict[str, bytes]:
+    """The files that a new run keeps of the model it starts from and of its chat template's."""
+    files: dict[str, bytes] = {}
+    if config.data.chat_template is not None:
+        files |= kept_files(Path(config.data.chat_template).expanduser())
+    if config.init is not None:
+        files |= kept_files(Path(config.init.path))
+    return files
+
+
+def finetuning_config(start: InitialModel, *, lora: LoraConfig | None, chat: bool) -> RunConfig:
+    """The config of a run that trains this model further, to be changed by options."""
+    return runs.finetuning(start.config, init=start.init, policy=start.policy, lora=lora, chat=chat)
+
+
+def require_same_start(config: RunConfig, start: RunConfig) -> None:
+    """Raises ConfigError naming a setting changed since that the weights or tokens depend on.
+
+    Rotary embedding, context length and dropout are not part of the weights.
+    """
+    before, now = (_flat(json.loads(codec.to_json(each))) for each in (start, config))
+    free = ("model.dropout_rate", "model.init_std")
+    for key in {**before, **now}:
+        if before.get(key) == now.get(key) or key in free or ".rope." in key:
+            continue
+        if key == "model.max_positions" and not config.model.learned_positions:
+            continue
+        if key.startswith(("model.", "data.tokenizer.", "init.")):
+            assert start.init is not None
+            raise ConfigError(
+                f"{key}={now.get(key)!r}: the model in {start.init.path} has "
+                f"{before.get(key)!r}, and its weights and tokens mean nothing else; leave it out"
+            )
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(values, dict):
+        items = values.items()
+    elif isinstance(values, list):
+        items = ((str(i), value) for i, value in enumerate(values))
+    else:
+        return {prefix.removesuffix("."): values}
+    flat: dict[str, Any] = {}
+    for name, value in items:
+        flat |= _flat(value, f"{prefix}{name}.")
+    return flat

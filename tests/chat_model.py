@@ -1,0 +1,65 @@
+"""A tiny model with a tokenizer and a chat template, in the layout of Hugging Face."""
+
+import json
+from pathlib import Path
+
+import jax
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxinfra.checkpoint.conversion import write_hf
+from jaxinfra.checkpoint.sources import LiveParameters
+from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import define_model
+from jaxinfra.models.hf import by_path
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MODEL = ModelConfig(
+    vocab_size=264,
+    model_dim=32,
+    num_layers=2,
+    max_positions=64,
+    blocks=(
+        BlockConfig(
+            attention=AttentionConfig(
+                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(), qkv_bias=True
+            ),
+            mlp=MlpConfig(hidden_dim=48),
+        ),
+    ),
+    tie_embeddings=True,
+    init_std=0.1,
+)
+
+
+def write_tokenizer(path: Path) -> Tokenizer:
+    """Bytes, two merges, and the special tokens of ChatML."""
+    plain = json.loads(bytes_tokenizer()._json)["model"]["vocab"]
+    vocab = {token: i for token, i in plain.items() if len(token) == 1}
+    merges = [("e", "l"), ("Ċ", "Ċ")]
+    vocab |= {"".join(pair): 256 + i for i, pair in enumerate(merges)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))
+    return Tokenizer.load(path)
+
+
+def write_model(path: Path) -> Path:
+    """Random weights in fp32, as ``qwen2``."""
+    files = path.with_name("files")
+    files.mkdir()
+    write_tokenizer(files / "tokenizer.json")
+    (files / "chat_template.jinja").write_text(CHATML)
+    (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [260]}))
+    definition = define_model(MODEL, Execution())
+    source = LiveParameters(arrays=by_path(definition.initialize(jax.random.key(0))))
+    options = dict(hf=None, tokenizer_directory=files, dtype=None, max_shard_bytes=10**9)
+    write_hf(source, definition, path, **options)
+    return path

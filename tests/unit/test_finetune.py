@@ -1,0 +1,210 @@
+"""Runs that start from a trained model: what they start from, keep, refuse and hand on."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from chat_model import MODEL, write_model
+
+import jaxinfra
+from jaxinfra.checkpoint import load
+from jaxinfra.checkpoint.load_pretrained import load_pretrained
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.main import main
+from jaxinfra.models.definition import ModelDefinition
+from jaxinfra.models.hf import by_path
+from jaxinfra.training.initialize import first_state
+from jaxinfra.training.job import make_job
+
+IDS = np.arange(40, dtype=np.int32)[None]
+SIZES = ("--batch-size", "4", "--sequence-length", "64", "--set", "optimizer.warmup_steps=0")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("finetune")
+    write_model(path / "hf")
+    (path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 30)
+    chats = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!"}]}
+        for i in range(30)
+    ]
+    (path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    return path
+
+
+def train(place, name, *options):
+    cache = ["--cache", str(place / "cache")]
+    return main(["train", "--run", str(place / name), *SIZES, *cache, *map(str, options)])
+
+
+@pytest.fixture(scope="module")
+def full(place):
+    text = ["--data", place / "text.txt", "--set", f"data.heldout_source={place / 'text.txt'}"]
+    options = ["--steps", 4, "--checkpoint-every", 2, "--learning-rate", "1e-3"]
+    assert train(place, "full", "--init", place / "hf", *text, *options) == 0
+    return place / "full"
+
+
+@pytest.fixture(scope="module")
+def lora(place):
+    data = ["--data", place / "chats.jsonl", "--chat", "--set", "data.heldout_fraction=0.3"]
+    options = ["--lora", "rank=2,targets=query+down", "--steps", 4, "--learning-rate", "1e-2"]
+    options += ["--checkpoint-every", 2]
+    assert train(place, "lora", "--init", place / "hf", *data, *options) == 0
+    return place / "lora"
+
+
+def losses(path):
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_it_starts_from_those_weights_and_draws_none(full, place, monkeypatch):
+    monkeypatch.setattr(ModelDefinition, "initialize", None)
+    config = RunDirectory(full).read_config()
+    assert config.model == MODEL
+    assert config.init.path == str(place / "hf")
+    assert len(config.init.sha256) == 64
+    monkeypatch.undo()
+    job = make_job(config)
+    monkeypatch.setattr("jaxinfra.training.job.initial_state", None)
+    state = first_state(job)
+    want = by_path(load_pretrained(place / "hf").parameters)
+    got = by_path(state.parameters)
+    assert got.keys() == want.keys()
+    for path, value in want.items():
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+    assert int(state.step) == 0
+    assert not any(np.any(np.asarray(x)) for x in jax.tree.leaves(state.optimizer))
+    assert losses(full)[-1] < losses(full)[0]
+
+
+def rewind(run, to, step):
+    """A copy of a run as it was when it had done so many of its steps."""
+    copy = shutil.copytree(run, to)
+    for path in (copy / "checkpoints").glob("step_*"):
+        if int(path.name[5:]) > step:
+            shutil.rmtree(path)
+    (copy / "summary.json").unlink()
+    return copy
+
+
+def state(run, step=4):
+    shapes = make_job(RunDirectory(run).read_config()).abstract_state()
+    return load(run / "checkpoints", shapes, step=step).state
+
+
+def resume(place, run, *options):
+    return main(["train", "--resume", str(run), "--cache", str(place / "cache"), *options])
+
+
+def test_it_resumes_without_what_it_started_from(full, place):
+    copy = rewind(full, place / "resumed", 2)
+    (place / "hf").rename(place / "away")
+    try:
+        assert resume(place, copy) == 0
+    finally:
+        (place / "away").rename(place / "hf")
+    jax.tree.map(np.testing.assert_array_equal, state(copy), state(full))
+    assert losses(copy) == losses(full)
+
+
+def test_it_goes_back_as_it_came(full, place):
+    out = place / "out"
+    assert main(["convert", str(full), str(out)]) == 0
+    assert json.loads((out / "config.json").read_text())["model_type"] == "qwen2"
+    for name in ("chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (place / "hf" / name).read_bytes()
+    models = [jaxinfra.load_model(path) for path in (full, out)]
+    np.testing.assert_array_equal(*(model(IDS) for model in models))
+
+
+def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_path):
+    config = RunDirectory(lora).read_config()
+    assert config.lora.targets == ("query", "down")
+    saved = json.loads((lora / "checkpoints/step_00000004/metadata.json").read_text())["tree"]
+    paths = [leaf["path"] for leaf in saved if leaf["path"].startswith("parameters/")]
+    assert len(paths) == 4
+    assert all("/adapter/" in path for path in paths)
+    assert losses(lora)[-1] < losses(lora)[0]
+    assert main(["convert", str(lora), str(tmp_path / "merged")]) == 0
+    got, want = (jaxinfra.load_model(path)(IDS) for path in (tmp_path / "merged", lora))
+    base = jaxinfra.load_model(place / "hf")(IDS)
+    # Weights of 0.1 merged and rounded once; what training changed is far larger.
+    changed = float(np.abs(want - base).max())
+    assert float(np.abs(got - want).max()) < 1e-4 * changed
+    assert main(["convert", str(lora), str(tmp_path / "peft"), "--adapters-only"]) == 0
+    values = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
+    assert values["base_model_name_or_path"] == str(place / "hf")
+
+
+def test_a_conversation_run_speaks_by_its_own_template(lora, place, capsys):
+    assert main(["evaluate", str(lora), "--cache", str(place / "cache"), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    want = json.loads((lora / "summary.json").read_text())
+    assert got["heldout_loss"] == want["heldout_loss"]
+    # "!", the end of the turn and the line break: what the assistants said, and nothing else.
+    assert got["tokens"] % 3 == 0
+    assert got["bytes"] == got["tokens"] // 3 * len("!<|im_end|>\n")
+    options = ["--max-new-tokens", "3", "--temperature", "0"]
+    assert main(["generate", str(lora), "--prompt", "1?", "--chat", *options]) == 0
+
+
+def test_adapters_need_the_weights_they_were_trained_beside(lora, place, capsys):
+    copy = rewind(lora, place / "again", 2)
+    (place / "hf").rename(place / "away")
+    try:
+        assert resume(place, copy) == 1
+        assert "is not there; restore it, or name where it is" in capsys.readouterr().err
+        assert resume(place, copy, "--set", f"init.path={place / 'away'}") == 0
+    finally:
+        (place / "away").rename(place / "hf")
+    jax.tree.map(np.testing.assert_array_equal, state(copy), state(lora))
+    other = shutil.copytree(place / "hf", place / "other")
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    again = rewind(lora, place / "third", 2)
+    assert resume(place, again, "--set", f"init.path={other}") == 1
+    assert "the run started from" in capsys.readouterr().err
+
+
+def test_from_a_run(full, place):
+    """And from a converted directory, to the same numbers."""
+    assert main(["convert", str(place / "out"), str(place / "ours")]) == 0
+    first = []
+    for source in ("full", "ours"):
+        options = ["--data", place / "text.txt", "--steps", 1, "--lora", "rank=1"]
+        options += ["--set", f"data.heldout_source={place / 'text.txt'}"]
+        assert train(place, f"from_{source}", "--init", place / source, *options) == 0
+        first.append(losses(place / f"from_{source}"))
+    assert first[0] == first[1]
+
+
+REFUSED = {
+    "preset 'tiny' beside --init": ["tiny", "--init", "hf"],
+    "model.vocab_size=300: the model in": ["--init", "hf", "--set", "model.vocab_size=300"],
+    "data.tokenizer.kind='bytes'": [
+        *("--init", "hf", "--set", "data.tokenizer.kind=bytes"),
+        *("--set", "data.tokenizer.path=none"),
+    ],
+    "--lora is for a model that is trained already": ["--lora", "rank=2"],
+    "--chat is for a model": ["tiny", "--chat"],
+    "holds adapters, not a whole model": ["--init", "lora"],
+    "is no run directory": ["--init", "cache"],
+    "give no preset, no --run, no --init": ["--resume", "full", "--lora", "rank=2"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_together(message, full, lora, place, capsys):
+    names = {"hf", "lora", "full", "cache"}
+    options = [str(place / each) if each in names else each for each in REFUSED[message]]
+    run = [] if "--resume" in options else ["--run", str(place / "never")]
+    assert main(["train", *options, *run]) == 1
+    assert message in capsys.readouterr().err
+    assert not (place / "never").exists()
