@@ -1,0 +1,124 @@
+"""The reference implementation's side of ``experiments/bench/hf_parity.py``, without JAX.
+
+    python tests/golden/hf/live_reference.py OUT [--device cuda] [--no-large] [--cases CASE ...]
+
+For every architecture of ``make_golden.py`` beside it, writes a model directory and
+``reference.npz``: ids, logits in float32, float64 and bfloat16, the loss and its gradient by every
+parameter in float32 and float64. A large model has logits in bfloat16 and, as their oracle, of the
+same weights in float32.
+"""
+
+import argparse
+import json
+import pathlib
+import time
+
+import make_golden
+import numpy as np
+import torch
+import transformers
+
+LENGTH = 36
+# Llama-3.2-1B; the same sizes as jaxinfra.config.presets.models.llama32_1b.
+LARGE = dict(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+    rope_parameters=dict(
+        rope_type="llama3",
+        rope_theta=500000.0,
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    ),
+)
+LARGE_LENGTH = 512
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-large", action="store_true")
+    parser.add_argument("--cases", nargs="*", default=list(make_golden.CASES))
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    started = time.perf_counter()
+    for name in args.cases:
+        small(args.out / name, *make_golden.CASES[name], device=args.device)
+    if not args.no_large:
+        large(args.out / "llama32_1b", device=args.device)
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    (args.out / "reference.json").write_text(json.dumps(versions))
+
+
+def small(path: pathlib.Path, kind: str, options: dict, *, device: str) -> None:
+    model = make_golden.build(kind, options)
+    make_golden.randomize(model, seed=1)
+    path.mkdir(parents=True)
+    model.save_pretrained(path)
+    weights = model.state_dict()
+    ids = torch.randint(0, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    arrays = {"ids": ids.numpy()}
+    ids = ids.to(device)
+    arrays |= results(model.to(device), ids, suffix="32")
+    with make_golden.double_precision():
+        double = make_golden.build(kind, options)
+        double.load_state_dict({name: value.double() for name, value in weights.items()})
+        # Buffers such as rotary angles are made on the device that computes them.
+        arrays |= results(double.to(device), ids, suffix="64")
+    half = make_golden.build(kind, options)
+    half.load_state_dict(weights)
+    with torch.no_grad():
+        logits = half.to(torch.bfloat16).to(device)(ids, use_cache=False).logits
+    arrays["logits16"] = logits.float().cpu().numpy()
+    np.savez(path / "reference.npz", **arrays)
+
+
+def results(model: torch.nn.Module, ids: torch.Tensor, *, suffix: str) -> dict[str, np.ndarray]:
+    logits = model(ids, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    arrays = {f"logits{suffix}": logits, f"loss{suffix}": loss}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        arrays[f"gradient{suffix}/{name}"] = parameter.grad
+    return {name: value.detach().cpu().numpy() for name, value in arrays.items()}
+
+
+def large(path: pathlib.Path, *, device: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**LARGE)
+    config._attn_implementation = "sdpa"
+    with torch.device(device):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    path.mkdir(parents=True)
+    model.save_pretrained(path)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, LARGE["vocab_size"], (1, LARGE_LENGTH), generator=generator)
+    arrays = {"ids": ids.numpy()}
+    with torch.no_grad():
+        arrays["logits16"] = model(ids.to(device), use_cache=False).logits.float().cpu().numpy()
+        model = model.float()
+        arrays["logits32"] = model(ids.to(device), use_cache=False).logits.cpu().numpy()
+    np.savez(path / "reference.npz", **arrays)
+
+
+if __name__ == "__main__":
+    main()
