@@ -152,6 +152,24 @@ class Decoder(nnx.Module):
         """Rows that the final hidden state is projected onto: the embedding's own when tied."""
         return (self.unembedding or self.embedding).table[...]
 
+    @property
+    def gathered_table(self) -> Float[Array, "V D"]:
+        """``vocabulary_table`` for a loss that goes over it in chunks: as whole as a loop should
+        find it, or each of its turns would gather it again.
+
+        Gathered in the compute dtype; its values are rounded to that, its gradients are not.
+        """
+        compute = self.execution.policy.compute
+        place = self.execution.constrain
+
+        @jax.custom_vjp
+        def gathered(table_VD: jax.Array) -> jax.Array:
+            rounded_VD = place(table_VD.astype(compute), (axes.VOCAB, axes.STREAM))
+            return rounded_VD.astype(table_VD.dtype)
+
+        gathered.defvjp(lambda table_VD: (gathered(table_VD), None), lambda _, d_VD: (d_VD,))
+        return gathered(self.vocabulary_table)
+
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Projects onto the vocabulary, soft-capped where the config says so, accum dtype."""
         with jax.named_scope("logits"):

@@ -43,6 +43,7 @@ class Collective:
     shape: tuple[int, ...]  # of one device's result
     times: int  # executions: the product of trip counts of the loops around it
     num_devices: int  # that take part, of each group; 2 for a permute's sender and receiver
+    covered_by: int  # matmuls, kernels and loops that the schedule runs between start and end
     scope: str
 
     @property
@@ -164,7 +165,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     instructions, entry = _instructions(compiled)
     times = _executions(instructions, entry)
     found = []
-    for each in instructions:
+    for position, each in enumerate(instructions):
         kind = _COLLECTIVES.get(each.opcode)
         if kind is None or each.computation not in times:
             continue
@@ -175,6 +176,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
         if devices == 1:
             continue  # over mesh axes of one device: a copy
         results = _results(each, kind)
+        covered = _covered_by(instructions, position)
         # Each device sends an array to each other: one logical array, cut along a dim.
         if kind == "all-to-all":
             results = [(results[0][0], (len(results), *results[0][1]))]
@@ -185,6 +187,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
                 shape=shape,
                 times=count,
                 num_devices=devices,
+                covered_by=covered,
                 scope=_op_name(each),
             )
             for dtype, shape in results
@@ -265,6 +268,22 @@ def _results(each: _Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]
     if each.result.startswith("((") or (each.opcode.endswith("-start") and "permute" in kind):
         shapes = shapes[math.ceil(len(shapes) / 2) :] if len(shapes) > 1 else shapes
     return shapes
+
+
+def _covered_by(instructions: list[_Instruction], start: int) -> int:
+    """Of an asynchronous collective on a GPU; 0 where it is not asynchronous."""
+    started = instructions[start]
+    if not started.opcode.endswith("-start"):
+        return 0
+    end = started.opcode.removesuffix("-start") + "-done"
+    covered = 0
+    for each in instructions[start + 1 :]:
+        if each.opcode == end and re.match(rf"%?{re.escape(started.name)}\b", each.rest):
+            return covered
+        covered += each.opcode in ("custom-call", "while", "dot", "conditional") or (
+            each.opcode == "fusion" and "gemm" in each.rest
+        )
+    raise ValueError(f"{started.name} starts and does not end")
 
 
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")

@@ -52,7 +52,7 @@ def batch_loss(
     with jax.named_scope("loss"):
         return linear_cross_entropy(
             hidden_BTD,
-            decoder.vocabulary_table,
+            decoder.gathered_table,
             batch.targets,
             batch.weights,
             z_loss=z_loss,

@@ -42,7 +42,13 @@ def num_parameters() -> int:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "zero"), [("replica=8", 3), ("fsdp=8", 1), ("fsdp=8", 2), ("fsdp=8", 3)]
+    ("mesh", "zero"),
+    [
+        pytest.param("replica=8", 3, marks=pytest.mark.slow),
+        ("fsdp=8", 1),
+        ("fsdp=8", 2),
+        ("fsdp=8", 3),
+    ],
 )
 def test_bytes_on_a_device(mesh, zero):
     """Arguments of the compiled step: parameters, two moments, the batch and counters; of N
@@ -95,8 +101,12 @@ def test_stage_1_scatters_gradients_once_and_gathers_parameters_once(accumulatio
         ("replica=2,fsdp=4", 2),
         *(
             pytest.param(mesh, accumulation, marks=pytest.mark.slow)
-            for mesh in ("replica=8", "replica=2,fsdp=4", "replica=2,tensor=4")
-            for accumulation in (2, 4)
+            for mesh, accumulation in (
+                ("replica=8", 2),
+                ("replica=2,fsdp=4", 4),
+                ("replica=2,tensor=4", 2),
+                ("replica=2,tensor=4", 4),
+            )
         ),
     ],
 )
@@ -206,6 +216,7 @@ def test_what_the_specs_say():
         assert "fsdp" in str(moments[0])
 
 
+@pytest.mark.slow
 def test_a_model_without_the_sharded_dim_somewhere():
     """Inward biases lack the model's width: a stage leaves them whole, and sums them whole."""
     case = build(
