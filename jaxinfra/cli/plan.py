@@ -3,6 +3,7 @@
 jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
 jaxinfra plan path/to/config.json --devices 16 --json
+jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
 jaxinfra plan formats                                        number formats and recipes
 jaxinfra plan --self-check                                   against published figures
 """
@@ -12,6 +13,9 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
+
+from jaxinfra.config.presets import MODELS
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.catalog import find_model
@@ -20,7 +24,9 @@ from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.picture import draw_formats, draw_plan
 from jaxinfra.planning.plan import Plan, make_plan
+from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
 from jaxinfra.planning.shapes import ModelShape
 
@@ -53,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", default="bf16", help=f"served weights: {', '.join(WEIGHT_BYTES)} (bf16)")
     add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (bf16)")
     add("--context", type=_count, default=8192, help="tokens cached, with --inference (8192)")
+    add("--compile", choices=("cpu", "gpu"), help="compile the real step and compare with it")
+    add("--pictures", type=Path, metavar="DIR", help="draw the plan there")
     add("--self-check", action="store_true", help="compare with published figures")
     add("--json", action="store_true", help="print JSON")
 
@@ -69,9 +77,14 @@ def run(args: argparse.Namespace) -> int:
     if args.inference:
         return _inference(args, shape, device)
     if args.mesh is None:
+        if args.compile is not None:
+            raise ConfigError("--compile needs a --mesh: one program is compiled, not a search")
         found = search(shape, _question(args, shape), device)
         return _report(args, found.best, found)
-    return _report(args, make_plan(shape, _layout(args, shape), device), None)
+    plan = make_plan(shape, _layout(args, shape), device)
+    if args.compile is not None:
+        return _receipt(args, plan)
+    return _report(args, plan, None)
 
 
 def _count(text: str) -> int:
@@ -168,6 +181,8 @@ def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
 
 
 def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
+    if args.pictures is not None:
+        draw_plan(plan, args.pictures, found=found)
     if args.json:
         values = plan.as_dict(tokens=args.tokens)
         if found is not None:
@@ -186,6 +201,32 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
     return 0
 
 
+def _receipt(args: argparse.Namespace, plan: Plan) -> int:
+    model = MODELS.get(args.model)
+    if model is None:
+        raise ConfigError(
+            f"--compile {args.compile}: {args.model} is not a preset that can be trained here"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    if args.compile == "cpu":
+        jax.config.update("jax_num_cpu_devices", plan.layout.devices)
+        receipt = compile_on_cpu(model(), plan.layout)
+    else:
+        receipt = compile_for_gpu(model(), plan.layout, plan.device)
+    if args.json:
+        values = {**plan.as_dict(tokens=args.tokens), "receipt": receipt.as_dict()}
+        totals = receipt.totals()
+        values["collective_bytes"] = {
+            kind: sums["predicted_bytes"] for kind, sums in totals.items()
+        }
+        print(json.dumps(values, allow_nan=False))
+    else:
+        table.show(*table.receipt_tables(receipt))
+    # Only on CPU are collectives promised to the array.
+    promised = receipt.arguments_equal and (args.compile == "gpu" or receipt.collectives_equal)
+    return 0 if promised else 1
+
+
 def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> int:
     serving = Serving(devices=args.devices, weights=args.weights, cache=args.cache)
     batch = args.batch or 1
@@ -198,6 +239,8 @@ def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> i
 
 
 def _formats(args: argparse.Namespace) -> int:
+    if args.pictures is not None:
+        draw_formats(args.pictures)
     if args.json:
         fields = (
             "bits",

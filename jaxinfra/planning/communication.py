@@ -57,7 +57,7 @@ class Step:
 
     @property
     def gradient_last(self) -> tuple[int, ...]:
-        """Sizes of the axes whose sum is taken once: where gradients are whole (``summed_last``)."""
+        """Sizes of the axes that are summed once, where gradients are whole (``summed_last``)."""
         scattered = self.fsdp > 1 and self.zero == 1
         over = [self.replica] if self.replica > 1 else []
         over += [self.fsdp] if scattered else []

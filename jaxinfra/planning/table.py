@@ -11,6 +11,7 @@ from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import kv_table
 from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
 from jaxinfra.planning.plan import Plan
+from jaxinfra.planning.receipt import Receipt
 from jaxinfra.planning.search import Found
 from jaxinfra.planning.selfcheck import Exact, Measured, mean_error
 
@@ -112,6 +113,47 @@ def _ranked(plan: Plan, why: str) -> tuple[object, ...]:
         gigabytes(plan.memory.total),
         why,
     )
+
+
+def receipt_tables(receipt: Receipt) -> list[RenderableType]:
+    """Predicted and compiled, and each array in which they differ."""
+    arguments = [(name, f"{size:,}", "") for name, size in receipt.predicted_arguments.items()]
+    predicted = sum(receipt.predicted_arguments.values())
+    arguments.append(("all", f"{predicted:,}", f"{receipt.argument_bytes:,}"))
+    temporaries = receipt.predicted_temporaries
+    arguments.append(("temporaries", f"{temporaries:,.0f}", f"{receipt.temporary_bytes:,}"))
+    kinds = [
+        (
+            kind,
+            f"{sums['predicted']:,}",
+            f"{sums['compiled']:,}",
+            f"{sums['predicted_bytes']:,}",
+            f"{sums['compiled_bytes']:,}",
+        )
+        for kind, sums in receipt.totals().items()
+    ]
+    lines = [
+        (
+            line.reason,
+            line.kind,
+            f"{line.dtype}{list(line.shape)} x {line.times}",
+            line.predicted,
+            line.compiled,
+        )
+        for line in receipt.lines
+        if not line.equal
+    ]
+    columns = ("kind", "calls predicted", "compiled", "bytes predicted", "compiled")
+    tables: list[RenderableType] = [
+        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments),
+        grid("Collectives of one device and step", columns, kinds),
+    ]
+    if lines:
+        columns = ("what", "kind", "array", "predicted", "compiled")
+        tables.append(grid("Differences", columns, lines))
+    else:
+        tables.append("Every array, type, shape and count is as predicted.")
+    return tables
 
 
 def serving_tables(

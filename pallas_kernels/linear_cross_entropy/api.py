@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common import device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import hopper, xla
@@ -135,7 +136,7 @@ def _static(
     else:
         chunk_loss, table_multiple, itemsize = xla.chunk_loss, 1, 4
         if chunk_bytes is None:
-            chunk_bytes = _CHUNK_BYTES.get(jax.default_backend(), _ACCELERATOR_CHUNK_BYTES)
+            chunk_bytes = _CHUNK_BYTES.get(_platform(), _ACCELERATOR_CHUNK_BYTES)
     rows, length, vocab = batch // batch_shards, length // sequence_shards, table.shape[0]
     # The fewest chunks whose logits fit the bound, of even length.
     num_chunks = min(max(-(-rows * length * vocab * itemsize // chunk_bytes), 1), length)
@@ -149,3 +150,8 @@ def _static(
         logit_soft_cap=logit_soft_cap,
         table_multiple=table_multiple,
     )
+
+
+def _platform() -> str:
+    """That of the device a trace is for, which a planner's is not."""
+    return "gpu" if device.target().is_gpu else jax.default_backend()

@@ -1,0 +1,224 @@
+"""Pictures of a plan: memory, time, rooflines, the search, number formats."""
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from jaxinfra.planning.devices import Device
+from jaxinfra.planning.formats import FORMATS, RECIPES
+from jaxinfra.planning.inference import Serving, attainable, decode, prefill, ridge
+from jaxinfra.planning.plan import Plan
+from jaxinfra.planning.search import Found
+from jaxinfra.planning.shapes import ModelShape
+
+_COLORS = matplotlib.colormaps["tab10"].colors
+
+
+def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:
+    """Writes memory.png, time.png and roofline.png, and pareto.png of a search; returns them."""
+    figures = {
+        "memory": memory_figure(
+            [plan, *(other for other, _ in found.runners_up)] if found else [plan]
+        ),
+        "time": time_figure(plan),
+        "roofline": roofline_figure(plan.shape, plan.device),
+    }
+    if found is not None:
+        figures["pareto"] = pareto_figure(found)
+    return _write(figures, directory)
+
+
+def draw_formats(directory: Path) -> list[Path]:
+    """Writes formats.png and recipes.png; returns them."""
+    return _write({"formats": formats_figure(), "recipes": recipes_figure()}, directory)
+
+
+def _write(figures: dict[str, Figure], directory: Path) -> list[Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in figures.items():
+        paths.append(directory / f"{name}.png")
+        figure.savefig(paths[-1], dpi=120)
+    return paths
+
+
+def _axes(width: float, height: float):
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def memory_figure(plans: list[Plan]) -> Figure:
+    """Bytes of the busiest device by role, a bar a plan, and the device's memory as a line."""
+    figure, axes = _axes(8, 1.4 + 0.6 * len(plans))
+    roles = ("weights", "gradients", "optimizer", "activations", "buffers", "reserved")
+    names = [f"{plan.layout.describe()}\nremat {plan.layout.remat}" for plan in plans]
+    left = [0.0] * len(plans)
+    for color, role in zip(_COLORS, roles, strict=False):
+        sizes = [getattr(plan.memory, role) / 1e9 for plan in plans]
+        axes.barh(names, sizes, left=left, color=color, label=role)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    limit = plans[0].device.hbm_bytes / 1e9
+    axes.axvline(limit, color="black", linestyle="--", linewidth=1)
+    axes.text(limit, -0.6, f" {limit:.0f} GB", va="top", ha="right", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("GB on the busiest device")
+    axes.set_title(f"{plans[0].shape.name} on {plans[0].layout.devices} {plans[0].device.name}")
+    axes.legend(
+        ncols=6,
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.25 if len(plans) > 2 else -0.5),
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def time_figure(plan: Plan) -> Figure:
+    """A waterfall: each part of the step after the one before it."""
+    parts = sorted(plan.time.parts.items(), key=lambda each: -each[1])
+    figure, axes = _axes(8, 1.6 + 0.35 * len(parts))
+    total, start = plan.time.total_s, 0.0
+    for i, (name, seconds) in enumerate(parts):
+        waits = "communication" in name or name.startswith("pipeline")
+        color = _COLORS[3] if waits else _COLORS[0]
+        axes.barh(name, seconds, left=start, color=color)
+        axes.text(
+            start + seconds + 0.01 * total, i, f"{1e3 * seconds:,.0f} ms", va="center", fontsize=9
+        )
+        start += seconds
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.14 * total)
+    axes.set_xlabel("seconds")
+    axes.set_title(
+        f"{plan.shape.name}, {plan.layout.describe()}: {total:.3g} s a step, MFU {plan.mfu:.0%}\n"
+        "blue: work, red: waiting for other devices",
+        fontsize=11,
+    )
+    return figure
+
+
+def roofline_figure(shape: ModelShape, device: Device, *, context: int = 4096) -> Figure:
+    """Attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
+    figure, axes = _axes(8, 5)
+    serving = Serving()
+    intensities = [2.0**i for i in range(-1, 15)]
+    roof = [attainable(device, each) / 1e12 for each in intensities]
+    axes.plot(intensities, roof, color="black", linewidth=1.5)
+    point = ridge(device)
+    axes.axvline(point, color="gray", linestyle=":", linewidth=1)
+    axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs a byte", fontsize=9)
+    for batch in (1, 4, 16, 64, 256):
+        phase = decode(shape, device, serving, batch=batch, context=context)
+        rate = attainable(device, phase.intensity) / 1e12
+        axes.plot(phase.intensity, rate, "o", color=_COLORS[3])
+        axes.annotate(
+            f"decode, batch {batch}",
+            (phase.intensity, rate),
+            fontsize=8,
+            xytext=(7, -9),
+            textcoords="offset points",
+        )
+    for length in (128, 1024, 8192):
+        phase = prefill(shape, device, serving, batch=1, length=length)
+        rate = attainable(device, phase.intensity) / 1e12
+        axes.plot(phase.intensity, rate, "s", color=_COLORS[0])
+        axes.annotate(
+            f"prefill {length}",
+            (phase.intensity, rate),
+            fontsize=8,
+            ha="center",
+            xytext=(0, 8),
+            textcoords="offset points",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_ylim(top=roof[-1] * 2)
+    axes.set_xlabel("FLOPs a byte of memory traffic")
+    axes.set_ylabel("attainable TFLOP/s, bf16")
+    axes.set_title(f"{shape.name} on one {device.name}; decode after {context:,} cached tokens")
+    return figure
+
+
+def pareto_figure(found: Found) -> Figure:
+    """Step time against memory of the layouts that no other beats in both."""
+    figure, axes = _axes(8, 4.5)
+    sizes = [each.bytes_total / 1e9 for each in found.pareto]
+    seconds = [each.seconds for each in found.pareto]
+    axes.step(sizes, seconds, where="post", color=_COLORS[0], linewidth=1)
+    axes.plot(sizes, seconds, "o", color=_COLORS[0])
+    shown = sorted({0, len(found.pareto) // 3, 2 * len(found.pareto) // 3, len(found.pareto) - 1})
+    for i in shown:
+        each = found.pareto[i]
+        last = i == len(found.pareto) - 1
+        axes.annotate(
+            f"{each.layout.describe()}\nremat {each.layout.remat}",
+            (sizes[i], seconds[i]),
+            xytext=(-6 if last else 6, 10),
+            ha="right" if last else "left",
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_ylim(0, 1.15 * max(seconds))
+    axes.set_xlabel("GB on the busiest device")
+    axes.set_ylabel("seconds a step")
+    best = found.best
+    axes.set_title(
+        f"{best.shape.name} on {best.layout.devices} {best.device.name}: "
+        f"{found.fitting:,} layouts fit, {len(found.pareto)} are best at their size"
+    )
+    return figure
+
+
+def formats_figure() -> Figure:
+    """Range of each format on a logarithmic axis, subnormal part lighter, with its resolution."""
+    figure, axes = _axes(9, 4.2)
+    for i, each in enumerate(FORMATS):
+        axes.plot(
+            [each.smallest, each.smallest_normal],
+            [i, i],
+            color=_COLORS[0],
+            alpha=0.35,
+            linewidth=9,
+            solid_capstyle="butt",
+        )
+        axes.plot(
+            [each.smallest_normal, each.largest],
+            [i, i],
+            color=_COLORS[0],
+            linewidth=9,
+            solid_capstyle="butt",
+        )
+        axes.text(
+            1e40, i, f"epsilon {each.epsilon:.2g}, max {each.largest:.3g}", va="center", fontsize=9
+        )
+    axes.set_yticks(range(len(FORMATS)), [each.name for each in FORMATS])
+    axes.set_xscale("log")
+    axes.set_xlim(1e-46, 1e62)
+    axes.set_xticks([10.0**k for k in range(-40, 41, 20)])
+    axes.invert_yaxis()
+    axes.set_xlabel("magnitude; lighter: subnormal")
+    axes.set_title("Range and resolution of number formats")
+    return figure
+
+
+def recipes_figure() -> Figure:
+    """Bytes a parameter of each recipe, by role."""
+    figure, axes = _axes(8, 4.2)
+    names = list(RECIPES)
+    left = [0.0] * len(names)
+    roles = ("weights", "gradients", "accumulated", "master", "moments")
+    for color, role in zip(_COLORS, roles, strict=False):
+        sizes = [float(getattr(recipe, role)) for recipe in RECIPES.values()]
+        axes.barh(names, sizes, left=left, color=color, label=role)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for i, total in enumerate(left):
+        axes.text(total + 0.2, i, f"{total:.0f}", va="center", fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes a parameter")
+    axes.set_xlim(0, 23)
+    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.15), frameon=False, fontsize=9)
+    axes.set_title("What training recipes keep for each parameter")
+    return figure

@@ -1,0 +1,271 @@
+"""Predictions beside the program itself: the real training step, compiled for devices that are not
+there, read for its arguments, collectives and temporaries.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.presets.runs import pretraining
+from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.data.batch import Batch
+from jaxinfra.ops.target import compiling_for
+from jaxinfra.parallel.program import collectives
+from jaxinfra.planning.communication import Call, Step, argument_bytes, communication
+from jaxinfra.planning.devices import Device, find_device
+from jaxinfra.planning.from_config import shape_of
+from jaxinfra.planning.gpu_target import compile_only_devices
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.memory import memory
+from jaxinfra.training.job import Job, make_job
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One kind of array that the program communicates, and what was predicted of it."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    times: int  # executions of each
+    predicted: int  # how many of them
+    compiled: int
+    reason: str  # of the prediction, or the program's own name for what it does
+
+    @property
+    def equal(self) -> bool:
+        """Whether the program does what was predicted."""
+        return self.predicted == self.compiled
+
+    def num_bytes(self, count: int) -> int:
+        """Bytes of so many, all executions together."""
+        return count * math.prod(self.shape) * self.times * _item_bytes(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt:
+    """What was predicted and what was compiled, bytes of one device."""
+
+    target: str
+    predicted_arguments: dict[str, int]
+    argument_bytes: int
+    lines: tuple[Line, ...]
+    predicted_temporaries: float
+    temporary_bytes: int
+
+    @property
+    def arguments_equal(self) -> bool:
+        """To the byte."""
+        return sum(self.predicted_arguments.values()) == self.argument_bytes
+
+    @property
+    def collectives_equal(self) -> bool:
+        """Every array, its type, shape and number."""
+        return all(line.equal for line in self.lines)
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """Counts and bytes by kind, predicted and compiled."""
+        found: dict[str, dict[str, int]] = {}
+        for line in self.lines:
+            entry = found.setdefault(
+                line.kind,
+                {"predicted": 0, "compiled": 0, "predicted_bytes": 0, "compiled_bytes": 0},
+            )
+            entry["predicted"] += line.predicted * line.times
+            entry["compiled"] += line.compiled * line.times
+            entry["predicted_bytes"] += line.num_bytes(line.predicted)
+            entry["compiled_bytes"] += line.num_bytes(line.compiled)
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        """For ``--json``; only the lines that differ."""
+        return {
+            "target": self.target,
+            "argument_bytes": {
+                "predicted": sum(self.predicted_arguments.values()),
+                "compiled": self.argument_bytes,
+                "by_role": self.predicted_arguments,
+            },
+            "collectives": self.totals(),
+            "equal": {
+                "argument_bytes": self.arguments_equal,
+                "collectives": self.collectives_equal,
+            },
+            "temporary_bytes": {
+                "predicted": round(self.predicted_temporaries),
+                "compiled": self.temporary_bytes,
+            },
+            "differences": [dataclasses.asdict(line) for line in self.lines if not line.equal],
+        }
+
+
+def run_config(
+    model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
+) -> RunConfig:
+    """The run whose step a layout describes."""
+    if layout.pipe > 1 or layout.expert > 1 or layout.chunks > 1:
+        raise UnsupportedError(
+            f"--compile with {layout.describe()}: this training step is compiled over replica, "
+            "fsdp, context and tensor; leave pipe and expert at 1"
+        )
+    if layout.zero == 0:
+        raise UnsupportedError("--compile with zero=0: use the replica axis in place of fsdp")
+    if layout.remat is Recompute.SELECTIVE:
+        raise UnsupportedError("--compile with remat=selective: fused attention keeps no scores")
+    run = pretraining(model)
+    training = dataclasses.replace(
+        run.training,
+        batch_size=layout.batch,
+        sequence_length=layout.length,
+        accumulation=layout.accumulation,
+        remat=Remat(layout.remat.value),
+        attention=attention,
+    )
+    return dataclasses.replace(
+        run,
+        training=training,
+        precision=PrecisionConfig(policy=policy),
+        mesh=MeshConfig(
+            replica=layout.replica,
+            fsdp=layout.fsdp,
+            context=layout.context,
+            tensor=layout.tensor,
+        ),
+        sharding=ShardingConfig(zero=layout.zero, sequence_parallel=layout.sequence_parallel),
+    )
+
+
+def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
+    """The step on as many fake CPU devices (``jax_num_cpu_devices``).
+
+    In fp32: XLA's CPU backend widens 16-bit matmuls, and aborts on some 16-bit all-reduces. Which
+    arrays are communicated does not depend on it; on a GPU weights and activations travel in bf16.
+    """
+    here = jax.devices("cpu")
+    if len(here) < layout.devices:
+        raise UnsupportedError(
+            f"--compile cpu for {layout.devices} devices: this process was started with "
+            f"{len(here)} CPU devices; set jax_num_cpu_devices before JAX is used"
+        )
+    config = run_config(
+        model, layout, policy=PolicyName.FP32, attention=AttentionImplementation.XLA
+    )
+    job = make_job(config, devices=here[: layout.devices])
+    # LLVM's optimizations are half of the compile time and change no collective.
+    options = {"xla_backend_optimization_level": 0}
+    compiled = lower(job).compile(compiler_options=options)
+    return compare(model, layout, compiled, target=f"{layout.devices} CPU devices, fp32")
+
+
+def compile_for_gpu(
+    model: ModelConfig,
+    layout: Layout,
+    device: Device,
+    *,
+    attention: AttentionImplementation = AttentionImplementation.HOPPER,
+) -> Receipt:
+    """The step for GPUs that are not there, bf16, with XLA's own buffer assignment.
+
+    Arguments are predicted to the byte, temporaries within 15%. Collectives are listed beside those
+    of the CPU program: the GPU compiler gathers weights in bf16, scatters gradients instead of
+    all-reducing them, and combines small arrays into one call.
+    """
+    devices, facts = compile_only_devices(device, layout.devices)
+    config = run_config(model, layout, policy=PolicyName.BF16, attention=attention)
+    job = make_job(config, devices=devices)
+    with compiling_for(facts):
+        lowered = lower(job, platforms=("cuda",))
+    target = f"{layout.devices} {device.name}, bf16, attention {attention.value}"
+    return compare(model, layout, lowered.compile(), target=target)
+
+
+def lower(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+    """The job's step, traced on shapes and lowered."""
+    training = job.config.training
+    shape = (training.batch_size, training.sequence_length)
+    placed = job.placement.batch
+
+    def array(dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+
+    ids = array(jnp.int32)
+    batch = Batch(
+        tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=array(jnp.dtype("float32"))
+    )
+    traced = job.train_step.trace(job.abstract_state(), batch)
+    return traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
+
+
+def step_of(layout: Layout) -> Step:
+    """What of a layout decides the program's communication."""
+    return Step(
+        rows=layout.batch // layout.accumulation,
+        length=layout.length,
+        replica=layout.replica,
+        fsdp=layout.fsdp,
+        context=layout.context,
+        tensor=layout.tensor,
+        zero=layout.zero,
+        accumulation=layout.accumulation,
+        recomputes=layout.remat is not Recompute.NONE,
+        recomputes_outputs=layout.remat in (Recompute.NAMED, Recompute.FULL),
+    )
+
+
+def compare(
+    model: ModelConfig,
+    layout: Layout,
+    compiled: jax.stages.Compiled,
+    *,
+    target: str,
+    expected: Sequence[Call] | None = None,
+) -> Receipt:
+    """Reads a compiled step and sets the predictions beside it.
+
+    Args:
+        expected: calls to compare with; those of the CPU program by default.
+    """
+    shape, step = shape_of(model), step_of(layout)
+    calls = communication(shape, step) if expected is None else expected
+    predicted = Counter((call.kind, call.dtype, call.shape, call.times) for call in calls)
+    reasons = {(call.kind, call.dtype, call.shape, call.times): call.reason for call in calls}
+    found: Counter = Counter()
+    for each in collectives(compiled):
+        key = (each.kind, each.dtype, each.shape, each.times)
+        found[key] += 1
+        reasons.setdefault(key, f"compiled: {each.scope[-80:]}")
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "CPU and CUDA compilers report their memory"
+    return Receipt(
+        target=target,
+        predicted_arguments=argument_bytes(shape, step),
+        argument_bytes=analysis.argument_size_in_bytes,
+        lines=tuple(
+            Line(
+                kind=kind,
+                dtype=dtype,
+                shape=size,
+                times=times,
+                predicted=predicted[kind, dtype, size, times],
+                compiled=found[kind, dtype, size, times],
+                reason=reasons[kind, dtype, size, times],
+            )
+            for kind, dtype, size, times in sorted({*predicted, *found}, key=str)
+        ),
+        predicted_temporaries=memory(shape, layout, find_device("h200")).temporaries,
+        temporary_bytes=analysis.temp_size_in_bytes,
+    )
+
+
+def _item_bytes(dtype: str) -> int:
+    """Of an HLO type: f32, bf16, s32, pred."""
+    digits = "".join(char for char in dtype if char.isdigit())
+    return int(digits) // 8 if digits else 1
