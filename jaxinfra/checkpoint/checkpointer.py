@@ -202,6 +202,8 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and jax.process_count() > 1:
+            return  # the others may be elsewhere: waiting for them could take for ever
         self._release()
         if error is None:  # otherwise that error matters more, and the log has the save's
             self._raise_failure()

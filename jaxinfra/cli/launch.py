@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfra.core.errors import ConfigError
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     run_directory = None
     again = command
     if command[0] == "train":
-        command, again, run_directory = _train_commands(command)
+        command, again, run_directory = train_commands(command)
     program = [sys.executable, "-m", "jaxinfra"]
     logs = args.logs or (
         Path("launch-logs")
@@ -74,11 +75,11 @@ def run(args: argparse.Namespace) -> int:
         memory_group=args.memory_group,
     ).run()
     if args.requeue and code == RESUMABLE:
-        _requeue()
+        requeue(os.environ)
     return code
 
 
-def _train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:
+def train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:
     """The command to start with, the one to go on with, and the run's directory."""
     resumed, given = _option(command, "--resume"), _option(command, "--run")
     if resumed is not None:
@@ -127,10 +128,11 @@ def _without_cluster() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
-def _requeue() -> None:
-    job = os.environ.get("SLURM_JOB_ID")
+def requeue(environment: Mapping[str, str]) -> None:
+    """Puts this Slurm job back into the queue; of several nodes the first one does so."""
+    job = environment.get("SLURM_JOB_ID")
     scontrol = shutil.which("scontrol")
     if job is None or scontrol is None:
         raise ConfigError("--requeue works under Slurm only: no SLURM_JOB_ID, or no scontrol")
-    if os.environ.get("SLURM_NODEID", "0") == "0":
+    if environment.get("SLURM_NODEID", "0") == "0":
         subprocess.run([scontrol, "requeue", job], check=True)

@@ -91,7 +91,9 @@ def own_memory_group(root: Path = Path("/sys/fs/cgroup")) -> Path | None:
 
 def count_memory_kills(group: Path | None) -> int | None:
     """How many processes of a cgroup the kernel has killed for memory; None where not known."""
-    for name in () if group is None else ("memory.events", "memory.oom_control"):
+    if group is None:
+        return None
+    for name in ("memory.events", "memory.oom_control"):
         try:
             match = re.search(r"^oom_kill (\d+)$", (group / name).read_text(), re.MULTILINE)
         except OSError:

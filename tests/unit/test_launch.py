@@ -1,14 +1,18 @@
 """Who is who in a job, how its processes meet, and who is blamed when one ends."""
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from jaxinfra.cli.launch import requeue, train_commands
 from jaxinfra.core.errors import ConfigError, LostPeerError
 from jaxinfra.launch.cluster import Cluster, detect_cluster, expand_nodes
 from jaxinfra.launch.ending import Ending, count_memory_kills, first_failure
@@ -276,3 +280,33 @@ def test_one_rank_that_stops_early_stops_the_others(tmp_path):
     program = RANK + "sys.exit(75) if rank else None\n" + STOPS
     code, report = supervise(tmp_path, program, max_restarts=0, grace_s=20.0)
     assert (code, len(report)) == (75, 1)
+
+
+def test_a_stopped_slurm_job_is_requeued_once(tmp_path, monkeypatch):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "123")
+    for node in ("1", "0"):
+        monkeypatch.setenv("SLURM_NODEID", node)
+        requeue(os.environ)
+    assert (tmp_path / "asked").read_text() == "requeue 123\n"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(ConfigError, match="under Slurm only"):
+        requeue(os.environ)
+
+
+def test_a_training_command_continues_when_it_is_started_again():
+    first, again, run = train_commands(["train", "tiny", "--run", "runs/a", "--steps", "9"])
+    assert first == ["train", "tiny", "--run", "runs/a", "--steps", "9"]
+    assert again == [*first, "--continue"]
+    assert str(run) == "runs/a"
+    resumed = ["train", "--resume=runs/b"]
+    assert train_commands(resumed) == (resumed, resumed, Path("runs/b"))
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-launch.sbatch", "openmpi.sh"])
+def test_job_files_are_shell(name):
+    script = Path(__file__).parents[2] / "experiments" / "launch" / name
+    subprocess.run(["bash", "-n", script], check=True)
