@@ -1,0 +1,1 @@
+"""Pictures of the documentation, drawn from the code they explain."""
