@@ -1,0 +1,273 @@
+"""Pipeline schedules beside the same work without a pipeline and beside FSDP, in one process.
+
+    python -m experiments.bench.pipeline                       # 3B shapes over all GPUs here
+    JAX_NUM_CPU_DEVICES=4 python -m experiments.bench.pipeline --layers 8 --width 64 --hidden 128 \
+        --heads 4 --kv-heads 2 --head-dim 16 --vocab 512 --length 64   # a check on a CPU
+
+What is timed is loss and gradients of a batch of m micro-batches; an optimizer would add the same
+to all. ``alone`` is one device with a stage's layers, the embedding and the loss: what the last
+stage does. ``own cost`` is the schedule's by its table, stages waiting only for whom they exchange
+with, a backward twice as long as a forward, and the loss on the last stage by its FLOPs: what a
+pipeline without any overhead would take, over ``alone``.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.bench.environment import clocks, environment
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.model import (
+    AttentionConfig,
+    BlockConfig,
+    MlpConfig,
+    ModelConfig,
+    RopeConfig,
+)
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
+from jaxinfra.data.batch import Batch
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import define_model
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.pipeline.generate import make_schedule
+from jaxinfra.parallel.pipeline.program import make_program
+from jaxinfra.parallel.pipeline.schedule import Kind
+from jaxinfra.parallel.pipeline.timing import run
+from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
+
+DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
+SPLIT_DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHT: 1.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What to measure: a mesh, and a schedule where it has stages."""
+
+    name: str
+    mesh: MeshConfig
+    num_layers: int
+    micro_batches: int  # one after the other on a device
+    rows: int  # of the whole batch
+    schedule: PipelineSchedule | None = None
+
+
+def measure(args: argparse.Namespace, variant: Variant) -> dict[str, Any]:
+    """Compiles and times one variant, whose arrays are gone afterwards."""
+    placement = Placement(
+        mesh=make_mesh(variant.mesh, devices=jax.devices()[: variant.mesh.num_devices]),
+        rules=state_rules(ShardingConfig()),
+    )
+    execution = Execution(
+        policy=POLICIES[PolicyName(args.policy)],
+        attend=attention_on(placement, implementation=AttentionImplementation(args.attention)),
+        lookup=lookup_on(placement),
+        constrain=placement.constraint(),
+        remat=Remat(args.remat),
+    )
+    model = define_model(model_config(args, variant.num_layers), execution)
+    training = TrainingConfig(
+        steps=1,
+        batch_size=variant.rows,
+        sequence_length=args.length,
+        accumulation=variant.micro_batches,
+        remat=Remat(args.remat),
+    )
+    if variant.schedule is None:
+        gradient = make_gradient(model, training=training, placement=placement)
+    else:
+        gradient = make_pipeline_gradient(
+            model,
+            training=training,
+            pipeline=PipelineConfig(schedule=variant.schedule, chunks=args.chunks),
+            placement=placement,
+        )
+    shardings = placement.parameters(model)
+    parameters = jax.jit(model.initialize, out_shardings=shardings)(jax.random.key(0))
+    inputs = jax.device_put(batch(args, variant.rows), placement.batch)
+    key, scale = jax.device_put((jax.random.key(1), np.float32(1)), placement.replicated)
+    start = time.perf_counter()
+    program = jax.jit(gradient).lower(parameters, inputs, key=key, loss_scale=scale).compile()
+    compile_s = time.perf_counter() - start
+    loss, gradients = program(parameters, inputs, key=key, loss_scale=scale)  # warm-up
+    del gradients
+    seconds = []
+    for _ in range(args.repeats):
+        jax.block_until_ready(loss)
+        start = time.perf_counter()
+        loss, gradients = program(parameters, inputs, key=key, loss_scale=scale)
+        jax.block_until_ready((loss, gradients))
+        seconds.append(time.perf_counter() - start)
+        del gradients
+    if args.trace and variant.schedule is PipelineSchedule.ONE_F_ONE_B:
+        with jax.profiler.trace(str(args.trace / variant.name.replace(" ", "-"))):
+            jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
+    memory = program.memory_analysis()
+    step_s = statistics.median(seconds)
+    tokens = variant.rows * args.length
+    return {
+        "name": variant.name,
+        "step_s": step_s,
+        "spread": (max(seconds) - min(seconds)) / step_s,
+        "tokens_per_s_a_device": tokens / step_s / variant.mesh.num_devices,
+        "temp_gib": memory.temp_size_in_bytes / 2**30,
+        "compile_s": compile_s,
+        "loss": float(loss),
+    }
+
+
+def model_config(args: argparse.Namespace, num_layers: int) -> ModelConfig:
+    """A Llama of the sizes asked for."""
+    block = BlockConfig(
+        attention=AttentionConfig(
+            num_q_heads=args.heads,
+            num_kv_heads=args.kv_heads,
+            head_dim=args.head_dim,
+            rope=RopeConfig(),
+        ),
+        mlp=MlpConfig(hidden_dim=args.hidden),
+    )
+    return ModelConfig(
+        vocab_size=args.vocab,
+        model_dim=args.width,
+        num_layers=num_layers,
+        max_positions=args.length,
+        blocks=(block,),
+        tie_embeddings=False,
+    )
+
+
+def batch(args: argparse.Namespace, rows: int) -> Batch[np.ndarray]:
+    """Uniform ids, one document a row."""
+    ids = np.random.default_rng(0).integers(0, args.vocab, (rows, args.length + 1), np.int32)
+    return Batch(
+        tokens=ids[:, :-1],
+        targets=ids[:, 1:],
+        segment_ids=None,
+        positions=None,
+        weights=np.ones((rows, args.length), np.float32),
+    )
+
+
+def own_cost(args: argparse.Namespace, variant: Variant) -> float:
+    """Time of the schedule's table over the last stage's work."""
+    assert variant.schedule is not None
+    pipeline = PipelineConfig(schedule=variant.schedule, chunks=args.chunks)
+    chunks, stages = pipeline.chunks_a_stage, variant.mesh.pipe
+    schedule = make_schedule(
+        variant.schedule, stages=stages, micro_batches=variant.micro_batches, chunks=chunks
+    )
+    layer = (
+        args.width * (args.head_dim * 2 * (args.heads + args.kv_heads) + 3 * args.hidden)
+        + args.length * args.heads * args.head_dim
+    )  # causal scores and their product, as parameters
+    # In forwards of one chunk: the loss does its forward and both gradients at once.
+    head = 3 * args.vocab * args.width / (layer * variant.num_layers / stages / chunks)
+    durations = SPLIT_DURATIONS if schedule.splits_gradients else DURATIONS
+    timeline = run(make_program(schedule), durations=durations, head=head)
+    return timeline.total / (variant.micro_batches * (3 * chunks + head))
+
+
+def variants(args: argparse.Namespace, micro_batches: int) -> list[Variant]:
+    devices = len(jax.devices())
+    rows = micro_batches * args.rows
+    alone = Variant(
+        name=f"alone m={micro_batches}",
+        mesh=MeshConfig(),
+        num_layers=args.layers // devices,
+        micro_batches=micro_batches,
+        rows=rows,
+    )
+    fsdp = Variant(
+        name=f"fsdp m={micro_batches}",
+        mesh=MeshConfig(fsdp=devices),
+        num_layers=args.layers,
+        micro_batches=max(1, micro_batches // devices),
+        rows=rows,
+    )
+    piped = [
+        Variant(
+            name=f"{name} m={micro_batches}",
+            mesh=MeshConfig(pipe=devices),
+            num_layers=args.layers,
+            micro_batches=micro_batches,
+            rows=rows,
+            schedule=PipelineSchedule(name),
+        )
+        for name in args.schedules
+    ]
+    return [alone, *piped, fsdp]
+
+
+def main() -> None:
+    names = [schedule.value for schedule in PipelineSchedule]
+    parser = argparse.ArgumentParser(prog="jaxinfra bench pipeline", description=__doc__)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[16])
+    order = ["1f1b", "zb_h1", "interleaved", "gpipe", "zb_v"]
+    parser.add_argument("--schedules", nargs="+", default=order, choices=names)
+    parser.add_argument("--chunks", type=int, default=2, help="a stage, interleaved")
+    sizes = {"layers": 32, "width": 3072, "hidden": 8192, "heads": 24, "kv-heads": 8}
+    # A vocabulary of 128,256 would make the last stage half as long again as the others.
+    sizes |= {"head-dim": 128, "vocab": 32000, "length": 4096, "rows": 1, "repeats": 3}
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--policy", default="bf16")
+    parser.add_argument("--remat", default="dots", choices=[remat.value for remat in Remat])
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--budget-s", type=float, default=110.0, help="start nothing after it")
+    parser.add_argument("--trace", type=pathlib.Path, help="trace 1F1B into this directory")
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    args = parser.parse_args()
+    began, rows = time.perf_counter(), []
+    for micro_batches in args.micro_batches:
+        alone_s = None
+        for variant in variants(args, micro_batches):
+            if time.perf_counter() - began > args.budget_s:
+                print(f"{variant.name}: not started, --budget-s={args.budget_s:g} is spent")
+                rows.append({"name": variant.name, "error": "not started"})
+                continue
+            try:
+                row = measure(args, variant)
+            except (RuntimeError, ValueError) as error:  # a variant's failure is a row
+                rows.append({"name": variant.name, "error": str(error)[:300]})
+                print(f"{variant.name}: FAILED {str(error)[:300]}", flush=True)
+                continue
+            text = ""
+            if variant.schedule is None and variant.mesh.num_devices == 1:
+                alone_s = row["step_s"]
+            elif variant.schedule is not None and alone_s is not None:
+                row |= {"over_alone": row["step_s"] / alone_s, "own_cost": own_cost(args, variant)}
+                row["over_own_cost"] = row["over_alone"] / row["own_cost"]
+                text = (
+                    f"over alone {row['over_alone']:.3f}, own cost {row['own_cost']:.3f}, "
+                    f"ratio {row['over_own_cost']:.3f}"
+                )
+            rows.append(row)
+            print(
+                f"{row['name']:18s} {1e3 * row['step_s']:9.1f} ms  "
+                f"{row['tokens_per_s_a_device']:8.0f} tokens/s a device  temp "
+                f"{row['temp_gib']:6.2f} GiB  compile {row['compile_s']:5.1f} s  {text}",
+                flush=True,
+            )
+    if args.out:
+        settings = {key: str(value) for key, value in vars(args).items()}
+        report = {"environment": environment(), "settings": settings, "rows": rows}
+        args.out.write_text(json.dumps(report | {"clocks_after": clocks()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
