@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -155,7 +156,8 @@ def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
         remat=_remat(args) or Recompute.DOTS,
         recipe=args.recipe,
     )
-    layout = dataclasses.replace(layout, **sizes)
+    mesh: dict[str, Any] = {**sizes}
+    layout = dataclasses.replace(layout, **mesh)
     if layout.devices != args.devices:
         raise ConfigError(
             f"mesh {layout.describe()} needs {layout.devices} devices, --devices is "

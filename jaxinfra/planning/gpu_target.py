@@ -42,7 +42,7 @@ def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
     topology = xla_client.make_c_api_device_topology(
         api, layout, target_config=_description(device), topology=layout
     )
-    facts = Facts(kind=_CHIPS[device.name]["name"], is_gpu=True, capability=(9, 0), cuda=cuda)
+    facts = Facts(kind=str(_CHIPS[device.name]["name"]), is_gpu=True, capability=(9, 0), cuda=cuda)
     return list(topology._make_compile_only_devices()), facts
 
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
 from jaxinfra.planning.devices import Device
@@ -12,7 +11,7 @@ from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
 from jaxinfra.planning.shapes import ModelShape
 
-_COLORS = matplotlib.colormaps["tab10"].colors
+_COLORS = tuple(f"C{i}" for i in range(10))
 
 
 def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:
@@ -66,13 +65,7 @@ def memory_figure(plans: list[Plan]) -> Figure:
     axes.invert_yaxis()
     axes.set_xlabel("GB on the busiest device")
     axes.set_title(f"{plans[0].shape.name} on {plans[0].layout.devices} {plans[0].device.name}")
-    axes.legend(
-        ncols=6,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.25 if len(plans) > 2 else -0.5),
-        frameon=False,
-        fontsize=9,
-    )
+    figure.legend(ncols=6, loc="outside lower center", frameon=False, fontsize=9)
     return figure
 
 
@@ -104,10 +97,10 @@ def roofline_figure(shape: ModelShape, device: Device, *, context: int = 4096) -
     """Attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
     figure, axes = _axes(8, 5)
     serving = Serving()
-    intensities = [2.0**i for i in range(-1, 15)]
+    point = ridge(device)
+    intensities = sorted([point, *(2.0**i for i in range(-1, 15))])
     roof = [attainable(device, each) / 1e12 for each in intensities]
     axes.plot(intensities, roof, color="black", linewidth=1.5)
-    point = ridge(device)
     axes.axvline(point, color="gray", linestyle=":", linewidth=1)
     axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs a byte", fontsize=9)
     for batch in (1, 4, 16, 64, 256):
@@ -126,7 +119,7 @@ def roofline_figure(shape: ModelShape, device: Device, *, context: int = 4096) -
         rate = attainable(device, phase.intensity) / 1e12
         axes.plot(phase.intensity, rate, "s", color=_COLORS[0])
         axes.annotate(
-            f"prefill {length}",
+            f"prefill {length:,}",
             (phase.intensity, rate),
             fontsize=8,
             ha="center",
@@ -149,14 +142,14 @@ def pareto_figure(found: Found) -> Figure:
     seconds = [each.seconds for each in found.pareto]
     axes.step(sizes, seconds, where="post", color=_COLORS[0], linewidth=1)
     axes.plot(sizes, seconds, "o", color=_COLORS[0])
-    shown = sorted({0, len(found.pareto) // 3, 2 * len(found.pareto) // 3, len(found.pareto) - 1})
+    shown = sorted({0, len(found.pareto) // 2, len(found.pareto) - 1})
     for i in shown:
         each = found.pareto[i]
         last = i == len(found.pareto) - 1
         axes.annotate(
             f"{each.layout.describe()}\nremat {each.layout.remat}",
             (sizes[i], seconds[i]),
-            xytext=(-6 if last else 6, 10),
+            xytext=(-6, -34) if last else (6, 10),
             ha="right" if last else "left",
             textcoords="offset points",
             fontsize=8,
@@ -192,7 +185,7 @@ def formats_figure() -> Figure:
             solid_capstyle="butt",
         )
         axes.text(
-            1e40, i, f"epsilon {each.epsilon:.2g}, max {each.largest:.3g}", va="center", fontsize=9
+            1e40, i, f"epsilon {each.epsilon:.3g}, max {each.largest:.3g}", va="center", fontsize=9
         )
     axes.set_yticks(range(len(FORMATS)), [each.name for each in FORMATS])
     axes.set_xscale("log")

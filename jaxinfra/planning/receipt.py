@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,11 +194,11 @@ def lower(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.L
     shape = (training.batch_size, training.sequence_length)
     placed = job.placement.batch
 
-    def array(dtype) -> jax.ShapeDtypeStruct:
+    def array(dtype) -> Any:  # shapes in the place of arrays
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
 
     ids = array(jnp.int32)
-    batch = Batch(
+    batch: Any = Batch(
         tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=array(jnp.dtype("float32"))
     )
     traced = job.train_step.trace(job.abstract_state(), batch)

@@ -1,0 +1,198 @@
+"""Shapes of Hugging Face configs, and the command."""
+
+import json
+
+import pytest
+
+from jaxinfra.cli.main import main
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.planning.catalog import SHAPES, find_model
+from jaxinfra.planning.from_hf import shape_of_hf
+from jaxinfra.planning.params import active_parameters, total_parameters
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "max_position_embeddings": 32_768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "vocab_size": 32_000,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40_960,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151_936,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163_840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129_280,
+}
+DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v2",
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 10_944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "q_lora_rank": None,
+    "topk_method": "greedy",
+    "vocab_size": 102_400,
+}
+QWEN15_MOE = {
+    "model_type": "qwen2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "shared_expert_intermediate_size": 5632,
+    "vocab_size": 151_936,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [(MIXTRAL, "mixtral_8x7b"), (QWEN3_MOE, "qwen3_30b_a3b"), (DEEPSEEK_V3, "deepseek_v3")],
+)
+def test_published_configs_are_the_catalogs_shapes(values, name):
+    assert shape_of_hf(values, name=name) == SHAPES[name]()
+
+
+@pytest.mark.parametrize(
+    ("values", "billions", "active"),
+    [(DEEPSEEK_V2_LITE, 15.7, 2.7), (QWEN15_MOE, 14.3, 2.7)],
+)
+def test_published_sizes(values, billions, active):
+    """arXiv 2405.04434 says 15.7B and 2.4B without tables; Qwen1.5-MoE-A2.7B is named so."""
+    shape = shape_of_hf(values, name="model")
+    assert round(total_parameters(shape) / 1e9, 1) == billions
+    assert round(active_parameters(shape) / 1e9, 1) == active
+
+
+def test_layers_that_do_not_route():
+    values = QWEN3_MOE | {"mlp_only_layers": [0, 5]}
+    assert [layer.count for layer in shape_of_hf(values, name="model").layers] == [2, 46]
+
+
+def test_unknown_architectures_and_missing_keys_are_named():
+    with pytest.raises(ConfigError, match="mamba"):
+        shape_of_hf({"model_type": "mamba"}, name="model")
+    with pytest.raises(ConfigError, match="num_local_experts"):
+        shape_of_hf({k: v for k, v in MIXTRAL.items() if k != "num_local_experts"}, name="model")
+
+
+def test_a_config_file_and_its_directory(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
+    by_file = find_model(str(tmp_path / "config.json"))
+    assert total_parameters(by_file) == total_parameters(find_model(str(tmp_path)))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="object"):
+        find_model(str(tmp_path))
+
+
+def plan(capsys, *arguments) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_plan_prints_json_for_a_mesh_and_for_a_search(capsys):
+    code, out, _ = plan(capsys, "llama3_8b", "--devices", "8", "--mesh", "fsdp=8", "--json")
+    assert code == 0
+    assert json.loads(out)["mesh"]["fsdp"] == 8
+    code, out, _ = plan(capsys, "llama3_8b", "--devices", "8", "--tokens", "1e12", "--json")
+    assert code == 0
+    values = json.loads(out)
+    assert values["search"]["runners_up"][0]["why"]
+    assert values["days"] > 0
+
+
+def test_plan_prints_tables(capsys):
+    code, out, _ = plan(capsys, "deepseek_v3", "--devices", "512", "--device", "h100")
+    assert code == 0
+    assert "671,026,419,200" in out
+    code, out, _ = plan(capsys, "deepseek_v3", "--devices", "16", "--inference")
+    assert code == 0
+    assert "MLA" in out
+    code, out, _ = plan(capsys, "formats")
+    assert code == 0
+    assert "65504" in out
+
+
+def test_self_check_passes(capsys):
+    code, out, _ = plan(capsys, "--self-check", "--json")
+    values = json.loads(out)
+    assert code == 0
+    assert all(each["holds"] for each in values["exact"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lama3_8b"], "did you mean 'llama3_8b'"),
+        (["llama3_8b", "--device", "h300"], "unknown device 'h300'"),
+        (["llama3_8b", "--devices", "6", "--mesh", "tensor=6"], "num_q_heads=32"),
+        (["llama3_8b", "--devices", "64", "--mesh", "pipe=64"], "64 stages"),
+        (["llama3_8b", "--devices", "8", "--mesh", "fsdp=4"], "needs 4 devices"),
+        (["llama3_8b", "--mesh", "fdsp=1"], "fsdp"),
+        (["llama3_8b", "--compile", "cpu"], "--mesh"),
+        (["deepseek_v3", "--mesh", "", "--compile", "cpu"], "not a preset"),
+        ([], "no model"),
+    ],
+)
+def test_nonsense_gets_one_line(capsys, arguments, words):
+    code, _, err = plan(capsys, *arguments)
+    assert code == 1
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_pictures(capsys, tmp_path):
+    code, _, _ = plan(
+        capsys, "llama3_8b", "--devices", "8", "--json", "--pictures", str(tmp_path / "plan")
+    )
+    assert code == 0
+    names = {path.name for path in (tmp_path / "plan").iterdir()}
+    assert names == {"memory.png", "time.png", "roofline.png", "pareto.png"}
+    assert plan(capsys, "formats", "--json", "--pictures", str(tmp_path))[0] == 0
+    assert (tmp_path / "formats.png").stat().st_size > 10_000

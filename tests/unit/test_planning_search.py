@@ -1,0 +1,260 @@
+"""Memory, communication, search and serving: properties and worked cases."""
+
+import dataclasses
+import math
+import time
+
+import pytest
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.planning.catalog import find_model
+from jaxinfra.planning.devices import NAMES, find_device, with_measurements
+from jaxinfra.planning.inference import (
+    Serving,
+    crossover_batch,
+    decode,
+    max_batch,
+    max_context,
+    prefill,
+    ridge,
+    weight_bytes,
+)
+from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
+from jaxinfra.planning.layout import MEGATRON_2021, Layout, Recompute, check
+from jaxinfra.planning.memory import megatron_activation_bytes, memory
+from jaxinfra.planning.operations import Matmul
+from jaxinfra.planning.params import total_parameters
+from jaxinfra.planning.plan import make_plan
+from jaxinfra.planning.search import Question, search
+from jaxinfra.planning.step import step_time
+from jaxinfra.planning.timing import matmul_s
+
+H200, H100 = find_device("h200"), find_device("h100")
+EIGHT_B = find_model("llama3_8b")
+
+
+def layout(**sizes) -> Layout:
+    return Layout(**{"length": 4096, "batch": 64} | sizes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_constant_of_a_device_is_sane(name):
+    device = find_device(name)
+    assert 0.4 < device.matmul_efficiency["bf16"] < 1
+    assert device.network_bytes_per_s < device.node_bytes_per_s < device.hbm_bytes_per_s
+    assert {"flops", "matmul_efficiency", "node_bytes_per_s"} <= set(device.sources)
+
+
+def test_measured_constants_replace_ours_and_are_named():
+    device = with_measurements(H200, {"node_bytes_per_s": 1e11}, source="bench.json")
+    assert (device.node_bytes_per_s, device.sources["node_bytes_per_s"]) == (1e11, "bench.json")
+    with pytest.raises(ConfigError, match="node_bytes_per_s"):
+        with_measurements(H200, {"node_bytes_per": 1.0}, source="bench.json")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_shards_what_it_says(stage):
+    whole = memory(EIGHT_B, layout(fsdp=8, zero=0), H200)
+    sharded = memory(EIGHT_B, layout(fsdp=8, zero=stage), H200)
+    for name, first in (("optimizer", 1), ("gradients", 2), ("weights", 3)):
+        factor = 8 if stage >= first else 1
+        assert getattr(sharded, name) * factor == getattr(whole, name)
+
+
+def test_parameters_of_all_stages_add_up():
+    """Two stages of equal layers, each with one table: what is counted twice is the final norm."""
+    whole = memory(EIGHT_B, layout(), H200).weights
+    half = memory(EIGHT_B, layout(pipe=2, accumulation=2), H200).weights
+    assert whole == 4 * total_parameters(EIGHT_B)
+    assert half == (whole - 4 * EIGHT_B.model_dim) / 2
+
+
+def test_stronger_recomputation_keeps_less_and_costs_more():
+    order = (Recompute.NONE, Recompute.DOTS, Recompute.MLP, Recompute.NAMED, Recompute.FULL)
+    kept = [memory(EIGHT_B, layout(remat=each), H200).activations for each in order]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == len(kept)
+    times = [
+        step_time(EIGHT_B, layout(remat=each), H200).parts.get("recomputation", 0.0)
+        for each in order
+    ]
+    assert times == sorted(times)
+
+
+def test_activations_of_a_megatron_layout_are_the_papers():
+    shape = find_model("megatron_22b")
+    for selective in (False, True):
+        each = Layout(
+            length=2048,
+            batch=4,
+            tensor=8,
+            traits=MEGATRON_2021,
+            sequence_parallel=selective,
+            remat=Recompute.SELECTIVE if selective else Recompute.NONE,
+        )
+        expected = megatron_activation_bytes(
+            layers=48,
+            width=6144,
+            heads=64,
+            length=2048,
+            micro_batch=4,
+            tensor=8,
+            sequence_parallel=selective,
+            selective=selective,
+        )
+        assert math.isclose(memory(shape, each, H200).activations, expected)
+
+
+def test_pipeline_activations_do_not_grow_with_micro_batches():
+    def activations(micro):
+        return memory(EIGHT_B, layout(pipe=4, accumulation=micro, batch=micro), H200).activations
+
+    assert activations(8) == activations(32)
+
+
+@pytest.mark.parametrize(
+    ("remat", "compiled_gib"),
+    [(Recompute.NONE, 62.44), (Recompute.MLP, 18.44), (Recompute.FULL, 7.25)],
+)
+def test_temporaries_of_the_1b_step_on_an_h200(remat, compiled_gib):
+    """XLA's buffer assignment, compiled for an H200 without one: attention hopper, 4 x 4096."""
+    predicted = memory(find_model("llama32_1b"), layout(batch=4, remat=remat), H200).temporaries
+    assert abs(predicted / 2**30 / compiled_gib - 1) < 0.15
+
+
+def test_time_parts_add_up_and_more_devices_are_faster():
+    one = step_time(EIGHT_B, layout(), H200)
+    eight = step_time(EIGHT_B, layout(fsdp=8), H200)
+    assert math.isclose(sum(one.parts.values()), one.total_s)
+    assert one.total_s / 8 < eight.total_s < one.total_s / 7
+
+
+def test_bubble():
+    time_ = step_time(EIGHT_B, layout(pipe=4, accumulation=16, batch=16), H200)
+    assert time_.bubble_fraction == 3 / 19
+    interleaved = layout(pipe=4, accumulation=16, batch=16, chunks=2)
+    assert step_time(EIGHT_B, interleaved, H200).bubble_fraction == 3 / 35
+
+
+def test_a_matmul_is_bound_by_memory_or_arithmetic():
+    large = matmul_s(H200, Matmul("square", 8192, 8192, 8192))
+    assert 600e12 < 2 * 8192**3 / large < 800e12
+    vector = matmul_s(H200, Matmul("decode", 1, 8192, 8192))
+    assert vector > 2 * 8192 * 8192 / H200.hbm_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"tensor": 16}, "num_kv_heads=8"),
+        ({"tensor": 3}, "num_q_heads=32"),
+        ({"pipe": 64, "accumulation": 64}, "64 stages"),
+        ({"fsdp": 128}, "does not divide over"),
+        ({"expert": 2, "fsdp": 2}, "no experts"),
+        ({"context": 3}, "pieces"),
+        ({"recipe": "fp9"}, "unknown recipe"),
+        ({"zero": 4}, "stages are 0 to 3"),
+        ({"chunks": 2}, "pipe=1"),
+    ],
+)
+def test_nonsense_is_refused_with_the_rule(sizes, words):
+    with pytest.raises(ConfigError, match=words):
+        check(EIGHT_B, layout(**sizes))
+
+
+def test_experts_must_divide():
+    with pytest.raises(ConfigError, match="num_experts=8"):
+        check(find_model("mixtral_8x7b"), layout(expert=16, fsdp=16))
+
+
+def test_plan_json_has_the_promised_keys():
+    values = make_plan(EIGHT_B, layout(fsdp=8), H200).as_dict(tokens=1e12)
+    assert {"params_total", "params_active", "flops_per_token", "kv_bytes_per_token", "mesh"} <= {
+        *values
+    }
+    assert {"weights", "gradients", "optimizer", "activations", "total"} <= {
+        *values["memory_bytes"]
+    }
+    assert values["collective_bytes"]["all-gather"] > 0
+    for key in ("bubble_fraction", "step_s", "tokens_per_s_per_device", "mfu", "days", "dollars"):
+        assert values[key] >= 0
+
+
+def test_search_over_2048_devices_takes_seconds_and_ranks():
+    start = time.process_time()
+    found = search(find_model("moe_1t"), Question(devices=2048, length=4096, batch=8192), H100)
+    assert time.process_time() - start < 20
+    assert found.best.fits
+    assert all(plan.time.total_s >= found.best.time.total_s for plan, _ in found.runners_up)
+    assert all("takes" in why for _, why in found.runners_up)
+    sizes = [each.bytes_total for each in found.pareto]
+    seconds = [each.seconds for each in found.pareto]
+    assert sizes == sorted(sizes)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_search_finds_what_trying_everything_finds():
+    question = Question(devices=8, length=4096, batch=64, remat=Recompute.DOTS, zero=3)
+    found = search(EIGHT_B, question, H200)
+    best = min(
+        step_time(EIGHT_B, each, H200).total_s
+        for tensor in (1, 2, 4, 8)
+        for fsdp in (1, 2, 4, 8)
+        for rows in (1, 2, 4, 8)
+        if tensor * fsdp == 8
+        for each in [
+            layout(
+                tensor=tensor,
+                fsdp=fsdp,
+                accumulation=64 // fsdp // rows,
+                zero=3 if fsdp > 1 else 0,
+                sequence_parallel=tensor > 1,
+            )
+        ]
+        if make_plan(EIGHT_B, each, H200).fits
+    )
+    assert found.best.time.total_s <= best
+
+
+def test_search_says_why_nothing_fits():
+    with pytest.raises(ConfigError, match="no layout fits 141 GB"):
+        search(find_model("llama3_405b"), Question(devices=8, length=4096, batch=8), H200)
+
+
+def test_caches():
+    shape = find_model("llama2_70b")
+    assert kv_bytes(shape, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(shape)
+    heads = shape.layers[0].attention
+    mha = dataclasses.replace(heads, num_kv_heads=heads.num_q_heads)
+    layers = (dataclasses.replace(shape.layers[0], attention=mha),)
+    wide = dataclasses.replace(shape, layers=layers)
+    assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(shape) == 2.5 * 2**20
+    # A windowed layer keeps its window: half of Gemma-2's layers see 4,096 tokens.
+    gemma = find_model("gemma2_9b")
+    assert kv_bytes(gemma, batch=1, context=8192) == 0.75 * 8192 * kv_bytes_per_token(gemma)
+
+
+def test_what_fits_beside_the_weights():
+    serving = Serving()
+    batch = max_batch(EIGHT_B, H200, serving, context=8192)
+    used = weight_bytes(EIGHT_B, serving) + H200.reserved_bytes
+    one = kv_bytes(EIGHT_B, batch=1, context=8192)
+    assert used + batch * one <= H200.hbm_bytes < used + (batch + 1) * one
+    context = max_context(EIGHT_B, H200, serving, batch=4)
+    assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= H200.hbm_bytes
+    assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > H200.hbm_bytes
+    assert max_batch(find_model("llama3_405b"), H200, serving, context=1) == 0
+
+
+def test_prefill_is_compute_bound_and_decode_memory_bound():
+    serving = Serving()
+    assert prefill(EIGHT_B, H200, serving, batch=1, length=4096).bound == "compute"
+    step = decode(EIGHT_B, H200, serving, batch=1, context=4096)
+    assert step.bound == "memory"
+    assert step.intensity < 2
+    assert round(ridge(H100)) == 295
+    assert round(ridge(H200)) == 206
+    short = crossover_batch(EIGHT_B, H200, serving, context=1)
+    assert short is not None
+    assert abs(short / ridge(H200) - 1) < 0.1  # 2 bytes and 2 FLOPs a weight
+    assert crossover_batch(EIGHT_B, H200, serving, context=8192) is None
