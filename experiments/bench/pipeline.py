@@ -169,7 +169,11 @@ def own_cost(args: argparse.Namespace, variant: Variant) -> float:
     pipeline = PipelineConfig(schedule=variant.schedule, chunks=args.chunks)
     chunks, stages = pipeline.chunks_a_stage, variant.mesh.pipe
     schedule = make_schedule(
-        variant.schedule, stages=stages, micro_batches=variant.micro_batches, chunks=chunks
+        variant.schedule,
+        stages=stages,
+        micro_batches=variant.micro_batches,
+        chunks=chunks,
+        backward_ticks=pipeline.backward_ticks,
     )
     layer = (
         args.width * (args.head_dim * 2 * (args.heads + args.kv_heads) + 3 * args.hidden)

@@ -42,3 +42,12 @@ class PipelineConfig:
                 return 2
             case _:
                 return 1
+
+    @property
+    def backward_ticks(self) -> int:
+        """Forwards that a backward is planned to take as long as.
+
+        Twice the products where it computes both gradients. Only the interleaved order depends on
+        it: 1F1B and GPipe keep their bubble for any ratio.
+        """
+        return 2 if self.schedule is PipelineSchedule.INTERLEAVED else 1

@@ -67,6 +67,7 @@ def make_pipeline_gradient(
         stages=stages,
         micro_batches=micro_batches,
         chunks=pipeline.chunks_a_stage,
+        backward_ticks=pipeline.backward_ticks,
     )
     program = make_program(schedule)
     functions = stage_functions(model, z_loss=training.z_loss)

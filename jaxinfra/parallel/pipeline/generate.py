@@ -62,9 +62,20 @@ def _cycle(ready: _Ready) -> Action | None:
 
 
 def make_schedule(
-    name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int = 1
+    name: PipelineSchedule,
+    *,
+    stages: int,
+    micro_batches: int,
+    chunks: int = 1,
+    backward_ticks: int = 1,
 ) -> Schedule:
-    """The schedule of that name; raises ConfigError for a number of chunks it does not have."""
+    """The schedule of that name; raises ConfigError for a number of chunks it does not have.
+
+    Args:
+        backward_ticks: how many forwards a backward takes as long as. An order made for 1 loses
+            time where that is not so, once stages form a ring: interleaved, each waits for the
+            slower of its neighbours in every tick. An action stands in its last tick.
+    """
     _check(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
     rules = {
         PipelineSchedule.GPIPE: _forwards_first,
@@ -83,6 +94,7 @@ def make_schedule(
         capacity=micro_batches if name is PipelineSchedule.GPIPE else stages * chunks,
         # The last micro-batches are worked off chunk by chunk: nothing else hides their way back.
         by_chunk_from=micro_batches - stages if name is PipelineSchedule.INTERLEAVED else None,
+        length={_F: 1, _B: backward_ticks, _W: 1},
     )
     rows = scheduler.run(rules.get(name, _alternate))
     shape = (len(rows), stages)
@@ -124,11 +136,14 @@ class _ListScheduler:
     splits_gradients: bool
     capacity: int
     by_chunk_from: int | None
+    length: dict[Kind, int]  # in ticks
 
     def run(self, rule: _Rule) -> list[list[Action | None]]:
         """Rows of the table."""
         positions = len(self.stage_of)
-        self._next = {kind: [0] * positions for kind in (_F, _B, _W)}  # next micro-batch of each
+        # Of each kind and run of layers, the micro-batches begun and those done.
+        self._begun = {kind: [0] * positions for kind in (_F, _B, _W)}
+        self._done = {kind: [0] * positions for kind in (_F, _B, _W)}
         self._held = [0] * self.stages
         self._last = [Kind.IDLE] * self.stages
         self._mine = [
@@ -136,20 +151,31 @@ class _ListScheduler:
             for stage in range(self.stages)
         ]
         final = _W if self.splits_gradients else _B
+        current: list[Action | None] = [None] * self.stages
+        ticks_left = [0] * self.stages
         rows: list[list[Action | None]] = []
-        while min(self._next[final]) < self.micro_batches:
-            row = [rule(self._ready(stage)) for stage in range(self.stages)]
-            assert any(row), "the rules leave every stage waiting"
+        while min(self._done[final]) < self.micro_batches:
+            for stage in range(self.stages):
+                if current[stage] is None and (action := rule(self._ready(stage))) is not None:
+                    current[stage], ticks_left[stage] = action, self.length[action.kind]
+                    self._begun[action.kind][action.position] += 1
+                    self._held[stage] += action.kind is _F
+                    self._last[stage] = action.kind
+            assert any(current), "the rules leave every stage waiting"
+            row: list[Action | None] = [None] * self.stages
+            for stage, action in enumerate(current):
+                ticks_left[stage] -= 1
+                if action is not None and ticks_left[stage] == 0:
+                    row[stage], current[stage] = action, None
             for stage, action in enumerate(row):
                 if action is not None:
-                    self._next[action.kind][action.position] += 1
-                    self._held[stage] += (action.kind is _F) - (action.kind is final)
-                    self._last[stage] = action.kind
+                    self._done[action.kind][action.position] += 1
+                    self._held[stage] -= action.kind is final
             rows.append(row)
         return rows
 
     def _ready(self, stage: int) -> _Ready:
-        mine, forward = self._mine[stage], self._next[_F]
+        mine, forward = self._mine[stage], self._begun[_F]
         actions: dict[Kind, Action] = {}
         if self._held[stage] < self.capacity:
             # The deepest chunk, for its backward comes first.
@@ -160,7 +186,7 @@ class _ListScheduler:
         if fits:
             actions[_B] = self._action(_B, min(fits, key=self._backward_order))
         if self.splits_gradients:
-            fits = [j for j in mine if self._next[_W][j] < self._next[_B][j]]
+            fits = [j for j in mine if self._begun[_W][j] < self._done[_B][j]]
             if fits:
                 actions[_W] = self._action(_W, min(fits, key=self._backward_order))
         return _Ready(
@@ -170,18 +196,18 @@ class _ListScheduler:
         )
 
     def _has_input(self, kind: Kind, j: int) -> bool:
-        i = self._next[kind][j]
+        i = self._begun[kind][j]
         if kind is _F:
-            return i < (self.micro_batches if j == 0 else self._next[_F][j - 1])
+            return i < (self.micro_batches if j == 0 else self._done[_F][j - 1])
         last = j == len(self.stage_of) - 1
-        return i < self._next[_F][j] and (last or i < self._next[_B][j + 1])
+        return i < self._done[_F][j] and (last or i < self._done[_B][j + 1])
 
     def _backward_order(self, j: int) -> tuple[int, int]:
         """Oldest micro-batch first, deepest chunk first among equals."""
-        i = self._next[_B][j]
+        i = self._begun[_B][j]
         if self.by_chunk_from is not None:
             i = min(i, max(self.by_chunk_from, 0))
         return i, -j
 
     def _action(self, kind: Kind, j: int) -> Action:
-        return Action(kind=kind, micro_batch=self._next[kind][j], position=j)
+        return Action(kind=kind, micro_batch=self._begun[kind][j], position=j)
