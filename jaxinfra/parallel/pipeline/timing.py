@@ -69,8 +69,8 @@ def bubble_formula(
     """Idle over working time where forward, input gradient and weight gradient take equally long.
 
     (p-1)/m for GPipe and 1F1B, (p-1)/(m v) interleaved (Narayanan et al. 2021, 2.2); of three
-    equal parts (p-1)/3m in ZB-H1 (Qi et al. 2024, table 2), half of that in ZB-V, whose stages are
-    never idle between their first and last action.
+    equal parts (p-1)/3m in ZB-H1 (Qi et al. 2024, table 2), half of that in ZB-V, where it is the
+    time until the last stage begins.
     """
     match name:
         case PipelineSchedule.GPIPE | PipelineSchedule.ONE_F_ONE_B:

@@ -1,0 +1,155 @@
+"""A pipeline schedule for people: its bubble, its memory, and the familiar picture."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.parallel.pipeline.generate import make_schedule
+from jaxinfra.parallel.pipeline.program import Program, lifetime_violations, make_program
+from jaxinfra.parallel.pipeline.schedule import Kind
+from jaxinfra.parallel.pipeline.timing import Timeline, bubble_formula, peak_activations, run
+
+_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#59a14f", Kind.WEIGHT: "#f2a93b"}
+_CHUNK_LIGHTENING = 0.45  # of the second chunk of a stage towards white; later ones more
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleReport:
+    """Figures of a schedule; times where a whole backward takes two forwards."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    bubble: float  # idle over working time
+    bubble_formula: float  # where forward, input and weight gradient take equally long
+    time: float  # in micro-batches: m without a pipeline
+    peak_activations: list[float]  # by stage, in those of one whole stage for one micro-batch
+    picture: str | None
+
+    def lines(self) -> list[str]:
+        """The report as text."""
+        peaks = " ".join(f"{peak:g}" for peak in self.peak_activations)
+        picture = [] if self.picture is None else [f"picture: {self.picture}"]
+        return [
+            f"{self.schedule}: {self.stages} stages x {self.chunks} chunks, {self.micro_batches} "
+            "micro-batches",
+            f"bubble {self.bubble:.1%} of the working time; by the formula, for a forward as long "
+            f"as each gradient, {self.bubble_formula:.1%}",
+            f"time of {self.time:.2f} micro-batches for {self.micro_batches}",
+            f"peak activations by stage, in those of a stage for one micro-batch: {peaks}",
+            *picture,
+        ]
+
+
+def report(
+    name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int, out: Path | None
+) -> ScheduleReport:
+    """Makes the schedule, checks it, measures it and draws it into ``out``.
+
+    Args:
+        chunks: a stage, in the interleaved schedule.
+    """
+    pipeline = PipelineConfig(schedule=name, chunks=chunks)
+    chunks = pipeline.chunks_a_stage
+    sizes = {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}
+    schedule = make_schedule(name, **sizes, backward_ticks=pipeline.backward_ticks)
+    program = make_program(schedule)
+    assert not lifetime_violations(program)
+    timeline = timed(program)
+    if out is not None:
+        draw(program, timeline, out)
+    return ScheduleReport(
+        schedule=name.value,
+        stages=stages,
+        micro_batches=micro_batches,
+        chunks=chunks,
+        bubble=timeline.bubble,
+        bubble_formula=bubble_formula(name, **sizes),
+        time=timeline.total / (3 * chunks),
+        peak_activations=[float(peak) for peak in peak_activations(schedule)],
+        picture=None if out is None else str(out),
+    )
+
+
+def timed(program: Program) -> Timeline:
+    """With a backward that takes two forwards, half of it for the weights where split."""
+    split = program.schedule.splits_gradients
+    durations = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0 if split else 2.0, Kind.WEIGHT: 1.0}
+    return run(program, durations=durations)
+
+
+def draw(program: Program, timeline: Timeline, file: Path) -> None:
+    """Stages from top to bottom, time to the right, a box for each action with its micro-batch."""
+    schedule = program.schedule
+    width = float(np.clip(timeline.total * 0.22 / schedule.num_chunks**0.5, 8, 40))
+    figure = Figure(figsize=(width, 0.45 * schedule.num_stages + 1.4), layout="constrained")
+    axes = figure.add_subplot()
+    for tick in range(schedule.num_ticks):
+        for stage in range(schedule.num_stages):
+            _box(axes, program, timeline, tick, stage)
+    axes.set_xlim(0, timeline.total)
+    axes.set_ylim(schedule.num_stages, 0)
+    axes.set_yticks(np.arange(schedule.num_stages) + 0.5)
+    axes.set_yticklabels([f"stage {stage}" for stage in range(schedule.num_stages)])
+    axes.set_xlabel("time, in forwards of a chunk")
+    axes.set_title(
+        f"{schedule.name}: {schedule.micro_batches} micro-batches, bubble {timeline.bubble:.1%}"
+    )
+    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
+    if schedule.splits_gradients:
+        names[Kind.BACKWARD] = "input gradient"
+    kinds = [kind for kind in names if np.any(schedule.kind == kind)]
+    handles: list[Any] = [
+        Patch(facecolor=_colour(kind, chunk), label=f"{names[kind]}{_suffix(schedule, chunk)}")
+        for kind in kinds
+        for chunk in range(schedule.num_chunks)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
+    partial = file.with_suffix(f".partial{file.suffix or '.png'}")
+    figure.savefig(partial, dpi=110)
+    partial.rename(file)
+
+
+def _suffix(schedule: Any, chunk: int) -> str:
+    return f", chunk {chunk}" if schedule.num_chunks > 1 else ""
+
+
+def _box(axes: Axes, program: Program, timeline: Timeline, tick: int, stage: int) -> None:
+    action = program.schedule.action(tick, stage)
+    if action is None:
+        return
+    start, end = timeline.start[tick, stage], timeline.end[tick, stage]
+    chunk = int(program.schedule.chunk[tick, stage])
+    axes.add_patch(
+        Rectangle(
+            (start, stage + 0.06),
+            end - start,
+            0.88,
+            facecolor=_colour(action.kind, chunk),
+            edgecolor="white",
+            linewidth=0.6,
+        )
+    )
+    axes.text(
+        (start + end) / 2,
+        stage + 0.5,
+        str(action.micro_batch),
+        ha="center",
+        va="center",
+        fontsize=7,
+        color="white" if chunk == 0 else "black",
+    )
+
+
+def _colour(kind: Kind, chunk: int) -> tuple[float, ...]:
+    text = _COLOURS[kind].lstrip("#")
+    base = [int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    white = 1.0 - (1.0 - _CHUNK_LIGHTENING) ** chunk
+    return tuple(part + (1.0 - part) * white for part in base)
