@@ -60,8 +60,14 @@ def initialize(shape: Shape, key: jax.Array) -> dict[str, Any]:
     return {"embed": draw(0, shape.vocab, d), "layers": layers, "norm": jnp.ones((d,))}
 
 
-def make_loss(shape: Shape, remat: str) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
-    """Mean cross entropy of targets given tokens, both int [batch, length]."""
+def make_loss(
+    shape: Shape, remat: str, constrain: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+    """Mean cross entropy of targets given tokens, both int [batch, length].
+
+    Args:
+        constrain: places the residual stream, on a mesh.
+    """
     b, s, head = shape.batch, shape.length, shape.head
     frequencies = shape.theta ** (-np.arange(0, head, 2) / head)
     angles = np.arange(s)[:, None] * frequencies
@@ -90,7 +96,8 @@ def make_loss(shape: Shape, remat: str) -> Callable[[Any, jax.Array, jax.Array],
         )
         x = x + o.reshape(b, s, -1) @ w["o"]
         h = norm(x, w["norm2"])
-        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+        x = x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+        return constrain(x), None
 
     if remat == "full":
         layer = jax.checkpoint(layer)
@@ -100,7 +107,7 @@ def make_loss(shape: Shape, remat: str) -> Callable[[Any, jax.Array, jax.Array],
 
     def loss(params, tokens, targets):
         table = params["embed"].astype(jnp.bfloat16)
-        x, _ = lax.scan(layer, table[tokens], params["layers"])
+        x, _ = lax.scan(layer, constrain(table[tokens]), params["layers"])
         logits = (norm(x, params["norm"]) @ table.T).astype(jnp.float32)
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
@@ -109,10 +116,15 @@ def make_loss(shape: Shape, remat: str) -> Callable[[Any, jax.Array, jax.Array],
 
 
 def make_step(
-    shape: Shape, *, remat: str, learning_rate: float, weight_decay: float
+    shape: Shape,
+    *,
+    remat: str,
+    learning_rate: float,
+    weight_decay: float,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer and the jitted, donating step (params, state, tokens, targets) -> ..., loss."""
-    loss = make_loss(shape, remat)
+    loss = make_loss(shape, remat, constrain)
 
     def decayed(params):
         return jax.tree_util.tree_map_with_path(
