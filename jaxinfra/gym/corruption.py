@@ -5,7 +5,7 @@ gets instead.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,10 @@ def poison_weights(batch: Any, plan: Mapping[str, Any]) -> Any:
 
 
 def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
-    """A training step after whose ``at``-th call a bit flips in this process's copy of a weight."""
+    """A training step after whose ``at``-th call a bit flips in this process's copy of a weight.
+
+    ``devices`` of the plan names those of its devices whose copy it is, by position; all if absent.
+    """
     calls = 0
 
     def flipping(state: Any, batch: Any) -> Any:
@@ -35,6 +38,16 @@ def flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable
         calls += 1
         state, metrics = step(state, batch)
         return (_flip_weight(state, plan) if calls == plan["at"] else state), metrics
+
+    return flipping
+
+
+def always_flipping_step(step: Callable[..., Any], plan: Mapping[str, Any]) -> Callable[..., Any]:
+    """A training step after each of whose calls a bit flips: a device that is broken."""
+
+    def flipping(state: Any, batch: Any) -> Any:
+        state, metrics = step(state, batch)
+        return _flip_weight(state, plan), metrics
 
     return flipping
 
@@ -60,7 +73,7 @@ def _flip_weight(state: Any, plan: Mapping[str, Any]) -> Any:
         flipped.reshape(-1).view(np.uint32)[x.size // 2] ^= np.uint32(1 << plan.get("bit", 20))
         return flipped
 
-    leaves[number] = _like(leaves[number], flip)
+    leaves[number] = _like(leaves[number], flip, devices=plan.get("devices"))
     return dataclasses.replace(state, parameters=jax.tree.unflatten(tree, leaves))
 
 
@@ -71,12 +84,16 @@ def other_program(job: Job, plan: Mapping[str, Any]) -> Job:
     return dataclasses.replace(job, train_step=other.train_step)
 
 
-def _like(x: Any, change: Callable[[np.ndarray], np.ndarray]) -> Any:
-    """x with this process's parts changed."""
+def _like(
+    x: Any, change: Callable[[np.ndarray], np.ndarray], *, devices: Sequence[int] | None = None
+) -> Any:
+    """x with this process's parts changed, or those on some of its devices."""
     if isinstance(x, np.ndarray):
         return change(x)
     parts = [
         jax.device_put(change(np.asarray(shard.data)), shard.device)
-        for shard in x.addressable_shards
+        if devices is None or position in devices
+        else shard.data
+        for position, shard in enumerate(x.addressable_shards)
     ]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)

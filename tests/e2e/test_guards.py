@@ -1,0 +1,120 @@
+"""Steps that go wrong, and end as if they had not: one process, several devices, the real command.
+
+The reference of each is a run of the same devices without the fault; the fault gym does the same
+with several processes.
+"""
+
+import json
+
+import pytest
+from e2e.processes import Ended
+from e2e.runs import Bench, metrics, without_times
+
+from jaxinfra.gym.arena import incidents, ledger, state_sums
+from jaxinfra.reliability.faults import VARIABLE
+
+STEPS, BATCH = 12, 8
+SETTINGS = {
+    "training__steps": STEPS,
+    "training__sequence_length": 16,
+    "training__accumulation": 1,
+    "training__evaluate_every": 6,
+    "training__log_every": 100,
+    "reliability__hash_every": 3,
+    "model__num_layers": 1,
+    "model__dropout_rate": 0.0,
+}
+SPIKE = {"reliability__spike_factor": 1.2, "reliability__spike_window": 4}
+BATCHES = "jaxinfra.data.packing:PackedWindows.batch"
+STEP = "jaxinfra.training.trainer:same_program"
+
+
+def train(bench: Bench, name: str, *, devices: int, faults: list[dict], **settings) -> Ended:
+    environment = {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        VARIABLE: json.dumps(faults),
+    }
+    arguments = [*bench.new(name, **SETTINGS, **settings), "--mesh", f"replica={devices}"]
+    ended = bench.run(arguments, environment=environment)
+    assert ended.code == 0, ended
+    return ended
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared) -> dict[int, str]:
+    for devices in (2, 4):
+        train(shared, f"undisturbed{devices}", devices=devices, faults=[])
+    return {devices: shared / f"undisturbed{devices}" for devices in (2, 4)}
+
+
+def samples_of(step: int) -> list[int]:
+    return list(range((step - 1) * BATCH, step * BATCH))
+
+
+def assert_like_excluded(bench: Bench, name: str, step: int) -> None:
+    """The state is that of a run which never trained on that batch, and the ledger lacks it."""
+    excluded = {"reliability__exclude_steps": f"[{step}]"}
+    train(bench, "excluded", devices=2, faults=[], **excluded)
+    assert state_sums(bench / name, STEPS) == state_sums(bench / "excluded", STEPS)
+    assert ledger(bench / name) == ledger(bench / "excluded")
+    assert [entry[0] for entry in ledger(bench / name) if not entry[3]] == [step]
+
+
+def test_what_is_not_finite_is_skipped_and_located(bench):
+    action = "jaxinfra.gym.corruption:poison_weights"
+    fault = {"target": BATCHES, "samples": samples_of(7)[-1:], "action": action}
+    train(bench, "run", devices=2, faults=[fault])
+    (found,) = incidents(bench / "run", "not finite")
+    assert (found["step"], found["ranks"], found["cause"]) == (7, [0], "batch")
+    assert found["tensors"][0].startswith("layer 0: blocks/0/")
+    assert_like_excluded(bench, "run", 7)
+
+
+def test_a_bad_batch_is_found_and_left_out(bench):
+    action = "jaxinfra.gym.corruption:poison_targets"
+    fault = {"target": BATCHES, "samples": samples_of(10)[:1], "action": action}
+    train(bench, "run", devices=2, faults=[fault], **SPIKE)
+    (found,) = incidents(bench / "run", "batch excluded")
+    assert (found["step"], found["samples"]) == (10, [72, 79])
+    assert len(incidents(bench / "run", "went back")) == 2, "to see it again, and to leave it out"
+    assert_like_excluded(bench, "run", 10)
+    # What was undone is not in the metrics, and is in the ledger of time.
+    steps = [line["step"] for line in metrics(bench / "run") if "heldout_loss" not in line]
+    assert steps == list(range(1, STEPS + 1))
+    assert json.loads((bench / "run" / "summary.json").read_text())["wall_s_by_cause"]["lost"] > 0
+
+
+def test_a_fault_that_passes_is_told_from_a_bad_batch(bench, undisturbed):
+    fault = {"target": STEP, "action": "jaxinfra.gym.corruption:poisoning_step", "at": 10}
+    train(bench, "run", devices=2, faults=[fault], **SPIKE)
+    (found,) = incidents(bench / "run", "transient fault")
+    assert found["step"] == 10
+    assert not incidents(bench / "run", "batch excluded")
+    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed[2], STEPS)
+    assert without_times(bench / "run") == without_times(undisturbed[2])
+
+
+def test_a_flipped_weight_is_voted_out(bench, undisturbed):
+    fault = {"target": STEP, "action": "jaxinfra.gym.corruption:flipping_step", "at": 5}
+    ended = train(bench, "run", devices=4, faults=[fault | {"devices": [2]}])
+    (back,) = incidents(bench / "run", "went back")
+    assert back["step"] == 6
+    assert "on TFRT_CPU_2" in back["text"] or "cpu:2" in back["text"], back
+    assert "is not what the other copies are" in back["text"]
+    assert len(incidents(bench / "run", "transient fault")) == 1
+    assert "TRANSIENT FAULT" in ended.stdout
+    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed[4], STEPS)
+
+
+def test_a_fault_that_stays_ends_the_run_and_names_the_device(bench):
+    flip = {"target": STEP, "action": "jaxinfra.gym.corruption:always_flipping_step"}
+    environment = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        VARIABLE: json.dumps([flip | {"devices": [1]}]),
+    }
+    arguments = [*bench.new("run", **SETTINGS), "--mesh", "replica=4"]
+    ended = bench.run(arguments, environment=environment)
+    assert ended.code == 1
+    (line,) = ended.lines()
+    assert "the fault is persistent" in line
+    assert "cpu:1" in line or "TFRT_CPU_1" in line
