@@ -4,15 +4,21 @@ Bounds as in ``test_meshes``, which holds the update too: it goes by element. Se
 tokens, so that chunks are 4 or 2 tokens and a window of 5 reaches over one or two of them.
 """
 
+import dataclasses
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.run import ContextMethod, Remat
+from jaxinfra.config.presets.runs import tiny
+from jaxinfra.config.run import ContextMethod, Remat, validate
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.program import collectives
 from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.training.batch_order import in_zigzag
 from tests.sharded.cases import build, llama_like, packed_batch
 from tests.sharded.test_meshes import exact, run, single
 from tests.tolerance import assert_no_worse
@@ -28,15 +34,15 @@ RING, ULYSSES, ALL_GATHER = ContextMethod.RING, ContextMethod.ULYSSES, ContextMe
 # The ring on every mesh; every model and method on some.
 STEPS = [
     ("tied", "context4", RING, {"remat": Remat.NAMED}),
-    ("capped", "context2-fsdp2", ULYSSES, {}),
-    ("untied", "replica2-context2-tensor2", RING, {}),
+    ("tied", "context2-tensor2", ULYSSES, {}),
 ]
 MORE = [
+    ("capped", "context2-fsdp2", ULYSSES, {}),
+    ("untied", "replica2-context2-tensor2", RING, {}),
     ("tied", "context2", RING, {}),
     ("tied", "context2-fsdp2", RING, {}),
     ("tied", "context2-tensor2", RING, {}),
     ("capped", "context4", RING, {"remat": Remat.FULL}),
-    ("tied", "context2-tensor2", ULYSSES, {}),
     ("untied", "context2-fsdp2", ALL_GATHER, {}),
 ]
 
@@ -79,3 +85,41 @@ def test_a_step_sends_keys_round_and_sums_gradients_and_nothing_else():
     table = llama_like().vocab_size * llama_like().model_dim
     elements = sum(math.prod(each.shape) * each.times for each in summed)
     assert elements == built.model.num_parameters + table
+
+
+BAD = {
+    "length": ({"sequence_length": 20}, "sequence_length=20 does not divide into 2 x context=4"),
+    "heads": (
+        {"sequence_length": 16, "context_method": ULYSSES},
+        r"num_kv_heads=4, which does not divide over tensor=2 x context=4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_config_that_cannot_be_split_is_refused(name):
+    changes, message = BAD[name]
+    base = tiny()
+    config = dataclasses.replace(
+        base,
+        model=llama_like(),
+        mesh=MeshConfig(context=4, tensor=2),
+        training=dataclasses.replace(base.training, **changes),
+    )
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+def test_positions_are_given_where_a_batch_has_none():
+    """A row of one document may leave them out; by index they would be wrong."""
+    tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
+    batch = Batch(
+        tokens=tokens, targets=tokens + 1, segment_ids=None, positions=None, weights=tokens + 0.5
+    )
+    ordered = in_zigzag(batch, 2)
+    assert ordered.positions is not None
+    assert ordered.positions.tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]] * 2
+    np.testing.assert_array_equal(ordered.tokens, tokens[:, [0, 1, 6, 7, 2, 3, 4, 5]])
+    np.testing.assert_array_equal(ordered.targets, ordered.tokens + 1)
+    assert ordered.segment_ids is None
+    assert in_zigzag(batch, 1) is batch
