@@ -33,8 +33,11 @@ def test_directory(whole):
     assert sorted(path.name for path in whole.iterdir()) == [
         "checkpoints",
         "config.json",
+        "goodput.jsonl",
         "loss.png",
         "metrics.jsonl",
+        "metrics.prom",
+        "recorder",
         "summary.json",
         "tensorboard",
         "tokenizer.json",
