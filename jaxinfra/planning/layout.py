@@ -14,8 +14,8 @@ class Recompute(enum.StrEnum):
 
     NONE = "none"
     SELECTIVE = "selective"  # attention scores only (Korthikanti et al. 2022)
-    DOTS = "dots"  # all but matmul and attention outputs and the mlp's hidden layer
-    MLP = "mlp"  # all but matmul and attention outputs
+    DOTS = "dots"  # all but matmul and attention outputs
+    MLP = "mlp"  # as dots, and the mlp's hidden layer too
     NAMED = "named"  # all but attention's output and logsumexp
     FULL = "full"  # all but the layer's input
 

@@ -142,9 +142,9 @@ def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
         routed = 4.0 * tokens * feed_forward.top_k * model_dim
     hidden = 2.0 * tokens * width / tensor
     again = 0.0
-    if layout.remat in (Recompute.FULL, Recompute.NAMED):
+    if layout.remat in (Recompute.FULL, Recompute.NAMED, Recompute.MLP):
         # The layer's forward pass runs again before its backward pass.
-        outputs = dataclasses.replace(layout, remat=Recompute.MLP)
+        outputs = dataclasses.replace(layout, remat=Recompute.DOTS)
         again = saved_bytes(layer, model_dim, outputs) - saved_bytes(layer, model_dim, layout)
         again += 2 * hidden
     gathered = 0.0

@@ -110,9 +110,10 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
         case Recompute.NAMED:
             recomputed = [*matmuls, *passes, *exchange, *reduce_forward]
         case Recompute.MLP:
-            recomputed = list(passes)
+            widest = [each for each in matmuls if each.name.endswith(("/gate", "/up"))]
+            recomputed = [*widest, *passes]
         case Recompute.DOTS:
-            recomputed = [each for each in passes if each.name != "activation"]
+            recomputed = list(passes)
         case Recompute.SELECTIVE if not layout.traits.fused_attention:
             recomputed = list(core_forward)
         case _:
@@ -317,11 +318,11 @@ def saved_bytes(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
     inward = 2.0 * tokens * (attention.score_width + _kv_width(layer)) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
-    dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
     if layout.remat is Recompute.MLP:
-        return stream + core + dots
+        return stream + core + inward + 2 * stream
+    dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
     if layout.remat is Recompute.DOTS:
-        return stream + core + dots + 2.0 * hidden
+        return stream + core + dots
     if not layout.traits.saves_fp32:
         return stream + core + dots + layer.norms * stream + 2.0 * hidden
     # Nothing recomputed: each norm's fp32 quotient and its output; the rotated queries and keys;

@@ -122,8 +122,8 @@ def roofline_figure(shape: ModelShape, device: Device, *, context: int = 4096) -
             f"prefill {length:,}",
             (phase.intensity, rate),
             fontsize=8,
-            ha="center",
-            xytext=(0, 8),
+            ha="right" if phase.intensity < point else "center",
+            xytext=(-8, 2) if phase.intensity < point else (0, 8),
             textcoords="offset points",
         )
     axes.set_xscale("log", base=2)

@@ -114,7 +114,7 @@ def test_pipeline_activations_do_not_grow_with_micro_batches():
 
 @pytest.mark.parametrize(
     ("remat", "compiled_gib"),
-    [(Recompute.NONE, 62.44), (Recompute.MLP, 18.44), (Recompute.FULL, 7.25)],
+    [(Recompute.NONE, 62.44), (Recompute.DOTS, 18.44), (Recompute.FULL, 7.25)],
 )
 def test_temporaries_of_the_1b_step_on_an_h200(remat, compiled_gib):
     """XLA's buffer assignment, compiled for an H200 without one: attention hopper, 4 x 4096."""

@@ -1,0 +1,1 @@
+"""Worked plans: a question, the layouts that answer it, and the reasoning in figures."""

@@ -1,0 +1,62 @@
+"""70B on 8 nodes of 8 H100s: TP 8, PP 2, DP 4 and its alternatives (mission M19).
+
+    python -m experiments.plans.llama_70b_on_64
+
+16 bytes a parameter are 1.13 TB: 17.6 GB a GPU if everything is sharded 64 ways. Tensor parallelism
+stays within a node, where its all-reduces are; the pipeline crosses nodes with the least traffic
+and waits (p-1)/(m+p-1); data parallelism needs its traffic once a step. Fully sharded, no tensor or
+pipeline axis is needed at all, as long as each GPU has enough tokens to hide the gathers.
+"""
+
+from experiments.plans.compare import compare
+from jaxinfra.planning.catalog import find_model
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.search import Question
+
+LENGTH, BATCH = 4096, 1024  # 4M tokens a step
+
+
+def main() -> None:
+    """Prints the comparison."""
+    common = {"length": LENGTH, "batch": BATCH, "sequence_parallel": True}
+    layouts = {
+        "TP8 PP2 DP4, ZeRO 1": Layout(
+            tensor=8, pipe=2, fsdp=4, zero=1, accumulation=256, remat=Recompute.NAMED, **common
+        ),
+        "the same, few micro-batches": Layout(
+            tensor=8, pipe=2, fsdp=4, zero=1, accumulation=32, remat=Recompute.FULL, **common
+        ),
+        "the same, interleaved in 4": Layout(
+            tensor=8,
+            pipe=2,
+            chunks=4,
+            fsdp=4,
+            zero=1,
+            accumulation=256,
+            remat=Recompute.NAMED,
+            **common,
+        ),
+        "TP8 DP8, ZeRO 1": Layout(
+            tensor=8, fsdp=8, zero=1, accumulation=64, remat=Recompute.FULL, **common
+        ),
+        "TP4 PP4 DP4, ZeRO 1": Layout(
+            tensor=4, pipe=4, fsdp=4, zero=1, accumulation=256, remat=Recompute.FULL, **common
+        ),
+        "FSDP 64": Layout(
+            length=LENGTH, batch=BATCH, fsdp=64, accumulation=4, remat=Recompute.NAMED
+        ),
+        "DP 64, nothing sharded": Layout(length=LENGTH, batch=BATCH, replica=64, accumulation=16),
+    }
+    question = Question(devices=64, length=LENGTH, batch=BATCH)
+    compare(
+        "Llama-3-70B, 64 H100s, 1,024 x 4,096 tokens a step",
+        find_model("llama3_70b"),
+        find_device("h100"),
+        layouts,
+        question,
+    )
+
+
+if __name__ == "__main__":
+    main()

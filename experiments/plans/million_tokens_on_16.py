@@ -1,0 +1,99 @@
+"""A million tokens of context for a 70B model on 16 GPUs: what each ingredient buys (mission M6).
+
+    python -m experiments.plans.million_tokens_on_16
+
+Reading a million tokens is 0.32 MiB of cache each with 8 key/value heads: 344 GB, and 2.7 TB with
+64. Sharing heads, sharding the sequence and smaller formats multiply. Training on them is another
+matter: the stream alone that full recomputation keeps is 1.4 TB.
+"""
+
+import dataclasses
+
+from jaxinfra.planning.catalog import find_model
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.inference import Serving, decode, max_context, prefill, weight_bytes
+from jaxinfra.planning.kv import kv_bytes
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.memory import memory
+from jaxinfra.planning.shapes import Heads, ModelShape
+from jaxinfra.planning.step import step_time
+from jaxinfra.planning.table import grid, show
+
+TOKENS = 2**20
+
+
+def with_heads(shape: ModelShape, **changes: int) -> ModelShape:
+    """The model with another number of key/value heads, or a window."""
+    layers = []
+    for layer in shape.layers:
+        assert isinstance(layer.attention, Heads)
+        attention = dataclasses.replace(layer.attention, **changes)
+        layers.append(dataclasses.replace(layer, attention=attention))
+    return dataclasses.replace(shape, layers=tuple(layers))
+
+
+def main() -> None:
+    """Prints what fits for reading, and for training."""
+    device = find_device("h200")
+    model = find_model("llama3_70b")
+    mha = with_heads(model, num_kv_heads=64)
+    cases = (
+        ("one GPU, MHA, bf16", mha, Serving()),
+        ("16 GPUs, MHA", mha, Serving(devices=16)),
+        ("16 GPUs, GQA-8", model, Serving(devices=16)),
+        ("and cache in int8", model, Serving(devices=16, cache="int8")),
+        ("and cache in int4", model, Serving(devices=16, cache="int4")),
+        ("and weights in fp8", model, Serving(devices=16, cache="int4", weights="fp8")),
+        ("GQA-8, window of 8,192", with_heads(model, window=8192), Serving(devices=16)),
+    )
+    rows = []
+    for name, shape, serving in cases:
+        cached = kv_bytes(shape, batch=1, context=TOKENS, cache_format=serving.cache)
+        each = (weight_bytes(shape, serving) + cached) / serving.devices
+        fits = each + device.reserved_bytes <= device.hbm_bytes
+        read = prefill(shape, device, serving, batch=1, length=TOKENS)
+        token = decode(shape, device, serving, batch=1, context=TOKENS)
+        rows.append(
+            (
+                name,
+                f"{cached / 1e9:,.0f} GB",
+                f"{each / 1e9:,.0f} GB{'' if fits else ': too much'}",
+                f"{max_context(shape, device, serving):,}"
+                if not shape.layers[0].attention.window
+                else "any",
+                f"{read.seconds:,.0f} s",
+                f"{1e3 * token.seconds:.1f} ms",
+            )
+        )
+    columns = ("reading 1,048,576 tokens", "cache", "a GPU", "longest", "prefill", "a token")
+    show(grid("Llama-3-70B on H200s", columns, rows))
+    rows = []
+    for name, changes in (
+        ("ring over 16, fully sharded over none", {"context": 16}),
+        ("context 2 x tensor 8, stream sharded by both", {"context": 2, "tensor": 8}),
+        ("the same, fp8 with short states", {"context": 2, "tensor": 8, "recipe": "fp8-lm-o3"}),
+    ):
+        layout = Layout(
+            length=TOKENS,
+            batch=1,
+            remat=Recompute.FULL,
+            sequence_parallel="tensor" in changes,
+            zero=0,
+            **changes,
+        )
+        needs = memory(model, layout, device)
+        rows.append(
+            (
+                name,
+                f"{(needs.weights + needs.gradients + needs.optimizer) / 1e9:,.0f} GB",
+                f"{needs.activations / 1e9:,.0f} GB",
+                f"{needs.total / 1e9:,.0f} of {device.hbm_bytes / 1e9:.0f} GB",
+                f"{step_time(model, layout, device).total_s:,.0f} s",
+            )
+        )
+    columns = ("training on one such sequence", "state", "activations", "a GPU", "a step")
+    show(grid("Full recomputation", columns, rows))
+
+
+if __name__ == "__main__":
+    main()

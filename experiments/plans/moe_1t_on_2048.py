@@ -1,0 +1,55 @@
+"""A trillion parameters in experts on 2,048 H100s: TP 8, PP 16, DP 16, EP 16 (mission M19).
+
+    python -m experiments.plans.moe_1t_on_2048
+
+96% of the weights are routed experts, of which a token meets 8 in 128: compute is that of 81B,
+memory that of 1T. Tensor parallelism cuts the experts' small matmuls into smaller ones and pays an
+all-reduce of the stream each; expert parallelism keeps them whole and pays two exchanges of
+tokens x top_k x d; within a node these are cheap, across nodes each GPU has one adapter. Weights
+that are gathered for every micro-batch want long micro-batches, a pipeline wants many.
+"""
+
+from experiments.plans.compare import compare
+from jaxinfra.planning.catalog import find_model
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.search import Question
+
+LENGTH, BATCH = 4096, 8192  # 32M tokens a step
+
+
+def main() -> None:
+    """Prints the comparison."""
+    common = {"length": LENGTH, "batch": BATCH}
+    pipeline = {"pipe": 16, "zero": 1, "accumulation": 64, **common}
+    layouts = {
+        "TP8 PP16 DP16 EP16": Layout(
+            tensor=8,
+            fsdp=16,
+            expert=16,
+            sequence_parallel=True,
+            remat=Recompute.FULL,
+            pipe=16,
+            zero=1,
+            accumulation=512,
+            **common,
+        ),
+        "TP1 PP16 DP128 EP16": Layout(fsdp=128, expert=16, remat=Recompute.FULL, **pipeline),
+        "TP1 PP16 DP128 EP8, in the node": Layout(
+            fsdp=128, expert=8, remat=Recompute.FULL, **pipeline
+        ),
+        "FSDP 2048, EP8": Layout(fsdp=2048, expert=8, remat=Recompute.NAMED, **common),
+        "FSDP 2048, no expert axis": Layout(fsdp=2048, remat=Recompute.FULL, **common),
+    }
+    question = Question(devices=2048, length=LENGTH, batch=BATCH)
+    compare(
+        "1T in 128 experts, 2,048 H100s, 8,192 x 4,096 tokens a step",
+        find_model("moe_1t"),
+        find_device("h100"),
+        layouts,
+        question,
+    )
+
+
+if __name__ == "__main__":
+    main()
