@@ -61,6 +61,11 @@ class Constrain(Protocol):
         ...
 
     @property
+    def num_devices(self) -> int:
+        """That a computation may be spread over in any way."""
+        ...
+
+    @property
     def sequence_shards(self) -> int:
         """Devices that the compiler spreads a sequence over, where layers mix its positions."""
         ...
@@ -78,6 +83,7 @@ class Constrain(Protocol):
 class _Anywhere:
     batch_shards: int = 1
     sequence_shards: int = 1
+    num_devices: int = 1
 
     def first_row(self, num_rows: int) -> int:
         del num_rows

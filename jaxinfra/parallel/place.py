@@ -157,6 +157,11 @@ class ActivationPlacement:
     placement: Placement
 
     @property
+    def num_devices(self) -> int:
+        """Of the mesh."""
+        return self.placement.mesh.size
+
+    @property
     def batch_shards(self) -> int:
         """Devices that the compiler spreads the batch dim over."""
         return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(BATCH))

@@ -59,6 +59,7 @@ def batch_loss(
             logit_soft_cap=model.config.logit_soft_cap,
             batch_shards=model.execution.constrain.batch_shards,
             sequence_shards=model.execution.constrain.sequence_shards,
+            num_devices=model.execution.constrain.num_devices,
         )
 
 

@@ -173,6 +173,7 @@ def stage_functions(model: ModelDefinition, *, z_loss: float) -> StageFunctions:
                 logit_soft_cap=config.logit_soft_cap,
                 batch_shards=constrain.batch_shards,
                 sequence_shards=constrain.sequence_shards,
+                num_devices=constrain.num_devices,
             )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 

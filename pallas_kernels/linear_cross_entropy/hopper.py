@@ -29,7 +29,7 @@ RAISE = 80.0
 MOST_RAISES = 32
 
 
-def unsupported(hidden: jax.Array, *, num_shards: int) -> str | None:
+def unsupported(hidden: jax.Array, *, num_devices: int) -> str | None:
     """Why the kernel cannot compute this call; None if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
@@ -38,8 +38,8 @@ def unsupported(hidden: jax.Array, *, num_shards: int) -> str | None:
         return f"hidden is {hidden.dtype}; exponentials need bfloat16's range"
     if hidden.shape[-1] % WIDTH_MULTIPLE:
         return f"width {hidden.shape[-1]} is not a multiple of {WIDTH_MULTIPLE}"
-    if num_shards > 1:
-        return f"the tokens lie on {num_shards} devices and the kernel runs on one"
+    if num_devices > 1:
+        return f"the call is spread over {num_devices} devices and the kernel runs on one"
     return None
 
 

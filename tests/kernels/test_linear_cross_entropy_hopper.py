@@ -139,7 +139,8 @@ def test_lowers(cluster, num_ids, cap, with_matrix):
     [
         ({"dtype": jnp.float32}, "hidden is float32; exponentials need bfloat16"),
         ({"width": 96}, "width 96 is not a multiple of 64"),
-        ({"batch_shards": 2}, "the tokens lie on 2 devices"),
+        ({"batch_shards": 2}, "the call is spread over 2 devices"),
+        ({"num_devices": 4}, "the call is spread over 4 devices"),
         ({"facts": None}, "is not a Hopper GPU"),
     ],
     ids=str,
@@ -152,9 +153,28 @@ def test_refuses(change, words):
         linear_cross_entropy(
             hidden, jnp.zeros((V, width)), jnp.zeros((B, T), jnp.int32), jnp.ones((B, T)),
             implementation="hopper", batch_shards=change.get("batch_shards", 1),
+            num_devices=change.get("num_devices", 1),
         )  # fmt: skip
 
 
 def test_hopper_takes_what_it_says():
     with device.compiling_for(device.H200):
-        assert hopper.unsupported(jnp.zeros((1, 8, 128), jnp.bfloat16), num_shards=1) is None
+        assert hopper.unsupported(jnp.zeros((1, 8, 128), jnp.bfloat16), num_devices=1) is None
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "num_devices", "kernels"),
+    [(100_000, 1, True), (50_257, 1, False), (100_000, 2, False)],
+)
+def test_auto_takes_it_where_it_was_measured_to_win(num_ids, num_devices, kernels):
+    shape = jax.ShapeDtypeStruct
+    args = (
+        shape((1, 128, 64), jnp.bfloat16),
+        shape((num_ids, 64), jnp.float32),
+        shape((1, 128), jnp.int32),
+        shape((1, 128), jnp.float32),
+    )
+    loss = jax.jit(functools.partial(linear_cross_entropy, num_devices=num_devices))
+    with device.compiling_for(device.H200):
+        text = loss.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) == kernels
