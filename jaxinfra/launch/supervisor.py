@@ -163,6 +163,9 @@ class Supervisor:
         return code
 
     def _code(self, endings: list[Ending], failed: Ending | None) -> int:
+        asked = () if self._asked is None else (-self._asked, -signal.SIGTERM)
+        if failed is not None and failed.code in asked:
+            return RESUMABLE  # asked before it could listen: it had done nothing yet
         if failed is not None:
             return failed.exit_code
         return 128 + signal.SIGKILL if any(end.killed_by_us for end in endings) else 0

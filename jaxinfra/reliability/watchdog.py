@@ -28,7 +28,7 @@ TRIP, REPORT = "trip.json", "report.txt"
 _POLL_S = 0.5
 _STACKS_S = 4.0  # time for the others to dump
 # What may rightly take long. Several ranks may compile one after another.
-_LONG_PHASES = ("setup", "compile", "save", "restore", "finish")
+_LONG_PHASES = ("setup", "compile", "save", "rollback", "finish")
 _LONG_S = 3600.0
 _LONG_HEARTBEAT_S = 120.0  # there a library may keep Python's threads waiting
 

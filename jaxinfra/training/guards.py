@@ -23,6 +23,10 @@ class PersistentFaultError(JaxinfraError):
     """A device computes wrongly, again and again: no restart on it would help."""
 
 
+class DivergedError(JaxinfraError):
+    """Too many steps in a row were not finite."""
+
+
 class Doubt(Exception):
     """A step whose result must not be kept; the trainer goes back to before it.
 

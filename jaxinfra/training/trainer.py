@@ -11,7 +11,7 @@ import jax
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.core.errors import CheckpointError, JaxinfraError
+from jaxinfra.core.errors import CheckpointError
 from jaxinfra.data.corpus import Corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.pipeline import TrainIterator
@@ -19,7 +19,7 @@ from jaxinfra.reliability.exchange import Table
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate
-from jaxinfra.training.guards import Doubt, Guards, judge_loss, same_program
+from jaxinfra.training.guards import DivergedError, Doubt, Guards, judge_loss, same_program
 from jaxinfra.training.job import Job
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.metrics import MetricsLog
@@ -31,10 +31,6 @@ from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement
 from jaxinfra.training.summary import summarize
 from jaxinfra.training.watch import Watch
-
-
-class DivergedError(JaxinfraError):
-    """Too many steps in a row were not finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +204,7 @@ class Trainer:
             self._watch.snapshot(step=step, record=record)
             if values is not None:
                 self._show(record)
-                if int(values.skipped_in_a_row):
+                if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
                 self._require_progress(step, int(values.skipped_in_a_row))
 
@@ -312,7 +308,6 @@ class Trainer:
         self._record(keep=0)
         with self._clock.paused():
             if evaluation_is_due and not self._is_evaluated():
-                self._watch.phase("evaluate", step)
                 self._evaluate()
             if save_is_due and self._saved_step != step and not self._stop:
                 self._require_equal_copies()
@@ -349,7 +344,7 @@ class Trainer:
                 batches,
                 arrays,
                 put=self._job.put,
-                stop=self._stop.now,
+                stop=self._is_to_stop_evaluating,
             )
         except Interrupted:
             return
@@ -365,6 +360,10 @@ class Trainer:
             f"step {self._step}: held-out loss {result.loss:.4f}, perplexity "
             f"{result.perplexity:.2f}, {result.bits_per_byte:.4f} bits per byte"
         )
+
+    def _is_to_stop_evaluating(self) -> bool:
+        self._watch.phase("evaluate", self._step)  # each batch has the bound of a step
+        return self._stop.now()
 
     def _save(self) -> None:
         """Starts a save of the newest state; raises CheckpointError for it or the one before."""
