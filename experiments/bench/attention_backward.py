@@ -32,39 +32,14 @@ from pallas_kernels.flash_attention import hopper, hopper_backward, hopper_backw
 from pallas_kernels.flash_attention.hopper_config import BackwardConfig
 
 ONE_TIMING_S = 20  # longer than what is compiled meanwhile takes, so a sure hang
-EVERY_HEAD = 2**20
-DQ_WARPGROUP = {"dq_warpgroup": True, "early_scores": True, "num_stages": 3}
 FORMS: dict[int, dict[str, dict]] = {
     64: {
-        "all heads side by side": {"wave_heads": EVERY_HEAD},
-        "waves of 8": {"wave_heads": 8},
-        "waves of 4": {"wave_heads": 4},
-        "8, stagger": {"stagger": 2},
-        "8, dS in registers": {"register_ds": True},
-        "8, late dQ, dS in registers": {"late_dq": True, "register_ds": True},
-        "8, warpgroup for dQ": {**DQ_WARPGROUP, "register_ds": True, "register_k": True},
-        "4, warpgroup for dQ": {
-            **DQ_WARPGROUP,
-            "register_ds": True,
-            "register_k": True,
-            "wave_heads": 4,
-        },
-        "8, warpgroup for dQ, K from shared memory": {**DQ_WARPGROUP, "register_ds": True},
+        "late dQ": {},
+        "late dQ, dS in registers": {"register_ds": True},
+        "warpgroup for dQ": {"dq_warpgroup": True, "num_stages": 3, "register_ds": True},
     },
-    128: {
-        "all heads side by side": {"wave_heads": EVERY_HEAD},
-        "waves of 16": {"wave_heads": 16},
-        "waves of 8": {"wave_heads": 8},
-        "waves of 4": {"wave_heads": 4},
-        "8, stagger": {"stagger": 2},
-        "8, late dQ": {"late_dq": True},
-    },
-    256: {
-        "all heads side by side": {"wave_heads": EVERY_HEAD},
-        "waves of 16": {"wave_heads": 16},
-        "waves of 8": {"wave_heads": 8},
-        "waves of 4": {"wave_heads": 4},
-    },
+    128: {"late dQ": {}},
+    256: {"by columns": {}},
 }
 SHAPES = ((4, 4096, 1, False), (4, 4096, 1, True), (8, 2048, 1, True), (4, 4096, 4, True))
 
@@ -131,8 +106,6 @@ def check(H: int, lock: pathlib.Path, emit) -> None:
             want, rough = both(*exact)[1], both(q, k, v, d_out)[1]
             operands = (q, k, v, *jax.jit(forward(case))(q, k, v), d_out)
         for name, form in FORMS[H].items():
-            if name != "waves of 8" and set(form) == {"wave_heads"}:
-                continue
             f = compiled(backward(case, form), *operands)
             with alone(lock):
                 got = f(*operands)

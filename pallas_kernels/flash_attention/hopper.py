@@ -104,7 +104,7 @@ def backward(
         out, lse: what the forward returned.
         d_out, d_lse: cotangents of both; None for a logsumexp nobody used.
         deterministic: dQ summed in a fixed order, so that a repeated call returns the same bits.
-        config: tiles of heads up to 128 wide; the table's where None.
+        config: form for heads up to 128 wide; the table's where None.
 
     Raises:
         UnsupportedError: ``unsupported_backward`` has a reason, or the tiles exceed shared memory.
@@ -117,7 +117,8 @@ def backward(
     if width > WIDEST_BY_KEYS:
         dq, dk, dv = hopper_backward_wide.backward(*operands, spec=spec)
     else:
-        config = config or backward_config(width, width)
+        config = config or backward_config(width, width, q.shape[2] // k.shape[2])
+        config.check(width)
         _refuse(_exceeds_shared_memory(config, q, v))
         dq, dk, dv = hopper_backward.backward(*operands, spec=spec, config=config)
     if deterministic:

@@ -6,9 +6,13 @@ query and key, Hv head width of value.
 A block owns 128 keys of one key/value head, 64 a warpgroup, whose dK and dV stay in registers over
 all query heads of the group. Scores are computed transposed, keys by queries, so that P and dS
 leave the softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over
-blocks: both warpgroups put dS in shared memory, each computes half of the tile's dQ from it, and
-the copy engine adds that to a float32 array in global memory. While it leaves, the next scores are
-computed.
+blocks, and the copy engine adds it to a float32 array in global memory. Two forms of that:
+
+- late: both warpgroups put dS in shared memory, and one tile later, when neither need wait for the
+  other, each computes half the columns of that tile's dQ. While it leaves, the next scores are
+  computed.
+- ``dq_warpgroup``: a third warpgroup computes dQ, and the next scores run beside dO V'. Only heads
+  of 64 leave it registers.
 """
 
 import dataclasses
@@ -23,7 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_config import BackwardConfig
+from .hopper_config import BACKWARD_KEYS as KEYS
+from .hopper_config import BACKWARD_QUERIES as QUERIES
+from .hopper_config import NUM_DS, BackwardConfig
 from .hopper_geometry import (
     Geometry,
     TileRange,
@@ -42,8 +48,7 @@ from .spec import AttentionMasks, AttentionSpec
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
-NUM_WARPGROUPS = 2
-KEYS = 64 * NUM_WARPGROUPS
+NUM_WARPGROUPS = KEYS // 64
 
 
 def backward(
@@ -71,19 +76,19 @@ def backward(
             that add. dQ is then summed over key tiles afterwards.
     """
     g = geometry_of(q, k, v)
-    dtype, num_q_tiles = q.dtype, -(-g.T // config.block_q)
+    dtype, num_q_tiles = q.dtype, -(-g.T // QUERIES)
     kernel = _Backward(
         g=g, spec=spec, c=config, dtype=dtype, interpretable=interpretable,
         segmented=(ids := token_ids(
-            masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=KEYS
+            masks, B=g.B, T=g.T, S=g.S, q_tile=QUERIES, kv_tile=KEYS
         )) is not None,
     )  # fmt: skip
-    lse2, delta = row_statistics(out, lse, d_out, d_lse, num_q_tiles * config.block_q)
+    lse2, delta = row_statistics(out, lse, d_out, d_lse, num_q_tiles * QUERIES)
     q, k, v, d_out = (pad_rows(x) for x in (q, k, v, d_out))
     operands: dict[str, Any] = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
     if ids is not None:
         operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
-        operands["ranges"] = tile_ranges(ids[1], ids[0], KEYS, config.block_q)
+        operands["ranges"] = tile_ranges(ids[1], ids[0], KEYS, QUERIES)
     copies = (kernel.num_k_tiles,) if interpretable else ()
     operands["dq"] = jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))
     names = tuple(operands)
@@ -142,16 +147,16 @@ class _Backward:
 
     @property
     def dq_shape(self) -> tuple[int, int]:
-        """A warpgroup's part of a tile's dQ: half the columns of 64 rows, or 64 of 128 rows."""
+        """What leaves for dQ at a time: a warpgroup's half of the columns, or all of them."""
         if self.c.dq_warpgroup:
-            return (64, 64 if self.g.H % 64 == 0 else self.g.H)
-        return (64, self.g.H // NUM_WARPGROUPS) if self.c.block_q == 64 else (64, self.g.H)
+            return (QUERIES, self.g.H)
+        return (QUERIES, self.g.H // NUM_WARPGROUPS)
 
     def scratch(self) -> dict:
         g, c = self.g, self.c
         # A warpgroup's columns of dQ must be whole swizzle atoms of K.
-        tile = tiled(swizzle_bytes(self.dq_shape[1], g.Hv, c.block_q))
-        rows = (c.num_stages, c.block_q)
+        tile = tiled(swizzle_bytes(self.dq_shape[1], g.Hv, QUERIES))
+        rows = (c.num_stages, QUERIES)
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
         with_ids = 3 if self.segmented else 2
         buffers = {
@@ -161,15 +166,15 @@ class _Backward:
             "delta": plgpu.SMEM(rows, jnp.float32),
             "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
             "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
-            "ds": plgpu.SMEM((c.num_ds, KEYS, c.block_q), self.dtype, transforms=tile),
+            "ds": plgpu.SMEM((NUM_DS, KEYS, QUERIES), self.dtype, transforms=tile),
             "kv_full": plgpu.Barrier(num_arrivals=with_ids),
             "q_full": ring(num_arrivals=with_ids),
             "do_full": ring(num_arrivals=2),
             "q_empty": ring(num_arrivals=NUM_WARPGROUPS),
             "do_empty": ring(num_arrivals=NUM_WARPGROUPS),
-            "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS, num_barriers=c.num_ds),
+            "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS, num_barriers=NUM_DS),
             "ds_empty": plgpu.Barrier(
-                num_arrivals=1 if c.dq_warpgroup else NUM_WARPGROUPS, num_barriers=c.num_ds
+                num_arrivals=1 if c.dq_warpgroup else NUM_WARPGROUPS, num_barriers=NUM_DS
             ),
             "done": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
         }
@@ -180,20 +185,20 @@ class _Backward:
             buffers["q_ids"] = plgpu.SMEM(rows, jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
         if self.interpretable:
-            buffers["p"] = plgpu.SMEM((KEYS, c.block_q), self.dtype, transforms=tile)
+            buffers["p"] = plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile)
         return buffers
 
     def run(self, gmem, smem) -> None:
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g, c = self.g, self.c
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles, c.wave_heads)
-        queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, c.block_q)
+        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles)
+        queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, QUERIES)
         if self.segmented:
             queries = queries.meet(gmem.ranges, b, k_tile)
         queries = queries.ordered(at_least_one=False)
 
-        registers = self.c.registers(g.H)
+        registers = c.registers()
 
         # Written out per warpgroup: addresses that depend on it are constants, and the loop has the
         # registers for the rest.
@@ -218,14 +223,6 @@ class _Backward:
                 plgpu.set_max_registers(registers.dq, action="decrease")
                 self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
 
-    def visited(self, queries: TileRange, j, k_tile):
-        """The query tile of step j: blocks of the same head start a little apart."""
-        if not self.c.stagger:
-            return j
-        count = queries.hi - queries.lo
-        i = j + lax.rem(lax.rem(k_tile, 16) * self.c.stagger, jnp.maximum(count, 1))
-        return jnp.where(i >= queries.hi, i - count, i)
-
     def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
         """Keys and values once, then the queries of each head of the group into the ring."""
         g, c = self.g, self.c
@@ -240,9 +237,9 @@ class _Backward:
         def step(it, _):
             # One query tile more than there are: its scores are computed and dropped.
             head = jnp.minimum(lax.div(it, jnp.maximum(per_head, 1)), g.group - 1)
-            i = self.visited(queries, queries.lo + lax.rem(it, jnp.maximum(per_head, 1)), k_tile)
+            i = queries.lo + lax.rem(it, jnp.maximum(per_head, 1))
             n, slot = kv_head * g.group + head, lax.rem(it, c.num_stages)
-            rows = pl.ds(i * c.block_q, c.block_q)
+            rows = pl.ds(i * QUERIES, QUERIES)
             full = smem.q_full.at[slot]
             plgpu.barrier_wait(smem.q_empty.at[slot])
             plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
@@ -295,24 +292,20 @@ class _Backward:
         mine = pl.ds(wg * 64, 64)
         my_k, my_v = smem.k.at[mine], smem.v.at[mine]
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
-        in_registers = c.register_k and not self.interpretable
-        k_registers = plgpu.load(my_k, layout=WGMMA) if in_registers else None
         per_head = queries.hi - queries.lo
 
         def issue_scores(s_acc, slot):
-            left = my_k if k_registers is None else k_registers
-            plgpu.wgmma(s_acc, left, smem.q.at[slot].transpose((1, 0)))
+            plgpu.wgmma(s_acc, my_k, smem.q.at[slot].transpose((1, 0)))
 
         def first_scores(s_acc):
             issue_scores(s_acc, 0)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(j, carry, head):
+        def step(i, carry, head):
             s, *previous = carry
-            it = head * per_head + j - queries.lo
-            i = self.visited(queries, j, k_tile)
+            it = head * per_head + i - queries.lo
             slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
-            ds_slot = lax.rem(it, c.num_ds)
+            ds_slot = lax.rem(it, NUM_DS)
             ds_smem = smem.ds.at[ds_slot]
             q_smem, do_smem = smem.q.at[slot], smem.do.at[slot]
             n = kv_head * g.group + head
@@ -335,8 +328,7 @@ class _Backward:
                 delta = plgpu.load(smem.delta.at[slot], layout=COL)
                 ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
                 ds = (ds if slope is None else ds * slope).astype(self.dtype)
-                if c.late_dq or c.dq_warpgroup:
-                    plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
+                plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
                 ds_smem[mine, :] = ds
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(smem.ds_ready.at[ds_slot])
@@ -347,8 +339,8 @@ class _Backward:
                 plgpu.barrier_arrive(smem.q_empty.at[slot])
                 plgpu.barrier_arrive(smem.do_empty.at[slot])
 
-            s_shape = plgpu.ACC((64, c.block_q), jnp.float32)
-            if c.early_scores:
+            s_shape = plgpu.ACC((64, QUERIES), jnp.float32)
+            if c.dq_warpgroup:
                 plgpu.barrier_wait(smem.q_full.at[next_slot])
 
                 def whole_step(dp_acc, s_acc):
@@ -359,17 +351,7 @@ class _Backward:
 
                 return (pl.run_scoped(whole_step, s_shape, s_shape),)
             pl.run_scoped(functools.partial(key_gradients, s_acc=None), s_shape)
-            if c.dq_warpgroup:
-                plgpu.barrier_wait(smem.q_full.at[next_slot])
-
-                def scores(s_acc):
-                    issue_scores(s_acc, next_slot)
-                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                    free_queries()
-                    return s
-
-                return (pl.run_scoped(scores, s_shape),)
-            dq_slot, (dq_i, dq_n) = (1 - ds_slot, previous) if c.late_dq else (ds_slot, (i, n))
+            (dq_i, dq_n), dq_slot = previous, 1 - ds_slot
             plgpu.barrier_wait(smem.ds_ready.at[dq_slot])
             plgpu.barrier_wait(smem.q_full.at[next_slot])
 
@@ -377,8 +359,7 @@ class _Backward:
                 issue_scores(s_acc, next_slot)
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                 free_queries()
-                if c.late_dq:
-                    plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
+                plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
                 self.add_to_dq(gmem, smem, wg, dq, b, dq_i, dq_n, k_tile)
                 return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
@@ -387,7 +368,7 @@ class _Backward:
                 return pl.run_scoped(functools.partial(next_scores, dq_acc), s_shape)
 
             s = pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
-            return (s, i, n) if c.late_dq else (s,)
+            return s, i, n
 
         def one_head(head, carry):
             return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), carry)
@@ -396,29 +377,29 @@ class _Backward:
             self.issue_dq(smem, wg, dq_acc, last_ds)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-        if c.late_dq:
+        if not c.dq_warpgroup:
             # The first tile adds the dQ of a tile before it, which is zero.
-            zeros = plgpu.layout_cast(jnp.zeros((64, c.block_q), self.dtype), WGMMA)
+            zeros = plgpu.layout_cast(jnp.zeros((64, QUERIES), self.dtype), WGMMA)
             smem.ds[1, mine, :] = zeros
             plgpu.commit_smem()
             plgpu.barrier_arrive(smem.ds_ready.at[1])
             plgpu.barrier_arrive(smem.ds_empty.at[0])
         plgpu.barrier_wait(smem.q_full.at[0])
-        s = pl.run_scoped(first_scores, plgpu.ACC((64, c.block_q), jnp.float32))
-        first = (s, queries.lo, kv_head * g.group) if c.late_dq else (s,)
+        s = pl.run_scoped(first_scores, plgpu.ACC((64, QUERIES), jnp.float32))
+        first = (s,) if c.dq_warpgroup else (s, queries.lo, kv_head * g.group)
         last = lax.fori_loop(0, g.group, one_head, first)
         # The tile loaded once too often.
         count = per_head * g.group
         plgpu.barrier_arrive(smem.q_empty.at[lax.rem(count, c.num_stages)])
-        if c.late_dq:
+        if c.dq_warpgroup:
+            for slot in range(NUM_DS):
+                plgpu.barrier_wait(smem.ds_empty.at[slot])
+        else:
             last_ds = lax.rem(count + 1, 2)
             plgpu.barrier_wait(smem.ds_ready.at[last_ds])
             dq = pl.run_scoped(last_dq, plgpu.ACC(self.dq_shape, jnp.float32))
             self.add_to_dq(gmem, smem, wg, dq, b, last[1], last[2], k_tile)
             plgpu.barrier_wait(smem.ds_empty.at[1 - last_ds])
-        if c.dq_warpgroup:
-            for slot in range(c.num_ds):
-                plgpu.barrier_wait(smem.ds_empty.at[slot])
         return (
             plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
@@ -426,40 +407,31 @@ class _Backward:
 
     def query_gradients(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
         """dQ of each tile from the dS of both warpgroups, for a warpgroup that does only this."""
-        g, c = self.g, self.c
-        per_head, (rows, width) = queries.hi - queries.lo, self.dq_shape
-        chunks = g.H // width
-        for slot in range(c.num_ds):
+        g = self.g
+        per_head = queries.hi - queries.lo
+        for slot in range(NUM_DS):
             plgpu.barrier_arrive(smem.ds_empty.at[slot])
         plgpu.barrier_wait(smem.kv_full)
 
-        def step(j, _, head):
-            it = head * per_head + j - queries.lo
-            slot = lax.rem(it, c.num_ds)
-            ds = smem.ds.at[slot].transpose((1, 0))
+        def step(i, _, head):
+            it = head * per_head + i - queries.lo
+            slot, buffer = lax.rem(it, NUM_DS), lax.rem(it, 2)
             plgpu.barrier_wait(smem.ds_ready.at[slot])
-            for chunk in range(chunks):
-                columns = pl.ds(chunk * width, width)
 
-                def product(acc, columns=columns):
-                    plgpu.wgmma(acc, ds, smem.k.at[:, columns])
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            def product(acc):
+                plgpu.wgmma(acc, smem.ds.at[slot].transpose((1, 0)), smem.k)
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-                dq = pl.run_scoped(product, plgpu.ACC((rows, width), jnp.float32))
-                if chunk == chunks - 1:
-                    plgpu.barrier_arrive(smem.ds_empty.at[slot])
-                buffer = lax.rem(it, 2) if chunks % 2 else chunk % 2
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                smem.dq[buffer] = dq
-                plgpu.commit_smem()
-                i = self.visited(queries, j, k_tile)
-                index = (b, pl.ds(i * rows, rows), kv_head * g.group + head, columns)
-                if self.interpretable:
-                    plgpu.copy_smem_to_gmem(smem.dq.at[buffer], gmem.dq.at[k_tile, *index])
-                else:
-                    plgpu.copy_smem_to_gmem(
-                        smem.dq.at[buffer], gmem.dq.at[index], reduction_op="add"
-                    )
+            dq = pl.run_scoped(product, plgpu.ACC(self.dq_shape, jnp.float32))
+            plgpu.barrier_arrive(smem.ds_empty.at[slot])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            smem.dq[buffer] = dq
+            plgpu.commit_smem()
+            index = (b, pl.ds(i * QUERIES, QUERIES), kv_head * g.group + head)
+            if self.interpretable:
+                plgpu.copy_smem_to_gmem(smem.dq.at[buffer], gmem.dq.at[k_tile, *index])
+            else:
+                plgpu.copy_smem_to_gmem(smem.dq.at[buffer], gmem.dq.at[index], reduction_op="add")
 
         def one_head(head, _):
             lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), None)
@@ -492,7 +464,7 @@ class _Backward:
             p = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, p.shape, [0]), p, 0.0)
         key0 = k_tile * KEYS + 64 * wg
         # Column minus row is query minus key here.
-        aligned = key0 - self.g.diagonal - i * self.c.block_q
+        aligned = key0 - self.g.diagonal - i * QUERIES
         left, right = self.spec.left, self.spec.right
         return mask_tile(
             p,
@@ -505,11 +477,8 @@ class _Backward:
     def issue_dq(self, smem, wg: int, dq_acc, slot) -> None:
         """Starts this warpgroup's part of dQ, from the dS of both."""
         ds = smem.ds.at[slot]
-        if self.c.block_q == 64:
-            columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
-            plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
-        else:
-            plgpu.wgmma(dq_acc, ds.at[:, pl.ds(wg * 64, 64)].transpose((1, 0)), smem.k)
+        columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
+        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
 
     def add_to_dq(self, gmem, smem, wg: int, dq, b, i, n, k_tile) -> None:
         """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""
@@ -517,10 +486,7 @@ class _Backward:
         smem.dq[wg] = dq
         plgpu.commit_smem()
         width = self.dq_shape[1]
-        if self.c.block_q == 64:
-            index = (b, pl.ds(i * 64, 64), n, pl.ds(wg * width, width))
-        else:
-            index = (b, pl.ds(i * self.c.block_q + wg * 64, 64), n)
+        index = (b, pl.ds(i * QUERIES, QUERIES), n, pl.ds(wg * width, width))
         if self.interpretable:
             plgpu.copy_smem_to_gmem(smem.dq.at[wg], gmem.dq.at[k_tile, *index])
         else:

@@ -53,14 +53,13 @@ def backward(
     d_lse: jax.Array | None,
     *,
     spec: AttentionSpec,
-    wave_heads: int = 8,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ``hopper_backward.backward``, for equal widths of 192 or 256 and no soft cap."""
     g = geometry_of(q, k, v)
     ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=QUERIES, kv_tile=KEYS)
     kernel = _Backward(
-        g=g, spec=spec, dtype=q.dtype, wave_heads=wave_heads, segmented=ids is not None,
+        g=g, spec=spec, dtype=q.dtype, segmented=ids is not None,
         interpretable=interpretable,
     )  # fmt: skip
     statistics = row_statistics(out, lse, d_out, d_lse, -(-g.T // QUERIES) * QUERIES)
@@ -109,7 +108,6 @@ class _Backward:
     g: Geometry
     spec: AttentionSpec
     dtype: jnp.dtype
-    wave_heads: int
     segmented: bool
     interpretable: bool
 
@@ -165,7 +163,7 @@ class _Backward:
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g = self.g
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles, self.wave_heads)
+        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles)
         queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, QUERIES)
         if self.segmented:
             queries = queries.meet(gmem.ranges, b, k_tile)

@@ -6,9 +6,14 @@ import importlib.resources
 import json
 from typing import Any
 
+from pallas_kernels.common.errors import UnsupportedError
+
 # A block may use 227 KiB of the 228 KiB of an sm_90 multiprocessor; the barriers take under 1 KiB.
 SMEM_LIMIT_BYTES = 227 * 1024
 BARRIER_BYTES = 1024
+
+BACKWARD_KEYS, BACKWARD_QUERIES = 128, 64  # a tile of the backward up to 128 wide
+NUM_DS = 2  # dS tiles in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,20 +53,25 @@ class Registers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardConfig:
-    """Tiles of the fused backward: 128 keys against ``block_q`` (64 or 128) queries at a time."""
+    """Form of the fused backward of heads up to 128 wide: 128 keys a block, 64 queries at a time.
 
-    block_q: int = 64
-    num_stages: int = 2
-    wave_heads: int = 8  # key/value heads whose key tiles run side by side
-    stagger: int = 0  # query tiles between the first steps of neighbouring key tiles
-    late_dq: bool = False  # dQ of the tile before, so that warpgroups need not meet on this one
+    Raises:
+        UnsupportedError: from ``check``, for a form that the head width leaves no registers for.
+    """
+
+    num_stages: int = 2  # query tiles in flight
     register_ds: bool = False  # dK takes dS from registers
-    register_k: bool = False  # the scores take K from registers
-    dq_warpgroup: bool = False  # a third warpgroup computes dQ
-    early_scores: bool = False  # the next scores beside dO V', with a warpgroup for dQ
-    num_ds: int = 2  # dS tiles in shared memory
+    dq_warpgroup: bool = False  # a third warpgroup computes dQ; else both do, one tile late
 
-    def registers(self, head_dim: int) -> "Registers":
+    def check(self, head_dim: int) -> None:
+        """Refuses what was seen to serialize its matmuls or to spill."""
+        if head_dim > 64 and (self.register_ds or self.dq_warpgroup):
+            raise UnsupportedError(
+                f"{self}: register_ds and dq_warpgroup need heads at most 64 wide, not {head_dim};"
+                " leave both False"
+            )
+
+    def registers(self) -> Registers:
         """Registers a thread of each role; all that a multiprocessor has."""
         if not self.dq_warpgroup:
             return Registers(compute=240, load=24, dq=0)
@@ -69,12 +79,11 @@ class BackwardConfig:
 
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of one block, 16-bit operands."""
-        keys, width = 128, head_dim + value_dim
-        operands = (keys + self.num_stages * self.block_q) * width
-        operands += self.num_ds * keys * self.block_q
+        operands = (BACKWARD_KEYS + self.num_stages * BACKWARD_QUERIES) * (head_dim + value_dim)
+        operands += NUM_DS * BACKWARD_KEYS * BACKWARD_QUERIES
         row_bytes = 4 * 3 * self.num_stages  # logsumexp, delta, id
-        dq = 4 * self.block_q * (128 if self.dq_warpgroup else head_dim)
-        return 2 * operands + row_bytes * self.block_q + dq + 4 * keys + BARRIER_BYTES
+        dq = 4 * BACKWARD_QUERIES * (128 if self.dq_warpgroup else head_dim)
+        return 2 * operands + row_bytes * BACKWARD_QUERIES + dq + 4 * BACKWARD_KEYS + BARRIER_BYTES
 
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
@@ -82,9 +91,17 @@ def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
     return ForwardConfig(**_table()["forward"][f"{head_dim}/{value_dim}"])
 
 
-def backward_config(head_dim: int, value_dim: int) -> BackwardConfig:
-    """The fastest tiles measured on an H200 for this pair of widths; the only ones otherwise."""
-    return BackwardConfig(**_table()["backward"].get(f"{head_dim}/{value_dim}", {}))
+def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:
+    """The fastest form measured on an H200; the plain one otherwise.
+
+    Args:
+        head_dim, value_dim: widths.
+        group: query heads per key/value head. A block then loops that much longer.
+    """
+    table = _table()["backward"]
+    widths = f"{head_dim}/{value_dim}"
+    alone = table.get(f"{widths} ungrouped") if group == 1 else None
+    return BackwardConfig(**(alone or table.get(widths, {})))
 
 
 @functools.cache
