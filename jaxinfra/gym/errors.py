@@ -7,7 +7,7 @@ from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, require
 from jaxinfra.gym.verdict import fault
 
 _BATCH = "jaxinfra.data.packing:PackedWindows.batch"
-_SPIKE = ("reliability.spike_factor=1.2", "reliability.spike_window=4")
+_SPIKE = ("reliability.spike_factor=1.08", "reliability.spike_window=4")
 
 
 @fault(10, "one rank compiles a different program")
