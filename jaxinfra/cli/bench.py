@@ -19,6 +19,7 @@ BENCHMARKS = {
     "attention": "flash attention forward and backward, beside cuDNN",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
     "context_parallel": "attention over a sharded sequence, beside one device's kernel",
+    "plan_check": "the planner's step times and memory, beside the machine's",
     "flags": "XLA options on a training step, each beside a control without",
 }
 

@@ -4,6 +4,7 @@ jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
+jaxinfra plan --schedule 1f1b -p 8 -m 16 --pictures DIR      a pipeline schedule, drawn
 jaxinfra plan formats                                        number formats and recipes
 jaxinfra plan --self-check                                   against published figures
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets import MODELS
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
@@ -26,6 +28,7 @@ from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import Layout, Recompute
 from jaxinfra.planning.picture import draw_formats, draw_plan
+from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
@@ -62,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=_count, default=8192, help="tokens cached, with --inference (8192)")
     add("--compile", choices=("cpu", "gpu"), help="compile the real step and compare with it")
     add("--pictures", type=Path, metavar="DIR", help="draw the plan there")
+    add("--schedule", help=f"a pipeline schedule alone: {', '.join(PipelineSchedule)}")
+    add("-p", type=_count, default=4, metavar="STAGES", help="of --schedule (4)")
+    add("-m", type=_count, default=8, metavar="MICRO", help="micro-batches of --schedule (8)")
     add("--self-check", action="store_true", help="compare with published figures")
     add("--json", action="store_true", help="print JSON")
 
@@ -70,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
     if args.self_check:
         return _self_check(args)
+    if args.schedule is not None:
+        return _schedule(args)
     if args.model is None:
         raise ConfigError("no model: name a preset, a config.json, or formats")
     if args.model == "formats":
@@ -227,6 +235,25 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
     # Only on CPU are collectives promised to the array.
     promised = receipt.arguments_equal and (args.compile == "gpu" or receipt.collectives_equal)
     return 0 if promised else 1
+
+
+def _schedule(args: argparse.Namespace) -> int:
+    if args.schedule not in list(PipelineSchedule):
+        known = nearest(args.schedule, PipelineSchedule)
+        raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
+    out = None
+    if args.pictures is not None:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        out = args.pictures / f"{args.schedule}-p{args.p}-m{args.m}.png"
+    found = report(
+        PipelineSchedule(args.schedule),
+        stages=args.p,
+        micro_batches=args.m,
+        chunks=args.chunks,
+        out=out,
+    )
+    print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))
+    return 0
 
 
 def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> int:

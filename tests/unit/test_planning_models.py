@@ -5,8 +5,10 @@ import json
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.planning import gpu_target
 from jaxinfra.planning.catalog import SHAPES, find_model
+from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.from_hf import shape_of_hf
 from jaxinfra.planning.params import active_parameters, total_parameters
 
@@ -187,6 +189,17 @@ def test_nonsense_gets_one_line(capsys, arguments, words):
     assert err.count("\n") == 1
 
 
+def test_a_schedule_alone(capsys, tmp_path):
+    arguments = ["--schedule", "1f1b", "-p", "4", "-m", "8"]
+    code, out, _ = plan(capsys, *arguments, "--json", "--pictures", str(tmp_path))
+    assert code == 0
+    assert json.loads(out)["stages"] == 4
+    assert (tmp_path / "1f1b-p4-m8.png").exists()
+    code, _, err = plan(capsys, "--schedule", "2f2b")
+    assert code == 1
+    assert "1f1b" in err
+
+
 def test_pictures(capsys, tmp_path):
     code, _, _ = plan(
         capsys, "llama3_8b", "--devices", "8", "--json", "--pictures", str(tmp_path / "plan")
@@ -196,3 +209,11 @@ def test_pictures(capsys, tmp_path):
     assert names == {"memory.png", "time.png", "roofline.png", "pareto.png"}
     assert plan(capsys, "formats", "--json", "--pictures", str(tmp_path))[0] == 0
     assert (tmp_path / "formats.png").stat().st_size > 10_000
+
+
+def test_compiling_for_a_gpu_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"jaxinfra\[cuda\]"):
+        gpu_target.compile_only_devices(find_device("h200"), 1)
+    with pytest.raises(UnsupportedError, match="a100"):
+        gpu_target.compile_only_devices(find_device("a100"), 1)

@@ -113,12 +113,20 @@ def test_pipeline_activations_do_not_grow_with_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("remat", "compiled_gib"),
-    [(Recompute.NONE, 62.44), (Recompute.DOTS, 18.44), (Recompute.FULL, 7.25)],
+    ("name", "batch", "remat", "compiled_gib"),
+    [
+        ("llama32_1b", 4, Recompute.NONE, 62.44),
+        ("llama32_1b", 4, Recompute.DOTS, 18.44),
+        ("llama32_1b", 4, Recompute.FULL, 7.25),
+        # Not looked at when the formula was written.
+        ("llama32_1b", 4, Recompute.MLP, 10.69),
+        ("llama32_3b", 2, Recompute.DOTS, 25.92),
+        ("llama32_3b", 2, Recompute.FULL, 14.38),
+    ],
 )
-def test_temporaries_of_the_1b_step_on_an_h200(remat, compiled_gib):
-    """XLA's buffer assignment, compiled for an H200 without one: attention hopper, 4 x 4096."""
-    predicted = memory(find_model("llama32_1b"), layout(batch=4, remat=remat), H200).temporaries
+def test_temporaries_are_those_of_a_step_compiled_for_an_h200(name, batch, remat, compiled_gib):
+    """XLA's buffer assignment without a GPU (``--compile gpu``): attention hopper, length 4096."""
+    predicted = memory(find_model(name), layout(batch=batch, remat=remat), H200).temporaries
     assert abs(predicted / 2**30 / compiled_gib - 1) < 0.15
 
 
