@@ -72,6 +72,11 @@ class ModelDefinition:
         """Elements over all parameters, the frozen ones too."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.template))
 
+    @property
+    def num_frozen(self) -> int:
+        """Elements over those that are frozen."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.frozen))
+
 
 @dataclasses.dataclass(frozen=True)
 class DimsLeaf:

@@ -13,9 +13,11 @@ def mean_visible_keys(attention: AttentionConfig, *, sequence_length: int) -> fl
 
 
 def training_flops_per_token(
-    config: ModelConfig, *, num_parameters: int, sequence_length: int
+    config: ModelConfig, *, num_parameters: int, sequence_length: int, num_frozen: int = 0
 ) -> float:
     """Forward and backward: 6 FLOPs a matmul parameter, and 12 a query-key-width triple.
+
+    A frozen parameter has no gradient of its own: 4.
 
     Embedding rows are looked up, not multiplied, so an untied or a learned position table does not
     count. Causal attention counts the keys that are seen, recomputation and packing do not count
@@ -31,4 +33,5 @@ def training_flops_per_token(
         * mean_visible_keys(block.attention, sequence_length=sequence_length)
         for block in config.blocks
     )
-    return 6.0 * (num_parameters - lookups) + core * config.num_groups
+    unused = 2.0 * (num_frozen - lookups) if num_frozen else 0.0
+    return 6.0 * (num_parameters - lookups) - unused + core * config.num_groups

@@ -30,6 +30,7 @@ class Clock:
             job.config.model,
             num_parameters=job.model.num_parameters,
             sequence_length=training.sequence_length,
+            num_frozen=job.model.num_frozen,
         )
         peak = device_peak(jax.devices()[0].device_kind)
         devices = job.placement.mesh.size

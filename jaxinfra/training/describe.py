@@ -16,8 +16,11 @@ def describe_job(job: Job) -> str:
     """Size, precision, devices and length of a run."""
     config = job.config
     mesh = ", ".join(f"{a}={n}" for a, n in job.placement.mesh.shape.items() if n > 1)
+    trained = ""
+    if job.model.frozen:
+        trained = f" ({job.model.num_parameters - job.model.num_frozen:,} of them trained)"
     return (
-        f"{job.model.num_parameters:,} parameters, {config.precision.policy} on "
+        f"{job.model.num_parameters:,} parameters{trained}, {config.precision.policy} on "
         f"{jax.devices()[0].device_kind} ({mesh or 'one device'}); {config.training.steps} steps "
         f"of {config.training.batch_size} x {config.training.sequence_length} tokens"
     )
@@ -94,6 +97,14 @@ def placement_table(job: Job) -> str:
                 _spec(update),
                 *(f"{bytes_:,}" for bytes_ in held),
             )
+        )
+    frozen = jax.tree_util.tree_leaves_with_path(job.model.frozen)
+    for (path, leaf), sharding in zip(frozen, jax.tree.leaves(job.frozen_shardings), strict=True):
+        held = _bytes_per_device(leaf, sharding)
+        totals[0] += held
+        shape, lies = " x ".join(map(str, leaf.shape)), _spec(sharding)
+        rows.append(
+            (path_name(path), shape, leaf.dtype.name, lies, "frozen", f"{held:,}", "0", "0")
         )
     rows.append(("total", "", "", "", "", *(f"{total:,}" for total in totals)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -21,8 +21,7 @@ def with_frozen(job: Job) -> Job:
         return job
     assert job.config.init is not None, "validate"
     base = define_model(job.config.model, job.model.execution)
-    shardings = job.placement.parameters(base)
-    return job.with_frozen(place_initial(job.config.init, base, shardings))
+    return job.with_frozen(place_initial(job.config.init, base, job.frozen_shardings))
 
 
 def first_state(job: Job) -> State:

@@ -49,6 +49,7 @@ class Job:
     optimizer: optax.GradientTransformation
     placement: Placement
     shardings: TrainState[NamedSharding]
+    frozen_shardings: Parameters  # of what is not trained, as ``model.frozen``
     make_gradient: Callable[[ModelDefinition], GradientFunction]
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
@@ -215,6 +216,7 @@ def make_job(
         optimizer=optimizer,
         placement=placement,
         shardings=shardings,
+        frozen_shardings=base[0] if base else {},
         make_gradient=gradient,
         gradient=gradient(model),
         pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),

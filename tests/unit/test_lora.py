@@ -1,6 +1,7 @@
 """Adapters: nothing at first, little state, the same on a mesh, and out again exactly."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 
@@ -27,7 +28,9 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
+from jaxinfra.models.flops import training_flops_per_token
 from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.training.describe import describe_job, placement_table
 from jaxinfra.training.initialize import finetuning_config, first_state, with_frozen
 from jaxinfra.training.job import make_job
 
@@ -54,7 +57,14 @@ def adapted(name, lora):
 IDS = np.random.default_rng(3).integers(0, 61, (2, 36)).astype(np.int32)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt2", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("gpt2", marks=pytest.mark.slow),
+        "phi3",
+    ],
+)
 def test_merged_weights_give_the_logits_of_the_adapters(name, tmp_path):
     """Against PEFT's formula written out in float64 on their tensors: W + alpha/rank B A."""
     lora = NO_GATE if name == "gpt2" else ALL
@@ -212,7 +222,9 @@ def one_device(directory):
     ("mesh", "settings"),
     [
         ("fsdp=2,tensor=2,replica=2", {}),
-        ("fsdp=4,tensor=2", {"accumulation": 2, "remat": Remat.FULL}),
+        pytest.param(
+            "fsdp=4,tensor=2", {"accumulation": 2, "remat": Remat.FULL}, marks=pytest.mark.slow
+        ),
         ("replica=4,tensor=2", {"accumulation": 2, "remat": Remat.NONE}),
     ],
 )
@@ -232,6 +244,21 @@ def test_the_base_is_held_as_it_is_used(directory):
     job = with_frozen(make_job(dataclasses.replace(config, precision=policy)))
     assert {x.dtype.name for x in jax.tree.leaves(job.model.frozen)} == {"bfloat16"}
     assert {x.dtype.name for x in jax.tree.leaves(job.abstract_state().parameters)} == {"float32"}
+
+
+def test_the_table_has_what_is_frozen(directory):
+    job = make_job(dataclasses.replace(run_config(directory), mesh=parse_mesh("fsdp=8")))
+    table = placement_table(job)
+    (row,) = (line for line in table.splitlines() if line.startswith("blocks/0/mlp/up/weight"))
+    assert row.split()[-4:] == ["frozen", f"{2 * 32 * 48 * 4 // 8:,}", "0", "0"]
+    adapters = sum(x.size for x in jax.tree.leaves(job.model.shapes))
+    assert f"({adapters:,} of them trained)" in describe_job(job)
+    assert job.model.num_parameters == job.model.num_frozen + adapters
+    flops = functools.partial(training_flops_per_token, MODEL, sequence_length=32)
+    base, whole = job.model.num_frozen, job.model.num_parameters
+    # Its forward pass and input gradients; all three of the adapters.
+    attention = flops(num_parameters=0)
+    assert flops(num_parameters=whole, num_frozen=base) == attention + 4 * base + 6 * adapters
 
 
 def test_settings_as_text():
