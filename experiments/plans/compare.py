@@ -1,7 +1,5 @@
 """Named layouts of one model side by side, and the best that a search finds."""
 
-import dataclasses
-
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
@@ -42,8 +40,3 @@ def _row(name: str, plan: Plan) -> tuple[str, ...]:
         f"{plan.time.bubble_fraction:.0%}",
         f"{how}; {spent}",
     )
-
-
-def variants(base: Layout, **named: dict) -> dict[str, Layout]:
-    """Layouts that differ from a base in what each name says."""
-    return {name: dataclasses.replace(base, **changes) for name, changes in named.items()}

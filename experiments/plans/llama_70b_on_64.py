@@ -8,6 +8,8 @@ and waits (p-1)/(m+p-1); data parallelism needs its traffic once a step. Fully s
 pipeline axis is needed at all, as long as each GPU has enough tokens to hide the gathers.
 """
 
+from typing import Any
+
 from experiments.plans.compare import compare
 from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
@@ -19,7 +21,7 @@ LENGTH, BATCH = 4096, 1024  # 4M tokens a step
 
 def main() -> None:
     """Prints the comparison."""
-    common = {"length": LENGTH, "batch": BATCH, "sequence_parallel": True}
+    common: dict[str, Any] = {"length": LENGTH, "batch": BATCH, "sequence_parallel": True}
     layouts = {
         "TP8 PP2 DP4, ZeRO 1": Layout(
             tensor=8, pipe=2, fsdp=4, zero=1, accumulation=256, remat=Recompute.NAMED, **common

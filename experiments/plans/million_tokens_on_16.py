@@ -8,6 +8,7 @@ matter: the stream alone that full recomputation keeps is 1.4 TB.
 """
 
 import dataclasses
+from typing import Any
 
 from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
@@ -22,7 +23,7 @@ from jaxinfra.planning.table import grid, show
 TOKENS = 2**20
 
 
-def with_heads(shape: ModelShape, **changes: int) -> ModelShape:
+def with_heads(shape: ModelShape, **changes: Any) -> ModelShape:
     """The model with another number of key/value heads, or a window."""
     layers = []
     for layer in shape.layers:
@@ -68,11 +69,12 @@ def main() -> None:
     columns = ("reading 1,048,576 tokens", "cache", "a GPU", "longest", "prefill", "a token")
     show(grid("Llama-3-70B on H200s", columns, rows))
     rows = []
-    for name, changes in (
+    trained: tuple[tuple[str, dict[str, Any]], ...] = (
         ("ring over 16, fully sharded over none", {"context": 16}),
         ("context 2 x tensor 8, stream sharded by both", {"context": 2, "tensor": 8}),
         ("the same, fp8 with short states", {"context": 2, "tensor": 8, "recipe": "fp8-lm-o3"}),
-    ):
+    )
+    for name, changes in trained:
         layout = Layout(
             length=TOKENS,
             batch=1,

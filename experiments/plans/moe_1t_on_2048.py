@@ -9,6 +9,8 @@ tokens x top_k x d; within a node these are cheap, across nodes each GPU has one
 that are gathered for every micro-batch want long micro-batches, a pipeline wants many.
 """
 
+from typing import Any
+
 from experiments.plans.compare import compare
 from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
@@ -20,8 +22,8 @@ LENGTH, BATCH = 4096, 8192  # 32M tokens a step
 
 def main() -> None:
     """Prints the comparison."""
-    common = {"length": LENGTH, "batch": BATCH}
-    pipeline = {"pipe": 16, "zero": 1, "accumulation": 64, **common}
+    common: dict[str, Any] = {"length": LENGTH, "batch": BATCH}
+    pipeline: dict[str, Any] = {"pipe": 16, "zero": 1, "accumulation": 64, **common}
     layouts = {
         "TP8 PP16 DP16 EP16": Layout(
             tensor=8,

@@ -249,7 +249,7 @@ def _schedule(args: argparse.Namespace) -> int:
         PipelineSchedule(args.schedule),
         stages=args.p,
         micro_batches=args.m,
-        chunks=args.chunks,
+        chunks=max(args.chunks, 2),  # of the interleaved schedule; the others have one
         out=out,
     )
     print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))

@@ -8,65 +8,18 @@ reduce-scatter of its own making: it writes an all-reduce and keeps a part.
 Letters: B rows of a micro-batch on one device, T positions, D model width, V vocabulary.
 """
 
-import dataclasses
 import math
 
 from jaxinfra.core import axes
+from jaxinfra.planning.communication_call import Call, Step
+from jaxinfra.planning.communication_streams import (
+    lookup_calls,
+    loss_calls,
+    ring_calls,
+    tensor_calls,
+)
 from jaxinfra.planning.operations import TENSOR_DIMS
-from jaxinfra.planning.shapes import Dense, Heads, ModelShape, Weight
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One collective of the program."""
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    times: int
-    reason: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its results, all executions together."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype] * self.times
-
-
-_ITEM_BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
-    """What of a run decides its communication."""
-
-    rows: int  # sequences of a micro-batch over all devices
-    length: int
-    replica: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
-    zero: int = 3
-    accumulation: int = 1
-    recomputes: bool = False  # any form of remat: norms are gathered again in the backward pass
-    recomputes_outputs: bool = False  # projections too: remat named or full
-
-    @property
-    def local_rows(self) -> int:
-        """B."""
-        return self.rows // (self.replica * self.fsdp)
-
-    @property
-    def gradient_last(self) -> tuple[int, ...]:
-        """Sizes of the axes that are summed once, where gradients are whole (``summed_last``)."""
-        scattered = self.fsdp > 1 and self.zero == 1
-        over = [self.replica] if self.replica > 1 else []
-        over += [self.fsdp] if scattered else []
-        return tuple(over) if self.accumulation > 1 or scattered else ()
-
-    @property
-    def last_replica(self) -> bool:
-        """Whether the replica axis is summed after the last micro-batch."""
-        return self.replica > 1 and bool(self.gradient_last)
+from jaxinfra.planning.shapes import ModelShape, Weight
 
 
 def communication(shape: ModelShape, step: Step) -> list[Call]:
@@ -76,10 +29,10 @@ def communication(shape: ModelShape, step: Step) -> list[Call]:
         found += _gathers(shape, step, weight)
         found += _gradients(shape, step, weight)
         found += _updates(step, weight)
-    found += _lookups(shape, step)
-    found += _tensor(shape, step)
-    found += _loss(shape, step)
-    found += _ring(shape, step)
+    found += lookup_calls(shape, step)
+    found += tensor_calls(shape, step)
+    found += loss_calls(shape, step)
+    found += ring_calls(shape, step)
     found += _scalars(shape, step)
     return [each for each in found if each.times]
 
@@ -260,131 +213,6 @@ def _updates(step: Step, weight: Weight) -> list[Call]:
     ]
 
 
-def _lookups(shape: ModelShape, step: Step) -> list[Call]:
-    """Rows of the token table: ids to all holders of a width, rows to their tokens."""
-    micro, positions = step.accumulation, step.length // step.context
-    found: list[Call] = []
-    tables = 2 if shape.learned_positions else 1
-    by_width = step.zero >= 3 and step.fsdp > 1
-    rows = step.local_rows * (step.fsdp if by_width else 1)
-    width = shape.model_dim // (step.fsdp if by_width else 1)
-    for table in range(tables):
-        if by_width:
-            found.append(
-                Call(
-                    kind="all-gather",
-                    dtype="s32",
-                    shape=(rows, positions),
-                    times=micro,
-                    reason="token ids to every holder of a part of the width",
-                )
-            )
-            # Both tables' rows are added, so one gradient serves both.
-            for reason in ("rows to their tokens", "rows' gradients back")[: 2 - table]:
-                found.append(
-                    Call(
-                        kind="all-to-all",
-                        dtype="f32",
-                        shape=(step.fsdp, step.local_rows, positions, width),
-                        times=micro,
-                        reason=reason,
-                    )
-                )
-    if step.tensor > 1:
-        found.append(
-            Call(
-                kind="all-reduce",
-                dtype="f32",
-                shape=(rows, positions, width),
-                times=micro,
-                reason="rows found on one device of the vocabulary",
-            )
-        )
-    return found
-
-
-def _tensor(shape: ModelShape, step: Step) -> list[Call]:
-    """Row-parallel outputs, and the input gradients of column-parallel projections, each alone."""
-    if step.tensor == 1:
-        return []
-    stream = (step.local_rows, step.length // step.context, shape.model_dim)
-    found = []
-    for layer in shape.layers:
-        times = layer.count * step.accumulation
-        gated = isinstance(layer.feed_forward, Dense) and layer.feed_forward.gated
-        for reason in (
-            "attention output",
-            "mlp output",
-            *("query", "key", "value"),
-            *(("gate", "up") if gated else ("up",)),
-            *(("attention output again",) if step.recomputes_outputs else ()),
-        ):
-            suffix = "" if "output" in reason else " input gradient"
-            found.append(
-                Call(
-                    kind="all-reduce",
-                    dtype="f32",
-                    shape=stream,
-                    times=times,
-                    reason=reason + suffix,
-                )
-            )
-    return found
-
-
-def _loss(shape: ModelShape, step: Step) -> list[Call]:
-    """Vocabulary-parallel cross entropy: maximum, sum and target of each token, and dx."""
-    if step.tensor == 1:
-        return []
-    tokens = (1, step.local_rows, step.length // step.context)
-    found = [
-        Call(kind="all-reduce", dtype="f32", shape=tokens, times=step.accumulation, reason=reason)
-        for reason in ("largest logit", "sum of exponentials", "target's logit")
-    ]
-    found.append(
-        Call(
-            kind="all-reduce",
-            dtype="f32",
-            shape=(*tokens, shape.model_dim),
-            times=step.accumulation,
-            reason="logits' input gradient",
-        )
-    )
-    return found
-
-
-def _ring(shape: ModelShape, step: Step) -> list[Call]:
-    """Keys, values and documents one device further, c - 1 times each way; back, with the fp32
-    gradients of the keys and values behind them, packed together where both move at once.
-    """
-    if step.context == 1:
-        return []
-    turns = step.context - 1
-    found = []
-    for layer in shape.layers:
-        words = layer.attention.kv_elements // step.tensor
-        times = layer.count * step.accumulation
-        rows, positions = step.local_rows, step.length // step.context
-        both = max(turns - 2, 0)
-        alone = turns - both
-        for count, width, reason in (
-            (turns, words + 1, "keys round the ring"),
-            (alone, words + 1, "keys round the ring again"),
-            (both, 2 * words + 1, "keys and their gradients round the ring"),
-            (alone, words, "gradients of keys round the ring"),
-        ):
-            found += [
-                Call(
-                    kind="collective-permute",
-                    dtype="u32",
-                    shape=(rows, positions, width),
-                    times=times,
-                    reason=reason,
-                )
-            ] * count
-    return found
-
-
 def _scalars(shape: ModelShape, step: Step) -> list[Call]:
     """Squares of gradient norms, twice (reported, and clipped by), and the loss's sums."""
     sharded = 0
@@ -427,11 +255,3 @@ def argument_bytes(shape: ModelShape, step: Step) -> dict[str, int]:
         "counters": 4 * 9,
         "batch": 5 * 4 * tokens,
     }
-
-
-def uses_heads(shape: ModelShape) -> bool:
-    """Whether every layer is one that this code base runs."""
-    return all(
-        isinstance(layer.attention, Heads) and isinstance(layer.feed_forward, Dense)
-        for layer in shape.layers
-    )

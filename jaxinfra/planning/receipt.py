@@ -20,7 +20,8 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.program import collectives
-from jaxinfra.planning.communication import Call, Step, argument_bytes, communication
+from jaxinfra.planning.communication import argument_bytes, communication
+from jaxinfra.planning.communication_call import Call, Step
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.gpu_target import compile_only_devices

@@ -6,6 +6,7 @@ one set of constants (``constants/*.json``).
 """
 
 import dataclasses
+from typing import Any
 
 from jaxinfra.config.presets.models import llama3_8b, llama3_70b, llama32_1b
 from jaxinfra.planning.catalog import gpt
@@ -193,7 +194,7 @@ def _scaling_paper() -> list[TimedStep]:
 
 
 def _h100() -> list[TimedStep]:
-    common = {
+    common: dict[str, Any] = {
         "length": 8192,
         "batch": 128,
         "zero": 0,
