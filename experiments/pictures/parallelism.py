@@ -19,7 +19,7 @@ from jaxinfra.config.mesh import ShardingConfig, parse_mesh
 from jaxinfra.core import axes
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
+from jaxinfra.parallel.rules import Rules, state_rules
 
 DEVICES = 4
 SHAPE = (8, 8)  # of the matrix drawn, [embed, mlp]: mlp/up
@@ -52,11 +52,12 @@ MOVES = (
 )
 
 
-def held(placement: Placement, rules: dict) -> list[tuple[slice, ...]]:
+def held(placement: Placement, rules: Rules) -> list[tuple[slice, slice]]:
     """Rows and columns of the matrix on each device."""
     sharding = placement.sharding((axes.EMBED, axes.MLP), rules)
     by_device = sharding.devices_indices_map(SHAPE)
-    return [by_device[device] for device in placement.mesh.devices.flat]
+    parts = [by_device[device] or () for device in placement.mesh.devices.flat]
+    return [(rows, columns) for rows, columns in parts]
 
 
 def draw_places() -> plt.Figure:

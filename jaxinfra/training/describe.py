@@ -76,7 +76,9 @@ def placement_table(job: Job) -> str:
         (path_name(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
     ]
-    rows = [("parameter", "shape", "dtype", "lies over", "its moments", *_HELD)]
+    rows: list[tuple[str, ...]] = [
+        ("parameter", "shape", "dtype", "lies over", "its moments", *_HELD)
+    ]
     totals = [0, 0, 0]
     for (path, leaf), gradient, update in zip(
         jax.tree_util.tree_leaves_with_path(state.parameters), gradients, updates, strict=True
