@@ -1,0 +1,60 @@
+"""Compiles a step for four H200s that are not there, and prints its collectives as JSON.
+
+    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1]
+
+A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
+"""
+
+import argparse
+import dataclasses
+import json
+
+from jaxinfra.config.mesh import ShardingConfig, parse_mesh
+from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.presets import MODELS, runs
+from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.ops.target import compiling_for
+from jaxinfra.parallel.program import collectives
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.gpu_target import compile_only_devices
+from jaxinfra.planning.receipt import lower
+from jaxinfra.training.job import make_job
+
+ROWS, LENGTH, LAYERS, WIDTH = 16, 4096, 4, 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mesh")
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--o1", action="store_true")
+    args = parser.parse_args()
+    devices, facts = compile_only_devices(find_device("h200"), 4)
+    run = runs.pretraining(dataclasses.replace(MODELS["llama32_1b"](), num_layers=LAYERS))
+    training = dataclasses.replace(
+        run.training,
+        batch_size=ROWS,
+        sequence_length=LENGTH,
+        accumulation=1,
+        remat=Remat.DOTS,
+        attention=AttentionImplementation.HOPPER,
+    )
+    run = dataclasses.replace(
+        run,
+        training=training,
+        precision=PrecisionConfig(policy=PolicyName.BF16),
+        mesh=parse_mesh(args.mesh),
+        sharding=ShardingConfig(sequence_parallel=args.sequence_parallel),
+    )
+    job = make_job(run, devices=devices)
+    with compiling_for(facts):
+        lowered = lower(job, platforms=("cuda",))
+    compiled = lowered.compile({"optimization_level": "O1"} if args.o1 else None)
+    found = [
+        dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in collectives(compiled)
+    ]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

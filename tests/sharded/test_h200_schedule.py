@@ -1,0 +1,111 @@
+"""What XLA makes of a step for four H200s: which collectives, and what its schedule hides them by.
+
+The CPU compiler neither sums the gradients of q, k and v before it reduces them, nor writes
+reduce-scatters, nor schedules; so these are read off programs compiled for GPUs, on any machine
+with the CUDA plugin (the extra ``cuda``).
+"""
+
+import collections
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.sharded.h200_step import LAYERS, LENGTH, ROWS, WIDTH
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_plugins") is None
+        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+        reason="compiling for GPUs needs the CUDA plugin: install the extra cuda",
+    ),
+]
+
+
+@functools.cache
+def step(*arguments: str) -> list[dict[str, Any]]:
+    """Collectives of more than 1 MiB."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.sharded.h200_step", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    return [each for each in found if each["sent_bytes"] > 2**20]
+
+
+def of_blocks(found: list[dict[str, Any]]) -> collections.Counter[tuple[str, str, str]]:
+    """(pass, half block, kind) to how many there are in one turn of the loop over layers."""
+    counted: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for each in found:
+        scope = each["scope"]
+        if "(layer)" not in scope:
+            continue
+        assert each["times"] == LAYERS, scope
+        assert each["dtype"] == "bf16", scope
+        half = "attention" if "attention" in scope else "mlp"
+        when = "forward"
+        if "rematted_computation" in scope:
+            when = "recomputed"
+        elif "transpose(" in scope:
+            when = "backward"
+        counted[when, half, each["kind"]] += 1
+    return counted
+
+
+def test_tensor_parallel_is_one_all_reduce_a_half_block():
+    found = step("tensor=4")
+    expected = {
+        (when, half, "all-reduce"): 1
+        for when in ("forward", "backward")
+        for half in ("attention", "mlp")
+    }
+    assert of_blocks(found) == expected
+    activation = ROWS * LENGTH * WIDTH * 2
+    in_blocks = sum(each["sent_bytes"] for each in found if "(layer)" in each["scope"])
+    assert in_blocks == 4 * LAYERS * 2 * activation * 3 / 4
+
+
+def test_sequence_parallel_scatters_and_gathers():
+    found = step("tensor=4", "--sequence-parallel")
+    expected = {
+        (when, half, kind): 1
+        for when in ("forward", "backward")
+        for half in ("attention", "mlp")
+        for kind in ("all-gather", "reduce-scatter")
+    }
+    # Recomputation reads the gathered stream again.
+    expected |= {("recomputed", half, "all-gather"): 1 for half in ("attention", "mlp")}
+    assert of_blocks(found) == expected
+    activation = ROWS * LENGTH * WIDTH * 2
+    in_blocks = sum(each["sent_bytes"] for each in found if "(layer)" in each["scope"])
+    assert in_blocks == 10 * LAYERS * activation * 3 / 4
+
+
+def covered(found: list[dict[str, Any]]) -> float:
+    """The share of bytes that the schedule puts a matmul or a kernel beside."""
+    sent = sum(each["sent_bytes"] for each in found)
+    return sum(each["sent_bytes"] for each in found if each["covered_by"]) / sent
+
+
+def test_fully_sharded_is_hidden_by_the_better_schedule():
+    """Next layers' weights are gathered, and gradients scattered, while a layer computes."""
+    plain, better = step("fsdp=4"), step("fsdp=4", "--o1")
+    assert covered(better) > 0.8
+    assert covered(better) > covered(plain)
+    kinds = {each["kind"] for each in better}
+    assert kinds == {"all-gather", "reduce-scatter", "all-to-all"}
+    # Weights go as bf16, gradients as fp32, and the loss's table once for all its chunks.
+    assert {each["dtype"] for each in better if each["kind"] == "all-gather"} == {"bf16"}
+    assert {each["dtype"] for each in better if each["kind"] == "reduce-scatter"} == {"f32"}
+    tables = [e for e in better if e["kind"] == "all-gather" and max(e["shape"]) > 100_000]
+    assert [each["times"] for each in tables] == [1]
