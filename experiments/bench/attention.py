@@ -3,29 +3,42 @@
 python -m experiments.bench.attention --check --time --out experiments/results/attention-h200.json
 
 FLOPs of causal cases count half; a backward counts 2.5 forwards. Times are kernel times, medians.
+Several processes compile side by side; a lock lets one at a time use the GPU. Rows are kept as they
+come, so that one refusal or hang ends one process.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import dataclasses
+import faulthandler
+import fcntl
 import functools
 import json
 import math
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.flash_attention import hopper
+from experiments.bench.environment import environment
+from pallas_kernels.flash_attention import flash_attention, hopper, preference
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 
 SHAPES = ((8, 2048), (4, 4096), (1, 16384))
 HEADS = {64: 32, 128: 32, 256: 16}
 GROUP = 4
 NO_MASKS = AttentionMasks()
+DOCUMENT_LENGTH = 300  # on average, of packed cases
+PORTABLE_LIMIT_S = 1.0  # slower calls of the portable implementation are not measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +53,7 @@ class Case:
     Hv: int
     causal: bool
     window: int | None = None
+    packed: bool = False  # documents of random lengths
 
     @property
     def name(self) -> str:
@@ -47,7 +61,8 @@ class Case:
         mask = "causal" if self.causal else "full"
         window = f" window{self.window}" if self.window else ""
         width = f"d{self.H}/{self.Hv}"
-        return f"b{self.B} s{self.T} h{self.N}/{self.K} {width} {mask}{window}"
+        packed = " packed" if self.packed else ""
+        return f"b{self.B} s{self.T} h{self.N}/{self.K} {width} {mask}{window}{packed}"
 
     @property
     def spec(self) -> AttentionSpec:
@@ -57,7 +72,7 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Of the forward; a window counts as the causal call it replaces."""
+        """Of the forward; windows and packed rows count as the causal call they replace."""
         return 2 * self.B * self.N * self.T**2 * (self.H + self.Hv) / (2 if self.causal else 1)
 
     def arrays(self, seed: int = 0) -> list[jax.Array]:
@@ -68,6 +83,20 @@ class Case:
             jax.random.normal(key, (self.B, self.T, n, w), jnp.bfloat16)
             for key, n, w in zip(keys, heads, widths, strict=True)
         ]
+
+    def segment_ids(self) -> jax.Array | None:
+        """Document of each token [B, T]; None unless packed."""
+        if not self.packed:
+            return None
+        starts = np.random.default_rng(0).random((self.B, self.T)) < 1 / DOCUMENT_LENGTH
+        return jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
+
+    def fields(self) -> dict:
+        """The case as the dispatch table names it."""
+        q, k, v, _ = jax.eval_shape(self.arrays)
+        ids = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32) if self.packed else None
+        masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
+        return preference.case_of(self.spec, masks, q, k, v)
 
 
 def grid(dims: list[int]) -> list[Case]:
@@ -87,16 +116,38 @@ EXTRA = (
 )
 
 
-def ours(q, k, v, *, spec):
-    return hopper.forward(q, k, v, NO_MASKS, spec=spec)[0]
+PACKED = tuple(
+    Case(B=B, T=T, N=N, K=K, H=H, Hv=H, causal=True, packed=True)
+    for B, T, N, K, H in (
+        (32, 1024, 12, 12, 64), (4, 4096, 32, 8, 64), (2, 8192, 32, 8, 128), (2, 8192, 16, 8, 256)
+    )
+)  # fmt: skip
 
 
-def ours_both(q, k, v, d_out, *, spec, deterministic=False):
-    out, lse = hopper.forward(q, k, v, NO_MASKS, spec=spec)
+def ours(q, k, v, ids=None, *, spec):
+    masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
+    return hopper.forward(q, k, v, masks, spec=spec)[0]
+
+
+def ours_both(q, k, v, d_out, ids=None, *, spec, deterministic=False):
+    masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
+    out, lse = hopper.forward(q, k, v, masks, spec=spec)
     gradients = hopper.backward(
-        q, k, v, NO_MASKS, out, lse, d_out, None, spec=spec, deterministic=deterministic
+        q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=deterministic
     )
     return out, gradients[:3]
+
+
+def portable(q, k, v, ids, *, spec):
+    """Packed and causal, by the portable implementation."""
+    return flash_attention(
+        q, k, v, scale=spec.scale, is_causal=True, q_segment_ids=ids, kv_segment_ids=ids,
+        implementation="xla",
+    )  # fmt: skip
+
+
+def portable_both(q, k, v, d_out, ids, *, spec):
+    return both_by_vjp(lambda q, k, v: portable(q, k, v, ids, spec=spec), q, k, v, d_out)
 
 
 def cudnn(q, k, v, *, spec):
@@ -164,41 +215,141 @@ def check(cases: list[Case]) -> list[dict]:
 
 
 def milliseconds(f, *args, iterations: int) -> float:
-    _, times = profiler.measure(jax.jit(f), iterations=iterations)(*args)
+    _, times = profiler.measure(f, iterations=iterations)(*args)
     assert times is not None
     return statistics.median(times)
 
 
-def measure(cases: list[Case], iterations: int) -> list[dict]:
-    """Rows of case, direction, implementation, ms, tflops."""
-    rows = []
-    for case in cases:
-        arrays, spec = case.arrays(), case.spec
+@contextlib.contextmanager
+def alone(lock: pathlib.Path, limit_s: float):
+    """The GPU to itself, and an end to this process if that lasts too long."""
+    with lock.open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        faulthandler.dump_traceback_later(limit_s, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def compiled(f, *args):
+    """Ahead of time."""
+    return jax.jit(f).lower(*args).compile()
+
+
+def programs(case: Case) -> dict:
+    """Function and operands (shapes) by direction and implementation."""
+    shapes = list(jax.eval_shape(case.arrays))
+    spec = case.spec
+    if case.packed:
+        ids = [jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)]
+        name, one, both = "xla", portable, portable_both
+    else:
+        ids, name, one = [], "cudnn", cudnn
         library = functools.partial(cudnn, spec=spec)
-        runs = {
-            ("fwd", "cudnn"): (library, arrays[:3]),
-            ("fwd", "hopper"): (functools.partial(ours, spec=spec), arrays[:3]),
-            ("fwd+bwd", "cudnn"): (functools.partial(both_by_vjp, library), arrays),
-            ("fwd+bwd", "hopper"): (functools.partial(ours_both, spec=spec), arrays),
+        both = None
+    other = functools.partial(both, spec=spec) if both else functools.partial(both_by_vjp, library)
+    return {
+        ("fwd", name): (functools.partial(one, spec=spec), [*shapes[:3], *ids]),
+        ("fwd", "hopper"): (functools.partial(ours, spec=spec), [*shapes[:3], *ids]),
+        ("fwd+bwd", name): (other, [*shapes, *ids]),
+        ("fwd+bwd", "hopper"): (functools.partial(ours_both, spec=spec), [*shapes, *ids]),
+    }
+
+
+def measure(cases: list[Case], iterations: int, lock: pathlib.Path, emit) -> None:
+    """Compiles everything in the background; times each case when its programs are there."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = {
+            case: {
+                "arrays": pool.submit(compiled, case.arrays),
+                **{key: pool.submit(compiled, f, *args) for key, (f, args) in work.items()},
+            }
+            for case in cases
+            if (work := programs(case))
         }
-        for (direction, implementation), (f, args) in runs.items():
-            row = {"case": case.name, "direction": direction, "implementation": implementation}
-            try:
-                ms = milliseconds(f, *args, iterations=iterations)
-            except Exception as error:  # one implementation's refusal must not end the table
-                print({**row, "refused": repr(error)[:160]}, flush=True)
-                continue
-            flop = case.flop * (1 if direction == "fwd" else 3.5)
-            rows.append({**row, "ms": ms, "tflops": flop / ms / 1e9})
-        print_ratios(rows[-4:])
-    return rows
+        for case, futures in jobs.items():
+            concurrent.futures.wait(futures.values())
+            with alone(lock, limit_s=60):
+                measure_case(case, futures, iterations, emit)
+
+
+def measure_case(case: Case, futures: dict, iterations: int, emit) -> None:
+    """One row for each compiled program."""
+    arrays = futures.pop("arrays").result()()
+    ids = [case.segment_ids()] if case.packed else []
+    for (direction, implementation), future in futures.items():
+        row = {"case": case.name, "direction": direction, "implementation": implementation}
+        args = [*(arrays if direction == "fwd+bwd" else arrays[:3]), *ids]
+        try:
+            f, repeats = future.result(), iterations
+            if implementation == "xla":
+                jax.block_until_ready(f(*args))
+                start = time.monotonic()
+                jax.block_until_ready(f(*args))
+                seconds = time.monotonic() - start
+                if seconds > PORTABLE_LIMIT_S:
+                    emit({**row, "refused": f"takes {seconds:.1f} s"})
+                    continue
+                repeats = 2
+            ms = milliseconds(f, *args, iterations=repeats)
+        except Exception as error:  # one implementation's refusal must not end the table
+            emit({**row, "refused": repr(error)[:160]})
+            continue
+        flop = case.flop * (1 if direction == "fwd" else 3.5)
+        emit({**row, "fields": case.fields(), "ms": ms, "tflops": flop / ms / 1e9})
+
+
+def parts(dims: list[int]) -> list[list[Case]]:
+    """The cases of each process, slowest to compile first."""
+    halves = [
+        [c for c in grid([H]) if c.causal == causal] for H in dims for causal in (True, False)
+    ]
+    return [*halves, list(EXTRA), *([case] for case in PACKED)]
+
+
+def measure_part(part: int, dims: list[int], iterations: int, out: pathlib.Path) -> None:
+    """One process's cases; every row is on disk before the next is measured."""
+    rows: list[dict] = []
+
+    def emit(row: dict) -> None:
+        rows.append(row)
+        out.write_text(json.dumps(rows))
+
+    measure(parts(dims)[part], iterations, out.parent / "lock", emit)
+
+
+def measure_all(dims: list[int], iterations: int, limit_s: float) -> tuple[list[dict], list[str]]:
+    """Rows of all processes, and a line for each that did not end well."""
+    start = time.monotonic()
+    folder = pathlib.Path(tempfile.mkdtemp())
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    base = [sys.executable, "-m", "experiments.bench.attention", "--dims", *map(str, dims)]
+    children = {}
+    for part in range(len(parts(dims))):
+        out = folder / f"{part}.json"
+        flags = ["--part", str(part), "--out", str(out), "--iterations", str(iterations)]
+        children[out] = subprocess.Popen([*base, *flags], env=env)
+    rows, failures = [], []
+    for part, (out, child) in enumerate(children.items()):
+        try:
+            code = child.wait(max(0.1, limit_s - (time.monotonic() - start)))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            code = f"not done after {limit_s} s"
+        if code:
+            failures.append(f"{', '.join(c.name for c in parts(dims)[part])}: {code}")
+        rows += json.loads(out.read_text()) if out.exists() else []
+    print(f"measured in {time.monotonic() - start:.0f} s", *failures, sep="\n", flush=True)
+    return rows, failures
 
 
 def print_ratios(rows: list[dict]) -> None:
-    """One line a case and direction: both rates, and ours over cuDNN's."""
-    rates = {(r["case"], r["direction"], r["implementation"]): r["tflops"] for r in rows}
+    """One line a case and direction: both rates, and ours over cuDNN's (XLA's where packed)."""
+    rates = {(r["case"], r["direction"], r["implementation"]): r.get("tflops") for r in rows}
     for case, direction in dict.fromkeys((r["case"], r["direction"]) for r in rows):
-        mine, other = (rates.get((case, direction, name)) for name in ("hopper", "cudnn"))
+        mine = rates.get((case, direction, "hopper"))
+        other = rates.get((case, direction, "cudnn")) or rates.get((case, direction, "xla"))
         ratio = f"{mine / other:.3f}" if mine and other else "-"
         print(f"{case:36} {direction:8} {mine or 0:7.0f} {other or 0:7.0f} {ratio}", flush=True)
 
@@ -208,7 +359,7 @@ def print_means(rows: list[dict]) -> None:
     for direction in ("fwd", "fwd+bwd"):
         times: dict[str, dict[str, float]] = {}
         for row in rows:
-            if row["direction"] == direction:
+            if row["direction"] == direction and row["implementation"] != "xla" and "ms" in row:
                 times.setdefault(row["case"], {})[row["implementation"]] = row["ms"]
         ratios = [t["cudnn"] / t["hopper"] for t in times.values() if len(t) == 2]
         if ratios:
@@ -228,14 +379,15 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--dims", type=int, nargs="*", default=list(HEADS))
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--limit_s", type=float, default=280, help="of all timing")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    result = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "backend": jax.devices()[0].client.platform_version,
-        "command": " ".join(["python", "-m", "experiments.bench.attention", *sys.argv[1:]]),
-    }
+    if args.part is not None:
+        measure_part(args.part, args.dims, args.iterations, args.out)
+        return
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the GPU
+    result: dict = {"environment": environment()}
     if args.check:
         small = [
             Case(B=2, T=1000, N=4, K=2, H=H, Hv=H, causal=causal, window=window)
@@ -244,9 +396,10 @@ def main() -> None:
         ]
         result["errors"] = check(small)
     if args.time:
-        result["rows"] = measure([*grid(args.dims), *EXTRA], args.iterations)
-        result["clock_mhz_after"] = clock_mhz()
-        print_means(result["rows"])
+        rows, failures = measure_all(args.dims, args.iterations, args.limit_s)
+        result |= {"rows": rows, "failures": failures, "clock_mhz_after": clock_mhz()}
+        print_ratios(rows)
+        print_means(rows)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

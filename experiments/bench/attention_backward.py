@@ -9,9 +9,6 @@ beside those of the plain bf16 implementation, and with cuDNN's at the timed one
 
 import argparse
 import concurrent.futures
-import contextlib
-import faulthandler
-import fcntl
 import functools
 import itertools
 import json
@@ -26,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import attention
-from experiments.bench.attention import NO_MASKS, Case
+from experiments.bench.attention import NO_MASKS, Case, compiled
 from experiments.bench.attention_tune import times_of
 from pallas_kernels.flash_attention import hopper, hopper_backward, hopper_backward_wide
 from pallas_kernels.flash_attention.hopper_config import BackwardConfig
@@ -72,26 +69,12 @@ def forward(case: Case):
     return lambda q, k, v: hopper.forward(q, k, v, NO_MASKS, spec=case.spec)
 
 
-def compiled(f, *args):
-    """Ahead of time."""
-    return jax.jit(f).lower(*args).compile()
-
-
 def errors(got, want) -> list[float]:
     """Relative errors of each array."""
     return [round(attention.relative(g, w), 5) for g, w in zip(got, want, strict=True)]
 
 
-@contextlib.contextmanager
-def alone(lock: pathlib.Path):
-    """The GPU to itself, and an end to this process if that lasts too long."""
-    with lock.open("w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        faulthandler.dump_traceback_later(ONE_TIMING_S, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+alone = functools.partial(attention.alone, limit_s=ONE_TIMING_S)
 
 
 def check(H: int, lock: pathlib.Path, emit) -> None:

@@ -1,0 +1,81 @@
+"""From measured rows to the table that "auto" follows."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from experiments.bench import attention, attention_table
+from pallas_kernels.common import device, tables
+from pallas_kernels.flash_attention import dispatch, preference
+from pallas_kernels.flash_attention.spec import AttentionMasks
+
+CASE = attention.Case(B=2, T=1024, N=8, K=2, H=64, Hv=64, causal=True)
+PACKED = dataclasses.replace(CASE, packed=True)
+TIMES = {
+    (CASE, "fwd+bwd", "hopper"): 2.0,
+    (CASE, "fwd+bwd", "cudnn"): 1.0,
+    (CASE, "fwd", "hopper"): 0.1,  # forwards alone do not choose
+    (PACKED, "fwd+bwd", "hopper"): 0.5,
+    (PACKED, "fwd+bwd", "xla"): 0.25,
+}
+
+
+@pytest.fixture
+def result():
+    rows = [
+        {"case": case.name, "direction": direction, "implementation": name,
+         "fields": case.fields(), "ms": ms, "tflops": 1.0}
+        for (case, direction, name), ms in TIMES.items()
+    ]  # fmt: skip
+    rows.append({"case": CASE.name, "direction": "fwd+bwd", "implementation": "xla",
+                 "refused": "takes 2.0 s"})  # fmt: skip
+    environment = {"device": device.H200.kind, "clocks": None, "command": "python -m x",
+                   "date": "2026-01-01", "versions": {"jax": "0.11.2"}}  # fmt: skip
+    return {"environment": environment, "rows": rows, "failures": []}
+
+
+def chosen(case):
+    q, k, v, _ = jax.eval_shape(case.arrays)
+    ids = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
+    masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
+    call = dispatch.Call(
+        spec=case.spec, masks=masks, q=q, k=k, v=v, backward="fused", return_residual=False
+    )
+    with device.compiling_for(device.H200):
+        return dispatch.choose("auto", call)
+
+
+def test_auto_follows_the_table(result, tmp_path, monkeypatch):
+    monkeypatch.setattr(preference, "TUNED", tmp_path)
+    table = attention_table.table_of(result)
+    assert len(table.rows) == 4
+    tables.save(table, tmp_path / f"dispatch-{device.H200.slug}.json")
+    loaded = tables.load(tmp_path / f"dispatch-{device.H200.slug}.json")
+    assert set(loaded.rows) == set(table.rows)
+    tables._find.cache_clear()
+    assert chosen(CASE) == "cudnn"
+    assert chosen(PACKED) == "xla"
+    times = {"cudnn": "hopper", "hopper": "cudnn", "xla": "xla"}
+    for row in result["rows"]:
+        row["implementation"] = times[row["implementation"]]
+    tables.save(attention_table.table_of(result), tmp_path / f"dispatch-{device.H200.slug}.json")
+    tables._find.cache_clear()
+    assert chosen(CASE) == "hopper"
+    tables._find.cache_clear()
+
+
+def test_a_partial_measurement_makes_no_table(result):
+    with pytest.raises(ValueError, match="measure again"):
+        attention_table.table_of({**result, "failures": ["b1: not done after 10 s"]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [CASE, PACKED], ids=lambda case: case.name)
+def test_the_programs_that_are_timed_lower(case):
+    for (_, name), (f, shapes) in attention.programs(case).items():
+        if name == "cudnn":  # JAX traces it only where the library is
+            continue
+        with device.compiling_for(device.H200):
+            text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == (name == "hopper")
