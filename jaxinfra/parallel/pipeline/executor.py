@@ -1,8 +1,8 @@
-"""Runs any schedule: one loop over ticks, one branch for what a stage does, one for who sends.
+"""Runs any schedule: one loop over ticks, what a stage does in each, one branch for who sends.
 
 Runs inside a ``shard_map`` over the pipe axis, without ``check_vma``; other axes may be left to the
 compiler. Gradients are computed and summed here, so nothing differentiates the loop. A stage that
-idles skips its work: branches are conditionals. The table is data, so a program does not grow with
+idles skips its work. The table is data, so a program does not grow with
 the number of micro-batches.
 
 Collectives over other axes, which the compiler puts into the branches, are legal there: what a
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.parallel.pipeline.program import Pairs, Program
+from jaxinfra.parallel.pipeline.schedule import Kind
 from jaxinfra.parallel.pipeline.slices import LayerParts, cut_layer
 
 type Tree = Any
@@ -48,7 +49,7 @@ class StageFunctions:
 class _Row(NamedTuple):
     """What one stage does in one tick, int32 scalars."""
 
-    branch: jax.Array
+    kind: jax.Array
     micro_batch: jax.Array
     chunk: jax.Array
     position: jax.Array
@@ -60,7 +61,7 @@ class _Row(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What the branches change."""
+    """What actions change."""
 
     saved: list[jax.Array]  # [slots, layers, ...] each
     pending: list[jax.Array]
@@ -96,7 +97,7 @@ def run_pipeline(
     def tick(carry: tuple[jax.Array, _State], entry: tuple[_Row, jax.Array]):
         (inbox, state), (row, exchange) = carry, entry
         given = inbox[row.read]
-        out, state = jax.lax.switch(row.branch, run.branches, row, given, state)
+        out, state = run.act(row, given, state)
         inbox = inbox.at[row.write].set(out)
         sends = [_sender(pairs, axis) for pairs in program.exchanges]
         for i, received in enumerate(jax.lax.switch(exchange, sends, out)):
@@ -115,7 +116,7 @@ def _rows(program: Program) -> _Row:
     schedule = program.schedule
     stages = np.arange(schedule.num_stages)[None, :]
     tables = {
-        "branch": schedule.kind,
+        "kind": schedule.kind,
         "micro_batch": schedule.micro_batch,
         "chunk": schedule.chunk,
         "position": schedule.position[stages, schedule.chunk],
@@ -141,7 +142,7 @@ def _sender(pairs: tuple[Pairs, Pairs], axis: str):
 
 
 class _Run:
-    """The branches of one pipeline, over its parameters and micro-batches."""
+    """The actions of one pipeline, over its parameters and micro-batches."""
 
     def __init__(
         self,
@@ -165,10 +166,23 @@ class _Run:
         self._parts: LayerParts = cut_layer(
             functions.layer, _entry(weights, jnp.int32(0)), context, self._x
         )
-        backward = self._input_gradient if program.schedule.splits_gradients else self._backward
-        self.branches = [self._idle, self._forward, backward, self._weight_gradient]
-        if not program.schedule.splits_gradients:
-            self.branches.pop()
+
+    def act(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
+        """The stage's action of one tick; without one, its input and state as they are."""
+        splits = self._program.schedule.splits_gradients
+        actions = [
+            (Kind.FORWARD, self._forward),
+            (Kind.BACKWARD, self._input_gradient if splits else self._backward),
+            (Kind.WEIGHT, self._weight_gradient),
+        ]
+        carry = given, state
+        for kind, action in actions if splits else actions[:-1]:
+            carry = _when(
+                row.kind == kind,
+                lambda carry, action=action: action(row, given, carry[1]),
+                carry,
+            )
+        return carry
 
     def empty_inbox(self) -> jax.Array:
         """[slots, ...]."""
@@ -200,10 +214,6 @@ class _Run:
         own = self._functions.layer_context(context, row.position * self._layers + i)
         return index, _entry(self._weights, index), own
 
-    def _idle(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
-        del row
-        return given, state
-
     def _forward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         functions, micro = self._functions, self._micro(row.micro_batch)
         context = functions.context(micro)
@@ -222,7 +232,9 @@ class _Run:
         y, saved = jax.lax.fori_loop(0, self._layers, layer, (x, state.saved))
         state = state._replace(saved=saved)
 
-        def head(y: jax.Array, d_shared: Tree, loss: jax.Array):
+        def head(carry: tuple[jax.Array, Tree, jax.Array]):
+            y, d_shared, loss = carry
+
             def objective(shared: Tree, y: jax.Array) -> HeadSums:
                 return functions.head(shared, y, micro)
 
@@ -230,11 +242,8 @@ class _Run:
             (_, own_loss), (d_own, dy) = gradient(self._shared, y)
             return dy, jax.tree.map(jnp.add, d_shared, d_own), loss + own_loss
 
-        out, d_shared, loss = jax.lax.cond(
-            row.position == self._last,
-            head,
-            lambda *unchanged: unchanged,
-            *(y, state.d_shared, state.loss),
+        out, d_shared, loss = _when(
+            row.position == self._last, head, (y, state.d_shared, state.loss)
         )
         return out, state._replace(d_shared=d_shared, loss=loss)
 
@@ -294,8 +303,18 @@ class _Run:
             pull = jax.vjp(lambda shared: self._functions.embed(shared, micro), self._shared)[1]
             return jax.tree.map(jnp.add, d_shared, pull(dx)[0])
 
-        d_shared = jax.lax.cond(row.position == 0, add, lambda same: same, state.d_shared)
+        d_shared = _when(row.position == 0, add, state.d_shared)
         return dx, state._replace(d_shared=d_shared)
+
+
+def _when[T](predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
+    """``function(carry)`` if the predicate holds, else the carry: a loop of one turn or none.
+
+    XLA changes a loop's carry in place, where it copies what goes through a conditional: here all
+    saved activations and gradients, in every tick.
+    """
+    turns = predicate.astype(jnp.int32)
+    return jax.lax.fori_loop(0, turns, lambda _, carry: function(carry), carry)
 
 
 def _entry(tree: Tree, index: jax.Array) -> Tree:
