@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace, variant: Variant) -> dict[str, Any]:
     if args.trace and variant.schedule is PipelineSchedule.ONE_F_ONE_B:
         with jax.profiler.trace(str(args.trace / variant.name.replace(" ", "-"))):
             jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     step_s = statistics.median(seconds)
     tokens = variant.rows * args.length
     return {

@@ -148,8 +148,9 @@ def _box(axes: Axes, program: Program, timeline: Timeline, tick: int, stage: int
     )
 
 
-def _colour(kind: Kind, chunk: int) -> tuple[float, ...]:
+def _colour(kind: Kind, chunk: int) -> tuple[float, float, float]:
     text = _COLOURS[kind].lstrip("#")
     base = [int(text[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     white = 1.0 - (1.0 - _CHUNK_LIGHTENING) ** chunk
-    return tuple(part + (1.0 - part) * white for part in base)
+    red, green, blue = (part + (1.0 - part) * white for part in base)
+    return red, green, blue
