@@ -93,7 +93,8 @@ def _gathers(shape: ModelShape, step: Step, weight: Weight) -> list[Call]:
     if weight.name == "unembedding" or (weight.name == "embedding" and shape.tie_embeddings):
         found = [call(1, "logits")]
         # Seen of XLA 0.11.2: with the vocabulary split too, the same gather twice.
-        if step.tensor > 1 and step.replica * step.fsdp > 2:
+        once = step.loss_chunks(shape.vocab_size)[0] == 1
+        if once and step.tensor > 1 and step.replica * step.fsdp > 2:
             found.append(call(1, "logits, a second time"))
         return found
     return []

@@ -43,6 +43,16 @@ class Step:
         """B."""
         return self.rows // (self.replica * self.fsdp)
 
+    def loss_chunks(self, vocab: int) -> tuple[int, int]:
+        """Chunks of positions that the loss runs in on a CPU, and positions of each: the fewest
+        whose fp32 logits take at most 2 MiB (``linear_cross_entropy``).
+        """
+        positions = self.length // self.context
+        logits = 4 * self.local_rows * positions * vocab
+        wanted = min(max(-(-logits // 2**21), 1), positions)
+        size = -(-positions // wanted)
+        return -(-positions // size), size
+
     @property
     def gradient_last(self) -> tuple[int, ...]:
         """Sizes of the axes that are summed once, where gradients are whole (``summed_last``)."""

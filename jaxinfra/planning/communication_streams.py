@@ -83,9 +83,10 @@ def loss_calls(shape: ModelShape, step: Step) -> list[Call]:
     """Vocabulary-parallel cross entropy: maximum, sum and target of each token, and dx."""
     if step.tensor == 1:
         return []
-    tokens = (1, step.local_rows, step.length // step.context)
+    chunks, size = step.loss_chunks(shape.vocab_size)
+    tokens, times = (1, step.local_rows, size), chunks * step.accumulation
     found = [
-        Call(kind="all-reduce", dtype="f32", shape=tokens, times=step.accumulation, reason=reason)
+        Call(kind="all-reduce", dtype="f32", shape=tokens, times=times, reason=reason)
         for reason in ("largest logit", "sum of exponentials", "target's logit")
     ]
     found.append(
@@ -93,7 +94,7 @@ def loss_calls(shape: ModelShape, step: Step) -> list[Call]:
             kind="all-reduce",
             dtype="f32",
             shape=(*tokens, shape.model_dim),
-            times=step.accumulation,
+            times=times,
             reason="logits' input gradient",
         )
     )
