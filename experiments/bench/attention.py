@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ class Case:
     def fields(self) -> dict:
         """The case as the dispatch table names it."""
         q, k, v, _ = jax.eval_shape(self.arrays)
-        ids = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32) if self.packed else None
+        ids: Any = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32) if self.packed else None
         masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
         return preference.case_of(self.spec, masks, q, k, v)
 
@@ -243,16 +244,15 @@ def programs(case: Case) -> dict:
     spec = case.spec
     if case.packed:
         ids = [jax.ShapeDtypeStruct((case.B, case.T), jnp.int32)]
-        name, one, both = "xla", portable, portable_both
+        name, one = "xla", functools.partial(portable, spec=spec)
+        both = functools.partial(portable_both, spec=spec)
     else:
-        ids, name, one = [], "cudnn", cudnn
-        library = functools.partial(cudnn, spec=spec)
-        both = None
-    other = functools.partial(both, spec=spec) if both else functools.partial(both_by_vjp, library)
+        ids, name, one = [], "cudnn", functools.partial(cudnn, spec=spec)
+        both = functools.partial(both_by_vjp, one)
     return {
-        ("fwd", name): (functools.partial(one, spec=spec), [*shapes[:3], *ids]),
+        ("fwd", name): (one, [*shapes[:3], *ids]),
         ("fwd", "hopper"): (functools.partial(ours, spec=spec), [*shapes[:3], *ids]),
-        ("fwd+bwd", name): (other, [*shapes, *ids]),
+        ("fwd+bwd", name): (both, [*shapes, *ids]),
         ("fwd+bwd", "hopper"): (functools.partial(ours_both, spec=spec), [*shapes, *ids]),
     }
 

@@ -1,6 +1,7 @@
 """From measured rows to the table that "auto" follows."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import pytest
@@ -37,7 +38,7 @@ def result():
 
 def chosen(case):
     q, k, v, _ = jax.eval_shape(case.arrays)
-    ids = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
+    ids: Any = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
     masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
     call = dispatch.Call(
         spec=case.spec, masks=masks, q=q, k=k, v=v, backward="fused", return_residual=False
