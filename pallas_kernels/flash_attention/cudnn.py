@@ -37,7 +37,6 @@ def unsupported(
         (max_head_width < H or H % 8 > 0, f"head width {H} is not a multiple of 8 <= "
             f"{max_head_width}"),
         (T == 0 or S == 0, "it does not take empty sequences"),
-        (T % 2 > 0 or S % 2 > 0, f"JAX refuses its gradient for odd lengths ({T}, {S})"),
         (window and T != S, f"its diagonal is top-left, ours bottom-right; {T} != {S}"),
         (spec.right not in (None, 0), f"it has no window to the right ({spec.right})"),
         (spec.left is not None and spec.right is None, "its left window must be causal"),
@@ -49,6 +48,7 @@ def unsupported(
         (masks.bias is not None, "its bias gradient is silently zero for most bias shapes"),
         (return_residual, "JAX rounds its logsumexp to the query's dtype"),
         (backward == "split", "its backward does not repeat bit for bit"),
+        (T % 2 > 0 or S % 2 > 0, f"JAX refuses its gradient for odd lengths ({T}, {S})"),
     )  # fmt: skip
     return next((reason for applies, reason in reasons if applies), None)
 

@@ -54,6 +54,9 @@ HOPPER_FIRST = ("hopper", "cudnn", "hopper+xla", "xla")
 
 
 def test_auto_on_hopper(monkeypatch):
+    assert chosen(PLAIN) == "hopper"  # as measured
+    assert chosen(BY_NAME["d128 full b4 s4096 h32/8"]) == "cudnn"  # the other way there
+    assert chosen(BY_NAME["phi-2"]) == "cudnn"  # no row of this width
     assert chosen(PACKED) == "hopper"
     monkeypatch.setattr(preference, "UNMEASURED", HOPPER_FIRST)
     assert chosen(PLAIN) == "hopper"

@@ -107,16 +107,19 @@ def large(path: pathlib.Path, *, device: str) -> None:
     config = transformers.LlamaConfig(**LARGE)
     config._attn_implementation = "sdpa"
     with torch.device(device):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     path.mkdir(parents=True)
     model.save_pretrained(path)
+    del model
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, LARGE["vocab_size"], (1, LARGE_LENGTH), generator=generator)
     arrays = {"ids": ids.numpy()}
-    with torch.no_grad():
-        arrays["logits16"] = model(ids.to(device), use_cache=False).logits.float().cpu().numpy()
-        model = model.float()
-        arrays["logits32"] = model(ids.to(device), use_cache=False).logits.cpu().numpy()
+    for bits, dtype in (("16", torch.bfloat16), ("32", torch.float32)):
+        # Loaded, not cast: a cast rounds the rotary frequencies too, and no user runs that.
+        model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+        with torch.no_grad():
+            logits = model(ids.to(device), use_cache=False).logits
+        arrays[f"logits{bits}"] = logits.float().cpu().numpy()
     np.savez(path / "reference.npz", **arrays)
 
 
