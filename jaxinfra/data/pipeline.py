@@ -99,7 +99,9 @@ class TrainIterator:
 
     def batch(self, step: int) -> Batch[np.ndarray]:
         """This process's rows of any step, made anew; what comes next stays as it is."""
-        return self._steps[step]
+        rows = self._steps[step]
+        assert rows is not None, "no transformation of these drops a step"
+        return rows
 
     def sample_ids(self, step: int) -> np.ndarray:
         """The sample numbers of a step's global batch, for a ledger of what was seen."""
