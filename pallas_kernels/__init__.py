@@ -5,3 +5,5 @@ from .common.errors import UnsupportedError as UnsupportedError
 from .flash_attention import flash_attention as flash_attention
 from .flash_attention import flash_attention_gradient as flash_attention_gradient
 from .flash_attention import merge_partials as merge_partials
+from .norm import rms_norm as rms_norm
+from .softmax import softmax as softmax

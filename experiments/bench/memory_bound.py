@@ -22,13 +22,15 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.environment import environment
-from pallas_kernels.common.hopper_rows import Config
+from pallas_kernels.common.hopper_rows_config import Config
+from pallas_kernels.common.rows import BARS, OTHERS, Workload
 from pallas_kernels.norm import hopper as norm
+from pallas_kernels.norm.reference import rms_norm_reference
+from pallas_kernels.norm.workloads import EPSILON, arrays
 from pallas_kernels.softmax import hopper as softmax
+from pallas_kernels.softmax.reference import softmax_gradient_reference, softmax_reference
 
-SHAPES = ((32768, 4096), (8192, 32768), (4096, 131072))
-OTHER_SHAPES = ((1048576, 128), (131072, 1024), (65536, 2048))
-EPSILON = 1e-6
+CHECKED_ROWS = 1056
 # In order of importance: what comes late may find no time left.
 FORWARD_VARIANTS = {
     (32768, 4096): {
@@ -72,19 +74,7 @@ class Table:
         return row
 
 
-def xla_softmax(x):
-    return jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)
-
-
-def xla_softmax_gradient(y, d_y):
-    y, d_y = y.astype(jnp.float32), d_y.astype(jnp.float32)
-    return (y * (d_y - jnp.sum(y * d_y, axis=-1, keepdims=True))).astype(jnp.bfloat16)
-
-
-def xla_rms_norm(x, scale):
-    wide = x.astype(jnp.float32)
-    root = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPSILON)
-    return (wide * root * scale[None, :]).astype(x.dtype)
+xla_rms_norm = functools.partial(rms_norm_reference, epsilon=EPSILON)
 
 
 def xla_rms_norm_gradient(x, scale, d_y):
@@ -93,7 +83,7 @@ def xla_rms_norm_gradient(x, scale, d_y):
 
 # name: (kernel, XLA, arguments by name, streams of [R, C] through memory)
 OPS = {
-    "softmax": (softmax.softmax, xla_softmax, "x", 2),
+    "softmax": (softmax.softmax, softmax_reference, "x", 2),
     "rms_norm": (functools.partial(norm.rms_norm, epsilon=EPSILON), xla_rms_norm, "xs", 2),
     "rms_norm_gradient": (
         functools.partial(norm.rms_norm_gradient, epsilon=EPSILON),
@@ -101,20 +91,15 @@ OPS = {
         "xsd",
         3,
     ),
-    "softmax_gradient": (softmax.softmax_gradient, xla_softmax_gradient, "yd", 3),
+    "softmax_gradient": (softmax.softmax_gradient, softmax_gradient_reference, "yd", 3),
 }
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def make_inputs(shape: tuple[int, int]) -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    x = 3 * jax.random.normal(keys[0], shape, jnp.bfloat16)
-    return {
-        "x": x,
-        "d": jax.random.normal(keys[1], shape, jnp.bfloat16),
-        "s": 1.0 + 0.1 * jax.random.normal(keys[2], shape[1:], jnp.float32),
-        "y": xla_softmax(x),
-    }
+def make_inputs(workload: Workload) -> dict[str, jax.Array]:
+    made = arrays(workload, jax.random.key(0))
+    x = made["x"]
+    return {"x": x, "d": made["d_y"], "s": made["scale"], "y": softmax_reference(x)}
 
 
 def relative(got: jax.Array, want: jax.Array) -> float:
@@ -122,20 +107,14 @@ def relative(got: jax.Array, want: jax.Array) -> float:
     return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
 
-def check(name: str, shape: tuple[int, int], config: Config | None = None) -> dict:
-    """Errors against the fp32 form, beside those of XLA's bf16 form."""
+def check(name: str, columns: int) -> dict:
+    """Errors against the fp32 form, beside those of XLA's bf16 form, of the default tiles."""
     kernel, xla, letters, _ = OPS[name]
-    arrays = make_inputs(shape)
-    args = [arrays[letter] for letter in letters]
-    kernel = functools.partial(kernel, config=config)
+    made = make_inputs(Workload(rows=CHECKED_ROWS, columns=columns))
+    args = [made[letter] for letter in letters]
     got = jax.tree.leaves(jax.jit(kernel)(*args))
     plain = jax.tree.leaves(jax.jit(xla)(*args))
-    wide = (x.astype(jnp.float32) for x in args)
-    if name == "softmax_gradient":
-        y, d_y = wide
-        want = [y * (d_y - jnp.sum(y * d_y, axis=-1, keepdims=True))]
-    else:
-        want = jax.tree.leaves(jax.jit(xla)(*wide))
+    want = jax.tree.leaves(jax.jit(xla)(*(x.astype(jnp.float32) for x in args)))
     errors = [relative(g, w) for g, w in zip(got, want, strict=True)]
     plain_errors = [relative(p, w) for p, w in zip(plain, want, strict=True)]
     # Sums in fp32 of the same numbers: XLA's own may be its oracle to the last bit.
@@ -154,21 +133,22 @@ def rate(f: Callable, args: list[jax.Array], num_bytes: int, copy: float | None)
 
 
 def measure_shape(
-    table: Table, shape: tuple[int, int], names: tuple[str, ...], *, variants: bool
+    table: Table, workload: Workload, names: tuple[str, ...], *, variants: bool
 ) -> None:
     """Copy, XLA and kernels at one shape."""
-    arrays = make_inputs(shape)
-    stream = shape[0] * shape[1] * 2
-    label = f"{shape[0]}x{shape[1]}"
+    made = make_inputs(workload)
+    stream = workload.rows * workload.columns * 2
+    label = workload.name
     copied = table.add(
-        f"copy {label}", lambda: rate(lambda x: x + 1, [arrays["x"]], 2 * stream, None)
+        f"copy {label}", lambda: rate(lambda x: x + 1, [made["x"]], 2 * stream, None)
     ).get("gb_s")
     for name in names:
         kernel, xla, letters, streams = OPS[name]
-        args, size = [arrays[letter] for letter in letters], streams * stream
+        args: list[jax.Array] = [made[letter] for letter in letters]
+        size = streams * stream
         forms = {"hopper": kernel, "xla": xla}
         if variants:
-            chosen = FORWARD_VARIANTS[shape] if streams == 2 else {}
+            chosen = FORWARD_VARIANTS[workload.rows, workload.columns] if streams == 2 else {}
             forms = {n: functools.partial(kernel, config=c) for n, c in chosen.items()}
             if letters == "xs":
                 forms = {
@@ -184,27 +164,16 @@ def measure_shape(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--budget", type=float, default=55.0, help="seconds for all variants")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds for all variants")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    main_ops = ("softmax", "rms_norm", "rms_norm_gradient")
-    for shape in SHAPES:
-        for name in main_ops:
-            few_rows = (1056, shape[1])
-            table.add(f"check {name} {few_rows}", functools.partial(check, name, few_rows))
-        measure_shape(table, shape, main_ops, variants=False)
-    for shape in SHAPES:
-        measure_shape(table, shape, ("softmax", "rms_norm"), variants=True)
-    for columns in (4096, 131072):
-        check_one = functools.partial(check, "softmax_gradient", (1056, columns))
-        table.add(f"check softmax_gradient 1056x{columns}", check_one)
-    for shape in SHAPES:
-        measure_shape(table, shape, ("softmax_gradient",), variants=False)
-    for shape in OTHER_SHAPES:
-        for name in main_ops:
-            few_rows = (1056, shape[1])
-            table.add(f"check {name} {few_rows}", functools.partial(check, name, few_rows))
-        measure_shape(table, shape, main_ops, variants=False)
+    for workload in (*BARS, *OTHERS):
+        for name in OPS:
+            check_one = functools.partial(check, name, workload.columns)
+            table.add(f"check {name} {CHECKED_ROWS}x{workload.columns}", check_one)
+        measure_shape(table, workload, tuple(OPS), variants=False)
+    for workload in BARS:
+        measure_shape(table, workload, ("softmax", "rms_norm"), variants=True)
 
 
 if __name__ == "__main__":

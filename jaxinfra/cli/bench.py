@@ -17,6 +17,7 @@ from jaxinfra.core.errors import ConfigError, nearest
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
     "attention": "flash attention forward and backward, beside cuDNN",
+    "memory_bound": "softmax and RMSNorm, forward and gradient, beside XLA and a copy",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
     "context_parallel": "attention over a sharded sequence, beside one device's kernel",
     "plan_check": "the planner's step times and memory, beside the machine's",

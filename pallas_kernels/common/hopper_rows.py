@@ -26,33 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-WARPS = 4  # a warpgroup
-LANES = 32
-SMEM_BYTES = 227 * 1024
+from .hopper_rows_config import LANES, WARPS, Config
+
 NUM_PROCESSORS = 132
-SLOT_ALIGNMENT = 16  # bytes, of the bulk copy engine
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """How rows lie on warps."""
-
-    num_warpgroups: int = 4  # a block
-    num_stages: int = 3  # slots of a warpgroup
-    rows_per_warp: int = 0  # whole rows a warp holds; 0 splits a row
-    group: int = 1  # warpgroups of a block that share a row
-    cluster: int = 1  # blocks that share a row
-    vector: int = 8  # columns that a thread holds side by side
-
-    @property
-    def num_teams(self) -> int:
-        """Rows, or batches of whole rows, that a block works on at a time."""
-        return self.num_warpgroups // self.group
-
-    @property
-    def num_parts(self) -> int:
-        """Parts of a row, one a warp."""
-        return 1 if self.rows_per_warp else WARPS * self.group * self.cluster
 
 
 def tile_layout(vector: int):
@@ -92,7 +68,7 @@ class Row:
             return parts_A
         return self.gather(lambda *x: tuple(jnp.sum(x_P) for x_P in x), *parts_A)
 
-    def spread(self, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    def spread(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """A number a row, [A] or scalar, to all its columns."""
         return lax.broadcast_in_dim(x, shape, [0] if x.ndim else [])
 
@@ -126,8 +102,9 @@ def stream_rows(
     Returns:
         The result, of the inputs' shape and dtype, and the accumulators' partial sums, fp32 [N, C].
     """
+    rows, columns = inputs_RC[0].shape
     kernel = _Stream(
-        formula=formula, c=config, shape=inputs_RC[0].shape, dtype=inputs_RC[0].dtype,
+        formula=formula, c=config, shape=(rows, columns), dtype=inputs_RC[0].dtype,
         num_inputs=len(inputs_RC), num_vectors=len(vectors_C), num_statistics=num_statistics,
         num_accumulators=num_accumulators,
     )  # fmt: skip
@@ -166,7 +143,6 @@ def stream_rows(
         *(x.reshape(tiled) for x in inputs_RC),
         *(v.reshape(kernel.vector_shape) for v in vectors_C),
     )
-    columns = kernel.shape[1]
     return out.reshape(kernel.shape), *(x.reshape(-1, columns) for x in partials)
 
 
@@ -395,38 +371,3 @@ def _cluster_fence() -> None:
         mgpu_utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
 
     fence()
-
-
-def config_for(
-    shape: tuple[int, int], itemsize: int, *, num_inputs: int, num_vectors: int = 0
-) -> Config | None:
-    """Tiles for rows of this shape; None where there are none.
-
-    32 columns of a row to a thread leave registers for everything else; 4 warpgroups have 128
-    registers each thread. Whatever shared memory remains is read-ahead.
-    """
-    rows, columns = shape
-    if columns <= LONGEST_WHOLE_ROW:
-        vector = next((v for v in (8, 4, 2, 1) if columns % (LANES * v) == 0), None)
-        if vector is None:
-            return None
-        most = max(1, LONGEST_WHOLE_ROW // columns)
-        batch = next((r for r in range(most, 0, -1) if rows % (WARPS * r) == 0), None)
-        if batch is None:
-            return None
-        config = Config(rows_per_warp=batch, vector=min(vector, 16 // itemsize))
-    else:
-        vector = 4 if num_vectors else 16 // itemsize
-        parts = next((p for p in (1, 2, 4, 8, 16, 32) if columns <= 4096 * p), 32)
-        if columns % (parts * WARPS * LANES * vector):
-            return None
-        group = min(parts, 4)
-        config = Config(group=group, cluster=parts // group, vector=vector)
-    slot = num_inputs * itemsize * 4
-    slot *= columns * config.rows_per_warp if config.rows_per_warp else columns // config.num_parts
-    vectors = num_vectors * 4 * columns // config.cluster
-    stages = (SMEM_BYTES - 4096 - vectors) // (slot * config.num_warpgroups)
-    return dataclasses.replace(config, num_stages=min(stages, 6)) if stages >= 2 else None
-
-
-LONGEST_WHOLE_ROW = 1024

@@ -1,1 +1,3 @@
 """RMSNorm over rows."""
+
+from .api import rms_norm as rms_norm

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.hopper_rows import WARPS, Config, Formula, Row, config_for, stream_rows
+from pallas_kernels.common.hopper_rows import Formula, Row, stream_rows
+from pallas_kernels.common.hopper_rows_config import WARPS, Config, config_for
 
 
 def rms_norm(
@@ -15,7 +16,6 @@ def rms_norm(
 ) -> jax.Array:
     """``x / sqrt(mean(x**2) + epsilon) * scale``, in the dtype of ``x``; scale is fp32."""
     config = config or config_for(x_RC.shape, x_RC.dtype.itemsize, num_inputs=1, num_vectors=1)
-    assert config is not None, x_RC.shape
     formula = _forward(x_RC.shape[1], epsilon)
     return stream_rows(formula, [x_RC], vectors_C=[scale_C], config=config, num_statistics=1)[0]
 
@@ -45,7 +45,6 @@ def rms_norm_gradient(
     computed again: x is read anyway.
     """
     config = config or config_for(x_RC.shape, x_RC.dtype.itemsize, num_inputs=2, num_vectors=1)
-    assert config is not None, x_RC.shape
     d_x, partials_NC = stream_rows(
         _backward(x_RC.shape[1], epsilon), [x_RC, d_y_RC], vectors_C=[scale_C], config=config,
         num_statistics=2, num_accumulators=1,

@@ -1,1 +1,3 @@
 """Softmax over rows."""
+
+from .api import softmax as softmax

@@ -8,33 +8,36 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.hopper_rows import Config, Row, config_for, stream_rows
+from pallas_kernels.common.hopper_rows import Row, stream_rows
+from pallas_kernels.common.hopper_rows_config import Config, config_for
 
 LOG2E = math.log2(math.e)
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def softmax(x_RC: jax.Array, *, config: Config | None = None) -> jax.Array:
     """``exp(x - max) / sum`` over columns, in the dtype of ``x``."""
     config = config or config_for(x_RC.shape, x_RC.dtype.itemsize, num_inputs=1)
-    assert config is not None, x_RC.shape
     return stream_rows(_softmax, [x_RC], config=config, num_statistics=2)[0]
 
 
 def _softmax(row: Row, sums: tuple[jax.Array, ...]):
-    x = row.load(0) * LOG2E
-    largest_A = jnp.max(x, axis=1)
-    power = jnp.exp2(x - row.spread(largest_A, x.shape))
+    x = row.load(0)
+    # A part that is all -inf, in a row that is not, must count as 0 and not as NaN.
+    largest_A = jnp.maximum(jnp.max(x, axis=1), LOWEST)
+    # Scaled after the difference: a mask's finfo.min times LOG2E would overflow.
+    power = jnp.exp2((x - row.spread(largest_A, x.shape)) * LOG2E)
     sum_A = jnp.sum(power, axis=1)
     if row.whole:
         return power * row.spread(1.0 / sum_A, x.shape), sums
     # Each part has its own maximum; one exchange brings both numbers of all parts.
     largest, total = row.gather(_join, largest_A, sum_A)
-    return power * row.spread(jnp.exp2(largest_A - largest) / total, x.shape), sums
+    return power * row.spread(jnp.exp2((largest_A - largest) * LOG2E) / total, x.shape), sums
 
 
 def _join(largest_P: jax.Array, sum_P: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(largest_P)
-    return largest, jnp.sum(sum_P * jnp.exp2(largest_P - largest))
+    return largest, jnp.sum(sum_P * jnp.exp2((largest_P - largest) * LOG2E))
 
 
 def softmax_gradient(
@@ -42,7 +45,6 @@ def softmax_gradient(
 ) -> jax.Array:
     """``y * (d_y - sum(y * d_y))``."""
     config = config or config_for(y_RC.shape, y_RC.dtype.itemsize, num_inputs=2)
-    assert config is not None, y_RC.shape
     return stream_rows(_gradient, [y_RC, d_y_RC], config=config, num_statistics=1)[0]
 
 

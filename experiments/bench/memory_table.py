@@ -1,0 +1,79 @@
+"""Makes the tables that softmax's and rms_norm's ``implementation="auto"`` follow.
+
+python -m experiments.bench.memory_table experiments/results/memory-bound-h200.json
+
+``--skip softmax`` leaves out a kernel that was changed after it was measured: XLA computes it then.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Collection
+
+from pallas_kernels.common import device, rows, tables
+from pallas_kernels.norm import api as norm
+from pallas_kernels.softmax import api as softmax
+
+FOLDERS = {"softmax": softmax.TUNED, "rms_norm": norm.TUNED}
+
+
+def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
+    """The dispatch table of what ``experiments.bench.memory_bound`` wrote, for one op.
+
+    Raises:
+        ValueError: a kernel's results were wrong, or other from call to call.
+    """
+    wrong = [
+        row["name"]
+        for row in result["rows"]
+        if row["name"].startswith("check ") and not (row.get("ok") and row.get("repeats"))
+    ]
+    if wrong:
+        raise ValueError(f"wrong or unsteady results: {'; '.join(wrong)}; a table of them is void")
+    directions = {op: "forward", f"{op}_gradient": "gradient"}
+    directions = {name: text for name, text in directions.items() if name not in skip}
+    measured = []
+    for row in result["rows"]:
+        name, _, form = row["name"].rpartition(" ")
+        name, _, shape = name.partition(" ")
+        if name not in directions or form not in ("hopper", "xla") or "ms" not in row:
+            continue
+        num_rows, num_columns = (int(size) for size in shape.split("x"))
+        case: dict[str, tables.Value] = {
+            "direction": directions[name],
+            "rows": num_rows,
+            "columns": num_columns,
+            "dtype": "bfloat16",
+        }
+        measured.append(tables.Row.of(case=case, choice={"implementation": form}, ms=row["ms"]))
+    return tables.Table(
+        op=op,
+        question=rows.QUESTION,
+        device_kind=result["device"],
+        environment=(
+            ("clocks", str(result["clocks"])),
+            ("command", result["command"]),
+            ("date", result["date"]),
+            *result["versions"].items(),
+        ),
+        rows=tuple(measured),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("measured", type=pathlib.Path)
+    kernels = [name + end for name in FOLDERS for end in ("", "_gradient")]
+    parser.add_argument("--skip", nargs="*", default=(), choices=kernels)
+    args = parser.parse_args()
+    result = json.loads(args.measured.read_text())
+    for op, folder in FOLDERS.items():
+        table = table_of(result, op, args.skip)
+        slug = device.Facts(kind=table.device_kind, is_gpu=True).slug
+        path = folder / f"{rows.QUESTION}-{slug}.json"
+        tables.save(table, path)
+        print(f"{path.name} of {op}: {len(table.rows)} rows")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""What the ops over rows share: which implementation computes a call, and shapes to measure at."""
+
+import dataclasses
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from . import device, tables
+from .errors import InputError, UnsupportedError
+from .hopper_rows_config import config_for
+
+NAMES = ("hopper", "xla", "reference")
+QUESTION = "dispatch"
+"""``tuned/dispatch-DEVICE.json``: a row's case is ``Case.fields``, its choice
+{"implementation": "hopper" or "xla"}, its time that of one direction alone."""
+
+LEAST_GAIN = 1.15
+"""How much faster than XLA a kernel must have been measured for "auto" to take it."""
+
+_FARTHEST = {"columns": 1.0, "rows": 2.0}
+"""Powers of two from the nearest measured shape within which its measurement is trusted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One direction of a call, as rows."""
+
+    op: str
+    direction: str  # "forward" or "gradient"
+    rows: int
+    columns: int
+    dtype: str
+    num_inputs: int  # arrays of [rows, columns] that the kernel reads
+    num_vectors: int  # arrays of [columns] that it reads
+
+    def fields(self) -> dict[str, tables.Value]:
+        """What the fastest implementation depends on."""
+        return {
+            "direction": self.direction,
+            "rows": self.rows,
+            "columns": self.columns,
+            "dtype": self.dtype,
+        }
+
+
+def choose(implementation: str, case: Case, *, tuned: pathlib.Path, num_devices: int) -> str:
+    """Who computes one direction of a call: "hopper", "xla" or "reference".
+
+    Raises:
+        InputError: no such implementation.
+        UnsupportedError: "hopper" is named and cannot.
+    """
+    if implementation not in ("auto", *NAMES):
+        raise InputError(
+            f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
+        )
+    if implementation not in ("auto", "hopper"):
+        return implementation
+    reason = why_not_hopper(case, num_devices=num_devices)
+    if implementation == "auto":
+        return "hopper" if reason is None and _was_faster(case, tuned) else "xla"
+    if reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot compute the {case.direction} of this {case.op}: "
+            f"{reason}. implementation='xla' can"
+        )
+    return "hopper"
+
+
+def why_not_hopper(case: Case, *, num_devices: int = 1) -> str | None:
+    """Why the kernel cannot compute a call; None if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    if case.dtype != "bfloat16":
+        return f"x is {case.dtype}; the kernel was checked in bfloat16 alone"
+    if num_devices > 1:
+        return f"the call is spread over {num_devices} devices and the kernel runs on one"
+    try:
+        config_for(
+            (case.rows, case.columns),
+            jnp.dtype(case.dtype).itemsize,
+            num_inputs=case.num_inputs,
+            num_vectors=case.num_vectors,
+        )
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
+    table = tables.find(tuned, case.op, QUESTION)
+    if table is None:
+        return False
+    fields = case.fields()
+    times: dict[tuple[float, int, int], dict[str, float]] = {}
+    for row in table.rows:
+        other, name = dict(row.case), str(dict(row.choice)["implementation"])
+        if any(other[exact] != fields[exact] for exact in ("direction", "dtype")):
+            continue
+        rows, columns = _count(other["rows"]), _count(other["columns"])
+        apart = {
+            "rows": abs(math.log2(case.rows / rows)),
+            "columns": abs(math.log2(case.columns / columns)),
+        }
+        if all(apart[dim] <= _FARTHEST[dim] for dim in apart):
+            times.setdefault((sum(apart.values()), rows, columns), {})[name] = row.ms
+    if not times:
+        return False
+    nearest = times[min(times)]
+    return {"hopper", "xla"} <= set(nearest) and (nearest["xla"] >= LEAST_GAIN * nearest["hopper"])
+
+
+def _count(value: tables.Value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise tables.TableError(f"a measured case has a count of {value!r}; measure again")
+    return value
+
+
+def check_input(op: str, x: jax.Array, axis: int = -1) -> None:
+    """Refuses what is not rows of floats.
+
+    Raises:
+        InputError: a scalar, an integer array, or another axis than the last.
+    """
+    if x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise InputError(f"x is {x.dtype}{list(x.shape)}; {op} takes floats of one dim or more")
+    if axis not in (-1, x.ndim - 1):
+        raise InputError(
+            f"axis={axis} of shape {x.shape}; {op} is over the last dim alone: move it there"
+        )
+
+
+def as_rows(x: jax.Array) -> jax.Array:
+    """[..., C] to [R, C]."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """A shape that ops over rows are checked and measured at."""
+
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """As in results: ``32768x4096``."""
+        return f"{self.rows}x{self.columns}"
+
+
+BARS = (
+    Workload(rows=32768, columns=4096),
+    Workload(rows=8192, columns=32768),
+    Workload(rows=4096, columns=131072),
+)
+"""The shapes on which the kernels are held against a copy."""
+
+OTHERS = (
+    Workload(rows=1048576, columns=128),
+    Workload(rows=131072, columns=1024),
+    Workload(rows=65536, columns=2048),
+)
+"""Narrow rows: heads (128) and the widths of small models."""

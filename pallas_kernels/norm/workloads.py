@@ -1,0 +1,20 @@
+"""RMSNorm calls, shared by tests and benchmark. Dims: R row, C column."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.rows import BARS, OTHERS, Workload
+
+WORKLOADS = (*BARS, *OTHERS)
+EPSILON = 1e-6
+
+
+def arrays(workload: Workload, key: jax.Array) -> dict[str, jax.Array]:
+    """x and the gradient of the result, bf16 [R, C], and the scale, fp32 [C]."""
+    keys = jax.random.split(key, 3)
+    shape = (workload.rows, workload.columns)
+    return {
+        "x": 3 * jax.random.normal(keys[0], shape, jnp.bfloat16),
+        "d_y": jax.random.normal(keys[1], shape, jnp.bfloat16),
+        "scale": 1.0 + 0.1 * jax.random.normal(keys[2], shape[1:], jnp.float32),
+    }

@@ -1,0 +1,18 @@
+"""Softmax calls, shared by tests and benchmark. Dims: R row, C column."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.rows import BARS, OTHERS, Workload
+
+WORKLOADS = (*BARS, *OTHERS)
+
+
+def arrays(workload: Workload, key: jax.Array) -> dict[str, jax.Array]:
+    """x and the gradient of the result, both bf16 [R, C]."""
+    keys = jax.random.split(key)
+    shape = (workload.rows, workload.columns)
+    return {
+        "x": 3 * jax.random.normal(keys[0], shape, jnp.bfloat16),
+        "d_y": jax.random.normal(keys[1], shape, jnp.bfloat16),
+    }

@@ -1,0 +1,63 @@
+"""What the tests of softmax and of norms share."""
+
+import contextlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import device, rows, tables
+
+REFUSALS = [
+    ({"shape": (8, 100)}, "100 columns are not a multiple of 32"),
+    ({"shape": (6, 128)}, "6 rows of 128 columns are not a multiple of 4 rows"),
+    ({"shape": (2, 5000)}, "5000 columns are not a multiple of"),
+    ({"shape": (2, 262144)}, "of 1 to 131072 columns"),
+    ({"shape": (0, 128)}, "there must be rows"),
+    ({"dtype": jnp.float32}, "x is float32; the kernel was checked in bfloat16"),
+    ({"num_devices": 2}, "spread over 2 devices and the kernel runs on one"),
+    ({"facts": device.Facts(kind="NVIDIA B200", is_gpu=True, capability=(10, 0))}, "NVIDIA B200"),
+]
+
+
+@contextlib.contextmanager
+def interpreted_hopper():
+    """Chosen for an H200, run by the interpreter."""
+    parameters = plgpu.InterpretGPUParams()
+    with device.compiling_for(device.H200), plgpu.force_gpu_interpret_mode(parameters):
+        yield
+
+
+def wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def num_kernels(f: Callable, *args) -> int:
+    """Kernels in the program that ``f`` becomes for an H200."""
+    with device.compiling_for(device.H200):
+        text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return text.count("@mosaic_gpu")
+
+
+def table(op: str, ms: dict[str, tuple[float, float]], shape=(4096, 2048)) -> tables.Table:
+    """(hopper, xla) times of each direction at one shape."""
+    measured = [
+        tables.Row.of(
+            case={
+                "direction": direction,
+                "rows": shape[0],
+                "columns": shape[1],
+                "dtype": "bfloat16",
+            },
+            choice={"implementation": name},
+            ms=time,
+        )
+        for direction, times in ms.items()
+        for name, time in zip(("hopper", "xla"), times, strict=True)
+    ]
+    return tables.Table(
+        op=op, question=rows.QUESTION, device_kind="NVIDIA H200", environment=(),
+        rows=tuple(measured),
+    )  # fmt: skip

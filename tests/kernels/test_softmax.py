@@ -1,0 +1,155 @@
+"""Softmax against float64; the kernels in the interpreter, their real form lowered for CUDA.
+
+Blocks of a cluster exchange by inline code, which the interpreter lacks: rows of up to 16,384
+columns, one block each, run here; longer ones lower here and are checked by the benchmark on a GPU.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import InputError, UnsupportedError, softmax
+from pallas_kernels.common import device, tables
+from pallas_kernels.softmax import api
+from pallas_kernels.softmax.workloads import WORKLOADS, Workload, arrays
+from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
+from tests.tolerance import assert_no_worse
+
+
+def inputs(shape):
+    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1))
+    return made["x"], made["d_y"]
+
+
+def evaluate(x, d_y, **options):
+    y, vjp = jax.vjp(jax.jit(functools.partial(softmax, **options)), x)
+    return y, *vjp(d_y)
+
+
+def exact(x, d_y):
+    x, d_y = wide(x), wide(d_y)
+    power = np.exp(x - x.max(axis=-1, keepdims=True))
+    y = power / power.sum(axis=-1, keepdims=True)
+    return y, y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (4, 1024), (3, 2048), (2, 8192)], ids=str)
+def test_kernels_are_no_worse_than_the_plain_form(shape):
+    x, d_y = inputs(shape)
+    with interpreted_hopper():
+        got = evaluate(x, d_y, implementation="hopper")
+    plain = evaluate(x, d_y, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(x, d_y))
+
+
+@pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
+def test_masked_columns_and_rows(shape):
+    """A part that is all -inf counts as zero; finfo.min is a number, however large."""
+    x, _ = inputs(shape)
+    half = shape[1] // 2
+    lowest = jnp.finfo(x.dtype).min
+    x = x.at[0, half:].set(-jnp.inf).at[1, :].set(lowest).at[1, 0].set(lowest / 2)
+    if shape[0] > 2:
+        x = x.at[2, :].set(lowest).at[3, :].set(-jnp.inf)
+    with interpreted_hopper():
+        got = softmax(x, implementation="hopper")
+    plain = softmax(x, implementation="reference")
+    oracle = jax.nn.softmax(x.astype(jnp.float32), axis=-1)
+    assert_no_worse(got, plain=plain, oracle=oracle)
+    assert jnp.all(got[0, half:] == 0.0)
+
+
+def test_vmap_and_leading_dims():
+    x = inputs((16, 64))[0].reshape(2, 2, 4, 64)
+    with interpreted_hopper():
+        whole = softmax(x, implementation="hopper")
+        mapped = jax.vmap(functools.partial(softmax, implementation="hopper"))(x[0])
+    np.testing.assert_array_equal(np.asarray(whole[0]), np.asarray(mapped))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_xla_form_is_no_worse_than_the_plain_form(dtype):
+    x, d_y = (a.astype(dtype) for a in inputs((5, 77)))
+    got = evaluate(x, d_y, implementation="xla")
+    plain = evaluate(x, d_y, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(x, d_y))
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+def test_lowers(workload):
+    x = jax.ShapeDtypeStruct((workload.rows, workload.columns), jnp.bfloat16)
+
+    def both(x, d_y):
+        return evaluate(x, d_y, implementation="hopper")
+
+    assert num_kernels(both, x, x) == 2
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
+def test_refuses(change, words):
+    x = jax.ShapeDtypeStruct(change.get("shape", (8, 128)), change.get("dtype", jnp.bfloat16))
+    options = {"num_devices": change.get("num_devices", 1)}
+    f = functools.partial(softmax, implementation="hopper", **options)
+    with (
+        device.compiling_for(change.get("facts", device.H200)),
+        pytest.raises(UnsupportedError, match=words) as refusal,
+    ):
+        jax.eval_shape(f, x)
+    assert "implementation='xla' can" in str(refusal.value)
+    # "auto" computes what the kernel refuses.
+    with device.compiling_for(change.get("facts", device.H200)):
+        jax.eval_shape(functools.partial(softmax, **options), x)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "words"),
+    [
+        (jnp.zeros((4, 32)), {"axis": 0}, "axis=0 of shape .* over the last dim"),
+        (jnp.zeros((4, 32), jnp.int32), {}, "x is int32"),
+        (jnp.zeros(()), {}, "one dim or more"),
+        (jnp.zeros((4, 32)), {"implementation": "triton"}, "choose auto, hopper, xla, reference"),
+    ],
+    ids=["axis", "integers", "scalar", "name"],
+)
+def test_wrong_arguments(x, options, words):
+    with pytest.raises(InputError, match=words):
+        softmax(x, **options)
+
+
+MEASURED = {"forward": (1.0, 1.1), "gradient": (1.0, 1.2)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "num"),
+    [((4096, 2048), 1), ((16384, 4096), 1), ((512, 2048), 0), ((4096, 8192), 0)],
+    ids=["measured", "near", "few rows", "wide rows"],
+)
+def test_auto_follows_the_table(monkeypatch, tmp_path, shape, num):
+    tables.save(table("softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
+    monkeypatch.setattr(api, "TUNED", tmp_path)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == num
+    assert num_kernels(lambda x: softmax(x), x) == 0
+
+
+def test_auto_without_a_table(monkeypatch, tmp_path):
+    monkeypatch.setattr(api, "TUNED", tmp_path)
+    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16)
+    assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == 0
+
+
+def test_the_shipped_table():
+    """The gradient at 4,096 and 32,768 columns; the forward is not measured since it changed."""
+
+    def num(rows, columns, f):
+        x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
+        return num_kernels(f, x, x)
+
+    for rows, columns in ((32768, 4096), (8192, 32768)):
+        assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 1
+        assert num(rows, columns, lambda x, _: softmax(x)) == 0
+    for rows, columns in ((4096, 131072), (1048576, 128)):
+        assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 0
