@@ -1,4 +1,4 @@
-"""Softmax and its gradient on a Hopper GPU, one pass over memory each.
+"""Softmax and its gradient on a Hopper GPU, one pass over memory each; norm/NOTES.md measures them.
 
 Dims: R row, C column, A row or part of a row in a warpgroup's slot, P part.
 """
