@@ -2,10 +2,10 @@
 
 python -m experiments.bench.memory_bound --out experiments/results/memory-bound-h200.json
 
-"check" rows give relative errors against fp32 or fp64 beside those of XLA's bf16 form. Other rows
-are CUPTI kernel times; GB/s counts each input read once and each output written once, and "of_copy"
-divides it by the copy of the same process and shape. A variant that fails, or comes after --budget
-seconds, is recorded as such and the table goes on; the file is written after every row.
+"check" and "variant" rows give relative errors against fp32 beside those of XLA's bf16 form. Other
+rows are CUPTI kernel times; GB/s counts each input read once and each output written once, and
+"of_copy" divides it by the copy of the same process and shape. A variant that fails, or comes after
+--budget seconds, is recorded as such and the table goes on; the file is written after every row.
 """
 
 import argparse
@@ -107,11 +107,12 @@ def relative(got: jax.Array, want: jax.Array) -> float:
     return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
 
-def check(name: str, columns: int) -> dict:
-    """Errors against the fp32 form, beside those of XLA's bf16 form, of the default tiles."""
+def check(name: str, columns: int, config: Config | None = None) -> dict:
+    """Errors against the fp32 form, beside those of XLA's bf16 form."""
     kernel, xla, letters, _ = OPS[name]
     made = make_inputs(Workload(rows=CHECKED_ROWS, columns=columns))
     args = [made[letter] for letter in letters]
+    kernel = functools.partial(kernel, config=config)
     got = jax.tree.leaves(jax.jit(kernel)(*args))
     plain = jax.tree.leaves(jax.jit(xla)(*args))
     want = jax.tree.leaves(jax.jit(xla)(*(x.astype(jnp.float32) for x in args)))
@@ -173,6 +174,10 @@ def main() -> None:
             table.add(f"check {name} {CHECKED_ROWS}x{workload.columns}", check_one)
         measure_shape(table, workload, tuple(OPS), variants=False)
     for workload in BARS:
+        columns = workload.columns
+        for form, config in FORWARD_VARIANTS[workload.rows, columns].items():
+            check_one = functools.partial(check, "softmax", columns, config)
+            table.add(f"variant softmax {CHECKED_ROWS}x{columns} {form}", check_one)
         measure_shape(table, workload, ("softmax", "rms_norm"), variants=True)
 
 
