@@ -46,7 +46,7 @@ MOVES = (
     (
         "tensor, sequence parallel",
         f"2 x ({GATHER} x, {SCATTER} x)",
-        f"2 x ({GATHER} dx, {SCATTER} dx), {REDUCE} d(norms)",
+        f"2 x ({GATHER}, {SCATTER} dx), {REDUCE} norms",
         "",
     ),
 )

@@ -111,7 +111,7 @@ def draw(program: Program, timeline: Timeline, file: Path) -> None:
         for kind in kinds
         for chunk in range(schedule.num_chunks)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 4))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), fontsize=9)
     partial = file.with_suffix(f".partial{file.suffix or '.png'}")
     figure.savefig(partial, dpi=110)
     partial.rename(file)

@@ -28,7 +28,7 @@ SETTINGS = {
     "axis": (["--mesh", "fdsp=2"], ["unknown mesh axis 'fdsp'", "did you mean 'fsdp'"]),
     "axis size": (["--mesh", "fsdp=two"], ["'fsdp=two'", "whole size"]),
     "devices": (["--mesh", "fsdp=4"], ["fsdp=4 needs 4 devices, 1 are here"]),
-    "unsharded": (["--mesh", "pipe=2"], ["pipe=2", "fsdp"]),
+    "pipe": (["--mesh", "pipe=2"], ["pipe=2 needs 2 devices, 1 are here"]),
     "batch": (["--mesh", "fsdp=3"], ["batch_size=8", "fsdp=3", "multiple of 3"]),
     "tensor": (["--mesh", "tensor=3"], ["does not divide over tensor=3"]),
     "tokenizer": (["--set=model.vocab_size=200"], ["vocab_size=200", "smaller tokenizer"]),

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core import axes
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.mesh import make_mesh
@@ -111,6 +111,4 @@ def test_a_dim_that_does_not_divide_is_refused():
 def test_mesh_of_the_wrong_size_is_refused():
     with pytest.raises(ConfigError, match=r"fsdp=4 x tensor=4 needs 16 devices, 8 are here"):
         make_mesh(MeshConfig(fsdp=4, tensor=4))
-    with pytest.raises(UnsupportedError, match="pipe=2"):
-        make_mesh(MeshConfig(pipe=2, fsdp=4))
     assert math.prod(make_mesh(MeshConfig()).devices.shape) == 1

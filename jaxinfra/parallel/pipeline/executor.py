@@ -202,7 +202,7 @@ class _Run:
             pending=buffers(parts.pending, program.num_pending) if program.num_pending else [],
             d_weights=d_weights,
             d_shared=d_shared,
-            loss=jnp.float32(0),
+            loss=jnp.zeros(()),
         )
 
     def _micro(self, index: jax.Array) -> Tree:
