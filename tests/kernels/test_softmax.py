@@ -36,7 +36,7 @@ def exact(x, d_y):
     return y, y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("shape", [(8, 32), (4, 1024), (3, 2048), (2, 8192)], ids=str)
+@pytest.mark.parametrize("shape", [(8, 32), (3, 2048), (2, 8192)], ids=str)
 def test_kernels_are_no_worse_than_the_plain_form(shape):
     x, d_y = inputs(shape)
     with interpreted_hopper():
