@@ -2,9 +2,8 @@
 
 python -m experiments.bench.attention --check --time --out experiments/results/attention-h200.json
 
-FLOPs of causal cases count half; a backward counts 2.5 forwards. Times are kernel times, medians.
-Several processes compile side by side; a lock lets one at a time use the GPU. Rows are kept as they
-come, so that one refusal or hang ends one process.
+FLOPs of causal cases count half; a backward counts 2.5 forwards; kernel times, medians. Processes
+compile side by side and use the GPU in turn; a refusal or a hang ends one of them.
 """
 
 import argparse
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.environment import environment
+from experiments.bench.environment import clocks, environment
 from pallas_kernels.flash_attention import flash_attention, hopper, preference
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 
@@ -115,7 +114,6 @@ EXTRA = (
     Case(B=1, T=16384, N=32, K=8, H=128, Hv=128, causal=True, window=1024),
     Case(B=2, T=8192, N=32, K=32, H=192, Hv=128, causal=True),
 )
-
 
 PACKED = tuple(
     Case(B=B, T=T, N=N, K=K, H=H, Hv=H, causal=True, packed=True)
@@ -367,12 +365,6 @@ def print_means(rows: list[dict]) -> None:
             print(f"{direction}: {len(ratios)} cases, mean {mean:.3f}, least {min(ratios):.3f}")
 
 
-def clock_mhz() -> str:
-    """Current and greatest clock of the multiprocessors."""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm,clocks.max.sm", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
@@ -384,8 +376,7 @@ def main() -> None:
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part is not None:
-        measure_part(args.part, args.dims, args.iterations, args.out)
-        return
+        return measure_part(args.part, args.dims, args.iterations, args.out)
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the GPU
     result: dict = {"environment": environment()}
     if args.check:
@@ -397,7 +388,7 @@ def main() -> None:
         result["errors"] = check(small)
     if args.time:
         rows, failures = measure_all(args.dims, args.iterations, args.limit_s)
-        result |= {"rows": rows, "failures": failures, "clock_mhz_after": clock_mhz()}
+        result |= {"rows": rows, "failures": failures, "clocks_after": clocks()}
         print_ratios(rows)
         print_means(rows)
     if args.out:

@@ -19,6 +19,7 @@ def losses(directory) -> list[float]:
     return [record["loss"] for record in metrics(directory) if "loss" in record]
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_resumes_on_one_device_and_back(bench):
     """Four steps in a pipeline, two on one device, two in a pipeline of another schedule: losses
     of a run that never saw a pipeline, as near as rounding leaves them after eight steps.

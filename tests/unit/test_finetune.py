@@ -173,6 +173,7 @@ def test_adapters_need_the_weights_they_were_trained_beside(lora, place, capsys)
     assert "the run started from" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_from_a_run(full, place):
     """And from a converted directory, to the same numbers."""
     assert main(["convert", str(place / "out"), str(place / "ours")]) == 0

@@ -198,6 +198,7 @@ def test_only_adapters_are_trained(directory):
     np.testing.assert_array_equal(first, of_base)
 
 
+@pytest.mark.slow
 def test_no_gradient_of_the_frozen_weights_is_computed(directory):
     """Matmul FLOPs of a step: forward and input gradients, not weight gradients."""
 
