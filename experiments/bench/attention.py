@@ -376,7 +376,8 @@ def main() -> None:
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part is not None:
-        return measure_part(args.part, args.dims, args.iterations, args.out)
+        measure_part(args.part, args.dims, args.iterations, args.out)
+        return
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the processes share the GPU
     result: dict = {"environment": environment()}
     if args.check:
