@@ -1,8 +1,8 @@
 """Published and measured figures, with their sources, that predictions are compared with.
 
 Exact values follow from formulas and must be reproduced; times are measurements of others and of
-ours, and a prediction's error against each is printed. Nothing is fitted to them: each GPU type has
-one set of constants (``constants/*.json``).
+ours, and a prediction's error against each is printed. No case has constants of its own: each GPU
+type has one set (``constants/*.json``), revised once with these errors in view.
 """
 
 import dataclasses
