@@ -1,142 +1,289 @@
-"""The planner beside the machine: measured steps and memory of several layouts, and their errors.
+"""The planner beside the machine: steps predicted, then measured, and the errors.
 
     python -m experiments.bench.plan_check --device h200 --out plan-h200.json
-    python -m experiments.bench.plan_check --preset tiny --rows 2 --length 64   # on a CPU
+    python -m experiments.bench.plan_check --presets tiny --rows 2 --length 64    # on a CPU
 
-Runs the real training step of each layout that the devices here allow: one device with each form
-of recomputation, then all of them by fsdp, replica, tensor and ZeRO 1. Nothing is fitted to it.
+Runs the real training step: on one device several model sizes, forms of recomputation, batches and
+lengths; on several devices every mesh axis. A case's prediction is printed and written before its
+program runs. A case that fails, out of memory or otherwise, is an entry with its error.
 """
 
 import argparse
+import collections
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
+import gc
 import json
 import pathlib
 import statistics
+import tempfile
 import time
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench.environment import environment
+from experiments.bench.environment import clocks, environment
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.data.batch import Batch
-from jaxinfra.planning.devices import find_device
+from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.waterfall import explain
+from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import Layout, Recompute, refusal
-from jaxinfra.planning.plan import make_plan
+from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, refusal
+from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import lower, run_config
 from jaxinfra.training.job import Job, make_job
 
 
-def layouts(shape, *, rows: int, length: int, devices: int) -> dict[str, Layout]:
-    """Those of one device and of all, as many as the model's widths allow."""
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One step to predict and measure."""
+
+    preset: str
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others."""
+        layout = self.layout
+        words = [self.preset, layout.describe(), f"remat {layout.remat.value}"]
+        words.append(f"{layout.accumulation} x {layout.micro_rows} x {layout.length}")
+        words += ["ZeRO 1"] if layout.zero == 1 else []
+        words += ["sequence parallel"] if layout.sequence_parallel else []
+        words += [] if layout.traits.scans_layers else ["unrolled"]
+        return ", ".join(words)
+
+
+def one_device(presets: list[str], *, rows: int, length: int) -> list[Case]:
+    """Recomputation, accumulation, lengths, sizes: about equally many tokens a step."""
     one = Layout(length=length, batch=rows)
-    found = {
-        f"1 device, {remat}": dataclasses.replace(one, remat=remat)
-        for remat in (Recompute.NONE, Recompute.DOTS, Recompute.MLP, Recompute.FULL)
-    }
-    found["1 device, dots, 4 micro-batches"] = dataclasses.replace(
-        one, batch=4 * rows, accumulation=4
-    )
-    found["1 device, dots, half the rows"] = dataclasses.replace(one, batch=max(rows // 2, 1))
-    if devices > 1:
-        every = dataclasses.replace(one, batch=rows * devices)
-        found |= {
-            f"fsdp={devices}": dataclasses.replace(every, fsdp=devices),
-            f"fsdp={devices}, full": dataclasses.replace(every, fsdp=devices, remat=Recompute.FULL),
-            f"fsdp={devices}, ZeRO 1": dataclasses.replace(every, fsdp=devices, zero=1),
-            f"replica={devices}": dataclasses.replace(every, replica=devices),
-            f"tensor={devices}": dataclasses.replace(every, tensor=devices),
-        }
-    return {name: each for name, each in found.items() if refusal(shape, each) is None}
-
-
-def measure(job: Job, *, steps: int, rounds: int, seed: int) -> tuple[float, int]:
-    """Median seconds a step over rounds, and the compiled step's temporary bytes."""
-    training = job.config.training
-    shape = (training.batch_size, training.sequence_length)
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, job.config.model.vocab_size, shape, dtype=np.int32)
-    batch = job.put(
-        Batch(
-            tokens=ids,
-            targets=np.roll(ids, -1, axis=1),
-            segment_ids=np.zeros(shape, np.int32),
-            positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
-            weights=np.ones(shape, np.float32),
+    layouts = [dataclasses.replace(one, remat=remat) for remat in _RECOMPUTE]
+    layouts += [
+        dataclasses.replace(one, remat=Recompute.NONE, traits=UNROLLED),
+        dataclasses.replace(one, accumulation=rows),
+        dataclasses.replace(one, length=rows * length, batch=1),
+        dataclasses.replace(one, length=length // 4, batch=4 * rows),
+    ]
+    found = [Case(preset=presets[0], layout=layout) for layout in layouts]
+    if len(presets) > 1:
+        half = dataclasses.replace(one, batch=max(rows // 2, 1))
+        found.append(
+            Case(preset=presets[1], layout=dataclasses.replace(half, remat=Recompute.FULL))
         )
+    if len(presets) > 2:
+        short = Layout(length=length // 4, batch=8 * rows)
+        found.append(Case(preset=presets[2], layout=short))
+    return found
+
+
+_RECOMPUTE = (Recompute.DOTS, Recompute.NONE, Recompute.MLP, Recompute.FULL)
+
+
+def several_devices(presets: list[str], *, devices: int, rows: int, length: int) -> list[Case]:
+    """Each mesh axis alone, ZeRO 1, accumulation, and two axes together."""
+    every = Layout(length=length, batch=rows * devices)
+    half = dataclasses.replace(every, batch=max(rows * devices // 2, devices))
+    layouts = [
+        dataclasses.replace(every, fsdp=devices),
+        dataclasses.replace(half, tensor=devices),
+        dataclasses.replace(every, length=devices * length, batch=rows, context=devices),
+        dataclasses.replace(every, pipe=devices, accumulation=rows * devices),
+        dataclasses.replace(every, replica=devices),
+        dataclasses.replace(every, fsdp=devices, zero=1),
+        dataclasses.replace(every, fsdp=devices, accumulation=rows),
+    ]
+    if devices % 2 == 0 and devices > 2:
+        layouts.append(
+            dataclasses.replace(half, fsdp=devices // 2, tensor=2, sequence_parallel=True)
+        )
+    found = [Case(preset=presets[0], layout=layout) for layout in layouts]
+    if len(presets) > 1:
+        bigger = dataclasses.replace(half, fsdp=devices, remat=Recompute.FULL)
+        found.append(Case(preset=presets[1], layout=bigger))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled step and the job that it belongs to."""
+
+    job: Job
+    compiled: Any
+    compile_s: float
+
+
+def compiled(case: Case, attention: AttentionImplementation) -> Program:
+    """The step of ``jaxinfra train`` for this layout, compiled for the devices here."""
+    on_gpu = jax.default_backend() == "gpu"
+    config = run_config(
+        MODELS[case.preset](),
+        case.layout,
+        policy=PolicyName.BF16 if on_gpu else PolicyName.FP32,
+        attention=attention,
     )
-    compiled = lower(job).compile()
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    state = job.initialize()
+    job = make_job(config, devices=jax.devices()[: case.layout.devices])
+    begin = time.perf_counter()
+    program = lower(job).compile()
+    return Program(job=job, compiled=program, compile_s=time.perf_counter() - begin)
+
+
+def measure(program: Program, *, steps: int, rounds: int, trace: bool) -> dict[str, Any]:
+    """Median seconds a step over rounds, temporary bytes, and with a trace where time goes."""
+    job = program.job
+    analysis = program.compiled.memory_analysis()
+    assert analysis is not None, "CPU and CUDA compilers report their memory"
+    batch, state = job.put(_rows(job)), job.initialize()
     for _ in range(2):
-        state, metrics = compiled(state, batch)
+        state, metrics = program.compiled(state, batch)
     loss = float(metrics.loss)
     assert np.isfinite(loss), f"loss {loss}"
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(steps):
-            state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics.loss)
+            state, metrics = program.compiled(state, batch)
+        metrics.loss.block_until_ready()
         seconds.append((time.perf_counter() - start) / steps)
-    return statistics.median(seconds), analysis.temp_size_in_bytes
+    found: dict[str, Any] = {
+        "seconds": statistics.median(seconds),
+        "spread": (max(seconds) - min(seconds)) / statistics.median(seconds),
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "compile_s": program.compile_s,
+        "loss": loss,
+        "clocks": clocks(),
+    }
+    if trace and jax.default_backend() == "gpu":
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                for _ in range(2):
+                    state, metrics = program.compiled(state, batch)
+                metrics.loss.block_until_ready()
+            events = device_events(pathlib.Path(directory))
+        found["waterfall"] = explain(events, steps=2).as_json(top=40)
+    return found
+
+
+def _rows(job: Job) -> Batch:
+    training = job.config.training
+    shape = (training.batch_size, training.sequence_length)
+    ids = np.random.default_rng(0).integers(0, job.config.model.vocab_size, shape, dtype=np.int32)
+    return Batch(
+        tokens=ids,
+        targets=np.roll(ids, -1, axis=1),
+        segment_ids=np.zeros(shape, np.int32),
+        positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
+        weights=np.ones(shape, np.float32),
+    )
+
+
+def _prediction(plan: Plan) -> dict[str, Any]:
+    return {
+        "predicted_s": plan.time.total_s,
+        "predicted_parts_s": plan.time.parts,
+        "predicted_hidden_s": plan.time.hidden,
+        "predicted_temporary_bytes": plan.memory.temporaries,
+    }
+
+
+def _compare(row: dict[str, Any]) -> str:
+    """Adds the errors; returns the line that tells them."""
+    row["error"] = row["predicted_s"] / row["seconds"] - 1
+    row["temporary_error"] = row["predicted_temporary_bytes"] / row["temporary_bytes"] - 1
+    line = (
+        f"    measured {1e3 * row['seconds']:8.1f} ms: prediction {row['error']:+.1%}; temporaries "
+        f"{row['temporary_bytes'] / 2**30:.2f} GiB: {row['temporary_error']:+.1%}"
+    )
+    if "waterfall" in row:
+        kinds = collections.Counter(row["waterfall"]["by_kind_ms"])
+        line += "; " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.most_common())
+    return line
+
+
+def check(cases: list[Case], device: Device, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Predicts, compiles and measures each; writes what is known after each."""
+    attention = AttentionImplementation(args.attention)
+    # Programs compile beside each other, but nothing compiles while a step is timed.
+    with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
+        futures = {case: pool.submit(compiled, case, attention) for case in cases}
+    rows = []
+    for case in cases:
+        shape = shape_of(MODELS[case.preset](), name=case.preset)
+        row: dict[str, Any] = {"case": case.name, "mesh": case.layout.mesh}
+        row |= _prediction(make_plan(shape, case.layout, device))
+        rows.append(row)
+        print(f"{case.name}: predicted {1e3 * row['predicted_s']:.1f} ms", flush=True)
+        _write(rows, args.out)
+        # Any failure is a finding about its case; the others are still wanted.
+        try:
+            program = futures.pop(case).result()
+            row |= measure(program, steps=args.steps, rounds=args.rounds, trace=args.trace)
+            print(_compare(row), flush=True)
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {error}"[:400]
+            print(f"    {row['failed']}", flush=True)
+        with contextlib.suppress(UnboundLocalError):
+            del program
+        gc.collect()
+        _write(rows, args.out)
+    return rows
+
+
+_environment = functools.cache(environment)
+
+
+def _write(rows: list[dict[str, Any]], out: pathlib.Path | None) -> None:
+    if out is None:
+        return
+    errors = [abs(row["error"]) for row in rows if "error" in row]
+    mean = statistics.fmean(errors) if errors else None
+    result = {"environment": _environment(), "mean_error": mean, "rows": rows}
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
     """Measures, predicts, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--preset", default="llama32_1b")
+    parser.add_argument(
+        "--presets",
+        nargs="+",
+        default=["llama32_1b", "llama32_3b", "small"],
+        help="of most cases, of a bigger and of a smaller one",
+    )
     parser.add_argument("--device", default="h200")
     parser.add_argument("--rows", type=int, default=4, help="sequences a device")
     parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", help="layouts whose names contain this")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--attention", default="auto", choices=list(AttentionImplementation))
+    parser.add_argument("--threads", type=int, default=4, help="programs compiled at a time")
+    parser.add_argument("--trace", action="store_true", help="where each step's time goes, too")
+    parser.add_argument("--only", help="cases whose names contain this")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    model, device = MODELS[args.preset](), find_device(args.device)
-    shape = shape_of(model, name=args.preset)
-    on_gpu = jax.default_backend() == "gpu"
-    policy = PolicyName.BF16 if on_gpu else PolicyName.FP32
-    rows = []
-    every = layouts(shape, rows=args.rows, length=args.length, devices=len(jax.devices()))
-    for name, layout in every.items():
-        if args.only and args.only not in name:
-            continue
-        config = run_config(model, layout, policy=policy, attention=AttentionImplementation.AUTO)
-        job = make_job(config, devices=jax.devices()[: layout.devices])
-        seconds, temporaries = measure(job, steps=args.steps, rounds=args.rounds, seed=0)
-        plan = make_plan(shape, layout, device)
-        row = {
-            "layout": name,
-            "mesh": layout.mesh,
-            "seconds": seconds,
-            "predicted_s": plan.time.total_s,
-            "error": plan.time.total_s / seconds - 1,
-            "temporary_bytes": temporaries,
-            "predicted_temporary_bytes": plan.memory.temporaries,
-            "temporary_error": plan.memory.temporaries / temporaries - 1,
-            "parts_s": plan.time.parts,
-        }
-        rows.append(row)
-        print(
-            f"{name:34s} {1e3 * seconds:9.1f} ms, predicted {1e3 * plan.time.total_s:9.1f} "
-            f"({row['error']:+.1%}); temporaries {temporaries / 2**30:6.2f} GiB, predicted "
-            f"{plan.memory.temporaries / 2**30:6.2f} ({row['temporary_error']:+.1%})",
-            flush=True,
-        )
-        jnp.zeros(()).block_until_ready()
-        jax.clear_caches()
-    mean = statistics.fmean(abs(row["error"]) for row in rows)
-    print(f"mean of absolute errors of time over {len(rows)} layouts: {mean:.1%}")
-    if args.out is not None:
-        result = {"environment": environment(), "rows": rows, "mean_error": mean}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    devices = len(jax.devices())
+    sizes = {"rows": args.rows, "length": args.length}
+    cases = (
+        one_device(args.presets, **sizes)
+        if devices == 1
+        else several_devices(args.presets, devices=devices, **sizes)
+    )
+    cases = [case for case in cases if args.only is None or args.only in case.name]
+    for case in cases:
+        reason = refusal(shape_of(MODELS[case.preset]()), case.layout)
+        if reason is not None:
+            print(f"{case.name}: left out: {reason}")
+    cases = [
+        case for case in cases if refusal(shape_of(MODELS[case.preset]()), case.layout) is None
+    ]
+    rows = check(cases, find_device(args.device), args)
+    errors = [abs(row["error"]) for row in rows if "error" in row]
+    if errors:
+        print(f"mean of absolute errors over {len(errors)} cases: {statistics.fmean(errors):.1%}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ class Traits:
     backward_reductions: int = 5  # tensor-parallel all-reduces of a layer's backward pass
 
 
+UNROLLED = Traits(scans_layers=False, saves_fp32=False)
+"""This code base with ``training.unroll`` of all layers: no stacks, and XLA keeps nothing that it
+finds cheap to recompute.
+"""
+
 MEGATRON_2021 = Traits(
     fused_attention=False,
     dropout=True,

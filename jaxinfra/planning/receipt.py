@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
@@ -113,15 +114,14 @@ def run_config(
     model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
 ) -> RunConfig:
     """The run whose step a layout describes."""
-    if layout.pipe > 1 or layout.expert > 1 or layout.chunks > 1:
+    if layout.expert > 1:
         raise UnsupportedError(
-            f"--compile with {layout.describe()}: this training step is compiled over replica, "
-            "fsdp, context and tensor; leave pipe and expert at 1"
+            f"expert={layout.expert}: the mesh of this training step has no expert axis; use 1"
         )
     if layout.zero == 0:
-        raise UnsupportedError("--compile with zero=0: use the replica axis in place of fsdp")
+        raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
     if layout.remat is Recompute.SELECTIVE:
-        raise UnsupportedError("--compile with remat=selective: fused attention keeps no scores")
+        raise UnsupportedError("remat=selective: fused attention keeps no scores")
     run = pretraining(model)
     training = dataclasses.replace(
         run.training,
@@ -130,12 +130,18 @@ def run_config(
         accumulation=layout.accumulation,
         remat=Remat(layout.remat.value),
         attention=attention,
+        unroll=1 if layout.traits.scans_layers else model.num_layers,
     )
+    pipeline = PipelineConfig()
+    if layout.chunks > 1:
+        pipeline = PipelineConfig(schedule=PipelineSchedule.INTERLEAVED, chunks=layout.chunks)
     return dataclasses.replace(
         run,
         training=training,
         precision=PrecisionConfig(policy=policy),
+        pipeline=pipeline,
         mesh=MeshConfig(
+            pipe=layout.pipe,
             replica=layout.replica,
             fsdp=layout.fsdp,
             context=layout.context,
@@ -145,12 +151,21 @@ def run_config(
     )
 
 
+def _refuse_pipeline(layout: Layout) -> None:
+    if layout.pipe > 1:
+        raise UnsupportedError(
+            f"--compile with {layout.describe()}: calls are predicted over replica, fsdp, context "
+            "and tensor; set pipe=1, or leave --compile out for the plan alone"
+        )
+
+
 def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     """The step on as many fake CPU devices (``jax_num_cpu_devices``).
 
     In fp32: XLA's CPU backend widens 16-bit matmuls, and aborts on some 16-bit all-reduces. Which
     arrays are communicated does not depend on it; on a GPU weights and activations travel in bf16.
     """
+    _refuse_pipeline(layout)
     here = jax.devices("cpu")
     if len(here) < layout.devices:
         raise UnsupportedError(
@@ -180,6 +195,7 @@ def compile_for_gpu(
     of the CPU program: the GPU compiler gathers weights in bf16, scatters gradients instead of
     all-reducing them, and combines small arrays into one call.
     """
+    _refuse_pipeline(layout)
     devices, facts = compile_only_devices(device, layout.devices)
     config = run_config(model, layout, policy=PolicyName.BF16, attention=attention)
     job = make_job(config, devices=devices)
