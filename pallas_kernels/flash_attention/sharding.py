@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.common.errors import UnsupportedError
@@ -266,7 +268,7 @@ def _over_auto_axes(
         layout = make_layout(q_spec, mesh.shape, dict(zip(names, arg_shapes, strict=True)))
         return (
             mesh,
-            _local(kernel, layout, names, results),
+            _local(_sealed(kernel), layout, names, results),
             tuple(NamedSharding(mesh, layout.spec(name)) for name in results),
             tuple(NamedSharding(mesh, layout.spec(name)) for name in names),
         )
@@ -274,7 +276,35 @@ def _over_auto_axes(
     rule, whole_dims = _shardy_rule(names, results, grouped=grouped)
     op = custom_partitioning(whole)
     op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole_dims)
-    return op(*operands.values())
+    # Only a compiled call is partitioned: outside of jit it would run on gathered arrays.
+    return jax.jit(op, inline=True)(*operands.values())
+
+
+_sealed_p = Primitive("attention_kernel")
+_sealed_p.multiple_results = True
+_sealed_p.def_abstract_eval(lambda *avals, function: jax.make_jaxpr(function)(*avals).out_avals)
+mlir.register_lowering(
+    _sealed_p, mlir.lower_fun(lambda *arrays, function: function(*arrays), multiple_results=True)
+)
+
+
+def _sealed(kernel: Kernel) -> Kernel:
+    """The kernel as one primitive, lowered by tracing it.
+
+    ``custom_partitioning`` lowers what it is given without resolving mutable arrays first, as
+    ``jit`` does, and refuses it: "Cannot lower jaxpr with effects" (JAX 0.11.2). The sum of dq is
+    such an array. A primitive's effects are its own, and its lowering does resolve them.
+    """
+
+    def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        names = tuple(operands)
+
+        def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return kernel(dict(zip(names, arrays, strict=True)))
+
+        return tuple(_sealed_p.bind(*operands.values(), function=function))
+
+    return call
 
 
 def _shardy_rule(

@@ -1,7 +1,12 @@
 """Attention split over batch and heads: the same numbers, and only the collectives it must have."""
 
+import dataclasses
 import functools
+import importlib.util
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import UnsupportedError, flash_attention
-from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, xla
-from pallas_kernels.flash_attention.implementations import Plan, attend
+from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, reference, xla
+from pallas_kernels.flash_attention.implementations import Pass, Plan, attend
+from pallas_kernels.flash_attention.opaque import call_opaque
 from pallas_kernels.flash_attention.sharding import MeshAxes, vary_alike
 from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, XLA, results
 
@@ -107,6 +113,47 @@ def test_sharded_arrays(name, split, axis_type):
     (out, lse), grads = compiled(*placed)
     assert out.sharding.spec[:3] == lse.sharding.spec[:3] == ("data", None, "tensor")
     assert_equal(((out, lse), grads), unsharded(N, K, sinks, bias))
+
+
+def test_sharded_arrays_outside_of_jit_are_not_gathered():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    seen = []
+
+    def forward(q, k, v, masks, *, spec):
+        seen.append(q.shape)
+        return reference.forward(q, k, v, masks, spec=spec)
+
+    watched = dataclasses.replace(STAND_IN, forward=Pass(compute=forward, call=call_opaque))
+    q, k, v, *_ = arrays(8, 4)
+    layout = NamedSharding(mesh, P("data", None, "tensor"))
+    placed = jax.device_put((q, k, v), layout)
+    out, lse = attend(Plan(implementation=watched, spec=SPEC), *placed, AttentionMasks())
+    assert seen[-1] == (B // 2, T, 2, H)  # traced last for a device's block
+    assert out.sharding.spec[:3] == lse.sharding.spec[:3] == ("data", None, "tensor")
+    want = reference.forward(q, k, v, AttentionMasks(), spec=SPEC)
+    assert_equal((out, lse), want)
+
+
+@pytest.mark.slow
+def test_hopper_kernels_compile_for_a_mesh_of_h200s():
+    """The compiler splits them over batch and heads, and nothing is gathered."""
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip("needs the CUDA plugin (jaxinfra[cuda]); no GPU")
+    program = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.attention_on_h200s"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert program.returncode == 0, program.stderr[-2000:]
+    found = json.loads(program.stdout.splitlines()[-1])
+    assert set(found) == {"gqa", "gqa split", "packed", "mqa", "scan"}
+    for name, case in found.items():
+        # Two devices split the batch, two the heads; queries of one kv head are summed over.
+        assert case["kernel_batch"] == [2], name
+        assert case["kernel_heads"] == [4], name
+        assert case["collectives"] == (["all-reduce"] if name == "mqa" else []), name
 
 
 @pytest.mark.parametrize("name", BOTH)
