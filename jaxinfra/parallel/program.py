@@ -9,9 +9,11 @@ Collectives exist only after partitioning, so they are read from compiled HLO.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
+
+from jaxinfra.parallel.groups import axes_between, first_group
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +44,19 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]  # of one device's result
     times: int  # executions: the product of trip counts of the loops around it
-    num_devices: int  # that take part, of each group; 2 for a permute's sender and receiver
+    group: tuple[int, ...]  # devices of one group; of a permute a sender and its receiver
     covered_by: int  # matmuls, kernels and loops that the schedule runs between start and end
     scope: str
+    instruction: str  # its name in the program, by which a trace knows it
+
+    @property
+    def num_devices(self) -> int:
+        """That take part, of each group; 2 for a permute."""
+        return len(self.group)
+
+    def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of this mesh that it goes over."""
+        return axes_between(self.group, mesh)
 
     @property
     def sent_bytes(self) -> float:
@@ -172,8 +184,8 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
         count = times[each.computation]
         if count is None:
             raise ValueError(f"{each.name} is in a loop whose trip count the program does not say")
-        devices = _group_size(each.rest)
-        if devices == 1:
+        group = first_group(each.rest)
+        if len(group) == 1:
             continue  # over mesh axes of one device: a copy
         results = _results(each, kind)
         covered = _covered_by(instructions, position)
@@ -186,9 +198,10 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
                 dtype=dtype,
                 shape=shape,
                 times=count,
-                num_devices=devices,
+                group=group,
                 covered_by=covered,
                 scope=_op_name(each),
+                instruction=each.name,
             )
             for dtype, shape in results
         ]
@@ -284,25 +297,6 @@ def _covered_by(instructions: list[_Instruction], start: int) -> int:
             each.opcode == "fusion" and "gemm" in each.rest
         )
     raise ValueError(f"{started.name} starts and does not end")
-
-
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
-_IOTA_GROUPS = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
-_LISTED_GROUPS = re.compile(r"replica_groups=\{\{([\d,]*)\}")
-
-
-def _group_size(rest: str) -> int:
-    """Devices of one group, in each way that XLA writes groups."""
-    if match := _MESH_GROUPS.search(rest):
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", match[2]))
-    if match := _IOTA_GROUPS.search(rest):
-        return int(match[1])
-    if match := _LISTED_GROUPS.search(rest):
-        return len(match[1].split(","))
-    if "source_target_pairs" in rest:
-        return 2
-    raise ValueError(f"groups of a collective were not understood: {rest[:200]}")
 
 
 def _itemsize(dtype: str) -> int:
