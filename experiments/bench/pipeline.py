@@ -43,15 +43,11 @@ from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.pipeline.generate import make_schedule
 from jaxinfra.parallel.pipeline.program import make_program
-from jaxinfra.parallel.pipeline.schedule import Kind
 from jaxinfra.parallel.pipeline.timing import run
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-
-DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0}
-SPLIT_DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHT: 1.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +177,7 @@ def own_cost(args: argparse.Namespace, variant: Variant) -> float:
     )  # causal scores and their product, as parameters
     # In forwards of one chunk: the loss does its forward and both gradients at once.
     head = 3 * args.vocab * args.width / (layer * variant.num_layers / stages / chunks)
-    durations = SPLIT_DURATIONS if schedule.splits_gradients else DURATIONS
-    timeline = run(make_program(schedule), durations=durations, head=head)
+    timeline = run(make_program(schedule), head=head)
     return timeline.total / (variant.micro_batches * (3 * chunks + head))
 
 

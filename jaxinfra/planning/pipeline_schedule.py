@@ -15,7 +15,12 @@ from jaxinfra.parallel.pipeline.program import Program, lifetime_violations, mak
 from jaxinfra.parallel.pipeline.schedule import Kind
 from jaxinfra.parallel.pipeline.timing import Timeline, bubble_formula, peak_activations, run
 
-_COLOURS = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#59a14f", Kind.WEIGHT: "#f2a93b"}
+_COLOURS = {
+    Kind.FORWARD: "#4c78a8",
+    Kind.BACKWARD: "#2f7d4f",
+    Kind.INPUT: "#59a14f",
+    Kind.WEIGHT: "#f2a93b",
+}
 _CHUNK_LIGHTENING = 0.45  # of the second chunk of a stage towards white; later ones more
 
 
@@ -62,7 +67,7 @@ def report(
     schedule = make_schedule(name, **sizes, backward_ticks=pipeline.backward_ticks)
     program = make_program(schedule)
     assert not lifetime_violations(program)
-    timeline = timed(program)
+    timeline = run(program)
     if out is not None:
         draw(program, timeline, out)
     return ScheduleReport(
@@ -76,13 +81,6 @@ def report(
         peak_activations=[float(peak) for peak in peak_activations(schedule)],
         picture=None if out is None else str(out),
     )
-
-
-def timed(program: Program) -> Timeline:
-    """With a backward that takes two forwards, half of it for the weights where split."""
-    split = program.schedule.splits_gradients
-    durations = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0 if split else 2.0, Kind.WEIGHT: 1.0}
-    return run(program, durations=durations)
 
 
 def draw(program: Program, timeline: Timeline, file: Path) -> None:
@@ -102,9 +100,12 @@ def draw(program: Program, timeline: Timeline, file: Path) -> None:
     axes.set_title(
         f"{schedule.name}: {schedule.micro_batches} micro-batches, bubble {timeline.bubble:.1%}"
     )
-    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
-    if schedule.splits_gradients:
-        names[Kind.BACKWARD] = "input gradient"
+    names = {
+        Kind.FORWARD: "forward",
+        Kind.BACKWARD: "backward",
+        Kind.INPUT: "input gradient",
+        Kind.WEIGHT: "weight gradient",
+    }
     kinds = [kind for kind in names if np.any(schedule.kind == kind)]
     handles: list[Any] = [
         Patch(facecolor=_colour(kind, chunk), label=f"{names[kind]}{_suffix(schedule, chunk)}")

@@ -13,7 +13,13 @@ from jaxinfra.parallel.pipeline.generate import make_schedule
 from jaxinfra.parallel.pipeline.order import exchange_rounds
 from jaxinfra.parallel.pipeline.program import lifetime_violations, make_program
 from jaxinfra.parallel.pipeline.schedule import Kind, violations
-from jaxinfra.parallel.pipeline.timing import bubble_formula, held_chunks, peak_activations, run
+from jaxinfra.parallel.pipeline.timing import (
+    UNIT_TIMES,
+    bubble_formula,
+    held_chunks,
+    peak_activations,
+    run,
+)
 
 GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
 CHUNKS = {GPIPE: [1], ONE: [1], INTERLEAVED: [2, 3, 4], ZB_H1: [1], ZB_V: [2]}
@@ -68,7 +74,10 @@ def test_bubble_is_the_formula(name, chunks, stages, multiple):
     micro_batches = stages * multiple
     sizes = {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}
     program = make_program(make_schedule(name, **sizes))
-    assert run(program).bubble == pytest.approx(bubble_formula(name, **sizes), rel=1e-12)
+    # The interleaved order of the formula is one of equal forwards and backwards.
+    durations = UNIT_TIMES | ({Kind.BACKWARD: 1.0} if name is INTERLEAVED else {})
+    bubble = run(program, durations=durations).bubble
+    assert bubble == pytest.approx(bubble_formula(name, **sizes), rel=1e-12)
 
 
 @pytest.mark.parametrize("name", [GPIPE, ONE])
@@ -106,7 +115,7 @@ def test_1f1b_stage_s_holds_no_more_than_later_stages_need():
 def test_a_moved_action_is_found(name, chunks):
     schedule = make_schedule(name, stages=4, micro_batches=8, chunks=chunks)
     table = schedule.kind.copy(), schedule.micro_batch.copy(), schedule.chunk.copy()
-    first = int(np.argmax(schedule.kind[:, 2] == Kind.BACKWARD))
+    first = int(np.argmax(np.isin(schedule.kind[:, 2], (Kind.BACKWARD, Kind.INPUT))))
     for column in table:  # stage 2's first backward and what it did a tick before change places
         column[[first - 1, first], 2] = column[[first, first - 1], 2]
     early = dataclasses.replace(
@@ -146,3 +155,10 @@ def test_wrong_numbers_of_chunks_are_refused():
         make_schedule(ONE, stages=2, micro_batches=2, chunks=2)
     with pytest.raises(ConfigError, match="zb_v has 2 chunk"):
         make_schedule(ZB_V, stages=2, micro_batches=2)
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_zb_h1_splits_only_the_backwards_that_fill_the_bubble(stages):
+    schedule = make_schedule(ZB_H1, stages=stages, micro_batches=4 * stages)
+    splits = np.count_nonzero(schedule.kind == Kind.WEIGHT, axis=0)
+    assert list(splits) == [0] + [2 * (stages - 1)] * (stages - 1)

@@ -11,7 +11,7 @@ on every device.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -169,14 +169,16 @@ class _Run:
 
     def act(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         """The stage's action of one tick; without one, its input and state as they are."""
-        splits = self._program.schedule.splits_gradients
-        actions = [
-            (Kind.FORWARD, self._forward),
-            (Kind.BACKWARD, self._input_gradient if splits else self._backward),
-            (Kind.WEIGHT, self._weight_gradient),
-        ]
+        actions = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._input_gradient,
+            Kind.WEIGHT: self._weight_gradient,
+        }
         carry = given, state
-        for kind, action in actions if splits else actions[:-1]:
+        for kind, action in actions.items():
+            if kind not in self._program.schedule.kind:
+                continue
             carry = _when(
                 row.kind == kind,
                 lambda carry, action=action: action(row, given, carry[1]),
@@ -266,16 +268,18 @@ class _Run:
     ) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(step: jax.Array, carry: tuple[jax.Array, list[jax.Array]]):
-            dy, buffers = carry
+        def layer(step: jax.Array, carry: tuple[jax.Array, Tree, list[jax.Array]]):
+            dy, d_weights, buffers = carry
             i = self._layers - 1 - step
-            _, weights, own = self._layer(row, context, i)
+            index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
-            dx, pending = self._parts.input_gradient(weights, own, saved, dy)
-            return dx, _put(buffers, (row.pending, i), pending)
+            dx, d_some, pending = self._parts.input_gradient(weights, own, saved, dy)
+            return dx, _add(d_weights, index, d_some), _put(buffers, (row.pending, i), pending)
 
-        dx, pending = jax.lax.fori_loop(0, self._layers, layer, (given, state.pending))
-        return self._embedding_gradient(row, dx, state._replace(pending=pending))
+        carry = given, state.d_weights, state.pending
+        dx, d_weights, pending = jax.lax.fori_loop(0, self._layers, layer, carry)
+        state = state._replace(d_weights=d_weights, pending=pending)
+        return self._embedding_gradient(row, dx, state)
 
     def _weight_gradient(
         self, row: _Row, given: jax.Array, state: _State
@@ -333,5 +337,9 @@ def _put(
     return [buffer.at[at].set(value) for buffer, value in zip(buffers, values, strict=True)]
 
 
-def _add(sums: Tree, index: jax.Array, values: Tree) -> Tree:
-    return jax.tree.map(lambda total, value: total.at[index].add(value), sums, values)
+def _add(sums: Tree, index: jax.Array, values: Mapping[int, jax.Array]) -> Tree:
+    """Adds to the entry at ``index`` of the leaves named."""
+    leaves, structure = jax.tree.flatten(sums)
+    for leaf, value in values.items():
+        leaves[leaf] = leaves[leaf].at[index].add(value)
+    return jax.tree.unflatten(structure, leaves)

@@ -10,6 +10,10 @@ need; interleaved 1F1B as published (Narayanan et al. 2021, section 2.2) holds
 ``stages * (chunks + 1) - 1``. Here a stage alternates forward and backward from its first backward
 on, starts the deepest chunk that it can, and works off the last ``stages`` micro-batches chunk by
 chunk: the same bubble, in less memory, and independent of the number of micro-batches.
+
+Splitting a backward costs time: what its halves share is written and read. ZB-H1's bubble is filled
+by the weight gradients that the first ``stages - 1`` micro-batches leave and by those of the last
+as many; only these are split here, for the same bubble.
 """
 
 import dataclasses
@@ -26,7 +30,7 @@ from jaxinfra.parallel.pipeline.schedule import Action, Kind, Schedule, violatio
 class _Ready:
     """What one stage could do next."""
 
-    last: Kind  # what it did last; IDLE before its first action
+    last: Kind  # F or B, what it did last; IDLE before its first
     forwards_done: bool
     actions: dict[Kind, Action]
 
@@ -36,7 +40,7 @@ class _Ready:
 
 type _Rule = Callable[[_Ready], Action | None]
 
-_F, _B, _W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT
+_F, _B, _W = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT  # B: whole, or the input's alone
 
 
 def _forwards_first(ready: _Ready) -> Action | None:
@@ -46,19 +50,6 @@ def _forwards_first(ready: _Ready) -> Action | None:
 def _alternate(ready: _Ready) -> Action | None:
     """One forward, one backward; weight gradients only where neither can run."""
     return ready.first(_F, _B, _W) if ready.last is _B else ready.first(_B, _F, _W)
-
-
-def _cycle(ready: _Ready) -> Action | None:
-    """Forward, backward, weight gradient in turn, so that memory is freed at a steady rate."""
-    match ready.last:
-        case Kind.FORWARD:
-            return ready.first(_B, _W, _F)
-        case Kind.BACKWARD:
-            return ready.first(_F, _W, _B)
-        case Kind.WEIGHT:
-            return ready.first(_F, _B, _W)
-        case _:
-            return ready.first(_B, _F, _W)
 
 
 def make_schedule(
@@ -77,11 +68,8 @@ def make_schedule(
             slower of its neighbours in every tick. An action stands in its last tick.
     """
     _check(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
-    rules = {
-        PipelineSchedule.GPIPE: _forwards_first,
-        PipelineSchedule.ZB_H1: _cycle,
-    }
-    is_v = name is PipelineSchedule.ZB_V
+    is_gpipe, is_v = name is PipelineSchedule.GPIPE, name is PipelineSchedule.ZB_V
+    splits = is_v or name is PipelineSchedule.ZB_H1
     position = np.arange(stages * chunks)
     chunk_of, stage_of = np.divmod(position, stages)
     if is_v:
@@ -90,13 +78,13 @@ def make_schedule(
         stage_of=stage_of,
         stages=stages,
         micro_batches=micro_batches,
-        splits_gradients=name in (PipelineSchedule.ZB_H1, PipelineSchedule.ZB_V),
-        capacity=micro_batches if name is PipelineSchedule.GPIPE else stages * chunks,
+        splits=_splitting(name, stages=stages, micro_batches=micro_batches),
+        capacity=micro_batches if is_gpipe else stages * chunks,
         # The last micro-batches are worked off chunk by chunk: nothing else hides their way back.
         by_chunk_from=micro_batches - stages if name is PipelineSchedule.INTERLEAVED else None,
-        length={_F: 1, _B: backward_ticks, _W: 1},
+        length={_F: 1, _B: 2 if splits else backward_ticks, Kind.INPUT: 1, _W: 1},
     )
-    rows = scheduler.run(rules.get(name, _alternate))
+    rows = scheduler.run(_forwards_first if is_gpipe else _alternate)
     shape = (len(rows), stages)
     tables = {field: np.zeros(shape, np.int32) for field in ("kind", "micro_batch", "chunk")}
     for tick, row in enumerate(rows):
@@ -108,13 +96,26 @@ def make_schedule(
     schedule = Schedule(
         name=name.value,
         micro_batches=micro_batches,
-        splits_gradients=scheduler.splits_gradients,
         stage_of=stage_of.astype(np.int32),
         chunk_of=chunk_of.astype(np.int32),
         **tables,
     )
     assert not violations(schedule)
     return schedule
+
+
+def _splitting(
+    name: PipelineSchedule, *, stages: int, micro_batches: int
+) -> Callable[[Action], bool]:
+    middle = range(stages - 1, micro_batches - stages + 1)
+    match name:
+        case PipelineSchedule.ZB_H1:
+            # Nobody waits for what the first run of layers has for its input.
+            return lambda action: action.position > 0 and action.micro_batch not in middle
+        case PipelineSchedule.ZB_V:
+            return lambda action: True
+        case _:
+            return lambda action: False
 
 
 def _check(name: PipelineSchedule, *, stages: int, micro_batches: int, chunks: int) -> None:
@@ -133,7 +134,7 @@ class _ListScheduler:
     stage_of: np.ndarray
     stages: int
     micro_batches: int
-    splits_gradients: bool
+    splits: Callable[[Action], bool]  # which backwards are two actions
     capacity: int
     by_chunk_from: int | None
     length: dict[Kind, int]  # in ticks
@@ -141,26 +142,25 @@ class _ListScheduler:
     def run(self, rule: _Rule) -> list[list[Action | None]]:
         """Rows of the table."""
         positions = len(self.stage_of)
-        # Of each kind and run of layers, the micro-batches begun and those done.
-        self._begun = {kind: [0] * positions for kind in (_F, _B, _W)}
-        self._done = {kind: [0] * positions for kind in (_F, _B, _W)}
+        # Of each run of layers, the micro-batches begun and those done.
+        self._begun = {kind: [0] * positions for kind in (_F, _B)}
+        self._done = {kind: [0] * positions for kind in (_F, _B)}
+        self._split: list[list[int]] = [[] for _ in range(positions)]  # without weight gradient yet
         self._held = [0] * self.stages
         self._last = [Kind.IDLE] * self.stages
         self._mine = [
             [j for j in range(positions) if self.stage_of[j] == stage]
             for stage in range(self.stages)
         ]
-        final = _W if self.splits_gradients else _B
+        unfinished = positions * self.micro_batches
         current: list[Action | None] = [None] * self.stages
         ticks_left = [0] * self.stages
         rows: list[list[Action | None]] = []
-        while min(self._done[final]) < self.micro_batches:
+        while unfinished:
             for stage in range(self.stages):
                 if current[stage] is None and (action := rule(self._ready(stage))) is not None:
                     current[stage], ticks_left[stage] = action, self.length[action.kind]
-                    self._begun[action.kind][action.position] += 1
-                    self._held[stage] += action.kind is _F
-                    self._last[stage] = action.kind
+                    self._begin(stage, action)
             assert any(current), "the rules leave every stage waiting"
             row: list[Action | None] = [None] * self.stages
             for stage, action in enumerate(current):
@@ -169,10 +169,28 @@ class _ListScheduler:
                     row[stage], current[stage] = action, None
             for stage, action in enumerate(row):
                 if action is not None:
-                    self._done[action.kind][action.position] += 1
-                    self._held[stage] -= action.kind is final
+                    frees = self._finish(action)
+                    self._held[stage] -= frees
+                    unfinished -= frees
             rows.append(row)
         return rows
+
+    def _begin(self, stage: int, action: Action) -> None:
+        if action.kind is _W:
+            self._split[action.position].remove(action.micro_batch)
+            return
+        self._last[stage] = kind = _B if action.kind is Kind.INPUT else action.kind
+        self._begun[kind][action.position] += 1
+        self._held[stage] += kind is _F
+
+    def _finish(self, action: Action) -> bool:
+        """Whether it frees its chunk's activations."""
+        kind = _B if action.kind is Kind.INPUT else action.kind
+        if kind is not _W:
+            self._done[kind][action.position] += 1
+        if action.kind is Kind.INPUT:
+            self._split[action.position].append(action.micro_batch)
+        return action.kind in (_B, _W)
 
     def _ready(self, stage: int) -> _Ready:
         mine, forward = self._mine[stage], self._begun[_F]
@@ -184,11 +202,14 @@ class _ListScheduler:
                 actions[_F] = self._action(_F, max(fits))
         fits = [j for j in mine if self._has_input(_B, j)]
         if fits:
-            actions[_B] = self._action(_B, min(fits, key=self._backward_order))
-        if self.splits_gradients:
-            fits = [j for j in mine if self._begun[_W][j] < self._done[_B][j]]
-            if fits:
-                actions[_W] = self._action(_W, min(fits, key=self._backward_order))
+            action = self._action(_B, min(fits, key=self._backward_order))
+            if self.splits(action):
+                action = dataclasses.replace(action, kind=Kind.INPUT)
+            actions[_B] = action
+        waiting = [(self._split[j][0], -j) for j in mine if self._split[j]]
+        if waiting:
+            i, j = min(waiting)
+            actions[_W] = Action(kind=_W, micro_batch=i, position=-j)
         return _Ready(
             last=self._last[stage],
             forwards_done=all(forward[j] == self.micro_batches for j in mine),

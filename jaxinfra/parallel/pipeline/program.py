@@ -56,16 +56,15 @@ def make_program(schedule: Schedule) -> Program:
     """Shares out slots and finds what is exchanged after each tick."""
     when = schedule.ticks()
     stages, shape = schedule.num_stages, (schedule.num_ticks, schedule.num_stages)
-    freeing = Kind.WEIGHT if schedule.splits_gradients else Kind.BACKWARD
 
     saved, pending, inbox = (_Slots(stages) for _ in range(3))
     for action, tick in when.items():
         stage = int(schedule.stage_of[action.position])
-        done = when[dataclasses.replace(action, kind=freeing)]
+        done = _tick_of(when, action, Kind.BACKWARD, Kind.WEIGHT)
         if action.kind is Kind.FORWARD:
             # A forward may reuse a slot from the tick after it was freed: a stage acts once a tick.
             saved.add(stage, tick, done + 1, action)
-        elif action.kind is Kind.BACKWARD and schedule.splits_gradients:
+        elif action.kind is Kind.INPUT:
             pending.add(stage, tick, done + 1, action)
     messages = {action: message for action in when if (message := _message(schedule, when, action))}
     for action, message in messages.items():
@@ -86,10 +85,10 @@ def make_program(schedule: Schedule) -> Program:
     for action, tick in when.items():
         stage = int(schedule.stage_of[action.position])
         forward = dataclasses.replace(action, kind=Kind.FORWARD)
-        backward = dataclasses.replace(action, kind=Kind.BACKWARD)
         tables["saved"][tick, stage] = slots["s"][forward]
-        if backward in slots["p"] and action.kind is not Kind.FORWARD:
-            tables["pending"][tick, stage] = slots["p"][backward]
+        if action.kind in (Kind.INPUT, Kind.WEIGHT):
+            source = dataclasses.replace(action, kind=Kind.INPUT)
+            tables["pending"][tick, stage] = slots["p"][source]
         message = messages.get(action)
         if message is None:
             continue
@@ -115,23 +114,29 @@ def make_program(schedule: Schedule) -> Program:
     )
 
 
+def _tick_of(when: dict[Action, int], action: Action, *kinds: Kind) -> int:
+    """Tick of the first of these kinds that the action's run and micro-batch has."""
+    alternatives = (dataclasses.replace(action, kind=kind) for kind in kinds)
+    return next(when[alternative] for alternative in alternatives if alternative in when)
+
+
 def _message(schedule: Schedule, when: dict[Action, int], action: Action) -> _Message | None:
     """Who reads an action's output; the last forward's is the cotangent of its own backward."""
     last = schedule.num_positions - 1
     match action.kind:
         case Kind.FORWARD if action.position == last:
-            reader = dataclasses.replace(action, kind=Kind.BACKWARD)
+            target, kinds = last, (Kind.BACKWARD, Kind.INPUT)
         case Kind.FORWARD:
-            reader = dataclasses.replace(action, position=action.position + 1)
-        case Kind.BACKWARD if action.position > 0:
-            reader = dataclasses.replace(action, position=action.position - 1)
+            target, kinds = action.position + 1, (Kind.FORWARD,)
+        case Kind.BACKWARD | Kind.INPUT if action.position > 0:
+            target, kinds = action.position - 1, (Kind.BACKWARD, Kind.INPUT)
         case _:
             return None
     return _Message(
         source=int(schedule.stage_of[action.position]),
-        target=int(schedule.stage_of[reader.position]),
+        target=int(schedule.stage_of[target]),
         sent=when[action],
-        used=when[reader],
+        used=_tick_of(when, dataclasses.replace(action, position=target), *kinds),
     )
 
 
@@ -192,11 +197,11 @@ def lifetime_violations(program: Program) -> list[str]:
                         expect(given, ("activation", i, j))
                     saved[stage][at[0]] = ("saved", i, j)
                     outputs[stage] = ("cotangent", i, j) if j == last else ("activation", i, j + 1)
-                case Kind.BACKWARD:
+                case Kind.BACKWARD | Kind.INPUT:
                     expect(given, ("cotangent", i, j))
                     expect(saved[stage][at[0]], ("saved", i, j))
                     outputs[stage] = ("cotangent", i, j - 1)
-                    if schedule.splits_gradients:
+                    if action.kind is Kind.INPUT:
                         pending[stage][at[1]] = ("pending", i, j)
                 case Kind.WEIGHT:
                     expect(saved[stage][at[0]], ("saved", i, j))

@@ -17,8 +17,9 @@ class Kind(enum.IntEnum):
 
     IDLE = 0
     FORWARD = 1
-    BACKWARD = 2  # the gradient of the input, and of the weights unless the schedule splits them
-    WEIGHT = 3  # the gradient of the weights, in schedules that split it from the input's
+    BACKWARD = 2  # the gradients of the input and of the weights
+    INPUT = 3  # of the input alone
+    WEIGHT = 4  # of the weights, some time after the input's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,6 @@ class Schedule:
 
     name: str
     micro_batches: int
-    splits_gradients: bool  # whether WEIGHT actions exist
     stage_of: np.ndarray  # int [positions]
     chunk_of: np.ndarray  # int [positions]
     kind: np.ndarray  # int [ticks, stages]: Kind
@@ -66,6 +66,11 @@ class Schedule:
     def num_chunks(self) -> int:
         """Runs of layers that one stage holds."""
         return self.num_positions // self.num_stages
+
+    @property
+    def splits_gradients(self) -> bool:
+        """Whether some weight gradients are actions of their own."""
+        return bool(np.any(self.kind == Kind.WEIGHT))
 
     @property
     def position(self) -> np.ndarray:
@@ -98,16 +103,24 @@ class Schedule:
 def violations(schedule: Schedule) -> list[str]:
     """Every broken rule in words; empty for a correct schedule.
 
-    Each action exists once; a forward follows the forward of the run before it, a backward its own
-    forward and the backward of the run after it, a weight gradient its backward.
+    Of every run of layers and micro-batch there is one forward, and one backward or its two halves;
+    a forward follows the forward of the run before it, a backward its own forward and the backward
+    of the run after it, a weight gradient the gradient of its input.
     """
     when = schedule.ticks()
-    kinds = [Kind.FORWARD, Kind.BACKWARD] + [Kind.WEIGHT] * schedule.splits_gradients
     expected = {
-        Action(kind=kind, micro_batch=i, position=j)
-        for kind in kinds
+        dataclasses.replace(action, kind=kind)
         for i in range(schedule.micro_batches)
         for j in range(schedule.num_positions)
+        for action in [Action(kind=Kind.FORWARD, micro_batch=i, position=j)]
+        for kind in (
+            Kind.FORWARD,
+            *(
+                (Kind.INPUT, Kind.WEIGHT)
+                if dataclasses.replace(action, kind=Kind.WEIGHT) in when
+                else (Kind.BACKWARD,)
+            ),
+        )
     }
     found = [f"{action} is missing" for action in expected - when.keys()]
     found += [f"{action} does not belong" for action in when.keys() - expected]
@@ -115,13 +128,14 @@ def violations(schedule: Schedule) -> list[str]:
     if repeated:
         found.append(f"{repeated} actions run twice")
     for action, tick in when.items():
-        for before in _needs(action, last=schedule.num_positions - 1):
+        for before in _needs(action):
             if before in when and when[before] >= tick:
                 found.append(f"{action} at tick {tick} needs {before} at tick {when[before]}")
     return found
 
 
-def _needs(action: Action, *, last: int) -> list[Action]:
+def _needs(action: Action) -> list[Action]:
+    """What has to be done before, where it exists."""
     i, j = action.micro_batch, action.position
 
     def at(kind: Kind, position: int) -> Action:
@@ -129,9 +143,8 @@ def _needs(action: Action, *, last: int) -> list[Action]:
 
     match action.kind:
         case Kind.FORWARD:
-            return [at(Kind.FORWARD, j - 1)] if j > 0 else []
-        case Kind.BACKWARD:
-            own = at(Kind.FORWARD, j)
-            return [own, at(Kind.BACKWARD, j + 1)] if j < last else [own]
+            return [at(Kind.FORWARD, j - 1)]
+        case Kind.WEIGHT:
+            return [at(Kind.INPUT, j)]
         case _:
-            return [at(Kind.BACKWARD, j)]
+            return [at(Kind.FORWARD, j), at(Kind.BACKWARD, j + 1), at(Kind.INPUT, j + 1)]

@@ -2,10 +2,11 @@
 of the weights.
 
 Differentiating gives one list of equations. Those that depend on the cotangent, or that
-recomputation put next to them, are the backward pass; of these, those that the input's gradient
-does not need are the weight gradient, which may run any time later (Qi et al. 2024 do this by hand,
-module by module). What one program computes and a later one reads is what must be kept between:
-nothing is computed twice but what is cheaper to compute than to keep.
+recomputation put next to them, are the backward pass; of these, the products that the input's
+gradient does not need are the weight gradient, which may run any time later (Qi et al. 2024 do this
+by hand, module by module). Gradients that take no product, of biases and norms, are not worth
+keeping anything for: they go with the input's. What one program computes and a later one reads is
+what must be kept between: nothing is computed twice but what is cheaper to compute than to keep.
 """
 
 import contextlib
@@ -87,7 +88,9 @@ def _scope(name: str) -> contextlib.AbstractContextManager[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LayerParts:
-    """One layer as programs; ``saved`` and ``pending`` are lists of arrays in a fixed order."""
+    """One layer as programs; ``saved`` and ``pending`` are lists of arrays in a fixed order, and
+    gradients of weights are by number of their leaf.
+    """
 
     saved: tuple[jax.ShapeDtypeStruct, ...]  # forward to backward
     pending: tuple[jax.ShapeDtypeStruct, ...]  # gradient of the input to gradient of the weights
@@ -97,7 +100,8 @@ class LayerParts:
     _dy: int
     _y: Any
     _dx: Any
-    _dw: tuple[Any, ...]
+    _dw: Mapping[int, Any]
+    _with_input: frozenset[int]  # leaves whose gradient goes with the input's
     _saved: tuple[int, ...]
     _pending: tuple[int, ...]
     _forward: Part
@@ -114,15 +118,16 @@ class LayerParts:
         """(dx, dweights)."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._backward.run({**given, self._dy: dy})
-        return _read(env, self._dx), self._weight_gradient(env, weights)
+        return _read(env, self._dx), self._weight_gradients(env, self._dw.keys())
 
     def input_gradient(
         self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array
     ):
-        """(dx, pending)."""
+        """(dx, some of dweights, pending)."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._input.run({**given, self._dy: dy})
-        return _read(env, self._dx), [env[value] for value in self._pending]
+        d_some = self._weight_gradients(env, self._with_input)
+        return _read(env, self._dx), d_some, [env[value] for value in self._pending]
 
     def weight_gradient(
         self,
@@ -130,19 +135,20 @@ class LayerParts:
         context: Tree,
         saved: Sequence[jax.Array],
         pending: Sequence[jax.Array],
-    ) -> Tree:
-        """dweights."""
+    ) -> dict[int, jax.Array]:
+        """The others of dweights."""
         given = self._given(weights, context) | dict(zip(self._saved, saved, strict=True))
         env = self._weight.run(given | dict(zip(self._pending, pending, strict=True)))
-        return self._weight_gradient(env, weights)
+        return self._weight_gradients(env, self._dw.keys() - self._with_input)
 
     def _given(self, weights: Tree, context: Tree) -> dict[int, Any]:
         names = (*self._weights, *self._context)
         return dict(zip(names, jax.tree.leaves((weights, context)), strict=True))
 
-    def _weight_gradient(self, env: Mapping[int, Any], like: Tree) -> Tree:
-        leaves = [_read(env, value) for value in self._dw]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    def _weight_gradients(
+        self, env: Mapping[int, Any], leaves: Iterable[int]
+    ) -> dict[int, jax.Array]:
+        return {leaf: _read(env, self._dw[leaf]) for leaf in sorted(leaves)}
 
 
 def _read(env: Mapping[int, Any], value: Any) -> Any:
@@ -183,8 +189,15 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
     # What does not depend on the input is computed again: casts of weights, rotary tables.
     again = _needed(early, read - from_x)
     of_input = _needed(backward, variables([dx]))
-    in_input = {id(equation) for equation in of_input}
-    of_weights = [equation for equation in backward if id(equation) not in in_input]
+    rest = _without(backward, of_input)
+    with_input = frozenset(
+        leaf
+        for leaf, value in enumerate(dw)
+        if all(equation.is_cheap for equation in _needed(rest, variables([value])))
+    )
+    of_input = _needed(backward, variables([dx, *(dw[leaf] for leaf in with_input)]))
+    late_dw = variables(value for leaf, value in enumerate(dw) if leaf not in with_input)
+    of_weights = _needed(_without(backward, of_input), late_dw)
 
     made = {value: equation for equation in of_input for value in equation.outputs}
     pending: set[int] = set()
@@ -198,7 +211,7 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
             for operand in made[value].reads:
                 provide(operand)
 
-    for value in sorted(_reads(of_weights, variables(dw))):
+    for value in sorted(_reads(of_weights, late_dw)):
         provide(value)
     order = {id(equation): i for i, equation in enumerate(flat.equations)}
 
@@ -216,7 +229,8 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
         _dy=dy_id,
         _y=y,
         _dx=dx,
-        _dw=tuple(dw),
+        _dw=dict(enumerate(dw)),
+        _with_input=with_input,
         _saved=tuple(saved),
         _pending=waiting,
         _forward=part(_needed(early, variables([y]) | set(saved))),
@@ -300,6 +314,11 @@ def _needed(equations: Sequence[_Equation], values: set[int]) -> list[_Equation]
             kept.append(equation)
             wanted.update(equation.reads)
     return kept[::-1]
+
+
+def _without(equations: Iterable[_Equation], others: Iterable[_Equation]) -> list[_Equation]:
+    left_out = {id(equation) for equation in others}
+    return [equation for equation in equations if id(equation) not in left_out]
 
 
 def _reads(equations: Iterable[_Equation], outputs: set[int]) -> set[int]:

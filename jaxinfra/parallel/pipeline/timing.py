@@ -12,8 +12,13 @@ from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.parallel.pipeline.program import Program
 from jaxinfra.parallel.pipeline.schedule import Kind, Schedule
 
-UNIT_TIMES: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHT: 1.0}
-"""The grid that schedules are generated on."""
+UNIT_TIMES: dict[Kind, float] = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.INPUT: 1.0,
+    Kind.WEIGHT: 1.0,
+}
+"""Forward, gradient of the input and gradient of the weights equally long: products alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +51,8 @@ def run(
     for kind, duration in durations.items():
         length[schedule.kind == kind] = duration
     position = schedule.position[np.arange(shape[1])[None, :], schedule.chunk]
-    forward, backward = (schedule.kind == kind for kind in (Kind.FORWARD, Kind.BACKWARD))
-    length[(forward | backward) & (position == 0)] += embed
+    forward = schedule.kind == Kind.FORWARD
+    length[(schedule.kind != Kind.WEIGHT) & (length > 0) & (position == 0)] += embed
     length[forward & (position == schedule.num_positions - 1)] += head
     start, end = np.zeros(shape), np.zeros(shape)
     free = np.zeros(shape[1])
@@ -68,9 +73,9 @@ def bubble_formula(
 ) -> float:
     """Idle over working time where forward, input gradient and weight gradient take equally long.
 
-    (p-1)/m for GPipe and 1F1B, (p-1)/(m v) interleaved (Narayanan et al. 2021, 2.2); of three
-    equal parts (p-1)/3m in ZB-H1 (Qi et al. 2024, table 2), half of that in ZB-V, where it is the
-    time until the last stage begins.
+    (p-1)/m for GPipe and 1F1B; of three equal parts (p-1)/3m in ZB-H1 (Qi et al. 2024, table 2),
+    half of that in ZB-V, where it is the time until the last stage begins. (p-1)/(m v) interleaved
+    (Narayanan et al. 2021, 2.2): for an order of equal forwards and backwards, else a little more.
     """
     match name:
         case PipelineSchedule.GPIPE | PipelineSchedule.ONE_F_ONE_B:
@@ -85,9 +90,8 @@ def bubble_formula(
 
 def held_chunks(schedule: Schedule) -> np.ndarray:
     """Int [ticks, stages]: chunks whose activations a stage holds after each tick."""
-    freeing = Kind.WEIGHT if schedule.splits_gradients else Kind.BACKWARD
-    change = (schedule.kind == Kind.FORWARD).astype(int) - (schedule.kind == freeing)
-    return np.cumsum(change, axis=0)
+    frees = (schedule.kind == Kind.BACKWARD) | (schedule.kind == Kind.WEIGHT)
+    return np.cumsum((schedule.kind == Kind.FORWARD).astype(int) - frees, axis=0)
 
 
 def peak_activations(schedule: Schedule) -> np.ndarray:
