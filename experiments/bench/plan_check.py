@@ -3,9 +3,12 @@
     python -m experiments.bench.plan_check --device h200 --out plan-h200.json
     python -m experiments.bench.plan_check --presets tiny --rows 2 --length 64    # on a CPU
 
+    python -m experiments.bench.plan_check --against fsdp.json tensor.json pipeline.json
+
 Runs the real training step: on one device several model sizes, forms of recomputation, batches and
 lengths; on several devices every mesh axis. A case's prediction is printed and written before its
 program runs. A case that fails, out of memory or otherwise, is an entry with its error.
+``--against`` compares with steps that other benchmarks have measured (``plan_results``).
 """
 
 import argparse
@@ -26,6 +29,7 @@ import jax
 import numpy as np
 
 from experiments.bench.environment import clocks, environment
+from experiments.bench.plan_results import measured_steps
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation
@@ -236,6 +240,29 @@ def check(cases: list[Case], device: Device, args: argparse.Namespace) -> list[d
 _environment = functools.cache(environment)
 
 
+def compare_with_results(
+    files: list[pathlib.Path], device: Device, out: pathlib.Path | None
+) -> list[dict[str, Any]]:
+    """Predictions beside steps that others measured; nothing runs."""
+    rows = []
+    for file in files:
+        for step in measured_steps(file):
+            plan = make_plan(step.shape, step.layout, device)
+            row: dict[str, Any] = {"case": step.name, "mesh": step.layout.mesh}
+            row |= _prediction(plan)
+            if not step.optimizer:
+                row["predicted_s"] -= row["predicted_parts_s"].pop("optimizer", 0.0)
+            row |= {
+                "seconds": step.seconds,
+                "temporary_bytes": step.temporary_bytes,
+                "command": step.command,
+            }
+            rows.append(row)
+            print(f"{step.name}: predicted {1e3 * row['predicted_s']:.1f} ms\n{_compare(row)}")
+    _write(rows, out)
+    return rows
+
+
 def _write(rows: list[dict[str, Any]], out: pathlib.Path | None) -> None:
     if out is None:
         return
@@ -262,9 +289,15 @@ def main() -> None:
     parser.add_argument("--attention", default="auto", choices=list(AttentionImplementation))
     parser.add_argument("--threads", type=int, default=4, help="programs compiled at a time")
     parser.add_argument("--trace", action="store_true", help="where each step's time goes, too")
+    parser.add_argument(
+        "--against", nargs="+", type=pathlib.Path, metavar="RESULTS", help="measure nothing"
+    )
     parser.add_argument("--only", help="cases whose names contain this")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
+    if args.against:
+        _report(compare_with_results(args.against, find_device(args.device), args.out))
+        return
     devices = len(jax.devices())
     sizes = {"rows": args.rows, "length": args.length}
     cases = (
@@ -280,7 +313,10 @@ def main() -> None:
     cases = [
         case for case in cases if refusal(shape_of(MODELS[case.preset]()), case.layout) is None
     ]
-    rows = check(cases, find_device(args.device), args)
+    _report(check(cases, find_device(args.device), args))
+
+
+def _report(rows: list[dict[str, Any]]) -> None:
     errors = [abs(row["error"]) for row in rows if "error" in row]
     if errors:
         print(f"mean of absolute errors over {len(errors)} cases: {statistics.fmean(errors):.1%}")

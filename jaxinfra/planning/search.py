@@ -2,10 +2,12 @@
 
 import dataclasses
 import heapq
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
+from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import Layout, Recompute, Traits, refusal
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.plan import Plan, make_plan
@@ -25,20 +27,15 @@ _BY_STRENGTH = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """What is given; what is None is searched.
-
-    Args:
-        pipelines: stages allowed at most. Without several micro-batches they only wait.
-    """
+    """What is given; what is None is searched, and of recipes those named."""
 
     devices: int
     length: int
     batch: int
-    recipe: str = "bf16"
+    recipes: tuple[str, ...] = ("bf16",)
     remat: Recompute | None = None
     zero: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()  # mesh axes that are not searched
-    max_pipe: int | None = None
     traits: Traits = Traits()
 
 
@@ -47,8 +44,23 @@ class Candidate:
     """A layout that was priced."""
 
     layout: Layout
-    seconds: float
+    seconds: float  # infinite where it does not fit
     bytes_total: float
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Fastest first; of those that do not fit, the smallest."""
+        return self.seconds, self.bytes_total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """The best layout in which one choice is not the winner's."""
+
+    choice: str  # tensor, remat, ...
+    value: str
+    plan: Plan
+    why: str  # it is not chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +69,74 @@ class Found:
 
     best: Plan
     runners_up: tuple[tuple[Plan, str], ...]
+    alternatives: tuple[Alternative, ...]  # one a choice that was searched
     pareto: tuple[Candidate, ...]  # no other is both faster and smaller
     tried: int
     fitting: int
     question: Question
+
+
+CHOICES: dict[str, Callable[[Layout], object]] = {
+    "pipe": lambda layout: layout.pipe,
+    "replica": lambda layout: layout.replica,
+    "fsdp": lambda layout: layout.fsdp,
+    "context": lambda layout: layout.context,
+    "tensor": lambda layout: layout.tensor,
+    "expert": lambda layout: layout.expert,
+    "micro-batch": lambda layout: layout.micro_rows,
+    "accumulation": lambda layout: layout.accumulation,
+    "chunks": lambda layout: layout.chunks,
+    "ZeRO": lambda layout: layout.zero,
+    "remat": lambda layout: layout.remat.value,
+    "recipe": lambda layout: layout.recipe,
+}
+"""What is searched, by name."""
+
+
+class _Ranking:
+    """The fastest layouts seen, overall and for each value of each choice, in little memory."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.tried = self.fitting = 0
+        self.fastest: list[tuple[float, int, Candidate]] = []  # a heap, slowest on top
+        self.by_value: dict[tuple[str, object], Candidate] = {}
+        self.by_size: dict[int, Candidate] = {}  # by hundredths of the device's memory
+        self.smallest: Candidate | None = None
+
+    def add(self, shape: ModelShape, layout: Layout, size: float) -> None:
+        """Prices it where it fits."""
+        self.tried += 1
+        fits = size <= self.device.hbm_bytes
+        seconds = step_time(shape, layout, self.device).total_s if fits else math.inf
+        candidate = Candidate(layout=layout, seconds=seconds, bytes_total=size)
+        for name, value_of in CHOICES.items():
+            key = name, value_of(layout)
+            if key not in self.by_value or candidate.rank < self.by_value[key].rank:
+                self.by_value[key] = candidate
+        if self.smallest is None or size < self.smallest.bytes_total:
+            self.smallest = candidate
+        if not fits:
+            return
+        self.fitting += 1
+        heapq.heappush(self.fastest, (-seconds, -self.fitting, candidate))
+        if len(self.fastest) > _KEPT:
+            heapq.heappop(self.fastest)
+        bucket = int(size / self.device.hbm_bytes * 100)
+        if bucket not in self.by_size or seconds < self.by_size[bucket].seconds:
+            self.by_size[bucket] = candidate
+
+    def other_than(self, best: Layout) -> Iterator[tuple[str, str, Candidate]]:
+        """Of each choice the best candidate with another value than this layout's."""
+        for name, value_of in CHOICES.items():
+            others = {
+                key[1]: candidate
+                for key, candidate in self.by_value.items()
+                if key[0] == name and key[1] != value_of(best)
+            }
+            if others:
+                value = min(others, key=lambda value: others[value].rank)
+                yield name, str(value), others[value]
 
 
 def search(shape: ModelShape, question: Question, device: Device, *, runners_up: int = 5) -> Found:
@@ -69,38 +145,31 @@ def search(shape: ModelShape, question: Question, device: Device, *, runners_up:
     Raises:
         ConfigError: none can run, with the commonest reason, or none fits, with the smallest.
     """
-    tried = 0
-    best: list[tuple[float, int, Candidate]] = []
-    smallest: Candidate | None = None
+    for recipe in question.recipes:
+        if recipe not in RECIPES:
+            raise ConfigError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}")
     reasons: dict[str, int] = {}
-    front: dict[int, Candidate] = {}
-    fitting = 0
+    ranking = _Ranking(device)
     for layout, size in _sized(shape, question, device, reasons):
-        tried += 1
-        if size > device.hbm_bytes:
-            if smallest is None or size < smallest.bytes_total:
-                smallest = Candidate(layout=layout, seconds=float("inf"), bytes_total=size)
-            continue
-        fitting += 1
-        seconds = step_time(shape, layout, device).total_s
-        candidate = Candidate(layout=layout, seconds=seconds, bytes_total=size)
-        heapq.heappush(best, (-seconds, -fitting, candidate))
-        if len(best) > _KEPT:
-            heapq.heappop(best)
-        bucket = int(size / device.hbm_bytes * 100)
-        if bucket not in front or seconds < front[bucket].seconds:
-            front[bucket] = candidate
-    if not best:
-        raise ConfigError(_nothing(shape, question, device, smallest, reasons))
-    ranked = [each for _, _, each in sorted(best, key=lambda entry: -entry[0])]
+        ranking.add(shape, layout, size)
+    if not ranking.fastest:
+        raise ConfigError(_nothing(shape, question, device, ranking.smallest, reasons))
+    ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
     winner = make_plan(shape, ranked[0].layout, device)
     others = [make_plan(shape, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
+    alternatives = []
+    for choice, value, candidate in ranking.other_than(winner.layout):
+        plan = make_plan(shape, candidate.layout, device)
+        alternatives.append(
+            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
+        )
     return Found(
         best=winner,
         runners_up=tuple((plan, why_slower(plan, winner)) for plan in others[1:]),
-        pareto=_front(front),
-        tried=tried,
-        fitting=fitting,
+        alternatives=tuple(alternatives),
+        pareto=_front(ranking.by_size),
+        tried=ranking.tried,
+        fitting=ranking.fitting,
         question=question,
     )
 
@@ -137,8 +206,7 @@ def layouts(
     fixed = dict(question.fixed)
     for tensor in _sizes(fixed.get("tensor"), _divisors(question.devices, device.node_devices)):
         rest = question.devices // tensor
-        most = min(question.max_pipe or shape.num_layers, shape.num_layers)
-        for pipe in _sizes(fixed.get("pipe"), _divisors(rest, most)):
+        for pipe in _sizes(fixed.get("pipe"), _divisors(rest, shape.num_layers)):
             if rest % pipe:
                 continue
             for context in _sizes(fixed.get("context"), _contexts(question, rest // pipe)):
@@ -173,7 +241,7 @@ def _data_layouts(
                 tensor=tensor,
                 expert=expert,
                 sequence_parallel=tensor > 1,
-                recipe=question.recipe,
+                recipe=question.recipes[0],
                 traits=question.traits,
                 zero=0,
             )
@@ -206,13 +274,17 @@ def _variants(
                 )
                 reason = refusal(shape, layout) if zero == 3 else None
                 if reason is None:
-                    yield layout
+                    for recipe in question.recipes:
+                        yield dataclasses.replace(layout, recipe=recipe)
                 else:
                     reasons[reason] = reasons.get(reason, 0) + 1
 
 
 def why_slower(plan: Plan, best: Plan) -> str:
-    """The part of the step in which a plan loses most against the best one."""
+    """The part of the step in which a plan loses most against the best one, or what it lacks."""
+    if not plan.fits:
+        short = (plan.memory.total - plan.device.hbm_bytes) / 1e9
+        return f"does not fit: {short:,.0f} GB more than there are"
     names = {**plan.time.parts, **best.time.parts}
     worse = {
         name: plan.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0) for name in names
