@@ -1,9 +1,11 @@
 """What is wrong with a run, and what to do.
 
 jaxinfra doctor checkpoint RUN      every file of every checkpoint against its SHA-256
+jaxinfra doctor recorder RUN        what every rank did last, and where it was when a run hung
 """
 
 import argparse
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -11,20 +13,54 @@ from pathlib import Path
 from jaxinfra.checkpoint import layout, verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.reliability.recorder import describe_events, read_rings
+from jaxinfra.reliability.watchdog import REPORT
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=["checkpoint"])
+    parser.add_argument("what", choices=["checkpoint", "recorder"])
     parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--session", type=int, default=0, help="recorder: of how many starts ago (default: 0)"
+    )
+    parser.add_argument("--last", type=int, default=20, help="recorder: events a rank")
     parser.add_argument("--json", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verifies every checkpoint; 1 where one is damaged. Changes nothing."""
+    """Looks at a run, and changes nothing; 1 where something is wrong."""
     directory = RunDirectory(args.run)
     directory.read_config()
+    return _checkpoint(args, directory) if args.what == "checkpoint" else _recorder(args)
+
+
+def _recorder(args: argparse.Namespace) -> int:
+    """What the ranks recorded; 1 where the watchdog ended that session."""
+    place = args.run / f"recorder.{args.session}" if args.session else args.run / "recorder"
+    rings = read_rings(place)
+    if not rings:
+        there = sorted(path.name for path in args.run.glob("recorder*"))
+        raise ConfigError(f"{place} holds no recorder; there are {', '.join(there) or 'none'}")
+    report = place / REPORT
+    if args.json:
+        shown = [dataclasses.asdict(ring) for ring in rings]
+        said = report.read_text().splitlines()[0] if report.exists() else None
+        print(json.dumps({"report": said, "ranks": shown}))
+        return 1 if report.exists() else 0
+    for ring in rings:
+        where = f"{ring.phase} of step {ring.step}"
+        print(f"rank {ring.rank} on {ring.host}, process {ring.pid}: {where}")
+        for line in describe_events(ring, last=args.last):
+            print(f"    {line}")
+    if report.exists():
+        print(f"ended by the watchdog: {report.read_text().splitlines()[0]}; all of it: {report}")
+        return 1
+    return 0
+
+
+def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
     steps = layout.steps(directory.checkpoints)
     if not steps:
         raise ConfigError(f"{args.run} has no checkpoint yet")

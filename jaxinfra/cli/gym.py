@@ -2,7 +2,7 @@
 
 jaxinfra gym --list
 jaxinfra gym 1 9 13
-jaxinfra gym --all
+jaxinfra gym --all --jobs 4
 jaxinfra gym 1 2 -- small --data /texts --set model.num_layers=2
 
 What follows -- is the preset and options of jaxinfra train; without it a model of a few thousand
@@ -11,6 +11,7 @@ through the loopback. The exit code is 0 where every fault passed. docs/faults.m
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.gym import damage, deaths, errors  # entered by import
 from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.verdict import FAULTS, judge
+from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
 _LISTS = (deaths, errors, damage)
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help="every fault")
     parser.add_argument("--list", action="store_true", help="say which there are, and stop")
     parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: gym/TIME)")
+    parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="verdicts as JSON lines")
     parser.add_argument("faults", nargs=argparse.REMAINDER, help="numbers, then -- train's options")
 
@@ -47,22 +49,35 @@ def run(args: argparse.Namespace) -> int:
     if unknown or args.all == bool(numbers):
         what = f"no fault {unknown[0]!r}" if unknown else "name faults, or give --all"
         raise ConfigError(f"{what}; jaxinfra gym --list says which there are")
+    if args.jobs < 1:
+        raise ConfigError(f"--jobs {args.jobs} must be at least 1")
     chosen = sorted(FAULTS) if args.all else [int(word) for word in numbers]
     place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
+    if place.exists() and any(place.iterdir()):
+        raise ConfigError(f"{place} holds an earlier call's runs; choose another --logs")
     arena = Arena(place.absolute(), options=options, processes=2)
     failed = 0
-    for number in chosen:
-        verdict = judge(number, arena)
-        failed += not verdict.passed
-        if args.json:
-            print(json.dumps(dataclasses.asdict(verdict)), flush=True)
-        else:
-            word = "pass" if verdict.passed else "FAIL"
-            print(
-                f"{word}  {number:2d}  {verdict.title}  ({verdict.seconds:.0f} s)\n"
-                f"          {verdict.evidence}",
-                flush=True,
-            )
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        waiting = [pool.submit(judge, number, arena) for number in chosen]
+        try:
+            for done in concurrent.futures.as_completed(waiting):
+                failed += not done.result().passed
+                _show(done.result(), as_json=args.json)
+        except KeyboardInterrupt:  # it has reached the jobs too; no other is to be started
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if not args.json:
         print(f"{len(chosen) - failed} of {len(chosen)} faults passed; runs and logs in {place}")
     return 1 if failed else 0
+
+
+def _show(verdict: Verdict, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dataclasses.asdict(verdict)), flush=True)
+        return
+    word = "pass" if verdict.passed else "FAIL"
+    print(
+        f"{word}  {verdict.number:2d}  {verdict.title}  ({verdict.seconds:.0f} s)\n"
+        f"          {verdict.evidence}",
+        flush=True,
+    )

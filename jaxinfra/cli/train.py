@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
         profile=profile,
     )
     if outcome.summary is None:
-        return leave(RESUMABLE_EXIT, together=outcome.together)
+        return leave(RESUMABLE_EXIT, together=outcome.together, wait=not outcome.input_waits)
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
         if cluster is None:
@@ -194,6 +194,14 @@ def _report(summary: dict) -> None:
         f"{'not finite' if bits is None else format(bits, '.3f')}, "
         f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
+    )
+    causes = summary["wall_s_by_cause"]
+    whole = sum(causes.values())
+    shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)
+    parts = [f"{cause} {seconds / whole:.1%}" for seconds, cause in shares if seconds > 0]
+    print(
+        f"wall time {whole:.1f} s: {', '.join(parts)}; saves kept steps waiting for "
+        f"{summary['stall_s']:.3f} s in all"
     )
 
 

@@ -1,5 +1,6 @@
 """Training batches: which samples a step sees, and a resumable Grain iterator over them."""
 
+import threading
 from typing import Any, Self, final
 
 import grain
@@ -81,7 +82,8 @@ class TrainIterator:
         self._steps = steps
         self._options = options
         self._identity = identity
-        self._step = 0
+        self._step = self._first = 0
+        self._made = _Count()
         self._iterator = self._start()
 
     def __iter__(self) -> Self:
@@ -96,6 +98,11 @@ class TrainIterator:
     def step(self) -> int:
         """The step whose batch comes next."""
         return self._step
+
+    @property
+    def num_ready(self) -> int:
+        """Batches that are made and wait; 0 for long: the readers are slower than the steps."""
+        return max(0, self._made.value - (self._step - self._first))
 
     def batch(self, step: int) -> Batch[np.ndarray]:
         """This process's rows of any step, made anew; what comes next stays as it is."""
@@ -132,4 +139,20 @@ class TrainIterator:
 
     def _start(self) -> grain.DatasetIterator:
         # A slice rather than Grain's own iterator state, whose layout is not ours to promise.
-        return iter(self._steps[self._step :].to_iter_dataset(self._options))
+        self._first, self._made = self._step, _Count()
+        steps = self._steps[self._step :].map(self._made.passed)
+        return iter(steps.to_iter_dataset(self._options))
+
+
+class _Count:
+    """Counts what passes, in whichever thread."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def passed[T](self, x: T) -> T:
+        """x."""
+        with self._lock:
+            self.value += 1
+        return x

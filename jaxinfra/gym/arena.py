@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,16 +23,16 @@ from jaxinfra.checkpoint import layout, load
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.data.pipeline import sample_ids
 from jaxinfra.reliability.faults import VARIABLE
-from jaxinfra.reliability.incidents import read_incidents
 from jaxinfra.reliability.recorder import read_ring, ring_file
 from jaxinfra.training.job import make_job
-from jaxinfra.training.metrics import read_metrics
 
 STEPS = 12
 SAVE_EVERY = 4
 _TIMEOUT_S = 900.0
+_LOADING = threading.Lock()  # one state in memory at a time, whoever judges meanwhile
 _WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
 
 
@@ -75,9 +77,7 @@ class Job:
     def wait_for_step(self, step: int) -> None:
         """Until all of a step is recorded in the metrics."""
         self.wait_until(
-            lambda: any(
-                record["step"] >= step for record in read_metrics(self.run / "metrics.jsonl")
-            ),
+            lambda: any(record["step"] >= step for record in metrics(self.run)),
             f"step {step}",
         )
 
@@ -103,7 +103,7 @@ class Job:
 
 @final
 class Arena:
-    """A directory with the runs of one call of the gym.
+    """A directory with the runs of one call of the gym. Several threads may use it at once.
 
     Args:
         options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text.
@@ -114,8 +114,10 @@ class Arena:
         self.place, self.processes = place, processes
         place.mkdir(parents=True, exist_ok=True)
         self._options = list(options) or _tiny(place)
-        self._num_logs = 0
-        self._references: dict[tuple[str, ...], Path] = {}
+        self._log_numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        # A lock each: who asks for a run that another thread makes waits for that one alone.
+        self._references: dict[tuple[str, ...], tuple[Path, threading.Lock]] = {}
 
     def settings(self, *settings: str, processes: int | None = None) -> list[str]:
         """The command that trains a run, but for its directory."""
@@ -163,8 +165,7 @@ class Arena:
         self, words: Sequence[str], *, run: str, environment: Mapping[str, str]
     ) -> Iterator[Job]:
         """Starts ``jaxinfra WORDS``."""
-        self._num_logs += 1
-        log = self.place / f"{run}.{self._num_logs}.log"
+        log = self.place / f"{run}.{next(self._log_numbers)}.log"
         # Jobs here are many, alike and short: even small programs are worth keeping.
         keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         changed = {**os.environ, "JAX_PLATFORMS": "cpu", **keep, **environment}
@@ -199,13 +200,15 @@ class Arena:
         """A run that nothing disturbed, made at the first call."""
         count = processes or self.processes
         key = (str(count), *settings)
-        if key not in self._references:
-            name = f"reference-{len(self._references)}"
-            command = self.settings(*settings, processes=count)
-            ended = self.run(name, command, restarts=0, processes=count)
-            require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
-            self._references[key] = self.place / name
-        return self._references[key]
+        with self._lock:
+            new = self.place / f"reference-{len(self._references)}", threading.Lock()
+            run, making = self._references.setdefault(key, new)
+        with making:
+            if not (run / "summary.json").exists():
+                command = self.settings(*settings, processes=count)
+                ended = self.run(run.name, command, restarts=0, processes=count)
+                require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
+        return run
 
     def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
         """B and L: the run's last state and samples are the reference's; the evidence in words."""
@@ -249,7 +252,8 @@ def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str
     config = dataclasses.replace(
         directory.read_config(), mesh=mesh or MeshConfig(), sharding=ShardingConfig()
     )
-    restored = load(directory.checkpoints, make_job(config).abstract_state(), step=step)
+    with _LOADING:
+        restored = load(directory.checkpoints, make_job(config).abstract_state(), step=step)
     sums = {
         jax.tree_util.keystr(path, simple=True, separator="/"): hashlib.sha256(
             np.asarray(leaf).tobytes()
@@ -264,11 +268,16 @@ def combined(sums: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """What a run has recorded."""
+    return read_json_lines(run / "metrics.jsonl")
+
+
 def ledger(run: Path) -> list[tuple[int, int, int, bool]]:
     """Of every step its first and last sample, and whether they were trained on."""
     batch = RunDirectory(run).read_config().training.batch_size
     entries, skipped = [], 0
-    for record in read_metrics(run / "metrics.jsonl"):
+    for record in metrics(run):
         if "loss" not in record and "excluded" not in record:
             continue
         ids = sample_ids(record["step"] - 1, batch_size=batch)
@@ -279,7 +288,7 @@ def ledger(run: Path) -> list[tuple[int, int, int, bool]]:
 
 def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
     """What a run recorded of one kind."""
-    return [found for found in read_incidents(run / "incidents.jsonl") if found["kind"] == kind]
+    return [found for found in read_json_lines(run / "incidents.jsonl") if found["kind"] == kind]
 
 
 def saved_steps(run: Path) -> list[int]:

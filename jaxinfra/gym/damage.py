@@ -17,12 +17,12 @@ from jaxinfra.gym.arena import (
     Ended,
     incidents,
     ledger,
+    metrics,
     require,
     saved_steps,
     state_sums,
 )
 from jaxinfra.gym.verdict import fault
-from jaxinfra.training.metrics import read_metrics
 
 _EIGHT = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
 _LAST = f"step_{STEPS:08d}"
@@ -142,10 +142,7 @@ def other_shape(arena: Arena) -> str:
         _require_done(job.end())
     require(ledger(run) == ledger(reference), "the ledgers of samples differ")
     worst = 0.0
-    pairs = zip(
-        read_metrics(run / "metrics.jsonl"), read_metrics(reference / "metrics.jsonl"), strict=True
-    )
-    for got, want in pairs:
+    for got, want in zip(metrics(run), metrics(reference), strict=True):
         for name in {"loss", "heldout_loss"} & want.keys():
             worst = max(worst, abs(got[name] - want[name]) / abs(want[name]))
     # fp32 sums in another order differ by a few units in the last place a step.

@@ -62,17 +62,19 @@ def _own_devices(cluster: Cluster) -> list[int] | None:
     return [cluster.local_id]
 
 
-def leave(code: int, *, together: bool) -> int:
+def leave(code: int, *, together: bool, wait: bool = True) -> int:
     """Ends this process's part in the job; returns ``code``, or does not return.
 
     Args:
         together: all processes end here now. If not, waiting for the others at the exit would hang
             on those that are stuck or gone, so the process ends at once.
+        wait: for this process's own threads, as Python does at its exit.
     """
-    if jax.distributed.is_initialized():
-        if not together:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+    connected = jax.distributed.is_initialized()
+    if not wait or (connected and not together):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if connected:
         jax.distributed.shutdown()
     return code

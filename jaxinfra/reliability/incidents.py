@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.core.json_lines import drop_cut_line, read_json_lines
 
 EXCLUDED = "batch excluded"
 
@@ -18,30 +18,13 @@ EXCLUDED = "batch excluded"
 def record_incident(file: Path, kind: str, *, step: int, text: str, **details: Any) -> None:
     """Appends a line and forces it to the disk: what it says must survive what follows."""
     line = {"kind": kind, "step": step, "text": text, "time": time.time(), **details}
+    drop_cut_line(file)  # of a session that was killed
     with file.open("a") as lines:
         lines.write(json.dumps(line) + "\n")
         lines.flush()
         os.fsync(lines.fileno())
 
 
-def read_incidents(file: Path) -> list[dict[str, Any]]:
-    """All incidents of a run; a last line cut short by a kill is left out."""
-    if not file.exists():
-        return []
-    lines = file.read_text().splitlines()
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise CheckpointError(
-                f"{file}, line {number} is not JSON ({error}); repair or remove that line"
-            ) from error
-    return found
-
-
 def excluded_steps(file: Path) -> set[int]:
     """Steps whose batches were taken out of the order."""
-    return {found["step"] for found in read_incidents(file) if found["kind"] == EXCLUDED}
+    return {found["step"] for found in read_json_lines(file) if found["kind"] == EXCLUDED}

@@ -156,6 +156,21 @@ def read_ring(file: Path) -> Ring | None:
     )
 
 
+def describe_events(ring: Ring, *, last: int) -> list[str]:
+    """A rank's newest events, oldest first, a line each: when, step, what, and its value.
+
+    The value at a phase's begin is the seconds of the phase before it.
+    """
+    lines = []
+    for event in ring.events[-last:]:
+        at = time.strftime("%H:%M:%S", time.localtime(event.time))
+        lines.append(
+            f"{at}.{int(event.time % 1 * 1000):03d}  step {event.step:<7d} {event.name:24s} "
+            f"{event.value:.6g}"
+        )
+    return lines
+
+
 def read_rings(directory: Path) -> list[Ring]:
     """All ranks' rings, by rank."""
     rings = (read_ring(file) for file in sorted(directory.glob("rank-*.ring")))

@@ -15,13 +15,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Self, final
 
 from jaxinfra.core.errors import LostPeerError
 from jaxinfra.reliability.absence import ENDED, find_absent
-from jaxinfra.reliability.recorder import Recorder, read_ring, read_rings, ring_file
+from jaxinfra.reliability.recorder import (
+    Recorder,
+    Ring,
+    describe_events,
+    read_ring,
+    read_rings,
+    ring_file,
+)
 
 HUNG_EXIT = LostPeerError.exit_code
 TRIP, REPORT = "trip.json", "report.txt"
@@ -30,6 +37,7 @@ _STACKS_S = 4.0  # time for the others to dump
 # What may rightly take long. Several ranks may compile one after another.
 _LONG_PHASES = ("setup", "compile", "save", "rollback", "finish")
 _LONG_S = 3600.0
+_LAST_EVENTS = 12
 _LONG_HEARTBEAT_S = 120.0  # there a library may keep Python's threads waiting
 
 
@@ -137,6 +145,7 @@ class Watchdog:
                 f"{ring.step} for {now - ring.since:.1f} s, last beat {now - ring.beat_time:.1f} s "
                 f"ago; stacks in {stacks_file(self._directory, ring.rank)}"
             )
+            lines += [f"    {line}" for line in describe_events(ring, last=_LAST_EVENTS)]
         with contextlib.suppress(OSError):
             (self._directory / REPORT).write_text("\n".join(lines) + "\n")
         print(f"jaxinfra watchdog: {verdict.text}; see {self._directory / REPORT}", file=sys.stderr)
@@ -146,19 +155,21 @@ class Watchdog:
         """Waits for the others' stacks; asks through a signal for those that do not come."""
         for asked in (False, True):
             deadline = time.monotonic() + _STACKS_S / 2
-            while (late := self._without_stacks()) and time.monotonic() < deadline:
+            while (late := self._without_stacks(skip)) and time.monotonic() < deadline:
                 time.sleep(0.1)
             for ring in late:
                 here = ring.host == socket.gethostname()[:32]
-                if not asked and here and ring.rank not in skip:
+                if not asked and here:
                     with contextlib.suppress(OSError):
                         os.kill(ring.pid, signal.SIGUSR1)
 
-    def _without_stacks(self) -> list:
+    def _without_stacks(self, skip: Collection[int]) -> list[Ring]:
         return [
             ring
             for ring in read_rings(self._directory)
-            if ring.phase not in ENDED and not _size(stacks_file(self._directory, ring.rank))
+            if ring.phase not in ENDED
+            and ring.rank not in skip
+            and not _size(stacks_file(self._directory, ring.rank))
         ]
 
     def _follow(self) -> None:

@@ -182,19 +182,26 @@ def judge_loss(doubt: Doubt, loss: float) -> Judged:
     )
 
 
-def same_program(job: Job, state: State, batch: Batch) -> Callable[..., Any]:
+def same_program(
+    job: Job, state: State, batch: Batch, *, record: Callable[[str], None]
+) -> Callable[..., Any]:
     """The compiled step. Processes that would run different programs are refused before they do.
+
+    Args:
+        record: is told the program's fingerprint, where there is anybody to compare it with.
 
     Raises ConfigError naming the ranks that differ.
     """
     if jax.process_count() == 1:
         return job.train_step
     lowered = job.train_step.lower(state, batch)
-    require_same(
+    program = "program of the training step"
+    prints = require_same(
         {
             "version of jax": jax.__version__,
             "config": codec.to_json(job.config),
-            "program of the training step": lowered.as_text(),
+            program: lowered.as_text(),
         }
     )
+    record(prints[program])
     return lowered.compile()

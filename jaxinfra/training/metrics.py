@@ -14,7 +14,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore  (
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.core.json_lines import read_json_lines
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class MetricsLog:
     def __init__(self, file: Path, tensorboard: Path, *, after_step: int, writes: bool = True):
         self._paths = (file, tensorboard)
         self._writes = writes
-        self.records = read_metrics(file)
+        self.records = read_json_lines(file)
         self.undone = self._keep(after_step)
         if writes:
             self._open(after_step)
@@ -165,21 +165,3 @@ def finite(record: dict[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
     }
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All records of a run; a last line cut short by a kill is dropped."""
-    if not file.exists():
-        return []
-    lines = file.read_text().splitlines()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise CheckpointError(
-                f"{file}, line {number} is not JSON ({error}); repair or remove that line"
-            ) from error
-    return records

@@ -1,5 +1,6 @@
 """Signals that ask a run to stop: obeyed at once during set-up, between steps after it."""
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Iterator
@@ -51,6 +52,7 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
         if self._at_once:
+            self._at_once = False  # the work ends here; it must not be raised in what follows
             raise Stopped
 
 
@@ -72,6 +74,13 @@ class Agreement:
 
     def __bool__(self) -> bool:
         return self.signal is not None
+
+    def interrupting(self) -> contextlib.AbstractContextManager[None]:
+        """Within, a signal raises Stopped where this process is alone: a wait that may never end.
+
+        With others it does not: they may have begun a step that needs this process.
+        """
+        return self._request.at_once() if self._exchange is None else contextlib.nullcontext()
 
     @property
     def signal(self) -> signal.Signals | None:

@@ -28,7 +28,7 @@ from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics, step_record
-from jaxinfra.training.stop import Agreement
+from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.summary import summarize
 from jaxinfra.training.watch import Watch
 
@@ -40,6 +40,7 @@ class Outcome:
     summary: dict[str, Any] | None  # None where it was asked to stop before the end
     step: int
     was_complete: bool = False  # before the call, which did nothing
+    input_waits: bool = False  # it was stopped in a wait for data, and its readers wait on
     together: bool = False  # all processes of the job end here
 
 
@@ -97,6 +98,7 @@ class Trainer:
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._compiling = True
+        self._input_waits = False
         self._train_step: Callable[..., Any] = job.train_step
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
@@ -119,7 +121,7 @@ class Trainer:
                 f"stopped by {self._stop.signal.name} at step {self._step}, saved; continue with "
                 f"jaxinfra train --resume {self._run.path}"
             )
-            return Outcome(summary=None, step=self._step)
+            return Outcome(summary=None, step=self._step, input_waits=self._input_waits)
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
 
     def _draw(self) -> None:
@@ -143,6 +145,8 @@ class Trainer:
                 return
             except Doubt as doubt:
                 self._go_back(doubt)
+            except Stopped:  # while it waited for a batch: what is done is recorded and saved
+                self._input_waits = True
 
     def _advance(self) -> None:
         """One step, and what is due after it."""
@@ -164,9 +168,10 @@ class Trainer:
     def _next(self) -> _Pending:
         step = self._step
         self._profiler.before_step(step)
-        self._watch.phase("input", step + 1)
+        self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            batch = next(self._batches)
+            with self._stop.interrupting():
+                batch = next(self._batches)
             input_s = self._watch.phase("place", step + 1)
             metrics = None
             if step + 1 in self._watch.excluded:
@@ -176,7 +181,9 @@ class Trainer:
                 placed = self._job.put(batch)
                 host_s = self._watch.phase("compile" if self._compiling else "step", step + 1)
                 if self._compiling:
-                    self._train_step = same_program(self._job, self._state, placed)
+                    self._train_step = same_program(
+                        self._job, self._state, placed, record=self._watch.program
+                    )
                 self._state, metrics = self._train_step(self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s)
         if metrics is not None:
@@ -375,11 +382,15 @@ class Trainer:
             self._saver.save(
                 self._step,
                 self._state,
-                data_state=self._batches.state(),
+                # A stop may come as the next batch does; the step counts, not the batch.
+                data_state={**self._batches.state(), "step": self._step},
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:
             self._stall_s += self._saver.last_stall_s
+        self._progress.message(
+            f"step {self._step}: saving; training stood still for {self._saver.last_stall_s:.3f} s"
+        )
 
     def _secure(self) -> None:
         """Leaves the newest state on disk, or raises CheckpointError."""

@@ -55,6 +55,15 @@ class Watch:
         """Begins a phase; returns the seconds of the one before."""
         return self._recorder.phase(name, step=step)
 
+    def begin_input(self, step: int, *, num_ready: int) -> None:
+        """Begins the wait for a batch, of which so many are ready."""
+        self.phase("input", step)
+        self._recorder.event("batches ready", step=step, value=num_ready)
+
+    def program(self, fingerprint: str) -> None:
+        """Records which program of the training step this is."""
+        self._recorder.event(f"program {fingerprint}", step=self._recorder.step)
+
     def send(self, *, input_s: float, host_s: float) -> Table | None:
         """Tells the others what this process spent alone; a collective."""
         row = Row(input_s=input_s, host_s=host_s, probe_s=self._probe_s)

@@ -7,10 +7,11 @@ import json
 
 import pytest
 
+from jaxinfra.cli.main import main
 from jaxinfra.gym import damage, deaths, errors
-from jaxinfra.gym.arena import Arena, state_sums
+from jaxinfra.gym.arena import Arena, metrics, state_sums
 from jaxinfra.gym.verdict import FAULTS, judge
-from jaxinfra.training.metrics import read_metrics
+from jaxinfra.reliability.recorder import read_rings
 
 GYM = (damage, deaths, errors)  # they enter their faults when imported
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -27,7 +28,7 @@ def values(run) -> list[dict]:
     times = ("step_s", "stall_s", "elapsed_s")
     return [
         {name: value for name, value in record.items() if name not in times}
-        for record in read_metrics(run / "metrics.jsonl")
+        for record in metrics(run)
     ]
 
 
@@ -51,13 +52,27 @@ def test_the_first_process_alone_writes_the_run(arena):
         "rank-00000.ring",
         "rank-00001.ring",
     }
-    steps = [record["step"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
+    steps = [record["step"] for record in metrics(run) if "loss" in record]
     assert steps == list(range(1, 13))
     summary = json.loads((run / "summary.json").read_text())
     causes = summary["wall_s_by_cause"]
     # Wall time from the start of the process's work to the summary, all of it accounted for.
     assert sum(causes.values()) == pytest.approx(summary["wall_s"], rel=0.1)
     assert 0 < summary["goodput"] < 1
+
+
+def test_every_rank_records_its_program_phases_and_queue(arena, capsys):
+    run = arena.reference()
+    rings = read_rings(run / "recorder")
+    names = [[event.name for event in ring.events] for ring in rings]
+    (program,) = {name for name in names[0] if name.startswith("program ")}
+    assert all(seen.count(program) == 1 for seen in names), "the fingerprint, the same on all"
+    phases = {"input", "batches ready", "place", "compile", "step", "wait", "evaluate", "save"}
+    assert all(phases <= {*seen} for seen in names)
+    assert main(["doctor", "recorder", str(run), "--last", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "rank 1 on " in said
+    assert len(said.splitlines()) == len(rings) * (1 + 3)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from e2e.faults import signal_at
 from e2e.processes import start
 from e2e.runs import STEPS, Bench, assert_same_run, checkpoints, metrics
 
+from jaxinfra.reliability.faults import VARIABLE
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -59,11 +60,11 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path):
     assert_same_run(run, whole)
 
 
-@pytest.mark.parametrize("which", [TERM, INT])
-def test_stopped_at_a_random_step(bench, whole, which):
+def test_stopped_at_a_random_step(bench, whole):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
-    at_step = random.Random(seed).randrange(1, STEPS)
+    rng = random.Random(seed)
+    at_step, which = rng.randrange(1, STEPS), rng.choice([TERM, INT])
     run = bench / "run"
     with start(*bench.new("run"), log=bench.log()) as running:
         running.wait_until(lambda said: f"\nstep {at_step}/" in said)
@@ -74,6 +75,27 @@ def test_stopped_at_a_random_step(bench, whole, which):
     assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
     assert f"stopped by {which.name} at step {max(checkpoints(run))}, saved" in ended.stdout
     assert max(checkpoints(run)) >= at_step
+    resumed = bench.run(bench.resume("run"))
+    assert (resumed.code, resumed.stderr) == (0, ""), resumed
+    assert_same_run(run, whole)
+
+
+def test_stopped_while_the_data_never_come(bench, whole):
+    """A disk that hangs: what is done is saved at once, and nobody waits for its readers."""
+    stall = {
+        "target": "jaxinfra.data.packing:PackedWindows.batch",
+        "samples": [6 * 8],  # of step 7
+        "action": "sleep",
+        "value": 3600,
+    }
+    run = bench / "run"
+    environment = {VARIABLE: json.dumps([stall])}
+    with start(*bench.new("run"), log=bench.log(), environment=environment) as running:
+        running.wait_until(lambda said: "\nstep 5/" in said)  # the sixth is shown once it stops
+        running.signal(TERM)
+        ended = running.end()
+    assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
+    assert "stopped by SIGTERM at step 6, saved" in ended.stdout
     resumed = bench.run(bench.resume("run"))
     assert (resumed.code, resumed.stderr) == (0, ""), resumed
     assert_same_run(run, whole)

@@ -1,6 +1,7 @@
 """Order, restart and sharding of training batches."""
 
 import json
+import time
 
 import jax
 import numpy as np
@@ -153,3 +154,16 @@ def test_a_failed_restore_leaves_the_iterator_usable():
 def test_a_batch_that_does_not_divide_is_refused(count: int, index: int):
     with pytest.raises(DataError, match=f"does not divide over {count} processes"):
         iterate(process_count=count, process_index=index)
+
+
+def test_batches_that_wait_are_counted():
+    iterator = iterate(num_threads=1, prefetch=3)
+    assert iterator.num_ready == 0
+    next(iterator)
+    deadline = time.monotonic() + 60
+    while iterator.num_ready < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert iterator.num_ready == 3
+    iterator.restore(iterator.state())
+    assert iterator.num_ready == 0
+    iterator.close()

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.reliability import faults
 from jaxinfra.reliability.absence import find_absent
@@ -24,12 +25,7 @@ from jaxinfra.reliability.exchange import Exchange, Row
 from jaxinfra.reliability.fingerprint import describe, deviating
 from jaxinfra.reliability.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
 from jaxinfra.reliability.hashes import StateHash, odd_ones
-from jaxinfra.reliability.incidents import (
-    EXCLUDED,
-    excluded_steps,
-    read_incidents,
-    record_incident,
-)
+from jaxinfra.reliability.incidents import EXCLUDED, excluded_steps, record_incident
 from jaxinfra.reliability.recorder import CAPACITY, Recorder, read_ring, read_rings, ring_file
 from jaxinfra.reliability.stragglers import Stragglers
 
@@ -240,13 +236,17 @@ def test_programs_are_compared_by_most():
 
 def test_incidents_outlive_a_cut_line(tmp_path):
     file = tmp_path / "incidents.jsonl"
-    assert read_incidents(file) == []
+    assert read_json_lines(file) == []
     record_incident(file, EXCLUDED, step=7, text="bad", samples=[48, 55])
     record_incident(file, "slow rank", step=9, text="slow")
     with file.open("a") as lines:
         lines.write('{"kind": "batch ex')
-    assert [found["step"] for found in read_incidents(file)] == [7, 9]
+    assert [found["step"] for found in read_json_lines(file)] == [7, 9]
     assert excluded_steps(file) == {7}
+    # The next session's line must not be joined to the cut one.
+    record_incident(file, EXCLUDED, step=11, text="bad too")
+    assert [found["step"] for found in read_json_lines(file)] == [7, 9, 11]
+    assert excluded_steps(file) == {7, 11}
 
 
 def test_wall_time_is_accounted_for_over_sessions(tmp_path):
@@ -350,6 +350,7 @@ def test_a_job_that_stands_still_is_ended_with_stacks_and_a_name(tmp_path, stuck
     assert text.startswith("rank 1 "), text
     assert text.splitlines()[0] in (tmp_path / "said").read_text()
     assert "input of step 5" in text.splitlines()[0]
+    assert text.count("step 5       wait") == 2, "the last events of each"
     stacks = [(tmp_path / f"rank-0000{rank}.stacks").read_text() for rank in range(2)]
     assert "somewhere_deep" in stacks[0]
     if stuck != "halted":

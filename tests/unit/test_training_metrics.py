@@ -7,7 +7,8 @@ import matplotlib.image
 import pytest
 
 from jaxinfra.core.errors import CheckpointError
-from jaxinfra.training.metrics import MetricsLog, finite, read_metrics
+from jaxinfra.core.json_lines import read_json_lines
+from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.picture import draw_loss
 
 
@@ -29,7 +30,7 @@ def file_size_limit():
 def test_lines_are_there_at_once(open_log, tmp_path):
     with open_log() as log:
         log.write({"step": 1, "loss": 2.5})
-        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
+        assert read_json_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5}]
 
 
 def test_a_resumed_log_drops_what_will_be_repeated(open_log, tmp_path):
@@ -42,7 +43,7 @@ def test_a_resumed_log_drops_what_will_be_repeated(open_log, tmp_path):
     with open_log(after_step=2) as log:
         assert [record["step"] for record in log.records] == [1, 2, 2]
         log.write({"step": 3, "loss": 3.5})
-    assert [r.get("loss") for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, None, 3.5]
+    assert [r.get("loss") for r in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, None, 3.5]
 
 
 def test_a_broken_line_is_named(tmp_path, open_log):
@@ -54,7 +55,7 @@ def test_a_broken_line_is_named(tmp_path, open_log):
 def test_what_is_not_finite_is_null(open_log, tmp_path):
     with open_log() as log:
         log.write({"step": 1, "loss": math.nan, "gradient_norm": math.inf, "skipped": 1})
-        assert log.records == read_metrics(tmp_path / "metrics.jsonl")
+        assert log.records == read_json_lines(tmp_path / "metrics.jsonl")
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert line == '{"step": 1, "loss": null, "gradient_norm": null, "skipped": 1}'
     assert finite({"a": -math.inf, "b": 1.5, "c": None}) == {"a": None, "b": 1.5, "c": None}
