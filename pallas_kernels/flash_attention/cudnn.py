@@ -48,6 +48,7 @@ def unsupported(
         (masks.bias is not None, "its bias gradient is silently zero for most bias shapes"),
         (return_residual, "JAX rounds its logsumexp to the query's dtype"),
         (backward == "split", "its backward does not repeat bit for bit"),
+        (spec.scale <= 0, f"its gradients are NaN for scale {spec.scale}, which is not positive"),
         (T % 2 > 0 or S % 2 > 0, f"JAX refuses its gradient for odd lengths ({T}, {S})"),
     )  # fmt: skip
     return next((reason for applies, reason in reasons if applies), None)

@@ -21,8 +21,8 @@ GRID = [
     for dtype in ("bfloat16", "float16")
     if dtype == "bfloat16" or case.name in FLOAT16
 ]
-BY_CUDNN = {"full", "causal", "window-left", "window-of-two", "scale", "scale-negative",
-            "scale-zero", "outliers", "outliers-causal", "mha", "gqa-3", "gqa-8", "mqa", "width-80",
+BY_CUDNN = {"full", "causal", "window-left", "window-of-two", "scale", "outliers",
+            "outliers-causal", "mha", "gqa-3", "gqa-8", "mqa", "width-80",
             "width-96", "width-256"}  # fmt: skip
 PORTABLE = ("causal", "everything", "bias", "sinks-empty-rows", "mla")
 
