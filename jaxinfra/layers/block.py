@@ -97,6 +97,6 @@ class Block(nnx.Module):
             branch_BTD,
             rate=self.dropout_rate,
             key=key,
-            first_row=self.execution.constrain.first_row(branch_BTD.shape[0]),
+            constrain=self.execution.constrain,
         )
         return self.execution.constrain(x_BTD + branch_BTD, _STREAM)

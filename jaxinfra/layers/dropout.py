@@ -3,21 +3,30 @@
 import jax
 import jax.numpy as jnp
 
+from jaxinfra.layers.execution import Constrain
+
 
 def dropout(
-    x: jax.Array, *, rate: float, key: jax.Array | None, first_row: jax.Array | int = 0
+    x_BT: jax.Array, *, rate: float, key: jax.Array | None, constrain: Constrain
 ) -> jax.Array:
-    """Zeroes elements with probability ``rate`` and scales the rest; identity without a key.
+    """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest; identity
+    without a key.
 
-    Each row of the leading dim draws from a key of its own, so that a part of a batch is treated as
-    within the whole.
+    Each token draws from a key of its own, by its row in the batch and its place in the sequence,
+    so that a part of a batch, or a sequence in another order, is treated as within the whole.
 
     Args:
-        first_row: number of x's first row in the whole batch.
+        constrain: knows which rows these are, and which places their tokens have.
     """
     if key is None or rate == 0.0:
-        return x
-    rows = first_row + jnp.arange(x.shape[0])
-    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(row_keys)
-    return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
+        return x_BT
+    rows_B = constrain.first_row(x_BT.shape[0]) + jnp.arange(x_BT.shape[0])
+    row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
+    of_places = jax.vmap(jax.random.fold_in, (None, 0))
+    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, constrain.places(x_BT.shape[1]))
+
+    def keeps(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1.0 - rate, x_BT.shape[2:])
+
+    kept_BT = jax.vmap(jax.vmap(keeps))(keys_BT)
+    return jnp.where(kept_BT, x_BT / (1.0 - rate), jnp.zeros_like(x_BT))

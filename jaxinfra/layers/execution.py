@@ -74,6 +74,10 @@ class Constrain(Protocol):
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         ...
 
+    def places(self, num_tokens: int) -> jax.Array:
+        """int32 [T]: the place in the sequence of each token, in the order they lie in."""
+        ...
+
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, placed as a tensor of these dims."""
         ...
@@ -88,6 +92,9 @@ class _Anywhere:
     def first_row(self, num_rows: int) -> int:
         del num_rows
         return 0
+
+    def places(self, num_tokens: int) -> jax.Array:
+        return jnp.arange(num_tokens)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         del dims

@@ -257,7 +257,7 @@ class Decoder(nnx.Module):
                 x_BTD,
                 rate=self.config.dropout_rate,
                 key=key,
-                first_row=self.execution.constrain.first_row(x_BTD.shape[0]),
+                constrain=self.execution.constrain,
             )
             return self.execution.constrain(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -15,6 +16,7 @@ from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, Dims
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.parallel.context.order import zigzag_indices
 from jaxinfra.parallel.rules import Rules, StateRules, state_rules
 
 
@@ -176,6 +178,12 @@ class ActivationPlacement:
         taken = jax.sharding.get_abstract_mesh().manual_axes
         apart = tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
         return num_rows * jax.lax.axis_index(apart) if apart else 0
+
+    def places(self, num_tokens: int) -> jax.Array:
+        """Of tokens in zig-zag order where the context axis shards sequences."""
+        if self.sequence_shards == 1:
+            return jnp.arange(num_tokens)
+        return jnp.asarray(zigzag_indices(num_tokens, self.sequence_shards), jnp.int32)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, constrained to the sharding that the rules give these dims."""
