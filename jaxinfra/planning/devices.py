@@ -27,7 +27,9 @@ class Device:
     matmul_efficiency: Mapping[str, float]  # of the peak, large matmuls within a step, by format
     matmul_half_depth: float  # contraction depth at which half of that is reached
     memory_efficiency: float  # of the peak, elementwise kernels
-    attention_flops: Mapping[str, tuple[float, float]]  # head width: causal forward, backward
+    # Head width: causal forward, backward, of long sequences.
+    attention_flops: Mapping[str, tuple[float, float]]
+    attention_half_length: float  # sequence length at which half of that is reached
     kernel_s: float  # launch and tail of one kernel
     node_devices: int
     node_bytes_per_s: float  # bus bandwidth a device within a node
@@ -36,10 +38,18 @@ class Device:
     network_bytes_per_s: float  # bus bandwidth a device between nodes, its own adapter
     network_latency_s: float
     network_hop_s: float
-    overlap: float  # share of a hidden collective that compute really hides
+    overlap: float  # share of the data axes' collectives that compute really hides
+    collective_sms: int  # multiprocessors that a running collective takes from compute
     reserved_bytes: int  # context, NCCL buffers, fragmentation
     dollars_per_hour: float
     sources: Mapping[str, str]
+
+    @property
+    def beside(self) -> float:
+        """Share of a collective's time that is hidden where nothing waits for it: all of it, less
+        the multiprocessors that the compute beside it misses.
+        """
+        return 1 - self.collective_sms / self.num_sms
 
     def link(self, members_in_node: int, members: int) -> tuple[float, float]:
         """Bus bandwidth and latency of a group with so many members in each node.

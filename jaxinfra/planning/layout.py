@@ -32,7 +32,7 @@ class Traits:
     scans_layers: bool = True  # saved activations are copied into a stack over layers
     saves_fp32: bool = True  # elementwise intermediates are kept in fp32 where nothing recomputes
     overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
-    backward_reductions: int = 5  # tensor-parallel all-reduces of a layer's backward pass
+    sums_apart: bool = True  # micro-batches' gradients are added by a pass of their own
 
 
 UNROLLED = Traits(scans_layers=False, saves_fp32=False)
@@ -48,7 +48,7 @@ MEGATRON_2021 = Traits(
     fused_loss=False,
     scans_layers=False,
     saves_fp32=False,
-    backward_reductions=2,
+    sums_apart=False,
 )
 """Megatron-LM of arXiv 2104.04473 and 2205.05198."""
 
@@ -57,7 +57,7 @@ MEGATRON_2025 = Traits(
     scans_layers=False,
     saves_fp32=False,
     overlaps_tensor=True,
-    backward_reductions=2,
+    sums_apart=False,
 )
 """Megatron-Core with Transformer Engine: fused attention, overlapped collectives."""
 

@@ -6,11 +6,9 @@ import functools
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import Layout, Recompute
-from jaxinfra.planning.operations import saved_bytes, shards
+from jaxinfra.planning.operations import LOSS_CHUNK_BYTES, saved_bytes, shards
 from jaxinfra.planning.shapes import Dense, LayerShape, ModelShape, layer_weights
 from jaxinfra.planning.step import device_parameters
-
-_LOSS_CHUNK_BYTES = 2**30  # fp32 logits at a time, linear_cross_entropy's bound on accelerators
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +124,9 @@ def _buffers(shape: ModelShape, layout: Layout, gradients: float) -> float:
 
 def logits_bytes(shape: ModelShape, layout: Layout) -> float:
     """fp32 logits and their 16-bit gradient, a chunk at a time where the loss is fused."""
-    whole = 4.0 * layout.micro_tokens * shape.vocab_size / layout.tensor
-    chunk = min(whole, _LOSS_CHUNK_BYTES) if layout.traits.fused_loss else whole
-    return 1.5 * chunk
+    whole = 4.0 * layout.micro_tokens * shape.vocab_size
+    chunk = min(whole, LOSS_CHUNK_BYTES) if layout.traits.fused_loss else whole
+    return 1.5 * chunk / layout.tensor
 
 
 def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:

@@ -6,6 +6,7 @@ micro-batch on this device.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
 from jaxinfra.core import axes
@@ -21,6 +22,9 @@ from jaxinfra.planning.shapes import (
     Weight,
     layer_weights,
 )
+
+LOSS_CHUNK_BYTES = 2**30
+"""fp32 logits at a time, ``linear_cross_entropy``'s bound on accelerators."""
 
 TENSOR_DIMS = frozenset({axes.MLP, axes.Q_HEADS, axes.KV_HEADS, axes.VOCAB})
 """Logical dims that the tensor axis shards (``parallel/rules.py``)."""
@@ -54,6 +58,7 @@ class Core:
     name: str
     flops: float
     width: int
+    length: int  # positions of a sequence that one kernel sees
     backward: bool
 
 
@@ -96,19 +101,19 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
     core_forward, core_backward = _core(layer, layout)
     passes, passes_backward = _memory(layer, model_dim, layout)
     exchange = _exchange(layer, model_dim, layout)
-    reduce_forward, reduce_backward = _tensor(layer, model_dim, layout)
-    elements = sum(
-        weight.elements / shards(weight, tensor=layout.tensor, expert=layout.expert)
-        for weight in weights
-    )
-    casts = [Memory("cast weights", 6 * elements)] if layout.traits.casts_weights else []
-    forward = [*casts, *matmuls, *core_forward, *passes, *exchange, *reduce_forward]
+    reduce_forward, reduce_backward = _tensor(model_dim, layout)
+    forward = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
+    # The layer's own output is not needed again, so its sum over the axis is not either.
+    reduce_again = [
+        each if each.kind == "all-gather" else dataclasses.replace(each, count=each.count / 2)
+        for each in reduce_forward
+    ]
     recomputed: list[Operation] = []
     match layout.remat:
         case Recompute.FULL:
-            recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
+            recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_again]
         case Recompute.NAMED:
-            recomputed = [*matmuls, *passes, *exchange, *reduce_forward]
+            recomputed = [*matmuls, *passes, *exchange, *reduce_again]
         case Recompute.MLP:
             widest = [each for each in matmuls if each.name.endswith(("/gate", "/up"))]
             recomputed = [*widest, *passes]
@@ -120,16 +125,13 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
             pass
     if layout.traits.scans_layers:
         forward.append(Memory("stack saved", 2 * saved_bytes(layer, model_dim, layout)))
-    accumulate = 8 if layout.accumulation > 1 or layout.traits.scans_layers else 0
     backward = [
-        *casts,
         *(_input_gradient(each) for each in matmuls),
         *(_weight_gradient(each) for each in matmuls),
         *core_backward,
         *passes_backward,
         *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
         *reduce_backward,
-        Memory("sum weight gradients", accumulate * elements),
     ]
     return LayerOperations(
         forward=tuple(forward), backward=tuple(backward), recomputed=tuple(recomputed)
@@ -176,8 +178,9 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
     if layout.traits.fused_attention:
         flops = rows * attention_flops(attention, layout.length) / layout.tensor / layout.context
         width = attention.head_dim
-        forward: list[Operation] = [Core("attention", flops, width, False)]
-        backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, True)]
+        length = layout.length // layout.context
+        forward: list[Operation] = [Core("attention", flops, width, length, False)]
+        backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
         if layout.context > 1:
             # A ring passes every block of keys and values to every device.
             turns = layout.context - 1
@@ -271,9 +274,7 @@ def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operati
     return found
 
 
-def _tensor(
-    layer: LayerShape, model_dim: int, layout: Layout
-) -> tuple[list[Collective], list[Collective]]:
+def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Collective]]:
     if layout.tensor == 1:
         return [], []
     size = 2.0 * layout.micro_tokens * model_dim
@@ -290,10 +291,9 @@ def _tensor(
             *both,
             dataclasses.replace(both[0], name="gather again", hidden=True),
         ]
-    del layer
-    count = layout.traits.backward_reductions
+    # An input gradient's sum runs beside the matmul of the weight's gradient.
     return [reduce("reduce", "all-reduce", count=2)], [
-        reduce("reduce gradient", "all-reduce", count=count)
+        reduce("reduce gradient", "all-reduce", count=2, hidden=layout.traits.overlap)
     ]
 
 
@@ -355,9 +355,21 @@ def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
         Memory("cross entropy", 10.0 * logits),
     ]
     if tensor > 1:
-        size = 2.0 * tokens * width
-        found.append(Collective("logits dx", "all-reduce", "tensor", size))
+        # Each chunk sums its dx in fp32, after its maxima and its sums of exponentials.
+        chunks = loss_chunks(shape, layout)
+        item = 4.0 if layout.traits.fused_loss else 2.0
+        size = item * tokens * width / chunks
+        found.append(Collective("logits dx", "all-reduce", "tensor", size, count=chunks))
+        found.append(
+            Collective("logits", "all-reduce", "tensor", 4.0 * tokens / chunks, count=2 * chunks)
+        )
     return found
+
+
+def loss_chunks(shape: ModelShape, layout: Layout) -> int:
+    """Chunks of tokens that the fused loss runs in: of the whole vocabulary, over the axis."""
+    whole = 4.0 * layout.micro_tokens * shape.vocab_size
+    return math.ceil(whole / LOSS_CHUNK_BYTES) if layout.traits.fused_loss else 1
 
 
 def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operation]:

@@ -17,7 +17,7 @@ from jaxinfra.planning.operations import (
     loss_operations,
     shards,
 )
-from jaxinfra.planning.shapes import LayerShape, ModelShape
+from jaxinfra.planning.shapes import LayerShape, ModelShape, layer_weights
 from jaxinfra.planning.timing import (
     collective_s,
     communication_s,
@@ -56,8 +56,13 @@ def step_time(shape: ModelShape, layout: Layout, device: Device) -> StepTime:
     parts = {name: micro * seconds for name, seconds in body.compute.items()}
     # One stage has the loss: with several, the others wait for it.
     parts["loss and embedding"] = micro * sum(ends.compute.values())
+    passes = sum(memory_s(device, each) for each in weight_passes(shape, layout))
+    parts["weights and gradients"] = micro * passes
     beside, hidden_tensor = _hide(
-        device, layout, micro * body.hidden.get("tensor", 0.0), parts["matmul"]
+        layout,
+        micro * body.hidden.get("tensor", 0.0),
+        window=parts["matmul"],
+        share=device.beside,
     )
     parts["tensor communication"] = beside + micro * (
         body.exposed.get("tensor", 0.0) + ends.exposed.get("tensor", 0.0)
@@ -65,15 +70,17 @@ def step_time(shape: ModelShape, layout: Layout, device: Device) -> StepTime:
     parts["expert communication"] = micro * body.exposed.get("expert", 0.0)
     attention = micro * body.compute["attention"]
     ring = micro * body.hidden.get("context", 0.0)
-    parts["context communication"], hidden_ring = _hide(device, layout, ring, attention)
+    parts["context communication"], hidden_ring = _hide(
+        layout, ring, window=attention, share=device.beside
+    )
     parts["pipeline transfers"] = _transfers(shape, layout, device)
-    busy = body.total + parts["context communication"] / micro
+    busy = body.total + passes + parts["context communication"] / micro
     parts["pipeline bubble"] = (once - micro) * busy
-    window = micro * sum(body.compute.values())
+    window = micro * (sum(body.compute.values()) + passes)
     data = _data_communication(shape, layout, device)
     hidden: dict[str, float] = {"context": hidden_ring, "tensor": hidden_tensor}
     for axis, (seconds, behind) in data.items():
-        exposed, beside = _hide(device, layout, seconds, window * behind)
+        exposed, beside = _hide(layout, seconds, window=window * behind, share=device.overlap)
         parts[f"{axis} communication"] = exposed
         hidden[axis] = beside
         window = max(window - beside, 0.0)
@@ -148,11 +155,11 @@ def _stage_seconds(shape: ModelShape, layout: Layout, device: Device) -> _Second
     )
 
 
-def _hide(device: Device, layout: Layout, seconds: float, window: float) -> tuple[float, float]:
+def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tuple[float, float]:
     """Seconds that stay exposed, and those that compute of ``window`` seconds hides."""
     if not layout.traits.overlap:
         return seconds, 0.0
-    hidden = min(seconds * device.overlap, window)
+    hidden = min(seconds * share, window)
     return seconds - hidden, hidden
 
 
@@ -195,6 +202,29 @@ def _in_layers(name: str) -> bool:
     return name.partition("/")[0] not in ("embedding", "unembedding", "positions", "final_norm")
 
 
+def weight_passes(shape: ModelShape, layout: Layout) -> list[Memory]:
+    """What one micro-batch reads and writes of weights and gradients beside their matmuls."""
+    found: list[Memory] = []
+    for experts in (False, True):
+        elements = device_parameters(shape, layout, experts=experts)
+        if not elements:
+            continue
+        shards = _data_shards(layout, experts=experts)
+        if layout.traits.casts_weights:
+            # fp32 read and 16 bits written, in the forward and in the backward pass; what is
+            # sharded is cast before it is gathered.
+            cast = elements / (shards if layout.zero >= 3 else 1)
+            found.append(Memory("cast weights", 12 * cast))
+        own = elements / (shards if layout.zero >= 2 else 1)
+        if layout.traits.scans_layers:
+            # The loop's stack of gradients is filled with zeros, then each layer's is copied in.
+            found.append(Memory("stack gradients", 8 * own))
+        if layout.accumulation > 1:
+            # Read, read the sum, write it; or in the matmul, which reads and writes the sum.
+            found.append(Memory("sum gradients", (12 if layout.traits.sums_apart else 8) * own))
+    return found
+
+
 def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
     """Weights gathered and gradients reduced over the data axes, of one step on one device."""
     recipe = layout.bytes_a_parameter
@@ -207,13 +237,20 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
         fsdp = layout.fsdp if not experts else max(layout.fsdp // layout.expert, 1)
         if layout.zero == 3 and fsdp > 1:
             # Layer by layer, before its forward and its backward pass.
-            weights = elements * _gathered_bytes(layout) / shape.num_layers
-            times = 2 * layout.accumulation * shape.num_layers
-            found.append(Collective("weights", "all-gather", "fsdp", weights, True, times))
-        gradients = elements * max(recipe.gradients, recipe.accumulated)
+            item = _gathered_bytes(layout)
+            calls = 2 * layout.accumulation * _calls(shape, layout, item, experts=experts)
+            size = 2 * layout.accumulation * elements * item / calls
+            found.append(Collective("weights", "all-gather", "fsdp", size, True, calls))
+        item = max(recipe.gradients, recipe.accumulated)
+        gradients = elements * item
         if fsdp > 1:
             kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
-            found.append(Collective("gradients", kind, "fsdp", gradients, True))
+            # Where gradients are sharded, no device has room to sum micro-batches first.
+            times = layout.accumulation if layout.zero >= 2 else 1
+            calls = _calls(shape, layout, item, experts=experts) if layout.zero >= 2 else 1
+            found.append(
+                Collective("gradients", kind, "fsdp", gradients / calls, True, times * calls)
+            )
             if layout.zero in (1, 2):
                 found.append(
                     Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
@@ -223,6 +260,33 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
             share = fsdp if layout.zero >= 2 else 1
             found.append(Collective("gradients", "all-reduce", axis, gradients / share, True))
     return found
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _layer_calls(
+    layer: LayerShape, model_dim: int, tensor: int, expert: int, item: float, *, experts: bool
+) -> int:
+    """Collectives of one layer's weights: matrices of less than XLA's threshold share one."""
+    sizes = [
+        item * weight.elements / shards(weight, tensor=tensor, expert=expert)
+        for weight in layer_weights(layer, model_dim)
+        if weight.is_expert == experts
+    ]
+    small = sum(size for size in sizes if size < _COMBINED_BYTES)
+    return sum(size >= _COMBINED_BYTES for size in sizes) + math.ceil(small / _COMBINED_BYTES)
+
+
+_COMBINED_BYTES = 30 * 2**20  # xla_gpu_all_gather_combine_threshold_bytes and its like
+
+
+def _calls(shape: ModelShape, layout: Layout, item: float, *, experts: bool) -> int:
+    """Collectives of all weights of one pipeline stage, a pass over them."""
+    layers = sum(
+        layer.count
+        * _layer_calls(layer, shape.model_dim, layout.tensor, layout.expert, item, experts=experts)
+        for layer in shape.layers
+    )
+    return math.ceil(layers / layout.pipe) + (0 if experts else 1)
 
 
 def _gathered_bytes(layout: Layout) -> float:
@@ -235,8 +299,8 @@ def _data_communication(
 ) -> dict[str, tuple[float, float]]:
     """Seconds by axis, and the share of the step's compute that they may hide behind."""
     found: dict[str, tuple[float, float]] = {}
-    # Gradients are complete in the last micro-batch's backward pass only.
-    last = 2 / 3 / layout.accumulation
+    # Whole gradients are complete in the last micro-batch's backward pass only.
+    last = 2 / 3 / (layout.accumulation if layout.zero < 2 else 1)
     for each in data_collectives(shape, layout):
         seconds, behind = found.get(each.axis, (0.0, last))
         behind = 1.0 if each.name == "weights" else behind

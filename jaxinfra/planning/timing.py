@@ -46,9 +46,13 @@ def _filled(m: int, n: int, count: int, num_sms: int) -> float:
 
 
 def attention_s(device: Device, each: Core) -> float:
-    """Fused attention at the measured rate of the nearest width."""
+    """Fused attention at the measured rate of the nearest width, less what partly masked tiles and
+    filling the pipeline cost a short sequence.
+    """
     width = min(device.attention_flops, key=lambda known: abs(int(known) - each.width))
-    return each.flops / device.attention_flops[width][each.backward] + device.kernel_s
+    share = each.length / (each.length + device.attention_half_length)
+    rate = device.attention_flops[width][each.backward] * share
+    return each.flops / rate + device.kernel_s
 
 
 def memory_s(device: Device, each: Memory) -> float:
