@@ -1,1 +1,1 @@
-"""Floor 9: reading compiled programs and traces."""
+"""Floor 9: traces, explained."""

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.diagnostics.program import Collective, collectives
 from jaxinfra.parallel import collectives as c
 from jaxinfra.parallel.collectives import CollectiveKind, sent_bytes
 from jaxinfra.parallel.collectives_ring import (
@@ -19,6 +18,7 @@ from jaxinfra.parallel.collectives_ring import (
     ring_reduce_scatter,
 )
 from jaxinfra.parallel.collectives_two_level import two_level_all_reduce, two_level_all_to_all
+from jaxinfra.parallel.program import Collective, collectives
 
 OUTER, INNER = 2, 4
 N = OUTER * INNER

@@ -7,7 +7,7 @@ from collections import Counter
 import jax
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.diagnostics.program import Collective, collectives
+from jaxinfra.parallel.program import Collective, collectives
 from tests.sharded.cases import build, llama_like, packed_batch
 
 CONFIG = llama_like()

@@ -16,13 +16,13 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import AttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.diagnostics.program import Collective, collectives
 from jaxinfra.ops.attention import attention
 from jaxinfra.parallel.context.attend import ContextAttention
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.context.order import from_zigzag, to_zigzag, zigzag_indices
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.program import Collective, collectives
 from tests.kernels import attention_oracle
 from tests.sharded.cases import COMPILER_OPTIONS
 from tests.tolerance import assert_no_worse

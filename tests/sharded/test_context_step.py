@@ -16,8 +16,8 @@ from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat, validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
-from jaxinfra.diagnostics.program import collectives
 from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.parallel.program import collectives
 from jaxinfra.training.batch_order import in_zigzag
 from tests.sharded.cases import build, llama_like, packed_batch
 from tests.sharded.test_meshes import exact, run, single

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
-from jaxinfra.diagnostics.program import Collective, collectives
 from jaxinfra.parallel.place import path_name
+from jaxinfra.parallel.program import Collective, collectives
 from tests.sharded.cases import Built, build, gpt_like, llama_like, packed_batch
 
 ITEM = 4  # bytes of an fp32 parameter, gradient or moment

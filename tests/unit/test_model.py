@@ -15,11 +15,11 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat
-from jaxinfra.diagnostics.program import matmuls
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.parallel.place import path_name
+from jaxinfra.parallel.program import matmuls
 from tests.sharded import oracle
 from tests.sharded.cases import (
     COMPILER_OPTIONS,

@@ -12,7 +12,8 @@ import pytest
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import Remat
-from jaxinfra.diagnostics.program import (
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.parallel.program import (
     Matmul,
     Reduction,
     compiled_matmuls,
@@ -20,7 +21,6 @@ from jaxinfra.diagnostics.program import (
     opaque_operations,
     reductions,
 )
-from jaxinfra.numerics.policy import POLICIES
 from tests.sharded.cases import build, gemma_like, gpt_like, llama_like, packed_batch
 
 COMPUTE = {PolicyName.FP32: "f32", PolicyName.BF16: "bf16", PolicyName.FP16: "f16"}
