@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.diagnostics.axes import mesh_axes
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
 
@@ -28,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the newest trace and prints a table, or JSON."""
-    found = explain(device_events(args.directory, device=args.device), steps=args.steps)
+    events = device_events(args.directory, device=args.device)
+    found = explain(events, steps=args.steps, axes=mesh_axes(args.directory))
     if args.picture is not None:
         draw(found, args.picture)
     if args.json:
@@ -56,5 +58,16 @@ def _print(found: Waterfall, *, top: int) -> None:
         kernels.add_row(
             f"{each.ms:.2f}", str(each.launches), each.scope, each.kind, each.kernel[:60]
         )
-    for table in (kinds, scopes, kernels):
+    axes = Table("communication over", "ms exposed", "ms hidden", "launches", "GB sent", "GB/s")
+    for name, time in found.by_axis.items():
+        sent, rate = time.sent_bytes, time.sent_gb_per_s
+        axes.add_row(
+            name,
+            f"{time.exposed_ms:.2f}",
+            f"{time.hidden_ms:.2f}",
+            f"{time.launches:g}",
+            "" if sent is None else f"{sent / 1e9:.3f}",
+            "" if rate is None else f"{rate:.0f}",
+        )
+    for table in (kinds, *([axes] if found.by_axis else []), scopes, kernels):
         console.print(table)

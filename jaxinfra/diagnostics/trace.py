@@ -83,8 +83,10 @@ def scope_of(op_name: str) -> str:
     return f"{scope} backward" if "transpose(" in op_name else scope
 
 
+_COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?!.*fusion)"
 _KINDS = (
-    ("collective", r"nccl|all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"),
+    # What is fused behind one, and named after it, computes.
+    ("collective", rf"nccl|{_COLLECTIVE}"),
     ("copy", r"memcpy|memset|dynamic_update_slice|copy"),
     ("matmul", r"nvjet|gemm|cutlass|xmma|cublas"),
     ("attention", r"fmha|sdpa|flash|mosaic_gpu"),

@@ -4,13 +4,14 @@ import collections
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.diagnostics.axes import MeshAxes
 from jaxinfra.diagnostics.trace import KINDS, Event, kind_of, scope_of
 
 IDLE = "idle"
@@ -29,6 +30,22 @@ class KernelTime:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AxisTime:
+    """Communication over some mesh axes, a step."""
+
+    exposed_ms: float  # that nothing hides
+    hidden_ms: float
+    launches: float
+    sent_bytes: float | None  # by this device, as the program says
+
+    @property
+    def sent_gb_per_s(self) -> float | None:
+        """While it runs."""
+        ms = self.exposed_ms + self.hidden_ms
+        return None if self.sent_bytes is None or not ms else self.sent_bytes / ms / 1e6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Waterfall:
     """Milliseconds a step on one device."""
 
@@ -37,6 +54,7 @@ class Waterfall:
     exposed_ms: dict[tuple[str, str], float]  # (scope, kind) to time; sums with idle to the span
     total_ms: dict[str, float]  # kind to time of all launches, hidden under others or not
     kernels: tuple[KernelTime, ...]  # longest first
+    by_axis: dict[str, AxisTime]  # mesh axes to communication; empty where axes are not known
 
     def by_kind(self) -> dict[str, float]:
         """Exposed time and ``idle``: what each kind adds to the step."""
@@ -64,11 +82,17 @@ class Waterfall:
             "hidden_ms": {
                 kind: ms - self.by_kind().get(kind, 0.0) for kind, ms in self.total_ms.items()
             },
+            "communication_by_axis": {
+                axes: dataclasses.asdict(time) | {"sent_gb_per_s": time.sent_gb_per_s}
+                for axes, time in self.by_axis.items()
+            },
             "kernels": [dataclasses.asdict(kernel) for kernel in self.kernels[:top]],
         }
 
 
-def explain(events: Sequence[Event], *, steps: int | None = None) -> Waterfall:
+def explain(
+    events: Sequence[Event], *, steps: int | None = None, axes: MeshAxes | None = None
+) -> Waterfall:
     """Counts every moment once: for what computes, before copies, before communication.
 
     So a collective or a copy counts only where it delays the step ("exposed"); the rest of its time
@@ -78,6 +102,7 @@ def explain(events: Sequence[Event], *, steps: int | None = None) -> Waterfall:
         events: of one device, such as ``trace.device_events`` returns.
         steps: how many the trace holds; by default as often as the operations outside loops of the
             program that took longest ran.
+        axes: of the traced program's collectives, where it ran on a mesh.
 
     Raises:
         DataError: no events.
@@ -86,9 +111,12 @@ def explain(events: Sequence[Event], *, steps: int | None = None) -> Waterfall:
         raise DataError("the trace holds no GPU operation; profile steps after the first")
     steps = steps or _count_steps(events)
     exposed: dict[tuple[str, str], float] = collections.defaultdict(float)
+    exposed_by_axis: dict[str, float] = collections.defaultdict(float)
     for event, ns in _exposures(events):
         names = (IDLE, IDLE) if event is None else (scope_of(event.op_name), kind_of(event))
         exposed[names] += ns / 1e6 / steps
+        if axes is not None and event is not None and names[1] == "collective":
+            exposed_by_axis[axes.of(event)] += ns / 1e6 / steps
     total: dict[str, float] = collections.defaultdict(float)
     for event in events:
         total[kind_of(event)] += event.duration_ns / 1e6 / steps
@@ -99,7 +127,27 @@ def explain(events: Sequence[Event], *, steps: int | None = None) -> Waterfall:
         exposed_ms=dict(exposed),
         total_ms=dict(total),
         kernels=tuple(_kernels(events, steps)),
+        by_axis={} if axes is None else _by_axis(events, axes, exposed_by_axis, steps),
     )
+
+
+def _by_axis(
+    events: Iterable[Event], axes: MeshAxes, exposed: Mapping[str, float], steps: int
+) -> dict[str, AxisTime]:
+    groups: dict[str, list[Event]] = collections.defaultdict(list)
+    for event in events:
+        if kind_of(event) == "collective":
+            groups[axes.of(event)].append(event)
+    found = {
+        name: AxisTime(
+            exposed_ms=exposed.get(name, 0.0),
+            hidden_ms=sum(e.duration_ns for e in group) / 1e6 / steps - exposed.get(name, 0.0),
+            launches=len(group) / steps,
+            sent_bytes=axes.sent_bytes.get(name),
+        )
+        for name, group in groups.items()
+    }
+    return dict(sorted(found.items(), key=lambda item: -item[1].exposed_ms))
 
 
 def _count_steps(events: Iterable[Event]) -> int:

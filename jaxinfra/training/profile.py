@@ -1,12 +1,35 @@
 """Profiler traces of a range of steps."""
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import jax
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.data.batch import Batch
+from jaxinfra.parallel.program import collectives
+from jaxinfra.training.job import Job
+from jaxinfra.training.state import State
+
+COLLECTIVES_FILE = "collectives.json"
+"""Beside a trace: what the traced program communicates, over which mesh axes."""
+
+
+def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Of a compiled program, for ``COLLECTIVES_FILE``; bytes are a device's, of a call."""
+    return [
+        {
+            "instruction": each.instruction,
+            "kind": each.kind,
+            "scope": each.scope,
+            "axes": each.axes(mesh),
+            "sent_bytes": each.sent_bytes,
+        }
+        for each in collectives(compiled)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +64,18 @@ class Profiler:
         self._steps = steps
         self._directory = directory
         self._running = False
+
+    def describe(self, job: Job, state: State, batch: Batch) -> None:
+        """Writes down what the step communicates, if it is to be traced on several devices.
+
+        Compiles the step, as its first call would; that then finds it compiled.
+        """
+        mesh = job.placement.mesh
+        if self._steps is None or mesh.size == 1 or jax.process_index() > 0:
+            return
+        found = describe_collectives(job.train_step.lower(state, batch).compile(), mesh.shape)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
 
     def before_step(self, step: int) -> None:
         """Call before step number ``step`` (from 0) is dispatched."""

@@ -184,6 +184,7 @@ class Trainer:
                     self._train_step = same_program(
                         self._job, self._state, placed, record=self._watch.program
                     )
+                    self._profiler.describe(self._job, self._state, placed)
                 self._state, metrics = self._train_step(self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s)
         if metrics is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxinfra.cli.main import main
 from jaxinfra.core.errors import DataError
+from jaxinfra.diagnostics.axes import UNKNOWN, MeshAxes
 from jaxinfra.diagnostics.trace import Event, device_events, kind_of, scope_of
 from jaxinfra.diagnostics.waterfall import IDLE, draw, explain
 
@@ -54,6 +55,46 @@ def test_every_moment_counts_once():
     assert found.kernels[0].ms == pytest.approx(4)
 
 
+PROGRAM = [
+    {
+        "instruction": "all-reduce.1",
+        "kind": "all-reduce",
+        "scope": "jit(step)/optimizer/psum",
+        "axes": ["fsdp", "tensor"],
+        "sent_bytes": 3e6,
+    },
+    {
+        "instruction": "all-gather-start.2",
+        "kind": "all-gather",
+        "scope": "jit(step)/mlp/dot",
+        "axes": ["fsdp"],
+        "sent_bytes": 8e6,
+    },
+]
+# The program's text names the start of an asynchronous operation, the trace what that wraps.
+GATHER = ("ncclDevKernel_AllGather", "all-gather.30.1", "jit(step)/mlp/dot")
+STRANGER = ("ncclDevKernel_SendRecv", "collective-permute.3", "jit(other)/ppermute")
+
+
+def test_communication_is_told_apart_by_axis():
+    """A step's gather of 4 ms is hidden but for one."""
+    events = [
+        event(what, 20 * step + start, duration)
+        for step in range(2)
+        for what, start, duration in (
+            *((GEMM, 0, 4), (GATHER, 1, 4), (NORM, 5, 2), (REDUCE, 6, 3), (STRANGER, 9, 1)),
+        )
+    ]
+    found = explain(events, steps=2, axes=MeshAxes(PROGRAM)).by_axis
+    assert list(found) == ["fsdp x tensor", "fsdp", UNKNOWN]
+    assert found["fsdp"].exposed_ms == pytest.approx(1)
+    assert found["fsdp"].hidden_ms == pytest.approx(3)
+    assert found["fsdp"].sent_gb_per_s == pytest.approx(2)
+    assert found["fsdp x tensor"].exposed_ms == pytest.approx(2)
+    assert found[UNKNOWN].sent_bytes is None
+    assert not explain(events, steps=2).by_axis
+
+
 def test_picture(tmp_path):
     draw(explain(two_steps()), tmp_path / "waterfall.png")
     assert (tmp_path / "waterfall.png").stat().st_size > 5_000
@@ -71,6 +112,8 @@ def test_picture(tmp_path):
         (NORM, "elementwise"),
         (COPY, "copy"),
         (REDUCE, "collective"),
+        (("MemcpyP2P", "all-gather.30.1", ""), "collective"),
+        (("all_reduce_4_0_fusion_1", "all-reduce.4.0-fusion.1", ""), "reduction"),
     ],
 )
 def test_kind_of(what, kind):
@@ -113,6 +156,7 @@ def test_the_command_reads_a_profilers_file(tmp_path, capsys):
     (tmp_path / "host.xplane.pb").write_bytes(serialized)
     assert main(["trace", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["communication_by_axis"] == {}
     assert found["by_scope_ms"] == {"mlp": pytest.approx(0.005)}
     assert [kernel["hlo_op"] for kernel in found["kernels"]] == ["fusion.7"]
     assert main(["trace", str(tmp_path), "--device", "1"]) == 1

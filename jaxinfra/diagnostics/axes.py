@@ -1,0 +1,50 @@
+"""Which mesh axis a trace's communication is of.
+
+A trace names kernels and the operations that launched them, and no axes. Those are in the compiled
+program, which ``training.profile`` writes down beside the trace.
+"""
+
+import collections
+import json
+import re
+from pathlib import Path
+from typing import Any, final
+
+from jaxinfra.diagnostics.trace import Event
+from jaxinfra.training.profile import COLLECTIVES_FILE
+
+UNKNOWN = "unknown"
+_KIND = re.compile("all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute")
+
+
+@final
+class MeshAxes:
+    """Axes and bytes of a program's collectives."""
+
+    def __init__(self, collectives: list[dict[str, Any]]):
+        self._by_name: dict[str, str] = {}
+        by_place: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+        self.sent_bytes: dict[str, float] = collections.defaultdict(float)
+        for each in collectives:
+            axes = " x ".join(each["axes"])
+            self._by_name[each["instruction"]] = axes
+            by_place[each["kind"], each["scope"]].add(axes)
+            self.sent_bytes[axes] += each["sent_bytes"]
+        self._by_place = {place: " or ".join(sorted(axes)) for place, axes in by_place.items()}
+
+    def of(self, event: Event) -> str:
+        """Such as ``fsdp`` or ``fsdp x tensor``; ``unknown`` where the program has no such one."""
+        if axes := self._by_name.get(event.hlo_op):
+            return axes
+        # Asynchronous ones are launched under the name of what they wrap, which the program's text
+        # leaves out; both say where in the source they come from.
+        kind = _KIND.search(event.hlo_op)
+        return self._by_place.get((kind[0] if kind else "", event.op_name), UNKNOWN)
+
+
+def mesh_axes(trace: Path) -> MeshAxes | None:
+    """Of the newest description under a trace's directory; None where there is none: of one device,
+    or another program's.
+    """
+    files = sorted(trace.rglob(COLLECTIVES_FILE), key=lambda file: file.stat().st_mtime)
+    return MeshAxes(json.loads(files[-1].read_text())) if files else None
