@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument(
         "--against", nargs="+", type=pathlib.Path, metavar="RESULTS", help="measure nothing"
     )
-    parser.add_argument("--only", help="cases whose names contain this")
+    parser.add_argument("--only", nargs="+", help="cases whose names contain one of these")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
     if args.against:
@@ -305,7 +305,8 @@ def main() -> None:
         if devices == 1
         else several_devices(args.presets, devices=devices, **sizes)
     )
-    cases = [case for case in cases if args.only is None or args.only in case.name]
+    if args.only:
+        cases = [case for case in cases if any(words in case.name for words in args.only)]
     for case in cases:
         reason = refusal(shape_of(MODELS[case.preset]()), case.layout)
         if reason is not None:
