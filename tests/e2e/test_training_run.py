@@ -225,8 +225,9 @@ def test_evaluate_on_another_text(bench, whole, tmp_path):
 
 
 def test_profile_has_names_that_people_read(bench):
-    arguments = [*bench.new("run"), "--profile", "3:5"]
-    ended = bench.run(arguments)
+    arguments = [*bench.new("run"), "--profile", "3:5", "--mesh", "fsdp=2"]
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    ended = bench.run(arguments, environment=two)
     assert ended.code == 0, ended
     (trace,) = (bench / "run" / "trace").rglob("*.xplane.pb")
     # The trace holds the program whose operations it timed, each with the scopes it came from.
@@ -238,3 +239,6 @@ def test_profile_has_names_that_people_read(bench):
     assert {"layer", "attention", "mlp", "loss", "optimizer", "embedding"} <= scopes
     (readable,) = (bench / "run" / "trace").rglob("perfetto_trace.json.gz")
     assert readable.stat().st_size > 1000
+    sent = json.loads((bench / "run" / "trace" / "collectives.json").read_text())
+    assert {tuple(each["axes"]) for each in sent} == {("fsdp",)}
+    assert {"all-gather", "all-to-all"} <= {each["kind"] for each in sent}
