@@ -134,6 +134,7 @@ class Ring:
         return slot, self.full.at[lax.rem(turn, NUM_GROUPS) * self.tiles.num_stages + slot]
 
     def release(self, turn, i) -> None:
+        """This warpgroup has read what step i needed."""
         plgpu.barrier_arrive(self.empty.at[self.place(turn, i)[0]])
 
     def first_row(self):

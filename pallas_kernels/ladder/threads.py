@@ -148,7 +148,7 @@ def registers(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
 
 
 def prefetched(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
-    """Loads of 16 bytes a thread, issued a tile ahead: they travel while this tile is multiplied."""
+    """Loads issued a tile ahead, 16 bytes wide for B: they travel while this tile is multiplied."""
     return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_WIDE), num_stages=2)
 
 
