@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxinfra.parallel.pipeline.program import Pairs, Program
 from jaxinfra.parallel.pipeline.schedule import Kind
@@ -328,7 +329,14 @@ def _entry(tree: Tree, index: jax.Array) -> Tree:
 
 
 def _get(buffers: list[jax.Array], at: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-    return [buffer[at] for buffer in buffers]
+    """Row-major, as they lie: where a reader wants another layout, XLA would else change that of the
+    whole buffer, in every tick, instead of the slice's.
+    """
+
+    def row_major(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+    return [row_major(buffer[at]) for buffer in buffers]
 
 
 def _put(
