@@ -2,10 +2,10 @@
 
 import dataclasses
 import enum
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -57,6 +57,9 @@ def generate(
 ) -> Iterator[GeneratedToken]:
     """Continues every prompt, yielding tokens as they are drawn: one of each row, then the next.
 
+    Under LongRoPE, rows beyond the original context come after those within it, and a row that
+    crosses over is run again from its first token, since its keys are rotated otherwise then.
+
     What a row draws depends on the seed, its number and its own tokens, not on the other prompts;
     only rounding may differ with the batch's shape. Prompts are checked at once, before iteration.
 
@@ -82,35 +85,48 @@ def generate(
     for number, ids in enumerate(rows):
         _check_prompt(number, ids, vocab_size=vocab_size, max_positions=max_positions)
     graphdef, parameters = nnx.split(model)
-    request = _Request(
-        prompts=rows,
-        max_new_tokens=max_new_tokens,
-        max_positions=_positions_for(model.config, rows),
+    begun = [_Row(number=n, ids=ids, budget=max_new_tokens) for n, ids in enumerate(rows)]
+    run = functools.partial(
+        _stream,
+        parameters=parameters,
         eos_ids=frozenset(eos_ids),
+        config=StepConfig(graphdef=graphdef, sampling=sampling, num_ids=num_ids),
+        seed=seed,
     )
-    config = StepConfig(graphdef=graphdef, sampling=sampling, num_ids=num_ids)
-    return _stream(request, parameters, config=config, seed=seed)
+    original = _original_context(model.config)
+    if original is None:
+        return run(begun, max_positions=max_positions)
+    return _crossing(begun, run, original=original, max_positions=max_positions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Row:
+    """A sequence to be continued."""
+
+    number: int
+    ids: np.ndarray  # the prompt, and what was drawn before it was run again
+    budget: int  # new tokens that it may have
+    drawn: int = 0  # of ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """Checked prompts, and when their rows end."""
+    """Checked rows, and when they end."""
 
-    prompts: list[np.ndarray]
-    max_new_tokens: int
+    rows: Sequence[_Row]
     max_positions: int
     eos_ids: frozenset[int]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each prompt, int32 [B]."""
-        return np.array([len(ids) for ids in self.prompts], np.int32)
+        """Tokens of each row, int32 [B]."""
+        return np.array([len(row.ids) for row in self.rows], np.int32)
 
     @property
     def budgets(self) -> np.ndarray:
         """Most new tokens of each row, int32 [B]."""
         # The last token drawn is not fed back, so it may lie just beyond the last position.
-        return np.minimum(self.max_new_tokens, self.max_positions - self.lengths + 1)
+        return np.minimum([row.budget for row in self.rows], self.max_positions - self.lengths + 1)
 
     @property
     def num_slots(self) -> int:
@@ -120,47 +136,85 @@ class _Request:
     def padded(self) -> np.ndarray:
         """The prompts padded on the right with zeros, int32 [B, T]."""
         length = bucket(int(self.lengths.max()), limit=self.max_positions)
-        return np.stack([np.pad(ids, (0, length - len(ids))) for ids in self.prompts]).astype(
-            np.int32
-        )
+        padded = [np.pad(row.ids, (0, length - len(row.ids))) for row in self.rows]
+        return np.stack(padded).astype(np.int32)
 
-    def finish(self, *, index: int, token: int, budget: int) -> FinishReason | None:
+    def finish(self, row: _Row, *, index: int, token: int, budget: int) -> FinishReason | None:
         """Why a row ends with this token; None if it goes on."""
         if token in self.eos_ids:
             return FinishReason.EOS
         if index + 1 < budget:
             return None
-        return FinishReason.LENGTH if budget == self.max_new_tokens else FinishReason.CONTEXT
+        return FinishReason.LENGTH if budget == row.budget else FinishReason.CONTEXT
 
 
 def _stream(
-    request: _Request, parameters: nnx.State, *, config: StepConfig, seed: int
+    rows: Sequence[_Row],
+    *,
+    max_positions: int,
+    parameters: nnx.State,
+    eos_ids: frozenset[int],
+    config: StepConfig,
+    seed: int,
 ) -> Iterator[GeneratedToken]:
-    lengths, budgets = request.lengths, request.budgets.tolist()
+    request = _Request(rows=rows, max_positions=max_positions, eos_ids=eos_ids)
+    budgets = request.budgets.tolist()
     row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     tokens, state = prefill(
         parameters,
         request.padded(),
-        lengths,
-        row_keys(jax.random.key(seed), jnp.arange(len(lengths))),
+        request.lengths,
+        row_keys(jax.random.key(seed), np.array([row.number for row in rows])),
         config=config,
         num_slots=request.num_slots,
     )
-    unfinished = set(range(len(lengths)))
+    unfinished = set(range(len(rows)))
     for index in range(max(budgets)):
         drawn = tokens
         if index + 1 < max(budgets):
             # Before the host waits for the tokens just drawn: the device never waits for the host.
             tokens, state = decode(parameters, state, drawn, config=config)
         host_tokens = np.asarray(drawn).tolist()
-        for row in sorted(unfinished):
-            token = host_tokens[row]
-            finish = request.finish(index=index, token=token, budget=budgets[row])
+        for place in sorted(unfinished):
+            row, token = rows[place], host_tokens[place]
+            finish = request.finish(row, index=index, token=token, budget=budgets[place])
             if finish is not None:
-                unfinished.remove(row)
-            yield GeneratedToken(row=row, index=index, token=token, finish=finish)
+                unfinished.remove(place)
+            yield GeneratedToken(
+                row=row.number, index=row.drawn + index, token=token, finish=finish
+            )
         if not unfinished:
             return
+
+
+def _crossing(
+    rows: Sequence[_Row],
+    run: Callable[..., Iterator[GeneratedToken]],
+    *,
+    original: int,
+    max_positions: int,
+) -> Iterator[GeneratedToken]:
+    """``run``, by the two rotations of LongRoPE: a cache holds keys of one of them."""
+    within = {row.number: row for row in rows if len(row.ids) <= original}
+    beyond = [row for row in rows if row.number not in within]
+    new: dict[int, list[int]] = {number: [] for number in within}
+    limit = min(original, max_positions)
+    for each in run([*within.values()], max_positions=limit) if within else ():
+        new[each.row].append(each.token)
+        crosses = each.finish is FinishReason.CONTEXT and limit < max_positions
+        if crosses:
+            row, tokens = within[each.row], new[each.row]
+            beyond.append(
+                dataclasses.replace(
+                    row,
+                    ids=np.concatenate([row.ids, tokens]),
+                    budget=row.budget - len(tokens),
+                    drawn=len(tokens),
+                )
+            )
+        yield dataclasses.replace(each, finish=None) if crosses else each
+    if beyond:
+        yield from run(beyond, max_positions=max_positions)
 
 
 def generate_text(
@@ -219,23 +273,16 @@ def bucket(length: int, *, limit: int) -> int:
     return min(max(_MIN_BUCKET, 1 << (length - 1).bit_length()), limit)
 
 
-def _positions_for(config: ModelConfig, prompts: Sequence[np.ndarray]) -> int:
-    """How many positions rows that begin with these prompts may use.
-
-    Under LongRoPE the keys of a sequence within the original context are rotated otherwise than
-    those of a longer one. What is cached stays as it is, so a row ends where it would cross over.
-    """
+def _original_context(config: ModelConfig) -> int | None:
+    """Tokens up to which LongRoPE rotates by its short factors; None without it."""
     scalings = [block.attention.rope and block.attention.rope.scaling for block in config.blocks]
-    originals = [each.original_max_positions for each in scalings if type(each) is LongRopeScaling]
-    if not originals or all(len(ids) > max(originals) for ids in prompts):
-        return config.max_positions
-    if any(len(ids) > min(originals) for ids in prompts):
+    found = {each.original_max_positions for each in scalings if type(each) is LongRopeScaling}
+    if len(found) > 1:
         raise ConfigError(
-            f"prompts of {sorted(len(ids) for ids in prompts)} tokens: those up to "
-            f"{min(originals)}, the original context of LongRoPE, and longer ones cannot share a "
-            "batch; generate them apart"
+            f"LongRoPE with original contexts of {sorted(found)} tokens in one model: generation "
+            "runs a row again where it crosses one; give all blocks the same"
         )
-    return min(originals)
+    return found.pop() if found else None
 
 
 def _check_prompt(number: int, ids: np.ndarray, *, vocab_size: int, max_positions: int) -> None:

@@ -13,7 +13,6 @@ from tolerance import assert_no_worse
 from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.sources import LiveParameters, assemble
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf import by_path, weight_map
 from jaxinfra.serving.generate import FinishReason, generate
 from jaxinfra.serving.sampling import GREEDY
@@ -124,22 +123,37 @@ def test_loss_and_gradients(name):
         assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} gradient of {each}")
 
 
-def test_longrope_rows_end_where_they_would_cross_over():
-    """A prompt whose padded length is beyond the original context still counts as short."""
-    ids, original = golden("phi3_longrope")["ids"][0], 30
+def test_longrope_rows_that_cross_over_are_run_again():
+    """As without a cache, where each sequence is of one kind or the other by its length.
+
+    One row begins beyond the original context, one ends within it, one crosses over.
+    """
+    ids, original = golden("phi3_longrope")["ids"], 30
     model = decoder("phi3_longrope")
-    tokens = list(generate(model, [ids[:17]], max_new_tokens=40, sampling=GREEDY))
+    prompts = [ids[0, :17], ids[1, : original + 1], ids[1, :5]]
+    rows = [prompt.tolist() for prompt in prompts]
+    drawn: list[list[int]] = [[], [], []]
+    finishes = {}
+    for each in generate(model, prompts, max_new_tokens=20, sampling=GREEDY):
+        assert each.index == len(drawn[each.row])
+        assert each.row not in finishes
+        drawn[each.row].append(each.token)
+        if each.finish is not None:
+            finishes[each.row] = each.finish
+    assert finishes == dict.fromkeys(range(3), FinishReason.LENGTH)
+    for row, new in zip(rows, drawn, strict=True):
+        whole = [*row, *new]
+        want = []
+        for length in range(len(row), len(whole)):
+            # The first original tokens predict by the short factors, whatever follows them.
+            cut = whole[: original if length <= original else len(whole)]
+            want.append(int(np.argmax(logits(model, np.array([cut], np.int32))[0, length - 1])))
+        assert new == want
+
+
+def test_longrope_rows_end_with_the_context():
+    ids = golden("phi3_longrope")["ids"][0]
+    model = decoder("phi3_longrope")
+    tokens = list(generate(model, [ids[:29]], max_new_tokens=90, sampling=GREEDY))
     assert [each.finish for each in tokens[-2:]] == [None, FinishReason.CONTEXT]
-    assert len(tokens) == original - 17 + 1
-    # Without a cache, a row at a time, every sequence is of one kind or the other by its length.
-    row = [*ids[:17].tolist(), *(each.token for each in tokens)][:original]
-    want = np.argmax(logits(model, np.array([row], np.int32))[0, 16:], axis=-1)
-    assert [each.token for each in tokens] == want.tolist()
-
-
-def test_longrope_prompts_of_both_kinds_do_not_share_a_batch():
-    ids = golden("phi3_longrope")["ids"]
-    with pytest.raises(ConfigError, match=r"\[5, 31\] tokens.*generate them apart"):
-        generate(
-            decoder("phi3_longrope"), [ids[0, :31], ids[1, :5]], max_new_tokens=2, sampling=GREEDY
-        )
+    assert len(tokens) == model.config.max_positions - 29 + 1
