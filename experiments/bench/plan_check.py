@@ -14,7 +14,6 @@ program runs. A case that fails, out of memory or otherwise, is an entry with it
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -224,14 +223,13 @@ def check(cases: list[Case], device: Device, args: argparse.Namespace) -> list[d
         _write(rows, args.out)
         # Any failure is a finding about its case; the others are still wanted.
         try:
-            program = futures.pop(case).result()
-            row |= measure(program, steps=args.steps, rounds=args.rounds, trace=args.trace)
+            row |= measure(
+                futures.pop(case).result(), steps=args.steps, rounds=args.rounds, trace=args.trace
+            )
             print(_compare(row), flush=True)
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"[:400]
             print(f"    {row['failed']}", flush=True)
-        with contextlib.suppress(UnboundLocalError):
-            del program
         gc.collect()
         _write(rows, args.out)
     return rows

@@ -12,6 +12,7 @@ import importlib.util
 import runpy
 import sys
 
+from jaxinfra.cli.train import user_cache
 from jaxinfra.core.errors import ConfigError, nearest
 
 BENCHMARKS = {
@@ -20,9 +21,14 @@ BENCHMARKS = {
     "memory_bound": "softmax and RMSNorm, forward and gradient, beside XLA and a copy",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
     "context_parallel": "attention over a sharded sequence, beside one device's kernel",
+    "constants": "rates of matmuls, attention and memory that jaxinfra plan computes with",
     "plan_check": "the planner's step times and memory, beside the machine's",
     "flags": "XLA options on a training step, each beside a control without",
 }
+
+
+PLANNED = ("constants", "collectives")
+"""Their results are kept where the planner looks for them, unless --out says where."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +49,12 @@ def run(args: argparse.Namespace) -> int:
             f"benchmark {args.what!r} is not installed: benchmarks and their baselines are in the "
             "source tree; run it from a clone's top directory"
         )
-    sys.argv = [module, *args.options]
+    options = list(args.options)
+    if args.what in PLANNED and "--out" not in options:
+        file = user_cache() / "bench" / f"{args.what}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        print(f"writing {file}, which jaxinfra plan reads", flush=True)
+        options += ["--out", str(file)]
+    sys.argv = [module, *options]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0

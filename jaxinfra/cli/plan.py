@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxinfra.cli.train import user_cache
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets import MODELS
 from jaxinfra.core.errors import ConfigError, nearest
@@ -26,7 +27,8 @@ from jaxinfra.planning.devices import NAMES, Device, find_device, with_measureme
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, Traits
+from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.picture import draw_formats, draw_plan
 from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
@@ -47,8 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=_count, help="nodes that hold them; 8 GPUs a node by default")
     add("--node-bandwidth", type=float, metavar="GB/S", help="bus bandwidth within a node")
     add("--network-bandwidth", type=float, metavar="GB/S", help="of a GPU's adapter")
-    add("--constants", type=Path, metavar="FILE", help="your own measured constants, as JSON")
+    add("--bench", type=Path, metavar="DIR", help="your own results (~/.cache/jaxinfra/bench)")
+    add("--constants", type=Path, metavar="FILE", help="single constants of your own, as JSON")
+    add("--memory", type=float, metavar="GB", help="of a GPU that plans may take (all of it)")
     add("--mesh", help="such as fsdp=8,tensor=2,expert=4; searched where not given")
+    add("--fix", default="", metavar="AXES", help="axes that a search keeps, such as tensor=8")
     add("--length", type=_count, help="tokens of a sequence (the model's, at most 8192)")
     add("--batch", type=_count, help="sequences a step (about 4M tokens)")
     add("--accumulation", type=_count, help="micro-batches a step, with --mesh (1)")
@@ -56,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
     add("--remat", help=f"recomputation: {', '.join(Recompute)}")
-    add("--recipe", default="bf16", help=f"bytes a parameter: {', '.join(RECIPES)} (bf16)")
+    add("--unroll", action="store_true", help="no loop over layers, as training.unroll has it")
+    add(
+        "--recipe",
+        default="bf16",
+        help=f"precision and bytes a parameter: {', '.join(RECIPES)} (bf16, which is what trains "
+        "here); a search takes several, by commas, or all",
+    )
     add("--tokens", type=float, help="length of the run, for days and cost")
     add("--dollars", type=float, help="price of a GPU and hour")
     add("--inference", action="store_true", help="serving instead of training")
@@ -104,7 +115,10 @@ def _count(text: str) -> int:
 
 
 def _device(args: argparse.Namespace) -> Device:
-    device = find_device(args.device)
+    directory = args.bench or user_cache() / "bench"
+    if args.bench is not None and not args.bench.is_dir():
+        raise ConfigError(f"--bench {args.bench} is no directory of jaxinfra bench's results")
+    device = with_bench_results(find_device(args.device), directory)
     if args.constants is not None:
         try:
             measured = json.loads(args.constants.read_text(encoding="utf-8"))
@@ -120,6 +134,12 @@ def _device(args: argparse.Namespace) -> Device:
         changes["node_bytes_per_s"] = args.node_bandwidth * 1e9
     if args.network_bandwidth is not None:
         changes["network_bytes_per_s"] = args.network_bandwidth * 1e9
+    if args.memory is not None:
+        if not 0 < args.memory * 1e9 <= device.hbm_bytes:
+            raise ConfigError(
+                f"--memory {args.memory:g}: a {device.name} has {device.hbm_bytes / 1e9:g} GB"
+            )
+        changes["hbm_bytes"] = round(args.memory * 1e9)
     if args.dollars is not None:
         changes["dollars_per_hour"] = args.dollars
     return with_measurements(device, changes, source="the command line") if changes else device
@@ -147,6 +167,18 @@ def _remat(args: argparse.Namespace) -> Recompute | None:
     return Recompute(args.remat)
 
 
+def _recipes(args: argparse.Namespace) -> tuple[str, ...]:
+    names = tuple(RECIPES) if args.recipe == "all" else tuple(args.recipe.split(","))
+    for name in names:
+        if name not in RECIPES:
+            raise ConfigError(f"unknown --recipe {name!r}{nearest(name, RECIPES)}")
+    return names
+
+
+def _traits(args: argparse.Namespace) -> Traits:
+    return UNROLLED if args.unroll else Traits()
+
+
 def _length(args: argparse.Namespace, shape: ModelShape) -> int:
     return args.length or min(shape.max_positions, 8192)
 
@@ -162,8 +194,11 @@ def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
         sequence_parallel=args.sequence_parallel,
         accumulation=args.accumulation or 1,
         remat=_remat(args) or Recompute.DOTS,
-        recipe=args.recipe,
+        recipe=_recipes(args)[0],
+        traits=_traits(args),
     )
+    if args.fix or len(_recipes(args)) > 1:
+        raise ConfigError("--fix and several recipes are for a search; leave --mesh out")
     mesh: dict[str, Any] = {**sizes}
     layout = dataclasses.replace(layout, **mesh)
     if layout.devices != args.devices:
@@ -184,9 +219,11 @@ def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
         devices=args.devices,
         length=length,
         batch=batch,
-        recipe=args.recipe,
+        recipes=_recipes(args),
         remat=_remat(args),
         zero=args.zero,
+        fixed=tuple(_mesh(args.fix).items()),
+        traits=_traits(args),
     )
 
 
@@ -199,16 +236,43 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
             values["search"] = {
                 "tried": found.tried,
                 "fitting": found.fitting,
-                "runners_up": [
-                    {"mesh": other.layout.mesh, "step_s": other.time.total_s, "why": why}
-                    for other, why in found.runners_up
+                "runners_up": [_other(other, why) for other, why in found.runners_up],
+                "alternatives": [
+                    {"choice": each.choice, "value": each.value, **_other(each.plan, each.why)}
+                    for each in found.alternatives
+                ],
+                "pareto": [
+                    {"step_s": each.seconds, "bytes": each.bytes_total, **_form(each.layout)}
+                    for each in found.pareto
                 ],
             }
         print(json.dumps(values, allow_nan=False))
         return 0
     tables = table.plan_tables(plan, tokens=args.tokens)
-    table.show(*([table.ranking(found)] if found is not None else []), *tables)
+    table.show(*(table.ranking(found) if found is not None else []), *tables)
     return 0
+
+
+def _form(layout: Layout) -> dict[str, Any]:
+    """What tells layouts of one search apart."""
+    return {
+        "mesh": layout.mesh,
+        "micro_batch_rows": layout.micro_rows,
+        "accumulation": layout.accumulation,
+        "chunks": layout.chunks,
+        "zero": layout.zero,
+        "remat": layout.remat.value,
+        "recipe": layout.recipe,
+    }
+
+
+def _other(plan: Plan, why: str) -> dict[str, Any]:
+    return {
+        **_form(plan.layout),
+        "step_s": plan.time.total_s,
+        "bytes": plan.memory.total,
+        "why": why,
+    }
 
 
 def _receipt(args: argparse.Namespace, plan: Plan) -> int:

@@ -37,6 +37,7 @@ class Step:
     accumulation: int = 1
     recomputes: bool = False  # any form of remat: norms are gathered again in the backward pass
     recomputes_outputs: bool = False  # projections too: remat named or full
+    recomputes_attention: bool = False  # its output too: remat full
 
     @property
     def local_rows(self) -> int:

@@ -117,6 +117,7 @@ def ring_calls(shape: ModelShape, step: Step) -> list[Call]:
         alone = turns - both
         for count, width, reason in (
             (turns, words + 1, "keys round the ring"),
+            (turns * step.recomputes_attention, words + 1, "keys round the ring, recomputed"),
             (alone, words + 1, "keys round the ring again"),
             (both, 2 * words + 1, "keys and their gradients round the ring"),
             (alone, words, "gradients of keys round the ring"),

@@ -93,4 +93,13 @@ def with_measurements(device: Device, measured: Mapping[str, Any], *, source: st
     if unknown:
         raise ConfigError(f"{source}: unknown constant {unknown[0]!r}{nearest(unknown[0], known)}")
     sources = {**device.sources, **dict.fromkeys(measured, source)}
-    return dataclasses.replace(device, **measured, sources=sources)
+    changes = {name: _merged(getattr(device, name), value) for name, value in measured.items()}
+    return dataclasses.replace(device, **changes, sources=sources)
+
+
+def _merged(ours: Any, measured: Any) -> Any:
+    """A table keeps our values where nothing was measured; JSON's pairs become tuples again."""
+    if not isinstance(ours, Mapping):
+        return measured
+    pairs = {key: tuple(v) if isinstance(v, list) else v for key, v in measured.items()}
+    return {**ours, **pairs}

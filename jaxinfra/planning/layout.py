@@ -20,6 +20,16 @@ class Recompute(enum.StrEnum):
     FULL = "full"  # all but the layer's input
 
 
+BY_STRENGTH = (
+    Recompute.NONE,
+    Recompute.DOTS,
+    Recompute.MLP,
+    Recompute.NAMED,
+    Recompute.FULL,
+)
+"""Forms that fused attention has, those that keep most first."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
     """What a software stack does differently; the defaults are this code base's."""

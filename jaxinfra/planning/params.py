@@ -1,5 +1,7 @@
 """Parameter counts."""
 
+import functools
+
 from jaxinfra.planning.shapes import ModelShape, Weight
 
 
@@ -23,6 +25,7 @@ def active_parameters(shape: ModelShape, *, with_embedding: bool = True) -> int:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def matmul_parameters(shape: ModelShape) -> int:
     """Active elements that a token is multiplied with: neither lookups nor norms nor biases."""
     return round(sum(weight.total * weight.active for weight in shape.weights() if weight.matmul))

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.flops import training_flops
-from jaxinfra.planning.kv import kv_bytes_per_token
-from jaxinfra.planning.layout import Layout, check
-from jaxinfra.planning.memory import Memory, memory
+from jaxinfra.planning.flops import decode_flops, forward_flops, training_flops
+from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
+from jaxinfra.planning.layout import BY_STRENGTH, Layout, check
+from jaxinfra.planning.memory import Memory, logits_bytes, memory
 from jaxinfra.planning.operations import Collective, layer_operations, loss_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
 from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
@@ -63,6 +63,21 @@ class Plan:
         price = dollars_per_hour or self.device.dollars_per_hour
         return self.days(tokens) * 24 * self.layout.devices * price
 
+    @property
+    def dollars_per_billion_tokens(self) -> float:
+        """At the device's price an hour."""
+        hours = 1e9 / self.tokens_per_s_per_device / 3600
+        return hours * self.device.dollars_per_hour
+
+    def by_remat(self) -> dict[str, "Plan"]:
+        """The same layout with each form of recomputation, the weakest first."""
+        return {
+            form.value: make_plan(
+                self.shape, dataclasses.replace(self.layout, remat=form), self.device
+            )
+            for form in BY_STRENGTH
+        }
+
     def as_dict(self, *, tokens: float | None = None) -> dict[str, Any]:
         """Plain JSON values; bytes and seconds of one device and step."""
         shape, layout = self.shape, self.layout
@@ -74,7 +89,10 @@ class Plan:
             "params_active": active_parameters(shape),
             "params_by_role": parameters_by_role(shape),
             "flops_per_token": training_flops(shape, layout.length) / layout.length,
+            "prefill_flops_per_token": forward_flops(shape, layout.length) / layout.length,
+            "decode_flops_per_token": decode_flops(shape, layout.length),
             "kv_bytes_per_token": kv_bytes_per_token(shape),
+            "kv_bytes": kv_bytes(shape, batch=1, context=layout.length),
             "mesh": layout.mesh,
             "layout": {
                 "batch": layout.batch,
@@ -92,6 +110,16 @@ class Plan:
                 **{name: round(size) for name, size in dataclasses.asdict(self.memory).items()},
                 "total": round(self.memory.total),
             },
+            "logits_bytes": round(logits_bytes(shape, layout)),
+            "memory_by_remat": {
+                form: {
+                    "activations": round(plan.memory.activations),
+                    "total": round(plan.memory.total),
+                    "fits": plan.fits,
+                    "step_s": plan.time.total_s,
+                }
+                for form, plan in self.by_remat().items()
+            },
             "hbm_bytes": self.device.hbm_bytes,
             "collective_bytes": self._by_kind(),
             "communication": [dataclasses.asdict(each) for each in self.traffic],
@@ -101,6 +129,7 @@ class Plan:
             "hidden_s": self.time.hidden,
             "tokens_per_s_per_device": self.tokens_per_s_per_device,
             "mfu": self.mfu,
+            "dollars_per_billion_tokens": self.dollars_per_billion_tokens,
             "constants": dict(self.device.sources),
         }
         if tokens is not None:

@@ -28,6 +28,7 @@ from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.planning.layout import Layout, Recompute
 from jaxinfra.planning.memory import memory
+from jaxinfra.planning.plan import traffic
 from jaxinfra.training.job import Job, make_job
 
 
@@ -63,6 +64,9 @@ class Receipt:
     lines: tuple[Line, ...]
     predicted_temporaries: float
     temporary_bytes: int
+    # By kind, what a device sends: as the cost model counts it, and as compiled. For a GPU, whose
+    # compiler is not predicted array by array.
+    sent_bytes: dict[str, tuple[float, float]] | None = None
 
     @property
     def arguments_equal(self) -> bool:
@@ -106,7 +110,15 @@ class Receipt:
                 "predicted": round(self.predicted_temporaries),
                 "compiled": self.temporary_bytes,
             },
+            **({} if self.sent_bytes is None else {"sent_bytes": self._sent()}),
             "differences": [dataclasses.asdict(line) for line in self.lines if not line.equal],
+        }
+
+    def _sent(self) -> dict[str, dict[str, int]]:
+        assert self.sent_bytes is not None
+        return {
+            kind: {"predicted": round(predicted), "compiled": round(compiled)}
+            for kind, (predicted, compiled) in self.sent_bytes.items()
         }
 
 
@@ -179,7 +191,8 @@ def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     # LLVM's optimizations are half of the compile time and change no collective.
     options = {"xla_backend_optimization_level": 0}
     compiled = lower(job).compile(compiler_options=options)
-    return compare(model, layout, compiled, target=f"{layout.devices} CPU devices, fp32")
+    target = f"{layout.devices} CPU devices, fp32"
+    return compare(model, layout, compiled, find_device("h200"), target=target)
 
 
 def compile_for_gpu(
@@ -191,9 +204,9 @@ def compile_for_gpu(
 ) -> Receipt:
     """The step for GPUs that are not there, bf16, with XLA's own buffer assignment.
 
-    Arguments are predicted to the byte, temporaries within 15%. Collectives are listed beside those
-    of the CPU program: the GPU compiler gathers weights in bf16, scatters gradients instead of
-    all-reducing them, and combines small arrays into one call.
+    Arguments are predicted to the byte, temporaries within 15%. The GPU compiler gathers weights in
+    bf16, scatters gradients instead of all-reducing them, and combines small arrays into one call:
+    beside its calls stand the bytes that the cost model counts by kind.
     """
     _refuse_pipeline(layout)
     devices, facts = compile_only_devices(device, layout.devices)
@@ -202,7 +215,28 @@ def compile_for_gpu(
     with compiling_for(facts):
         lowered = lower(job, platforms=("cuda",))
     target = f"{layout.devices} {device.name}, bf16, attention {attention.value}"
-    return compare(model, layout, lowered.compile(), target=target)
+    compiled = lowered.compile()
+    receipt = compare(model, layout, compiled, device, target=target, expected=())
+    return dataclasses.replace(receipt, sent_bytes=_sent_bytes(model, layout, compiled, device))
+
+
+def _sent_bytes(
+    model: ModelConfig, layout: Layout, compiled: jax.stages.Compiled, device: Device
+) -> dict[str, tuple[float, float]]:
+    predicted = [
+        (_HLO_KINDS.get(each.kind, each.kind), each.wire_bytes)
+        for each in traffic(shape_of(model), layout, device)
+    ]
+    sent = [(each.kind, each.sent_bytes) for each in collectives(compiled)]
+
+    def total(of: str, calls: list[tuple[str, float]]) -> float:
+        return sum(size for kind, size in calls if kind == of)
+
+    kinds = sorted({kind for kind, _ in (*predicted, *sent)})
+    return {kind: (total(kind, predicted), total(kind, sent)) for kind in kinds}
+
+
+_HLO_KINDS = {"permute": "collective-permute"}
 
 
 def lower(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
@@ -235,6 +269,7 @@ def step_of(layout: Layout) -> Step:
         accumulation=layout.accumulation,
         recomputes=layout.remat is not Recompute.NONE,
         recomputes_outputs=layout.remat in (Recompute.NAMED, Recompute.FULL),
+        recomputes_attention=layout.remat is Recompute.FULL,
     )
 
 
@@ -242,6 +277,7 @@ def compare(
     model: ModelConfig,
     layout: Layout,
     compiled: jax.stages.Compiled,
+    device: Device,
     *,
     target: str,
     expected: Sequence[Call] | None = None,
@@ -278,7 +314,7 @@ def compare(
             )
             for kind, dtype, size, times in sorted({*predicted, *found}, key=str)
         ),
-        predicted_temporaries=memory(shape, layout, find_device("h200")).temporaries,
+        predicted_temporaries=memory(shape, layout, device).temporaries,
         temporary_bytes=analysis.temp_size_in_bytes,
     )
 

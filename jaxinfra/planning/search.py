@@ -8,21 +8,14 @@ from collections.abc import Callable, Iterator
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.layout import Layout, Recompute, Traits, refusal
+from jaxinfra.planning.layout import BY_STRENGTH, Layout, Recompute, Traits, refusal
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.shapes import Experts, ModelShape
 from jaxinfra.planning.step import step_time
 
 _KEPT = 64
-_MICRO_ROWS = (1, 2, 4, 8)
-_BY_STRENGTH = (
-    Recompute.NONE,
-    Recompute.DOTS,
-    Recompute.MLP,
-    Recompute.NAMED,
-    Recompute.FULL,
-)
+_MICRO_ROWS = (1, 2, 4, 8, 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +175,7 @@ def _sized(
     Recomputing more only slows a layout that fits without, so a stronger form is tried where the
     weaker one does not fit; saving all and saving matmul outputs are close, so both are tried.
     """
-    forms = [question.remat] if question.remat else list(_BY_STRENGTH)
+    forms = [question.remat] if question.remat else list(BY_STRENGTH)
     for layout in layouts(shape, question, device, reasons):
         least = dataclasses.replace(layout, remat=forms[-1])
         size = memory(shape, least, device).total
@@ -213,9 +206,7 @@ def layouts(
                 if rest // pipe % context:
                     continue
                 data = rest // pipe // context
-                yield from _data_layouts(
-                    shape, question, reasons, (tensor, pipe, context, data), device
-                )
+                yield from _data_layouts(shape, question, reasons, (tensor, pipe, context, data))
 
 
 def _data_layouts(
@@ -223,11 +214,10 @@ def _data_layouts(
     question: Question,
     reasons: dict[str, int],
     sizes: tuple[int, int, int, int],
-    device: Device,
 ) -> Iterator[Layout]:
     tensor, pipe, context, data = sizes
     fixed = dict(question.fixed)
-    for fsdp in _sizes(fixed.get("fsdp"), _fsdp_sizes(data, tensor * context, device)):
+    for fsdp in _sizes(fixed.get("fsdp"), _divisors(data, data)):
         if data % fsdp or fixed.get("replica", data // fsdp) != data // fsdp:
             continue
         for expert in _sizes(fixed.get("expert"), _expert_sizes(shape, data * context)):
@@ -266,8 +256,6 @@ def _variants(
         if base.pipe > 1 and accumulation < base.pipe:
             continue  # fewer micro-batches than stages: most of the pipeline waits
         for zero in zeros:
-            if zero == 3 and base.pipe > 1 and accumulation > 1:
-                continue  # weights would be gathered for every micro-batch and stage
             for chunks in chunk_counts:
                 layout = dataclasses.replace(
                     base, accumulation=accumulation, zero=zero, chunks=chunks
@@ -348,12 +336,6 @@ def _divisors(number: int, most: int) -> list[int]:
 def _contexts(question: Question, devices: int) -> list[int]:
     """A shard of under 4,096 tokens would not hide the ring's turns."""
     return _divisors(devices, max(question.length // 4096, 1))
-
-
-def _fsdp_sizes(data: int, inner: int, device: Device) -> list[int]:
-    """None, all of the data axis, or as much as stays within a node."""
-    node = max(device.node_devices // inner, 1)
-    return sorted({1, data} | {size for size in (node, 4 * node) if data % size == 0})
 
 
 def _expert_sizes(shape: ModelShape, devices: int) -> list[int]:

@@ -255,6 +255,12 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
                 found.append(
                     Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
                 )
+        if layout.zero >= 3 and fsdp > 1 and not experts:
+            # Rows of a table that is sharded by width go to their tokens, and gradients back.
+            rows = 2.0 * layout.micro_tokens * shape.model_dim
+            found.append(
+                Collective("rows", "all-to-all", "fsdp", rows, True, 2 * layout.accumulation)
+            )
         if layout.replica * layout.context > 1:
             axis = "replica" if layout.replica > 1 else "context"
             share = fsdp if layout.zero >= 2 else 1

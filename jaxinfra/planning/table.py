@@ -44,8 +44,14 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     facts = [
         ("parameters", f"{total_parameters(shape):,}"),
         ("active a token", f"{active_parameters(shape):,}"),
-        ("training FLOPs a token", f"{values['flops_per_token']:.4g}"),
+        ("FLOPs a token: training", f"{values['flops_per_token']:.4g}"),
+        ("    prefill", f"{values['prefill_flops_per_token']:.4g}"),
+        (
+            f"    decode after {layout.length:,} cached",
+            f"{values['decode_flops_per_token']:.4g}",
+        ),
         ("KV bytes a token, bf16", f"{values['kv_bytes_per_token']:,.0f}"),
+        ("    of one such sequence", gigabytes(values["kv_bytes"])),
         ("mesh", layout.describe()),
         ("batch", f"{layout.batch} x {layout.length} tokens"),
         ("micro-batches", f"{layout.accumulation} of {layout.micro_rows} sequences a device"),
@@ -54,6 +60,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
         ("tokens/s a device", f"{plan.tokens_per_s_per_device:,.0f}"),
         ("MFU", f"{plan.mfu:.1%}"),
         ("pipeline bubble", f"{plan.time.bubble_fraction:.1%}"),
+        ("dollars a billion tokens", f"{plan.dollars_per_billion_tokens:,.2f}"),
     ]
     if tokens is not None:
         facts.append((f"days for {tokens:.3g} tokens", f"{plan.days(tokens):,.1f}"))
@@ -61,6 +68,18 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     sizes = [(name, gigabytes(values["memory_bytes"][name])) for name in values["memory_bytes"]]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     sizes.append((f"of {gigabytes(device.hbm_bytes)}", verdict))
+    logits = gigabytes(values["logits_bytes"])
+    sizes.append(("a chunk of logits, while the loss runs (in buffers)", logits))
+    forms = [
+        (
+            form if form != layout.remat.value else f"{form} (this plan)",
+            gigabytes(each.memory.activations),
+            gigabytes(each.memory.total),
+            f"{each.time.total_s:.4g} s",
+            "fits" if each.fits else "does not fit",
+        )
+        for form, each in plan.by_remat().items()
+    ]
     parts = [
         (name, f"{1e3 * seconds:,.1f} ms", f"{seconds / plan.time.total_s:.1%}")
         for name, seconds in sorted(plan.time.parts.items(), key=lambda each: -each[1])
@@ -72,6 +91,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     tables: list[RenderableType] = [
         grid(f"{shape.name} on {layout.devices} {device.name}", ("", ""), facts),
         grid("Memory of the busiest device", ("role", "bytes"), sizes),
+        grid("By recomputation", ("form", "activations", "all", "step", ""), forms),
         grid("A step's time", ("part", "time", "share"), parts),
     ]
     if traffic:
@@ -92,26 +112,44 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     return tables
 
 
-def ranking(found: Found) -> RenderableType:
-    """The winner and why the others lose."""
-    rows = [_ranked(found.best, "")]
-    rows += [_ranked(plan, why) for plan, why in found.runners_up]
-    title = f"{found.tried:,} layouts tried, {found.fitting:,} fit; one a mesh:"
-    columns = ("mesh", "ZeRO", "micro", "remat", "step", "MFU", "memory", "loses by")
-    return grid(title, columns, rows)
+def ranking(found: Found) -> list[RenderableType]:
+    """The winner, the best of other meshes, the best of other choices, and why they lose."""
+    several = len(found.question.recipes) > 1
+    rows = [_ranked(found.best, several)]
+    rows += [(*_ranked(plan, several), why) for plan, why in found.runners_up]
+    title = f"{found.tried:,} layouts tried, {found.fitting:,} fit; the fastest of each mesh"
+    columns = ["mesh", "ZeRO", "micro", "remat", "step", "MFU", "GB", "loses by"]
+    others = [
+        (
+            f"{each.choice} {each.value}",
+            each.plan.layout.describe(),
+            f"{each.plan.time.total_s:.3g} s",
+            f"{each.plan.memory.total / 1e9:,.0f}",
+            each.why,
+        )
+        for each in found.alternatives
+    ]
+    return [
+        grid(title, columns, rows),
+        grid(
+            "The best with another choice than the winner's",
+            ("choice", "mesh", "step", "GB", "is not chosen"),
+            others,
+        ),
+    ]
 
 
-def _ranked(plan: Plan, why: str) -> tuple[object, ...]:
+def _ranked(plan: Plan, with_recipe: bool) -> tuple[object, ...]:
     layout = plan.layout
+    form = layout.remat.value
     return (
         layout.describe(),
         layout.zero,
         f"{layout.accumulation} x {layout.micro_rows}",
-        layout.remat,
+        f"{form}, {layout.recipe}" if with_recipe else form,
         f"{plan.time.total_s:.3g} s",
         f"{plan.mfu:.1%}",
-        gigabytes(plan.memory.total),
-        why,
+        f"{plan.memory.total / 1e9:,.0f}",
     )
 
 
@@ -143,11 +181,21 @@ def receipt_tables(receipt: Receipt) -> list[RenderableType]:
         for line in receipt.lines
         if not line.equal
     ]
-    columns = ("kind", "calls predicted", "compiled", "bytes predicted", "compiled")
     tables: list[RenderableType] = [
-        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments),
-        grid("Collectives of one device and step", columns, kinds),
+        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments)
     ]
+    if receipt.sent_bytes is not None:
+        sent = [
+            (kind, gigabytes(predicted), gigabytes(compiled))
+            for kind, (predicted, compiled) in receipt.sent_bytes.items()
+        ]
+        title = "Sent by one device in a step: as the cost model counts it, and as compiled"
+        tables.append(grid(title, ("kind", "predicted", "compiled"), sent))
+        rows = [(what, kind, array, compiled) for what, kind, array, _, compiled in lines]
+        tables.append(grid("Compiled calls", ("what", "kind", "array", "calls"), rows))
+        return tables
+    columns = ("kind", "calls predicted", "compiled", "bytes predicted", "compiled")
+    tables.append(grid("Collectives of one device and step", columns, kinds))
     if lines:
         columns = ("what", "kind", "array", "predicted", "compiled")
         tables.append(grid("Differences", columns, lines))
