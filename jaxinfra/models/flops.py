@@ -35,3 +35,15 @@ def training_flops_per_token(
     )
     unused = 2.0 * (num_frozen - lookups) if num_frozen else 0.0
     return 6.0 * (num_parameters - lookups) - unused + core * config.num_groups
+
+
+def palm_flops_per_token(
+    config: ModelConfig, *, num_parameters: int, sequence_length: int
+) -> float:
+    """``6 N + 12 L H Q T``, PaLM's own accounting (arXiv 2204.02311, appendix B), to compare with.
+
+    All parameters count, and every query is taken to see every key: at most twice the attention of
+    ``training_flops_per_token``.
+    """
+    widths = (block.attention.num_q_heads * block.attention.head_dim for block in config.blocks)
+    return 6.0 * num_parameters + 12.0 * config.num_groups * sum(widths) * sequence_length

@@ -1,0 +1,381 @@
+"""This device's ceilings, and where our kernels and models stand under them.
+
+    jaxinfra bench roofline --out experiments/results/roofline-h200.json
+
+Ceilings are what XLA's own programs reach: a large matmul in each format, a copy, a sum. Times are
+medians of CUPTI kernel times, of models too: the gaps between their kernels are in ``wall_ms``.
+Beside the JSON lies the picture. An operation that fails is a row with its error.
+"""
+
+import argparse
+import dataclasses
+import functools
+import gc
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from experiments.bench.environment import clocks, environment
+from experiments.pictures.roofline import draw
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.presets import MODELS
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import define_model
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.planning import roofline
+from jaxinfra.planning.devices import Device, find_device
+from jaxinfra.planning.from_config import shape_of
+from jaxinfra.planning.inference import ridge
+from jaxinfra.planning.roofline import Point, Work
+from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.serving.steps import StepConfig, decode, prefill
+from pallas_kernels.common import timing
+from pallas_kernels.flash_attention import hopper as attention
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
+from pallas_kernels.ladder import RUNGS, elementwise
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.norm import hopper as norm
+from pallas_kernels.softmax import hopper as softmax
+
+DECODED = 8  # tokens in one measurement of decoding
+THREADS = "fp32"  # multiply-adds of the threads themselves, no tensor cores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """How large everything is."""
+
+    matmul: int = 8192
+    rung: int = 4096
+    copied: int = 1 << 28  # fp32 elements
+    batch: int = 4
+    length: int = 4096
+    tokens: int = 16_384
+    width: int = 2048
+    vocab: int = 128_256
+    rows: tuple[int, int] = (8192, 32_768)
+    models: tuple[str, ...] = ("small", "llama32_1b")
+    prompts: tuple[tuple[int, int], ...] = ((1, 128), (1, 2048), (8, 2048))  # batch, length
+    decodes: tuple[tuple[int, int], ...] = ((1, 2048), (16, 2048), (64, 2048))  # batch, context
+
+
+SMALL = Sizes(
+    matmul=256, rung=256, copied=1 << 16, batch=1, length=256, tokens=64, width=64, vocab=512,
+    rows=(64, 1024), models=("tiny",), prompts=((1, 32),), decodes=((2, 32),),
+)  # fmt: skip
+
+
+def random(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def seconds(f: Callable, *args: Any) -> float:
+    """Of one call."""
+    return timing.measure({"it": (f, args)}, rounds=3, iterations=4)["it"].median_ms / 1e3
+
+
+def peaks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], float]]]:
+    """FLOP/s by format and bytes/s, each by the best of XLA's programs for it."""
+    n = sizes.matmul
+    flops = 2.0 * n**3
+
+    def rate(matmul: Callable, dtype: Any) -> float:
+        return flops / seconds(matmul, random(0, n, n, dtype=dtype), random(1, n, n, dtype=dtype))
+
+    def float32(preset: lax.DotAlgorithmPreset) -> Callable:
+        return lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=preset)
+
+    def fp8(a, b):
+        return lax.dot_general(
+            a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        ).astype(jnp.bfloat16)
+
+    def fp8_scaled(a, b):
+        a, b = a.astype(jnp.bfloat16) * jnp.bfloat16(0.5), b.astype(jnp.bfloat16) * jnp.bfloat16(2)
+        return lax.dot_general(a, b, (((1,), (1,)), ((), ())))
+
+    def copied() -> float:
+        x = random(0, sizes.copied, dtype=jnp.float32)
+        return 2 * x.nbytes / seconds(lambda x: x + 1, x)
+
+    def read() -> float:
+        x = random(0, sizes.copied, dtype=jnp.float32)
+        return x.nbytes / seconds(jnp.sum, x)
+
+    yield "bf16", lambda: rate(jnp.matmul, jnp.bfloat16)
+    yield "fp8", lambda: max(rate(each, jnp.float8_e4m3fn) for each in (fp8, fp8_scaled))
+    yield "tf32", lambda: rate(float32(lax.DotAlgorithmPreset.TF32_TF32_F32), jnp.float32)
+    yield THREADS, lambda: rate(float32(lax.DotAlgorithmPreset.F32_F32_F32), jnp.float32)
+    yield "copy", copied
+    yield "read", read
+
+
+def rungs(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
+    n = sizes.rung
+    for rung in RUNGS:
+
+        def point(rung=rung) -> Point:
+            a, b = random(0, n, n), random(1, n, n)
+            matmul = jax.jit(rung.matmul)
+            taken = timing.measure({"it": (matmul, (a, b))}, rounds=1, iterations=3)["it"]
+            return Point(
+                name=rung.name, group="ladder", work=roofline.matmul_work(n, n, n),
+                seconds=taken.median_ms / 1e3, compute="bf16" if rung.tensor_cores else THREADS,
+            )  # fmt: skip
+
+        yield f"ladder {rung.name}", point
+
+
+def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
+    """Our fused kernels at the shapes of their bars."""
+    B, T, N, K, H = sizes.batch, sizes.length, 32, 8, 128
+    shape = {"batch": B, "length": T, "q_heads": N, "kv_heads": K, "width": H, "causal": True}
+    spec, masks = AttentionSpec(scale=H**-0.5, right=0), AttentionMasks()
+
+    def forward(q, k, v):
+        return attention.forward(q, k, v, masks, spec=spec)
+
+    def backward(q, k, v, out, lse, d_out):
+        return attention.backward(
+            q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=False
+        )[:3]
+
+    def operands() -> tuple[jax.Array, ...]:
+        return random(0, B, T, N, H), random(1, B, T, K, H), random(2, B, T, K, H)
+
+    def attention_forward() -> Point:
+        work = roofline.attention_work(**shape)
+        return Point(
+            name="attention", group="kernel", work=work, seconds=seconds(forward, *operands())
+        )
+
+    def attention_backward() -> Point:
+        q, k, v = operands()
+        out, lse = jax.jit(forward)(q, k, v)
+        return Point(
+            name="attention backward", group="kernel",
+            work=roofline.attention_backward_work(**shape),
+            seconds=seconds(backward, q, k, v, out, lse, random(3, B, T, N, H)),
+        )  # fmt: skip
+
+    def loss() -> Point:
+        hidden, table = random(0, 1, sizes.tokens, sizes.width), random(1, sizes.vocab, sizes.width)
+        targets = jax.random.randint(jax.random.key(2), (1, sizes.tokens), 0, sizes.vocab)
+        weights = jnp.ones((1, sizes.tokens))
+
+        def both(hidden, table):
+            return jax.value_and_grad(
+                lambda h, t: linear_cross_entropy(h, t, targets, weights).total, argnums=(0, 1)
+            )(hidden, table)
+
+        work = roofline.linear_cross_entropy_work(
+            tokens=sizes.tokens, width=sizes.width, vocab=sizes.vocab
+        )
+        taken = seconds(both, hidden / sizes.width**0.5, table)
+        return Point(name="linear + cross entropy", group="kernel", work=work, seconds=taken)
+
+    def rowwise(name: str, f: Callable, *, streams: int, flops_each: float) -> Point:
+        R, C = sizes.rows
+        inputs = [random(i, R, C) for i in range(streams // 2)]
+        work = roofline.elementwise_work(R * C, streams=streams, flops_each=flops_each)
+        return Point(
+            name=name, group="kernel", work=work, seconds=seconds(f, *inputs), compute=THREADS
+        )
+
+    yield "attention", attention_forward
+    yield "attention backward", attention_backward
+    yield "linear + cross entropy", loss
+    # Maximum, difference, exponential, sum, quotient; square, sum, two products; and so on.
+    yield "softmax", lambda: rowwise("softmax", softmax.softmax, streams=2, flops_each=5)
+    scale = random(9, sizes.rows[1], dtype=jnp.float32)
+    yield (
+        "rms_norm",
+        lambda: rowwise(
+            "rms_norm", lambda x: norm.rms_norm(x, scale, epsilon=1e-6), streams=2, flops_each=4
+        ),
+    )
+    yield (
+        "elu and gradient",
+        lambda: rowwise("elu and gradient", elementwise.elu_and_gradient, streams=4, flops_each=5),
+    )
+
+
+def models(sizes: Sizes, device: Device) -> Iterator[tuple[str, Callable[[], list[dict]]]]:
+    for preset in sizes.models:
+        yield f"model {preset}", functools.partial(model_points, preset, sizes, device)
+
+
+def model_points(preset: str, sizes: Sizes, device: Device) -> list[dict[str, Any]]:
+    """Prefill and decode of a model with random bf16 weights."""
+    policy = POLICIES[PolicyName.BF16]
+    config = MODELS[preset]()
+    definition = define_model(
+        config, Execution(policy=dataclasses.replace(policy, param=policy.compute))
+    )
+    graphdef, weights = nnx.split(
+        definition.bind(jax.jit(definition.initialize)(jax.random.key(0)))
+    )
+    step = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=config.vocab_size)
+    shape = shape_of(config, name=preset)
+    rng = np.random.default_rng(0)
+    rows = []
+
+    def prompt(batch: int, length: int):
+        ids = jnp.asarray(rng.integers(0, config.vocab_size, (batch, length)), jnp.int32)
+        keys = jax.random.split(jax.random.key(1), batch)
+        return ids, jnp.full((batch,), length, jnp.int32), keys
+
+    for batch, length in sizes.prompts:
+        ids, lengths, keys = prompt(batch, length)
+        f = functools.partial(prefill, config=step, num_slots=length)
+        taken = seconds(f, weights, ids, lengths, keys)
+        work = roofline.prefill_work(shape, device, batch=batch, length=length)
+        name = f"{preset} prefill {batch} x {length}"
+        rows.append(timed(name, "prefill", work, taken, wall(f, weights, ids, lengths, keys)))
+    for batch, context in sizes.decodes:
+        ids, lengths, keys = prompt(batch, context)
+        tokens, state = prefill(
+            weights, ids, lengths, keys, config=step, num_slots=context + DECODED
+        )
+        several = functools.partial(decode_several, config=step)
+        taken = seconds(several, weights, state, tokens) / DECODED
+        work = roofline.decode_work(shape, device, batch=batch, context=context)
+        name = f"{preset} decode {batch} after {context}"
+        rows.append(
+            timed(name, "decode", work, taken, wall_of_decode(weights, state, tokens, step))
+        )
+        del state
+        gc.collect()
+    return rows
+
+
+def timed(name: str, group: str, work: Work, taken: float, wall_s: float) -> dict[str, Any]:
+    return {
+        "point": Point(name=name, group=group, work=work, seconds=taken),
+        "wall_ms": 1e3 * wall_s,
+    }
+
+
+def wall(f: Callable, *args: Any) -> float:
+    """Seconds of a call on the host's clock, queued behind others of its kind."""
+    jax.block_until_ready(f(*args))
+    count = 5
+    start = time.perf_counter()
+    jax.block_until_ready([f(*args) for _ in range(count)])
+    return (time.perf_counter() - start) / count
+
+
+def decode_several(weights, state, tokens, *, config: StepConfig) -> jax.Array:
+    """Tokens after ``DECODED`` steps in one program."""
+
+    def one(carry, _):
+        tokens, state = carry
+        return decode(weights, state, tokens, config=config), None
+
+    return lax.scan(one, (tokens, state), None, length=DECODED)[0][0]
+
+
+def wall_of_decode(weights, state, tokens, config: StepConfig) -> float:
+    """Seconds a token as the server would call it: each step takes the last one's state."""
+    tokens, state = decode(weights, state, tokens, config=config)
+    jax.block_until_ready(tokens)
+    count = 6
+    start = time.perf_counter()
+    for _ in range(count):
+        tokens, state = decode(weights, state, tokens, config=config)
+    jax.block_until_ready(tokens)
+    return (time.perf_counter() - start) / count
+
+
+class Results:
+    """Everything found so far, on disk after every item."""
+
+    def __init__(self, out: pathlib.Path | None, budget_s: float) -> None:
+        self._out = out
+        self._deadline = time.monotonic() + budget_s
+        self.document: dict[str, Any] = {**environment(), "ceilings": {}, "points": []}
+
+    def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
+        """What an item gives, or None and a row that says why not."""
+        try:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError("out of time")
+            return measure()
+        except Exception as error:  # one item's failure must not end the table
+            self.document["points"].append({"name": name, "failed": repr(error)[:300]})
+            print(f"{name}: {repr(error)[:300]}", flush=True)
+            return None
+        finally:
+            gc.collect()
+
+    def write(self) -> None:
+        """What there is so far."""
+        if self._out is not None:
+            self.document["clocks_after"] = clocks()
+            self._out.write_text(json.dumps(self.document, indent=1) + "\n")
+
+
+def main() -> None:
+    """Ceilings first: everything else is placed under them."""
+    parser = argparse.ArgumentParser(prog="jaxinfra bench roofline", description=__doc__)
+    parser.add_argument("--device", default="h200", help="whose datasheet stands beside")
+    parser.add_argument("--small", action="store_true", help="sizes for a check on a CPU")
+    parser.add_argument("--budget-s", type=float, default=600.0)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file; the picture is beside it")
+    args = parser.parse_args()
+    sizes = SMALL if args.small else Sizes()
+    results, datasheet = Results(args.out, args.budget_s), find_device(args.device)
+    ceilings: dict[str, float] = results.document["ceilings"]
+    for name, measure in peaks(sizes):
+        found = results.attempt(f"ceiling {name}", measure)
+        if found is not None:
+            ceilings[name] = found
+            print(f"{name:8s} {found / 1e12:9.3f} T/s", flush=True)
+    bandwidth = max(ceilings["copy"], ceilings["read"])
+    measured = roofline.with_ceilings(
+        datasheet,
+        flops={k: v for k, v in ceilings.items() if k not in ("copy", "read")},
+        hbm_bytes_per_s=bandwidth,
+    )
+    results.document |= {
+        "ridge": ridge(measured),
+        "datasheet": {"flops": dict(datasheet.flops), "hbm_bytes_per_s": datasheet.hbm_bytes_per_s},
+    }
+
+    def add(point: Point, **more: Any) -> None:
+        row = {**point.as_json(measured), **more}
+        peak = datasheet.flops.get(point.compute)
+        if peak is not None:
+            row["of_datasheet"] = roofline.mfu(
+                point.work.flops, seconds=point.seconds, peak_flops=peak
+            )
+        results.document["points"].append(row)
+        print(
+            f"{row['name']:34s} {row['intensity']:9.2f} FLOP/byte {row['tflops']:9.3f} TFLOP/s "
+            f"{row['of_attainable']:6.1%} of the roof ({row['bound']})",
+            flush=True,
+        )
+        results.write()
+
+    for name, measure in (*kernels(sizes), *rungs(sizes)):
+        point = results.attempt(name, measure)
+        if point is not None:
+            add(point)
+    for name, measure in models(sizes, datasheet):
+        for found in results.attempt(name, measure) or ():
+            add(found["point"], wall_ms=found["wall_ms"])
+    results.write()
+    if args.out is not None:
+        draw(results.document, args.out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()
