@@ -3,7 +3,9 @@
 from .common.errors import InputError as InputError
 from .common.errors import UnsupportedError as UnsupportedError
 from .flash_attention import flash_attention as flash_attention
+from .flash_attention import flash_attention_fp8 as flash_attention_fp8
 from .flash_attention import flash_attention_gradient as flash_attention_gradient
 from .flash_attention import merge_partials as merge_partials
+from .flash_attention import quantize_fp8 as quantize_fp8
 from .norm import rms_norm as rms_norm
 from .softmax import softmax as softmax

@@ -136,14 +136,14 @@ def _automatic(call: Call) -> str:
         reason = why_not(name, call, differentiable=True)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
-            _announce(name, device.target().slug, call.describe(), refusals)
+            announce(name, device.target().slug, call.describe(), refusals)
             return name
         reasons[name] = reason
     raise AssertionError("xla serves every call")
 
 
 @functools.cache
-def _announce(name: str, device_kind: str, case: str, refusals: str) -> None:
+def announce(name: str, device_kind: str, case: str, refusals: str) -> None:
     """Logs a choice; the cache makes it once for each distinct case."""
     because = f" ({refusals})" if refusals else ""
     _logger.info("flash_attention on %s uses %s for %s%s", device_kind, name, case, because)
