@@ -12,8 +12,8 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic.gpu import profiler
 
+from experiments.bench.attention import profiled
 from pallas_kernels.flash_attention import hopper_backward, hopper_forward
 from pallas_kernels.flash_attention.hopper_config import BackwardConfig, ForwardConfig
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
@@ -50,8 +50,7 @@ def relative(got, want):
 
 def times_of(f, *args, iterations=8):
     """Median kernel time of each kernel of one call, in ms."""
-    _, runs = profiler.measure(f, iterations=iterations, aggregate=False)(*args)
-    assert runs is not None
+    runs = profiled(f, *args, iterations=iterations, aggregate=False)
     names = [name for name, _ in runs[0]]
     return {
         f"{i}:{name[:80]}": statistics.median(run[i][1] for run in runs)
