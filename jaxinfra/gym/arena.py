@@ -24,14 +24,16 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.core.json_lines import read_json_lines
-from jaxinfra.data.pipeline import sample_ids
 from jaxinfra.reliability.faults import VARIABLE
-from jaxinfra.reliability.recorder import read_ring, ring_file
+from jaxinfra.reliability.recorder import Ring, read_ring, read_rings, ring_file
 from jaxinfra.training.job import make_job
 
 STEPS = 12
 SAVE_EVERY = 4
 _TIMEOUT_S = 900.0
+_TIMES = ("step_s", "stall_s", "elapsed_s")
+# Phases of a step, which the watchdog bounds.
+_SHORT = ("input", "place", "step", "wait", "evaluate", "host")
 _LOADING = threading.Lock()  # one state in memory at a time, whoever judges meanwhile
 _WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
 
@@ -46,6 +48,14 @@ def require(condition: object, text: str) -> None:
         raise NotProvenError(text)
 
 
+def ring_of(recorder: Path, rank: int) -> Ring:
+    """What a rank has recorded."""
+    ring = read_ring(ring_file(recorder, rank))
+    if ring is None:
+        raise NotProvenError(f"rank {rank} does not record")
+    return ring
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """How a job ended."""
@@ -53,6 +63,7 @@ class Ended:
     code: int
     said: str  # stdout and stderr
     seconds: float
+    at: float  # wall time
 
 
 @final
@@ -69,10 +80,11 @@ class Job:
 
     def pid_of(self, rank: int) -> int:
         """A rank's process."""
-        ring = read_ring(ring_file(self.run / "recorder", rank))
-        require(ring is not None, f"rank {rank} does not record")
-        assert ring is not None
-        return ring.pid
+        return self.ring_of(rank).pid
+
+    def ring_of(self, rank: int) -> Ring:
+        """What a rank has recorded."""
+        return ring_of(self.run / "recorder", rank)
 
     def wait_for_step(self, step: int) -> None:
         """Until all of a step is recorded in the metrics."""
@@ -81,12 +93,14 @@ class Job:
             f"step {step}",
         )
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, *, within_s: float = _TIMEOUT_S
+    ) -> None:
         """Until something is so."""
-        deadline = time.monotonic() + _TIMEOUT_S
+        deadline = time.monotonic() + within_s
         while not condition():
             require(self.process.poll() is None, f"it ended before {what}: {self.said()[-2000:]}")
-            require(time.monotonic() < deadline, f"no {what} in {_TIMEOUT_S:g} s")
+            require(time.monotonic() < deadline, f"no {what} in {within_s:g} s")
             time.sleep(0.02)
 
     def end(self) -> Ended:
@@ -98,7 +112,8 @@ class Job:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(90)
             raise NotProvenError(f"not ended after {_TIMEOUT_S:g} s") from None
-        return Ended(code=code, said=self.said(), seconds=time.monotonic() - self._began)
+        seconds = time.monotonic() - self._began
+        return Ended(code=code, said=self.said(), seconds=seconds, at=time.time())
 
 
 @final
@@ -124,6 +139,7 @@ class Arena:
         mesh = f"replica={processes or self.processes}"
         common = [
             f"training.steps={STEPS}",
+            "optimizer.warmup_steps=2",  # the steps that there are must learn something
             "training.evaluate_every=6",
             f"checkpoint.every={SAVE_EVERY}",
             "checkpoint.keep_last=2",
@@ -210,13 +226,36 @@ class Arena:
                 require(ended.code == 0, f"the undisturbed run failed: {ended.said[-2000:]}")
         return run
 
+    def longest_phase_s(self) -> float:
+        """Of the undisturbed run's steps: bounds are multiples of it, on a busy machine too."""
+        phases = [
+            [
+                ended.value
+                for begun, ended in itertools.pairwise(ring.events)
+                if begun.name in _SHORT
+            ]
+            for ring in read_rings(self.reference() / "recorder")
+        ]
+        return max(itertools.chain(*phases))
+
+    def start_s(self) -> float:
+        """How long a process of this machine takes to begin: its imports."""
+        with self.start(["train", "--help"], run="start", environment={}) as job:
+            return job.end().seconds
+
     def require_same(self, run: str, *settings: str, processes: int | None = None) -> str:
-        """B and L: the run's last state and samples are the reference's; the evidence in words."""
+        """B and L: the run's last state and samples are the reference's; the evidence in words.
+
+        Args:
+            settings: of the reference; where there are none, every value that was recorded on the
+                way is compared too.
+        """
         want, got = self.reference(*settings, processes=processes), self.place / run
         sums, expected = state_sums(got, STEPS), state_sums(want, STEPS)
         different = [name for name in expected if sums.get(name) != expected[name]]
         require(not different, f"differs from the undisturbed run in {', '.join(different[:5])}")
         require(ledger(got) == ledger(want), "the ledgers of samples differ")
+        require(settings or values(got) == values(want), "metrics.jsonl has other values")
         return (
             f"B: {len(sums)} arrays of step {STEPS} equal the undisturbed run's, SHA-256 "
             f"{combined(sums)[:12]}; L: its ledger of samples too"
@@ -234,7 +273,6 @@ def _tiny(place: Path) -> list[str]:
     settings = {
         "training.batch_size": 8,
         "training.sequence_length": 16,
-        "optimizer.warmup_steps": 2,
         "data.heldout_fraction": 0.2,
         "data.tokenizer.kind": "bytes",
         "model.vocab_size": 300,
@@ -273,16 +311,22 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return read_json_lines(run / "metrics.jsonl")
 
 
-def ledger(run: Path) -> list[tuple[int, int, int, bool]]:
-    """Of every step its first and last sample, and whether they were trained on."""
-    batch = RunDirectory(run).read_config().training.batch_size
+def values(run: Path) -> list[dict[str, Any]]:
+    """The same without what the clock put there."""
+    return [
+        {name: value for name, value in record.items() if name not in _TIMES}
+        for record in metrics(run)
+    ]
+
+
+def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
+    """Of every step its first and last sample, their sum, and whether they were trained on."""
     entries, skipped = [], 0
     for record in metrics(run):
-        if "loss" not in record and "excluded" not in record:
+        if "batch" not in record:
             continue
-        ids = sample_ids(record["step"] - 1, batch_size=batch)
         before, skipped = skipped, record.get("skipped", skipped + 1)
-        entries.append((record["step"], int(ids[0]), int(ids[-1]), skipped == before))
+        entries.append((record["step"], *record["samples"], record["batch"], skipped == before))
     return entries
 
 

@@ -15,8 +15,11 @@ from jaxinfra.training.job import Job, make_job
 
 
 def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
-    """Every target becomes one token: a loss that no healthy batch has."""
-    return dataclasses.replace(batch, targets=_like(batch.targets, lambda x: np.full_like(x, 299)))
+    """Every target becomes one ``token``, which no text has: a loss that no healthy batch has."""
+    token = plan["token"]
+    return dataclasses.replace(
+        batch, targets=_like(batch.targets, lambda x: np.full_like(x, token))
+    )
 
 
 def poison_weights(batch: Any, plan: Mapping[str, Any]) -> Any:

@@ -1,9 +1,10 @@
 """Faults 10-14, 19 and 20: processes that go on, and compute wrongly or too slowly."""
 
-import json
+import statistics
 from typing import Any
 
-from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, require
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, metrics, require
 from jaxinfra.gym.verdict import fault
 
 _BATCH = "jaxinfra.data.packing:PackedWindows.batch"
@@ -22,8 +23,8 @@ def other_program(arena: Arena) -> str:
     require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
     require("the program of the training step of rank 1" in ended.said, ended.said[-2000:])
     require("starting it again would not help" in ended.said, ended.said[-2000:])
-    metrics = (arena.place / "f10" / "metrics.jsonl").read_text()
-    require(not metrics, f"steps were done: {metrics[:200]}")
+    done = metrics(arena.place / "f10")
+    require(not done, f"steps were done: {done}")
     return f"W: {_line(ended, 'the program of the training step of rank 1')}"
 
 
@@ -51,7 +52,7 @@ def poison_batch(arena: Arena) -> str:
     _require_done(ended)
     (found,) = incidents(arena.place / "f12", "batch excluded")
     require(found["step"] == step, f"found {found}")
-    without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[3]]
+    without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[-1]]
     require(without == [step], f"the ledger lacks the batches of steps {without}")
     same = _require_like_excluded(arena, "f12", step)
     return f"the ledger lacks samples {found['samples']} alone; {found['text']}; {same}"
@@ -85,6 +86,7 @@ def transient(arena: Arena) -> str:
         "target": "jaxinfra.training.trainer:same_program",
         "action": "jaxinfra.gym.corruption:poisoning_step",
         "at": step,
+        "token": RunDirectory(arena.reference()).read_config().model.vocab_size - 1,
     }
     ended = arena.run("f14", arena.settings(*_SPIKE), faults=[plan], restarts=0)
     _require_done(ended)
@@ -97,16 +99,15 @@ def transient(arena: Arena) -> str:
 @fault(19, "200 ms more of work on one rank")
 def slow_rank(arena: Arena) -> str:
     """Named within 50 steps."""
-    plan = _slow("jaxinfra.training.job:Job.put")
+    plan = _slow(arena, "jaxinfra.training.job:Job.put")
     return _slow_is_named(arena, "f19", plan, cause="host")
 
 
 @fault(20, "a starved loader on one rank; a loader's worker dies")
 def starved(arena: Arena) -> str:
     """The verdict is "input"; the dead worker's error ends the run."""
-    named = _slow_is_named(
-        arena, "f20", _slow("jaxinfra.data.pipeline:TrainIterator.__next__"), cause="input"
-    )
+    plan = _slow(arena, "jaxinfra.data.pipeline:TrainIterator.__next__")
+    named = _slow_is_named(arena, "f20", plan, cause="input")
     dead = {"rank": 1, "target": _BATCH, "call": 7, "action": "raise", "value": 5}
     ended = arena.run("f20-dead", arena.settings(), faults=[dead], restarts=0)
     require(ended.code == 1, f"exit {ended.code}: {ended.said[-2000:]}")
@@ -115,8 +116,13 @@ def starved(arena: Arena) -> str:
     return f"{named}; the dead worker: {_line(ended, 'rank 1 failed')}"
 
 
-def _slow(target: str) -> dict[str, Any]:
-    return {"rank": 1, "target": target, "call": 3, "until": 1000, "action": "sleep", "value": 0.2}
+def _slow(arena: Arena, target: str) -> dict[str, Any]:
+    # On a busy machine a step takes seconds, and 200 ms are within what it varies by.
+    laps = [record["step_s"] for record in metrics(arena.reference()) if record.get("step_s")]
+    value = max(0.2, statistics.median(laps))
+    return {"rank": 1, "target": target, "call": 3, "until": 1000, "action": "sleep"} | {
+        "value": value
+    }
 
 
 def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) -> str:
@@ -133,10 +139,11 @@ def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) 
 
 def _poison(arena: Arena, step: int, *, rank: int, action: str) -> dict[str, Any]:
     """The batch of a step is bad, whenever it is read."""
-    run = arena.reference()
-    size = json.loads((run / "config.json").read_text())["training"]["batch_size"]
+    config = RunDirectory(arena.reference()).read_config()
+    size = config.training.batch_size
     samples = list(range((step - 1) * size, step * size))
-    return {"rank": rank, "target": _BATCH, "samples": samples, "action": action}
+    rare = config.model.vocab_size - 1
+    return {"rank": rank, "target": _BATCH, "samples": samples, "action": action, "token": rare}
 
 
 def _require_done(ended: Ended) -> None:

@@ -14,6 +14,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.data.corpus import Corpus
 from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.pipeline import TrainIterator
 from jaxinfra.reliability.exchange import Table
 from jaxinfra.reliability.incidents import EXCLUDED
@@ -50,6 +51,8 @@ class _Pending:
 
     step: int
     metrics: StepMetrics | None  # None: its batch is not trained on
+    samples: tuple[int, int]  # the first and the last of its batch
+    rows_sum: int  # of the rows that this process has read
     table: Table | None
 
 
@@ -97,6 +100,7 @@ class Trainer:
         self._is_first = jax.process_index() == 0
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
+        self._share = job.process_share()  # which part of a batch this process reads, of how many
         self._compiling = True
         self._input_waits = False
         self._train_step: Callable[..., Any] = job.train_step
@@ -173,6 +177,8 @@ class Trainer:
             with self._stop.interrupting():
                 batch = next(self._batches)
             input_s = self._watch.phase("place", step + 1)
+            samples = self._batches.sample_ids(self._batches.step - 1)
+            read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
             metrics = None
             if step + 1 in self._watch.excluded:
                 self._state = self._job.pass_over(self._state)
@@ -186,10 +192,16 @@ class Trainer:
                     )
                     self._profiler.describe(self._job, self._state, placed)
                 self._state, metrics = self._train_step(self._state, placed)
-            table = self._watch.send(input_s=input_s, host_s=host_s)
+            table = self._watch.send(input_s=input_s, host_s=host_s, rows_sum=read)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)
-        return _Pending(step=step + 1, metrics=metrics, table=table)
+        return _Pending(
+            step=step + 1,
+            metrics=metrics,
+            samples=(int(samples[0]), int(samples[-1])),
+            rows_sum=read,
+            table=table,
+        )
 
     def _record(self, *, keep: int) -> None:
         """Writes and shows finished steps, up to ``keep`` that the device may still work on."""
@@ -203,11 +215,15 @@ class Trainer:
             if values is not None:
                 self._require_undoubted(step, record["loss"])
             step_s = self._clock.lap()
+            rows = self._watch.read(pending.table)
+            sums = [row.rows_sum for row in rows] or [pending.rows_sum]
+            copies = len(sums) // self._share[1]
+            record |= {"samples": pending.samples, "batch": whole_sum(sums, copies=copies)}
             record |= {"step_s": step_s, "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
             self._log.write(record)
-            self._watch.receive(pending.table, step=step, step_s=step_s)
+            self._watch.look_for_slow(rows, step=step, step_s=step_s)
             self._watch.phase("host", step)
             self._watch.snapshot(step=step, record=record)
             if values is not None:

@@ -64,15 +64,19 @@ class Watch:
         """Records which program of the training step this is."""
         self._recorder.event(f"program {fingerprint}", step=self._recorder.step)
 
-    def send(self, *, input_s: float, host_s: float) -> Table | None:
-        """Tells the others what this process spent alone; a collective."""
-        row = Row(input_s=input_s, host_s=host_s, probe_s=self._probe_s)
+    def send(self, *, input_s: float, host_s: float, rows_sum: int) -> Table | None:
+        """Tells the others what this process spent alone, and what it read; a collective."""
+        row = Row(input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_sum=rows_sum)
         self._probe_s = 0.0
         return self._stop.start(row)
 
-    def receive(self, table: Table | None, *, step: int, step_s: float | None) -> None:
-        """Reads what all sent with a step: who is slow, whether to stop."""
-        for rank, cause, text in self._stragglers.add(self._stop.read(table), step_s=step_s):
+    def read(self, table: Table | None) -> list[Row]:
+        """What all sent with a step, by process; whether to stop is known from now on."""
+        return self._stop.read(table)
+
+    def look_for_slow(self, rows: Sequence[Row], *, step: int, step_s: float | None) -> None:
+        """Names the ranks that the others wait for."""
+        for rank, cause, text in self._stragglers.add(rows, step_s=step_s):
             self.incident("slow rank", step=step, text=text, rank=rank, cause=cause)
 
     def probe_is_due(self, step: int) -> bool:

@@ -57,7 +57,7 @@ def assert_like_excluded(bench: Bench, name: str, step: int) -> None:
     train(bench, "excluded", devices=2, faults=[], **excluded)
     assert state_sums(bench / name, STEPS) == state_sums(bench / "excluded", STEPS)
     assert ledger(bench / name) == ledger(bench / "excluded")
-    assert [entry[0] for entry in ledger(bench / name) if not entry[3]] == [step]
+    assert [entry[0] for entry in ledger(bench / name) if not entry[-1]] == [step]
 
 
 def test_what_is_not_finite_is_skipped_and_located(bench):
@@ -72,7 +72,7 @@ def test_what_is_not_finite_is_skipped_and_located(bench):
 
 def test_a_bad_batch_is_found_and_left_out(bench):
     action = "jaxinfra.gym.corruption:poison_targets"
-    fault = {"target": BATCHES, "samples": samples_of(10)[:1], "action": action}
+    fault = {"target": BATCHES, "samples": samples_of(10)[:1], "action": action, "token": 299}
     train(bench, "run", devices=2, faults=[fault], **SPIKE)
     (found,) = incidents(bench / "run", "batch excluded")
     assert (found["step"], found["samples"]) == (10, [72, 79])
@@ -86,6 +86,7 @@ def test_a_bad_batch_is_found_and_left_out(bench):
 
 def test_a_fault_that_passes_is_told_from_a_bad_batch(bench, undisturbed):
     fault = {"target": STEP, "action": "jaxinfra.gym.corruption:poisoning_step", "at": 10}
+    fault |= {"token": 299}
     train(bench, "run", devices=2, faults=[fault], **SPIKE)
     (found,) = incidents(bench / "run", "transient fault")
     assert found["step"] == 10

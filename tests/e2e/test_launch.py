@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfra.cli.main import main
 from jaxinfra.gym import damage, deaths, errors
-from jaxinfra.gym.arena import Arena, metrics, state_sums
+from jaxinfra.gym.arena import Arena, metrics, state_sums, values
 from jaxinfra.gym.verdict import FAULTS, judge
 from jaxinfra.reliability.recorder import read_rings
 
@@ -22,14 +22,6 @@ FAST = (1,)
 @pytest.fixture(scope="module")
 def arena(tmp_path_factory) -> Arena:
     return Arena(tmp_path_factory.mktemp("gym"), options=[], processes=2)
-
-
-def values(run) -> list[dict]:
-    times = ("step_s", "stall_s", "elapsed_s")
-    return [
-        {name: value for name, value in record.items() if name not in times}
-        for record in metrics(run)
-    ]
 
 
 def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):

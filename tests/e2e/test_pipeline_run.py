@@ -48,7 +48,7 @@ def test_a_pipeline_trains_resumes_on_one_device_and_back(bench):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--mesh", "pipe=2", "--schedule", "interleaved"], "do not divide over pipe=2 stages x 2"),
+        (["--mesh", "pipe=2", "--schedule", "interleaved"], "too few for pipe=2 stages x 2"),
         (["--mesh", "pipe=2", "--schedule", "dual"], "1f1b"),
         (["--mesh", "pipe=2", "--set=training.unroll=2"], "unroll=2 with pipe=2"),
     ],

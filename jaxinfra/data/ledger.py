@@ -1,0 +1,32 @@
+"""What a step was trained on, as a number that two runs can be compared by."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+# A process sends its number to the others as a float32, which holds no larger whole numbers.
+MODULUS = 1 << 24
+
+
+def rows_sum(tokens_BT: np.ndarray, *, first: int) -> int:
+    """The sum of (number of the row in the batch + 1) x CRC-32 of its tokens, modulo 2^24.
+
+    Sums of a batch's parts add up to the whole batch's, however many processes read it.
+
+    Args:
+        tokens_BT: int32 [B, T], some rows of a batch.
+        first: number of the first of them.
+    """
+    rows = enumerate(np.ascontiguousarray(tokens_BT), start=first + 1)
+    return sum(number * zlib.crc32(row) for number, row in rows) % MODULUS
+
+
+def whole_sum(parts: Sequence[float], *, copies: int) -> str:
+    """The whole batch's sum in hexadecimal, from its parts' sums, each of which is there so often.
+
+    Args:
+        parts: one of each process; those that hold the same rows have the same.
+        copies: how many processes hold the same rows.
+    """
+    return f"{sum(map(int, parts)) // copies % MODULUS:06x}"

@@ -1,0 +1,178 @@
+"""A verdict that cannot fail is worth nothing: each is shown a product that is broken in its place.
+
+A copy of the packages is changed in one place, the gym injects the fault that this place answers,
+and must say FAIL, for that reason.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxinfra.gym import damage, deaths, errors
+from jaxinfra.gym.verdict import FAULTS
+
+ROOT = Path(__file__).parents[2]
+GYM = (damage, deaths, errors)  # they enter their faults when imported
+
+# Fault: file, what it says, what the broken one says, and words of the evidence.
+BREAKS = {
+    1: (
+        "training/loop.py",
+        "        batches.restore(restored.data_state)\n",
+        "        pass\n",
+        "differs from the undisturbed run",
+    ),
+    2: (
+        "launch/supervisor.py",
+        "self._command if number == 0 else self._again",
+        "self._command",
+        "exit 1, expected 0",
+    ),
+    3: (
+        "checkpoint/layout.py",
+        "if _LEFTOVER.fullmatch(path.name))",
+        "if False)",
+        "a killed save left",
+    ),
+    4: (
+        "checkpoint/saving.py",
+        'return self.directory / f"{layout.step_name(self.step)}.partial-{self.unique}"',
+        "return self.final",
+        "it did not go on from step 4",
+    ),
+    5: (
+        "training/trainer.py",
+        "if not processes.on_first(lambda: self._step in self._saver.steps()):",
+        "if False:",
+        "stopped by SIGTERM at step",
+    ),
+    6: (
+        "training/trainer.py",
+        "                self._evaluate_and_save()  # what a stop or a kill left undone\n",
+        "",
+        "has other values",
+    ),
+    7: (
+        "launch/supervisor.py",
+        "return 128 + signal.SIGKILL if any(end.killed_by_us for end in endings) else 0",
+        "return 0",
+        "exit 0, expected 137",
+    ),
+    8: (
+        "reliability/watchdog.py",
+        'gives no sign of life", [self._next]',
+        'gives no sign of life", [self._recorder.rank]',
+        "the report says",
+    ),
+    9: (
+        "reliability/absence.py",
+        "behind = min(places.values(), default=(0, 0))",
+        "behind = max(places.values(), default=(0, 0))",
+        "the report says",
+    ),
+    10: (
+        "reliability/fingerprint.py",
+        "return [rank for rank, value in enumerate(prints) if value != expected]",
+        "return []",
+        "exit 0",
+    ),
+    11: (
+        "training/step.py",
+        "return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)",
+        "return new",
+        "",
+    ),
+    12: ("training/guards.py", "    if loss != doubt.loss:\n", "    if True:\n", ""),
+    13: (
+        "reliability/hashes.py",
+        "                if odd:\n",
+        "                if False:\n",
+        "",
+    ),
+    14: ("training/guards.py", "    if loss != doubt.loss:\n", "    if False:\n", ""),
+    15: (
+        "checkpoint/manifest.py",
+        "    if digest == expected:\n",
+        "    if True:\n",
+        "was not seen",
+    ),
+    16: (
+        "checkpoint/manifest.py",
+        "for name in sorted(expected.keys() - actual.keys())",
+        "for name in ()",
+        "",
+    ),
+    17: (
+        "training/trainer.py",
+        'self._watch.incident("not saved", step=step, text=str(error))',
+        "raise",
+        "exit 1",
+    ),
+    18: (
+        "data/pipeline.py",
+        "return slice(process_index * rows, (process_index + 1) * rows)",
+        "return slice(0, rows)",
+        "",
+    ),
+    19: (
+        "reliability/stragglers.py",
+        '"host_s": ("host"',
+        '"host_s": ("input"',
+        "named: [(1, 'input",
+    ),
+    20: (
+        "reliability/stragglers.py",
+        '"input_s": ("input"',
+        '"input_s": ("host"',
+        "named: [(1, 'host",
+    ),
+    21: (
+        "launch/rendezvous.py",
+        "absent = sorted(set(range(1, cluster.num_processes)) - here.keys())",
+        "absent = []",
+        "",
+    ),
+    22: ("launch/supervisor.py", "if kills > kills_before:", "if kills < kills_before:", "rank 1"),
+    23: (
+        "launch/connect.py",
+        "        jax.distributed.shutdown()\n",
+        "        os._exit(jax.process_index() // 7)\n",
+        "exit ",
+    ),
+}
+
+
+def test_every_fault_has_its_break():
+    assert BREAKS.keys() == FAULTS.keys()
+    for file, text, _, _ in BREAKS.values():
+        assert (ROOT / "jaxinfra" / file).read_text().count(text) == 1, (file, text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("number", sorted(BREAKS))
+def test_the_verdict_fails_where_the_product_is_broken(tmp_path, number):
+    file, text, other, words = BREAKS[number]
+    for package in ("jaxinfra", "pallas_kernels"):
+        shutil.copytree(
+            ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    broken = tmp_path / "jaxinfra" / file
+    broken.write_text(broken.read_text().replace(text, other))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxinfra", "gym", "--logs", str(tmp_path / "logs"), str(number)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    print(ended.stdout, ended.stderr)
+    assert ended.returncode == 1, ended
+    assert ended.stdout.startswith(f"FAIL  {number:2d}"), ended
+    assert words in ended.stdout, ended
