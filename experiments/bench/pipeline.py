@@ -109,10 +109,14 @@ def measure(args: argparse.Namespace, variant: Variant) -> dict[str, Any]:
         jax.block_until_ready((loss, gradients))
         seconds.append(time.perf_counter() - start)
         del gradients
-    if args.trace and variant.schedule is PipelineSchedule.ONE_F_ONE_B:
+    memory: Any = program.memory_analysis()
+    if args.trace and variant.schedule is not None:
+        # Kernels in command buffers are traced without the scope they come from.
+        lowered = jax.jit(gradient).lower(parameters, inputs, key=key, loss_scale=scale)
+        program = lowered.compile({"xla_gpu_enable_command_buffer": ""})
+        jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
         with jax.profiler.trace(str(args.trace / variant.name.replace(" ", "-"))):
             jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
-    memory: Any = program.memory_analysis()
     step_s = statistics.median(seconds)
     tokens = variant.rows * args.length
     return {
@@ -228,44 +232,58 @@ def main() -> None:
     parser.add_argument("--remat", default="dots", choices=[remat.value for remat in Remat])
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--budget-s", type=float, default=110.0, help="start nothing after it")
-    parser.add_argument("--trace", type=pathlib.Path, help="trace 1F1B into this directory")
+    parser.add_argument(
+        "--trace", type=pathlib.Path, help="trace the schedules into this directory"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     args = parser.parse_args()
-    began, rows = time.perf_counter(), []
+    began = time.perf_counter()
+    rows: list[dict[str, Any]] = []
     for micro_batches in args.micro_batches:
-        alone_s = None
+        alone_s: float | None = None
         for variant in variants(args, micro_batches):
             if time.perf_counter() - began > args.budget_s:
-                print(f"{variant.name}: not started, --budget-s={args.budget_s:g} is spent")
-                rows.append({"name": variant.name, "error": "not started"})
-                continue
-            try:
-                row = measure(args, variant)
-            except (RuntimeError, ValueError) as error:  # a variant's failure is a row
-                rows.append({"name": variant.name, "error": str(error)[:300]})
-                print(f"{variant.name}: FAILED {str(error)[:300]}", flush=True)
-                continue
-            text = ""
-            if variant.schedule is None and variant.mesh.num_devices == 1:
-                alone_s = row["step_s"]
-            elif variant.schedule is not None and alone_s is not None:
-                row |= {"over_alone": row["step_s"] / alone_s, "own_cost": own_cost(args, variant)}
-                row["over_own_cost"] = row["over_alone"] / row["own_cost"]
-                text = (
-                    f"over alone {row['over_alone']:.3f}, own cost {row['own_cost']:.3f}, "
-                    f"ratio {row['over_own_cost']:.3f}"
+                rows.append(
+                    {"name": variant.name, "error": f"--budget-s={args.budget_s:g} is spent"}
                 )
-            rows.append(row)
-            print(
-                f"{row['name']:18s} {1e3 * row['step_s']:9.1f} ms  "
-                f"{row['tokens_per_s_a_device']:8.0f} tokens/s a device  temp "
-                f"{row['temp_gib']:6.2f} GiB  compile {row['compile_s']:5.1f} s  {text}",
-                flush=True,
-            )
-    if args.out:
-        settings = {key: str(value) for key, value in vars(args).items()}
-        report = {"environment": environment(), "settings": settings, "rows": rows}
-        args.out.write_text(json.dumps(report | {"clocks_after": clocks()}, indent=1) + "\n")
+            else:
+                rows.append(row_of(args, variant, alone_s))
+            if variant.mesh.num_devices == 1:
+                alone_s = rows[-1].get("step_s")
+            print(text_of(rows[-1]), flush=True)
+            if args.out:
+                settings = {key: str(value) for key, value in vars(args).items()}
+                report = {"environment": environment(), "settings": settings, "rows": rows}
+                args.out.write_text(
+                    json.dumps(report | {"clocks_after": clocks()}, indent=1) + "\n"
+                )
+
+
+def row_of(args: argparse.Namespace, variant: Variant, alone_s: float | None) -> dict[str, Any]:
+    """A variant's figures, a schedule's beside its own cost; a failure is a row, too."""
+    try:
+        row = measure(args, variant)
+    except (RuntimeError, ValueError) as error:
+        return {"name": variant.name, "error": str(error)[:300]}
+    if variant.schedule is not None and alone_s is not None:
+        row |= {"over_alone": row["step_s"] / alone_s, "own_cost": own_cost(args, variant)}
+        row["over_own_cost"] = row["over_alone"] / row["own_cost"]
+    return row
+
+
+def text_of(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"{row['name']:18s} {row['error']}"
+    text = (
+        f"{row['name']:18s} {1e3 * row['step_s']:9.1f} ms  {row['tokens_per_s_a_device']:8.0f} "
+        f"tokens/s a device  temp {row['temp_gib']:6.2f} GiB  compile {row['compile_s']:5.1f} s"
+    )
+    if "own_cost" in row:
+        text += (
+            f"  over alone {row['over_alone']:.3f}, own cost {row['own_cost']:.3f}, "
+            f"ratio {row['over_own_cost']:.3f}"
+        )
+    return text
 
 
 if __name__ == "__main__":

@@ -220,11 +220,11 @@ def _validate_pipeline(run: RunConfig) -> None:
     if mesh.pipe == 1:
         return
     runs = mesh.pipe * pipeline.chunks_a_stage
-    if groups % runs:
+    if groups < runs:
         raise ConfigError(
-            f"{groups} repetitions of the block pattern do not divide over pipe={mesh.pipe} stages "
-            f"x {pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; stages are "
-            f"equal: choose a pipe size or schedule whose product divides {groups}"
+            f"{groups} repetitions of the block pattern are too few for pipe={mesh.pipe} stages x "
+            f"{pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; each needs "
+            f"one: choose a pipe size or schedule of at most {groups}"
         )
     if mesh.context > 1:
         raise ConfigError(

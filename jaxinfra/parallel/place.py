@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import ShardingConfig
-from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, Dims
+from jaxinfra.core.axes import BATCH, EMBED, LAYERS, SEQUENCE, Dims
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.context.order import zigzag_indices
@@ -33,15 +34,7 @@ class Placement:
         Args:
             rules: those of parameters and activations by default.
         """
-        sharded = [self.axes(dim, rules) for dim in dims]
-        names = [name for axes in sharded for name in axes]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(
-                f"dims {dims} would be sharded twice over {twice}; "
-                "a mesh axis may shard one dim of a tensor"
-            )
-        return PartitionSpec(*(axes or None for axes in sharded))
+        return _partition(dims, [self.axes(dim, rules) for dim in dims])
 
     def axes(self, dim: str | None, rules: Rules | None = None) -> tuple[str, ...]:
         """The mesh axes of more than one device that shard this dim.
@@ -121,17 +114,27 @@ class Placement:
         share = set(self.axes(EMBED, self.rules.optimizer)) & set(over)
         return over if accumulation > 1 or share else ()
 
+    def _count(self, names: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in names)
+
     def _place(self, model: ModelDefinition, rules: Rules) -> Parameters:
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
-            for size, dim in zip(shape.shape, leaf.dims, strict=True):
-                names = self.axes(dim, rules)
-                shards = math.prod(self.mesh.shape[axis] for axis in names)
+            sharded = [self.axes(dim, rules) for dim in leaf.dims]
+            if LAYERS in leaf.dims:
+                layers = leaf.dims.index(LAYERS)
+                if shape.shape[layers] % self._count(sharded[layers]):
+                    # A stack that does not divide over the stages lies there split by width.
+                    if EMBED in leaf.dims:
+                        sharded[leaf.dims.index(EMBED)] += sharded[layers]
+                    sharded[layers] = ()
+            for size, dim, names in zip(shape.shape, leaf.dims, sharded, strict=True):
+                shards = self._count(names)
                 if size % shards:
                     raise ConfigError(
                         f"parameter {path_name(path)}: dim {dim}={size} does not divide over "
                         f"{' x '.join(names)} = {shards} devices; choose sizes that do"
                     )
-            return self.sharding(leaf.dims, rules)
+            return NamedSharding(self.current_mesh, _partition(leaf.dims, sharded))
 
         return jax.tree_util.tree_map_with_path(place, model.shapes, model.dims)
 
@@ -186,8 +189,26 @@ class ActivationPlacement:
         return jnp.asarray(zigzag_indices(num_tokens, self.sequence_shards), jnp.int32)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
-        """x, constrained to the sharding that the rules give these dims."""
-        return jax.lax.with_sharding_constraint(x, self.placement.sharding(dims))
+        """x, constrained to the sharding that the rules give these dims, its last dim contiguous.
+
+        A weight gathered along its last dim arrives with that dim outermost, and the compiler would
+        lay the whole residual stream out so: norms then reduce over distant elements.
+        """
+        x = jax.lax.with_sharding_constraint(x, self.placement.sharding(dims))
+        if self.num_devices == 1:
+            return x
+        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def _partition(dims: Dims, sharded: list[tuple[str, ...]]) -> PartitionSpec:
+    names = [name for axes in sharded for name in axes]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"dims {dims} would be sharded twice over {twice}; "
+            "a mesh axis may shard one dim of a tensor"
+        )
+    return PartitionSpec(*(axes or None for axes in sharded))
 
 
 def path_name(path: Any) -> str:

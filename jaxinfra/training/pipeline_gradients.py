@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxinfra.config.pipeline import PipelineConfig
@@ -19,7 +20,13 @@ from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.ops.cross_entropy import linear_cross_entropy
 from jaxinfra.parallel.pipeline.executor import HeadSums, StageFunctions, run_pipeline
 from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.order import to_natural_order, to_stage_order
+from jaxinfra.parallel.pipeline.order import (
+    layer_places,
+    pad_layers,
+    to_natural_order,
+    to_stage_order,
+    unpad_layers,
+)
 from jaxinfra.parallel.pipeline.program import make_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, split_batch
@@ -70,7 +77,8 @@ def make_pipeline_gradient(
         backward_ticks=pipeline.backward_ticks,
     )
     program = make_program(schedule)
-    functions = stage_functions(model, z_loss=training.z_loss)
+    places = layer_places(model.config.num_groups, schedule.num_positions)
+    functions = stage_functions(model, z_loss=training.z_loss, places=places)
     drops_out = model.config.dropout_rate > 0.0
 
     def of_stage(blocks: Any, shared: Any, micro: _Micro) -> tuple[jax.Array, Any, Any]:
@@ -102,15 +110,23 @@ def make_pipeline_gradient(
             # Every stage has gradients of its own, in branches that others do not take: no sum over
             # stages may be put there, as tracking what differs between them would.
             check_vma=False,
-        )(parameters["blocks"], shared, micro)
+        )(pad_layers(parameters["blocks"], places), shared, micro)
+        shardings = placement.gradients(model)
+        if len(places) > model.config.num_groups:  # what pads is left out where each device has all
+            d_blocks = jax.lax.with_sharding_constraint(d_blocks, shardings["blocks"])
+            d_blocks = unpad_layers(d_blocks, places)
         gradients = {name: d_shared.get(name, d_blocks) for name in parameters}
-        return loss, jax.lax.with_sharding_constraint(gradients, placement.gradients(model))
+        return loss, jax.lax.with_sharding_constraint(gradients, shardings)
 
     return of_batch
 
 
-def stage_functions(model: ModelDefinition, *, z_loss: float) -> StageFunctions:
-    """A decoder in the pieces that stages run; a layer is one repetition of its block pattern."""
+def stage_functions(model: ModelDefinition, *, z_loss: float, places: np.ndarray) -> StageFunctions:
+    """A decoder in the pieces that stages run; a layer is one repetition of its block pattern.
+
+    Args:
+        places: of ``layer_places``.
+    """
     config = model.config
 
     def positions_of(batch: Batch) -> jax.Array:
@@ -139,9 +155,9 @@ def stage_functions(model: ModelDefinition, *, z_loss: float) -> StageFunctions:
         )
 
     def layer_context(context: _Context, index: jax.Array) -> _Context:
-        return dataclasses.replace(
-            context, keys=None if context.keys is None else context.keys[index]
-        )
+        if context.keys is None:
+            return context
+        return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
 
     def layer(weights: Any, context: _Context, x_BTD: jax.Array) -> jax.Array:
         def repetition(x_BTD: jax.Array, weights: Any) -> jax.Array:
@@ -166,7 +182,7 @@ def stage_functions(model: ModelDefinition, *, z_loss: float) -> StageFunctions:
         with jax.named_scope("loss"):
             sums = linear_cross_entropy(
                 hidden_BTD,
-                decoder.vocabulary_table,
+                decoder.gathered_table,
                 batch.targets,
                 batch.weights,
                 z_loss=z_loss,

@@ -33,8 +33,8 @@ def check(case: Case) -> None:
 
 
 SAMPLE = {
-    "interleaved with fsdp and tensor, untied": Case(
-        model=with_layers(gpt_like, 4),
+    "interleaved with fsdp and tensor, untied, uneven": Case(
+        model=with_layers(gpt_like, 5),
         mesh=MeshConfig(pipe=2, fsdp=2, tensor=2),
         micro_batches=4,
         schedule=INTERLEAVED,
@@ -88,6 +88,16 @@ def test_every_schedule_composes_with_other_axes(schedule, mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [5, 7])
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("make", [llama_like, gemma_like])
+def test_layers_that_do_not_divide_over_the_stages(make, schedule, num_layers):
+    pattern = len(make().blocks)
+    model = with_layers(make, num_layers * pattern)
+    check(Case(model=model, mesh=MeshConfig(pipe=2), micro_batches=4, schedule=schedule))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", Remat)
 @pytest.mark.parametrize("schedule", [ONE, ZB_H1])
 @pytest.mark.parametrize("make", [llama_like, gpt_like, gemma_like])
@@ -98,10 +108,11 @@ def test_every_recomputation_and_model(remat, schedule, make):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [4, 5])
 @pytest.mark.parametrize("schedule", [INTERLEAVED, ZB_V])
-def test_dropout_masks_are_those_of_one_device(schedule):
+def test_dropout_masks_are_those_of_one_device(schedule, num_layers):
     """A mask that differed in one element would move gradients by parts in a thousand."""
-    model = dataclasses.replace(with_layers(llama_like, 4), dropout_rate=0.25)
+    model = dataclasses.replace(with_layers(llama_like, num_layers), dropout_rate=0.25)
     loss, gradients = loss_and_gradients(
         Case(model=model, mesh=MeshConfig(pipe=2), micro_batches=4, schedule=schedule)
     )

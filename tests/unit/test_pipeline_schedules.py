@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.order import exchange_rounds
+from jaxinfra.parallel.pipeline.order import exchange_rounds, layer_places
 from jaxinfra.parallel.pipeline.program import lifetime_violations, make_program
 from jaxinfra.parallel.pipeline.schedule import Kind, violations
 from jaxinfra.parallel.pipeline.timing import (
@@ -162,3 +162,14 @@ def test_zb_h1_splits_only_the_backwards_that_fill_the_bubble(stages):
     schedule = make_schedule(ZB_H1, stages=stages, micro_batches=4 * stages)
     splits = np.count_nonzero(schedule.kind == Kind.WEIGHT, axis=0)
     assert list(splits) == [0] + [2 * (stages - 1)] * (stages - 1)
+
+
+@given(st.integers(1, 12), st.integers(0, 40))
+def test_layers_are_spread_evenly_and_in_order(runs, more):
+    num_layers = runs + more
+    places = layer_places(num_layers, runs).reshape(runs, -1)
+    assert list(places[places >= 0]) == list(range(num_layers))
+    sizes = np.count_nonzero(places >= 0, axis=1)
+    assert np.all(np.diff(sizes) <= 0)
+    assert sizes.max() - sizes.min() <= 1
+    assert places.shape[1] == sizes.max()

@@ -101,8 +101,9 @@ def run_pipeline(
         out, state = run.act(row, given, state)
         inbox = inbox.at[row.write].set(out)
         sends = [_sender(pairs, axis) for pairs in program.exchanges]
-        for i, received in enumerate(jax.lax.switch(exchange, sends, out)):
-            inbox = inbox.at[row.receive[i]].set(received)
+        with jax.named_scope("exchange"):
+            for i, received in enumerate(jax.lax.switch(exchange, sends, out)):
+                inbox = inbox.at[row.receive[i]].set(received)
         return (inbox, state), None
 
     rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
@@ -180,11 +181,12 @@ class _Run:
         for kind, action in actions.items():
             if kind not in self._program.schedule.kind:
                 continue
-            carry = _when(
-                row.kind == kind,
-                lambda carry, action=action: action(row, given, carry[1]),
-                carry,
-            )
+            with jax.named_scope(kind.name.lower()):
+                carry = _when(
+                    row.kind == kind,
+                    lambda carry, action=action: action(row, given, carry[1]),
+                    carry,
+                )
         return carry
 
     def empty_inbox(self) -> jax.Array:
@@ -329,8 +331,8 @@ def _entry(tree: Tree, index: jax.Array) -> Tree:
 
 
 def _get(buffers: list[jax.Array], at: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
-    """Row-major, as they lie: where a reader wants another layout, XLA would else change that of the
-    whole buffer, in every tick, instead of the slice's.
+    """Row-major, as they lie: where a reader wants another layout, XLA would else change the whole
+    buffer's, in every tick, instead of the slice's.
     """
 
     def row_major(x: jax.Array) -> jax.Array:

@@ -1,5 +1,10 @@
 """Layers between the order of checkpoints and the order of a schedule's stages.
 
+The executor's runs of layers are equally long. Where the layers do not divide over them, later runs
+have one layer less, and one whose weights are zero instead: with nothing added to the residual
+stream it is the identity, its gradients are not looked at, and it costs what the longest run's last
+layer does, for which its stage would wait.
+
 Parameters are stored in natural order, stage s holding the s-th part of the stack, so that a
 checkpoint does not depend on the schedule. A schedule with several chunks a stage wants other
 layers there; they are exchanged before and after a step, each run of layers sent once:
@@ -15,6 +20,39 @@ import numpy as np
 from jaxinfra.parallel.pipeline.schedule import Schedule
 
 type Tree = Any
+
+
+def layer_places(num_layers: int, runs: int) -> np.ndarray:
+    """Int [runs * layers of the longest]: which layer stands there, -1 for one of zeros."""
+    longest, first_short = -(-num_layers // runs), num_layers % runs or runs
+    places = np.full((runs, longest), -1)
+    start = 0
+    for run in range(runs):
+        size = longest - (run >= first_short)
+        places[run, :size] = np.arange(start, start + size)
+        start += size
+    return places.reshape(-1)
+
+
+def pad_layers(tree: Tree, places: np.ndarray) -> Tree:
+    """[layers, ...] to [places, ...], with zeros where no layer stands."""
+    if np.all(places >= 0):
+        return tree
+
+    def pad(x: jax.Array) -> jax.Array:
+        is_layer = (places >= 0).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(
+            is_layer, jnp.take(x, np.maximum(places, 0), axis=0), jnp.zeros_like(x[:1])
+        )
+
+    return jax.tree.map(pad, tree)
+
+
+def unpad_layers(tree: Tree, places: np.ndarray) -> Tree:
+    """Undoes ``pad_layers``."""
+    if np.all(places >= 0):
+        return tree
+    return jax.tree.map(lambda x: jnp.take(x, np.flatnonzero(places >= 0), axis=0), tree)
 
 
 def to_stage_order(tree: Tree, schedule: Schedule, *, axis: str) -> Tree:

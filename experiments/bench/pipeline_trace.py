@@ -1,0 +1,118 @@
+"""When each stage worked, from a profiler trace of a pipeline: the bubble as the GPUs had it.
+
+    python -m experiments.bench.pipeline --schedules 1f1b --trace trace
+    python -m experiments.bench.pipeline_trace trace/1f1b-m=16 --picture 1f1b.svg --out 1f1b.json
+
+A stage works from the first to the last kernel of an action; the rest of the step it waits, sends
+or reads what to do next. Kernels are told by the scope they come from, which they keep only outside
+command buffers (``--trace`` compiles without).
+"""
+
+import argparse
+import json
+import pathlib
+import re
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments.bench.environment import environment
+from jaxinfra.diagnostics.trace import Event, device_events
+
+_SCOPE = re.compile(r"/(forward|backward|input|weight|exchange)/")
+_COLOURS = {"forward": "#4c78a8", "backward": "#2f7d4f", "input": "#59a14f", "weight": "#f2a93b"}
+_LONG_NS = 1e5
+"""Shorter runs of kernels are an idle stage looking at its table."""
+
+
+def intervals(events: list[Event]) -> list[tuple[str, float, float]]:
+    """(scope, start, end) of each run of kernels of one scope; kernels between ticks have none."""
+    found: list[tuple[str, float, float]] = []
+    last = None
+    for event in events:
+        match = _SCOPE.search(event.op_name)
+        scope = match.group(1) if match else None
+        if scope is not None and scope == last:
+            found[-1] = (scope, found[-1][1], max(found[-1][2], event.end_ns))
+        elif scope is not None:
+            found.append((scope, event.start_ns, event.end_ns))
+        last = scope
+    return found
+
+
+def summarize(trace: pathlib.Path, stages: int) -> dict[str, Any]:
+    """Milliseconds by stage, and the intervals from the first kernel of the step on."""
+    by_stage = [intervals(device_events(trace, device=stage)) for stage in range(stages)]
+    start = min(spans[0][1] for spans in by_stage)
+    end = max(spans[-1][2] for spans in by_stage)
+    rows: list[dict[str, Any]] = []
+    for spans in by_stage:
+        actions = [s for s in spans if s[0] != "exchange" and s[2] - s[1] > _LONG_NS]
+        work_ns = sum(b - a for _, a, b in actions)
+        exchange_ns = sum(b - a for scope, a, b in spans if scope == "exchange")
+        kinds = {scope for scope, _, _ in actions}
+        rows.append(
+            {
+                "work_ms": work_ns / 1e6,
+                "exchange_ms": exchange_ns / 1e6,  # most of it waiting for the other side
+                "idle_ms": (end - start - work_ns) / 1e6,
+                "mean_ms": {
+                    kind: sum(b - a for k, a, b in actions if k == kind)
+                    / sum(k == kind for k, _, _ in actions)
+                    / 1e6
+                    for kind in sorted(kinds)
+                },
+                "actions": [
+                    [k, round((a - start) / 1e6, 3), round((b - start) / 1e6, 3)]
+                    for k, a, b in actions
+                ],
+            }
+        )
+    step_ms = (end - start) / 1e6
+    busiest_ms = max(row["work_ms"] for row in rows)
+    return {"step_ms": step_ms, "bubble": step_ms / busiest_ms - 1.0, "stages": rows}
+
+
+def draw(result: dict[str, Any], file: pathlib.Path) -> None:
+    """Stages from top to bottom, milliseconds to the right."""
+    figure = Figure(figsize=(14, 0.5 * len(result["stages"]) + 1.2), layout="constrained")
+    axes = figure.add_subplot()
+    for stage, row in enumerate(result["stages"]):
+        for kind, colour in _COLOURS.items():
+            spans = [(a, b - a) for k, a, b in row["actions"] if k == kind]
+            axes.broken_barh(
+                spans, (stage + 0.06, 0.88), facecolor=colour, edgecolor="white", linewidth=0.4
+            )
+    axes.set_xlim(0, result["step_ms"])
+    axes.set_ylim(len(result["stages"]), 0)
+    axes.set_yticks([stage + 0.5 for stage in range(len(result["stages"]))])
+    axes.set_yticklabels([f"stage {stage}" for stage in range(len(result["stages"]))])
+    axes.set_xlabel("ms")
+    axes.set_title(f"measured: {result['step_ms']:.0f} ms, bubble {result['bubble']:.1%}")
+    figure.savefig(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", type=pathlib.Path)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--picture", type=pathlib.Path)
+    parser.add_argument("--out", type=pathlib.Path, help="JSON file")
+    args = parser.parse_args()
+    result = summarize(args.trace, args.stages)
+    print(f"{args.trace}: {result['step_ms']:.1f} ms, bubble {result['bubble']:.3f}")
+    for stage, row in enumerate(result["stages"]):
+        means = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["mean_ms"].items())
+        print(
+            f"stage {stage}: {len(row['actions'])} actions, work {row['work_ms']:.1f} ms, "
+            f"idle {row['idle_ms']:.1f} ms, exchange {row['exchange_ms']:.1f} ms; mean ms: {means}"
+        )
+    if args.picture:
+        draw(result, args.picture)
+    if args.out:
+        report = {"environment": environment(), **result}
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
