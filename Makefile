@@ -5,9 +5,11 @@ SETUP := $(if $(filter .venv/bin/python,$(ENV_PYTHON)),setup)
 PYTEST := $(ENV_PYTHON) -m pytest
 # Whole files go to one worker, because tests of a file share what they compile.
 PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+# Faults at a time: each is a job of two or more processes.
+GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full test-gpu check format lock clean
+.PHONY: help setup train test test-full nightly test-gpu check format lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +26,10 @@ test: $(SETUP) ## The tests, without the slow ones
 
 test-full: $(SETUP) ## The tests, with the slow ones
 	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
+
+nightly: $(SETUP) ## Every fault of the gym, then all other tests, 60 random kills among them
+	$(ENV_PYTHON) -m jaxinfra gym --all --jobs $(GYM_JOBS)
+	$(PYTEST) $(PARALLEL) -m "not gpu" --deselect tests/e2e/test_launch.py::test_fault $(ARGS)
 
 test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)

@@ -3,7 +3,12 @@
 The jobs are the fault gym's: processes with one CPU device each, connected through the loopback.
 """
 
+import contextlib
 import json
+import os
+import random
+import signal
+import time
 
 import pytest
 
@@ -79,3 +84,34 @@ def test_fault(arena, number):
     verdict = judge(number, arena)
     print(verdict.evidence)
     assert verdict.passed, verdict.evidence
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_ranks_killed_at_random_moments(arena):
+    """The supervisor starts the job again after each; the end is the undisturbed run's."""
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    kills = 0
+    for number in range(10):
+        # Every restart at once: otherwise the pauses double.
+        options = {"restarts": 20, "options": ["--backoff", "0"]}
+        with arena.launch(f"kills-{number}", arena.settings(), **options) as job:
+            gone: set[int] = set()
+            while kills < 10 and job.process.poll() is None:
+                here = {ring.rank: ring.pid for ring in read_rings(job.run / "recorder")}
+                if len(here) < arena.processes or gone & {*here.values()}:
+                    time.sleep(0.02)
+                    continue
+                time.sleep(rng.uniform(0, 5))
+                with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                    os.kill(here[rng.randrange(arena.processes)], signal.SIGKILL)
+                    kills += 1
+                gone |= {*here.values()}
+            ended = job.end()
+        assert ended.code == 0, ended.said
+        print(arena.require_same(f"kills-{number}"))
+        if kills == 10:
+            return
+    pytest.fail(f"only {kills} kills hit a running rank")
