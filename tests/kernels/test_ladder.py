@@ -1,0 +1,202 @@
+"""The kernel ladder without a GPU: values in the interpreter, lowering for every rung.
+
+ptxas and the barriers' real timing are seen on a GPU only: ``make test-gpu``, and the benchmark,
+whose stored results are held to say that every rung was right.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
+from pallas_kernels.ladder.specialized import Tiles
+from tests.tolerance import assert_no_worse
+
+
+@pytest.fixture
+def interpreter():
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+
+
+def operands(M, N, K):
+    rng = np.random.default_rng(M + N + K)
+    a, b = rng.normal(size=(M, K)), rng.normal(size=(K, N))
+    return jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)
+
+
+def assert_is_matmul(matmul, M, N, K):
+    a, b = operands(M, N, K)
+    oracle = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    got = jax.block_until_ready(jax.jit(matmul)(a, b))
+    assert_no_worse(got, plain=jnp.matmul(a, b), oracle=oracle)
+
+
+# More steps than stages, so that places are used again; several blocks where they are cheap.
+SHAPES = {
+    "naive": (32, 8, 24),
+    "coalesced": (8, 32, 24),
+    "shared": (32, 32, 64),
+    "registers": (128, 128, 48),
+    "prefetched": (128, 128, 48),
+    "tensor_core": (128, 128, 192),
+    "pipelined": (128, 128, 320),
+    "specialized": (128, 256, 384),
+    "persistent": (128, 256, 384),
+    "clustered": (256, 256, 320),
+    "ping_pong": (256, 128, 384),
+}
+QUICK = ("prefetched", "pipelined", "clustered")
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    "rung",
+    [pytest.param(r, marks=() if r.name in QUICK else pytest.mark.slow, id=r.name) for r in RUNGS],
+)
+def test_a_rung_multiplies(rung):
+    assert_is_matmul(rung.matmul, *SHAPES[rung.name])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("matmul", "tiles"),
+    [
+        (specialized.persistent, Tiles()),
+        (specialized.persistent, Tiles(band=1, across=1)),
+        (specialized.clustered, Tiles(m=256, n=128, num_stages=3)),
+        (specialized.ping_pong, specialized.ALONE),
+        (specialized.ping_pong, Tiles(m=64, n=256, sharers=1)),
+    ],
+    ids=str,
+)
+def test_a_block_walks_several_tiles(matmul, tiles, monkeypatch):
+    # One worker for each cluster: it computes every tile of C, an odd number of them.
+    monkeypatch.setattr(specialized, "NUM_PROCESSORS", 2)
+    M = 3 * tiles.m * (1 if matmul is specialized.persistent else 2)
+    assert_is_matmul(functools.partial(matmul, tiles=tiles), M, tiles.n, 5 * tiles.k)
+
+
+def lowers(f, *args):
+    text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+SQUARE = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda r: r.name)
+def test_a_rung_lowers(rung):
+    lowers(rung.matmul, SQUARE, SQUARE)
+
+
+def test_effects_lower():
+    x = jax.ShapeDtypeStruct((1 << 16,), jnp.float32)
+    lowers(functools.partial(effects.every_nth, stride=8), x)
+    lowers(functools.partial(effects.copy, width=4), x)
+    lowers(functools.partial(effects.copy_with_few_warps, blocks=16, in_flight=4), x)
+    lowers(effects.iterate, x, jax.ShapeDtypeStruct(x.shape, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "error", "words"),
+    [
+        ((128, 64), (128, 64), InputError, r"are not \[M, K\]"),
+        ((128, 64), (64, 100), UnsupportedError, "N=100"),
+        ((100, 64), (64, 128), UnsupportedError, "128 x 128 x 64"),
+        ((128, 40), (40, 128), UnsupportedError, "K=40"),
+    ],
+)
+def test_a_rung_refuses(a, b, error, words):
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (a, b))
+    with pytest.raises(error, match=words):
+        jax.eval_shape(tensor_cores.tensor_core, a, b)
+
+
+def test_a_rung_refuses_other_formats():
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    with pytest.raises(UnsupportedError, match="float32 times float32"):
+        jax.eval_shape(threads.registers, x, x)
+
+
+def elu_arrays():
+    rng = np.random.default_rng(0)
+    # Also the small negative ones, where exp(x) - 1 has no digits left.
+    x = np.concatenate([rng.normal(size=2048), -(10.0 ** rng.uniform(-6, 1, 2048))])
+    d_y = rng.normal(size=4096)
+    return jnp.asarray(x, jnp.bfloat16), jnp.asarray(d_y, jnp.bfloat16)
+
+
+def elu_oracle(x, d_y):
+    x, d_y = np.asarray(x, np.float64), np.asarray(d_y, np.float64)
+    return np.where(x > 0, x, np.expm1(x)), d_y * np.where(x > 0, 1, np.exp(x))
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_elu_and_its_gradient_are_the_formula():
+    x, d_y = elu_arrays()
+    got = jax.block_until_ready(jax.jit(elementwise.elu_and_gradient)(x, d_y))
+    plain = elementwise.elu_and_gradient_reference(x, d_y)
+    oracle = elu_oracle(x, d_y)
+    assert_no_worse(got, plain=plain, oracle=oracle)
+    # Small ones keep their digits: an error relative to the largest would not show it.
+    relative = np.abs(np.asarray(got[0], np.float64) - oracle[0]) / np.abs(oracle[0])
+    assert relative.max() <= 2.0**-8
+    value = jax.block_until_ready(jax.jit(functools.partial(elementwise.elu, vector=1))(x))
+    np.testing.assert_array_equal(value, got[0])
+
+
+def test_elu_refuses():
+    x = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+    with pytest.raises(UnsupportedError, match=r"float32\(4096,\)"):
+        jax.eval_shape(elementwise.elu, jax.ShapeDtypeStruct((4096,), jnp.float32))
+    with pytest.raises(UnsupportedError, match="multiples of 4096"):
+        jax.eval_shape(elementwise.elu, jax.ShapeDtypeStruct((1000,), jnp.bfloat16))
+    with pytest.raises(InputError, match="differ in shape or dtype"):
+        jax.eval_shape(elementwise.elu_and_gradient, x, jax.ShapeDtypeStruct((64, 64), x.dtype))
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize(
+    ("kernel", "want"),
+    [
+        (functools.partial(effects.every_nth, stride=4), lambda x: x[::4]),
+        (functools.partial(effects.copy, width=2), lambda x: x),
+        (functools.partial(effects.copy_with_few_warps, blocks=2, in_flight=2), lambda x: x),
+    ],
+    ids=["stride", "width", "few warps"],
+)
+def test_effects_move_what_they_should(kernel, want, monkeypatch):
+    monkeypatch.setattr(effects, "NUM_PROCESSORS", 1)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=4096), jnp.float32)
+    got = jax.block_until_ready(jax.jit(kernel)(x))
+    np.testing.assert_array_equal(got, want(x))
+
+
+def test_the_closed_form_is_the_loop():
+    x, counts = np.linspace(-3.0, 3.0, 32, dtype=np.float32), np.arange(32)
+    want = x.copy()
+    for i in range(32):
+        want = np.where(i < counts, want / 2 + 1, want)
+    got = effects.iterate_reference(jnp.asarray(x), jnp.asarray(counts, jnp.int32))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda r: r.name)
+def test_a_rung_multiplies_on_a_gpu(rung):
+    assert_is_matmul(rung.matmul, 512, 512, 512)
+
+
+@pytest.mark.gpu
+def test_loops_of_different_lengths_on_a_gpu():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=4096), jnp.float32)
+    counts = jnp.asarray(np.random.default_rng(1).integers(0, 40, 4096), jnp.int32)
+    got = jax.jit(effects.iterate)(x, counts)
+    np.testing.assert_allclose(got, effects.iterate_reference(x, counts), rtol=1e-6)
