@@ -1,6 +1,7 @@
 """Flash attention on a Hopper GPU: error against fp32, and time beside cuDNN in one process.
 
 python -m experiments.bench.attention --check --time --out experiments/results/attention-h200.json
+python -m experiments.bench.attention --tune --widths 128/128
 
 FLOPs of causal cases count half; a backward counts 2.5 forwards; kernel times, medians. Processes
 compile side by side and use the GPU in turn; a refusal or a hang ends one of them.
@@ -30,7 +31,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.environment import clocks, environment
-from pallas_kernels.flash_attention import flash_attention, hopper, preference
+from pallas_kernels.flash_attention import flash_attention, hopper, preference, tune
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 
 SHAPES = ((8, 2048), (4, 4096), (1, 16384))
@@ -396,7 +397,15 @@ def main() -> None:
     parser.add_argument("--limit_s", type=float, default=280, help="of all timing")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--tune",
+        nargs=argparse.REMAINDER,
+        help="find this GPU's fastest tiles and keep them; what follows is the tuner's",
+    )
     args = parser.parse_args()
+    if args.tune is not None:
+        tune.main(args.tune)
+        return
     if args.part is not None:
         measure_part(args.part, args.dims, args.iterations, args.out)
         return

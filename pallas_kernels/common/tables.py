@@ -16,7 +16,8 @@ from .errors import InputError
 
 SCHEMA = 1
 USER_FOLDER_VARIABLE = "PALLAS_KERNELS_TABLES"
-"""Environment variable that names a folder of the user's own tables: OP/QUESTION-DEVICE.json."""
+"""Environment variable that names a folder of the user's own tables: OP/QUESTION-DEVICE.json.
+Without it they are in ``pallas_kernels`` of the user's cache folder."""
 
 type Value = str | int | float | bool | None
 
@@ -127,17 +128,25 @@ def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
         op: the op's name.
         question: what the table answers, such as "forward" or "dispatch".
     """
-    return _find(folder, op, question, device.target().slug, os.environ.get(USER_FOLDER_VARIABLE))
+    return _find(folder, op, question, device.target().slug, str(user_folder()))
+
+
+def user_folder() -> pathlib.Path:
+    """Where this user's own measurements are kept."""
+    named = os.environ.get(USER_FOLDER_VARIABLE)
+    if named:
+        return pathlib.Path(named)
+    return (
+        pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pallas_kernels"
+    )
 
 
 @functools.cache
 def _find(
-    folder: pathlib.Path, op: str, question: str, slug: str, user_folder: str | None
+    folder: pathlib.Path, op: str, question: str, slug: str, user_folder: str
 ) -> Table | None:
     name = f"{question}-{slug}.json"
-    places = [folder / name]
-    if user_folder:
-        places.append(pathlib.Path(user_folder) / op / name)
+    places = [folder / name, pathlib.Path(user_folder) / op / name]
     found = None
     for place in places:
         if place.exists():

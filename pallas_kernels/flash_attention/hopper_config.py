@@ -2,11 +2,18 @@
 
 import dataclasses
 import functools
-import importlib.resources
 import json
+import logging
+import pathlib
 from typing import Any
 
+from pallas_kernels.common import device, tables
 from pallas_kernels.common.errors import UnsupportedError
+
+OP = "flash_attention"
+TUNED = pathlib.Path(__file__).parent / "tuned"
+
+_logger = logging.getLogger(__name__)
 
 # A block may use 227 KiB of the 228 KiB of an sm_90 multiprocessor; the barriers take under 1 KiB.
 SMEM_LIMIT_BYTES = 227 * 1024
@@ -86,25 +93,130 @@ class BackwardConfig:
         return 2 * operands + row_bytes * BACKWARD_QUERIES + dq + 4 * BACKWARD_KEYS + BARRIER_BYTES
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config:
+    """Tiles of the FP8 forward: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+
+    block_kv: int = 128
+    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
+    num_stages: int = 3  # K and V tiles in flight
+    overlap: bool = True  # keeps the softmax under the value product of the tile before
+    num_polynomial: int = 0  # strips of 8 keys whose exponentials bypass the special function unit
+    ping_pong: bool = True  # warpgroups take turns at the tensor cores
+    promote: bool = False  # adds each tile's value product to the sum outside of the tensor cores
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one block."""
+        return 64 * self.num_warpgroups
+
+    def smem_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of one block."""
+        kv = self.num_stages * self.block_kv * (head_dim + value_dim)
+        row_bytes = head_dim + 2 * value_dim + 4 * (1 + 1 + 8)  # q, out, logsumexp, scale, pin
+        return kv + self.block_q * row_bytes + BARRIER_BYTES
+
+
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
-    """The fastest tiles measured on an H200 for this pair of widths."""
-    return ForwardConfig(**_table()["forward"][f"{head_dim}/{value_dim}"])
+    """The fastest tiles measured for this pair of widths."""
+    config = tiles("forward", f"{head_dim}/{value_dim}")
+    assert isinstance(config, ForwardConfig)
+    return config
+
+
+def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:
+    """The fastest tiles measured for this pair of widths."""
+    config = tiles("fp8", f"{head_dim}/{value_dim}")
+    assert isinstance(config, Fp8Config)
+    return config
 
 
 def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:
-    """The fastest form measured on an H200; the plain one otherwise.
+    """The fastest form measured; the plain one otherwise.
 
     Args:
         head_dim, value_dim: widths.
         group: query heads per key/value head. A block then loops that much longer.
     """
-    table = _table()["backward"]
     widths = f"{head_dim}/{value_dim}"
-    alone = table.get(f"{widths} ungrouped") if group == 1 else None
-    return BackwardConfig(**(alone or table.get(widths, {})))
+    alone = tiles("backward", widths + UNGROUPED) if group == 1 else None
+    config = alone or tiles("backward", widths) or BackwardConfig()
+    assert isinstance(config, BackwardConfig)
+    return config
+
+
+type Config = ForwardConfig | BackwardConfig | Fp8Config
+
+KINDS: dict[str, type[Config]] = {
+    "forward": ForwardConfig,
+    "backward": BackwardConfig,
+    "fp8": Fp8Config,
+}
+QUESTION = "tiles"
+"""The user's own ``flash_attention/tiles-DEVICE.json``, made by ``tune``: a row's case is
+{"direction", "key"}, its choice the fields of a configuration."""
+UNGROUPED = " ungrouped"
+"""Ends the key of a backward with as many key/value heads as query heads."""
+
+
+def tiles(direction: str, key: str) -> Config | None:
+    """The user's own fastest for this device if there is one, else the H200's.
+
+    Args:
+        direction: of ``KINDS``.
+        key: head widths of query and value as "128/128", perhaps with ``UNGROUPED``.
+
+    Raises:
+        TableError: the user's file holds what no kernel understands.
+    """
+    own = tables.find(TUNED, OP, QUESTION)
+    rows = [] if own is None else [row for row in own.rows if check_row(row) == (direction, key)]
+    if not rows:
+        return shipped(direction, key)
+    row = min(rows, key=lambda row: row.ms)
+    choice: dict[str, Any] = dict(row.choice)  # of the right kinds: ``check_row``
+    config = KINDS[direction](**choice)
+    _announce(direction, key, str(config), str(user_file()))
+    return config
+
+
+def shipped(direction: str, key: str) -> Config | None:
+    """The fastest on an H200, from the table in the package."""
+    fields = _shipped()[direction].get(key)
+    return None if fields is None else KINDS[direction](**fields)
+
+
+def user_file() -> pathlib.Path:
+    """Where the user's own tiles for this kind of device are kept."""
+    return tables.user_folder() / OP / f"{QUESTION}-{device.target().slug}.json"
+
+
+def check_row(row: tables.Row) -> tuple[str, str]:
+    """A row's (direction, key), its choice being one that a kernel has."""
+    case, choice = dict(row.case), dict(row.choice)
+    direction, key = case.get("direction"), case.get("key")
+    if set(case) != {"direction", "key"} or direction not in KINDS or not isinstance(key, str):
+        raise tables.TableError(
+            f"{user_file()} has a case {case}: a direction of {', '.join(KINDS)} and a key are "
+            "expected; tune again, or delete it"
+        )
+    kinds = {field.name: field.type for field in dataclasses.fields(KINDS[direction])}
+    for name, value in choice.items():
+        if name not in kinds or type(value) is not kinds[name]:
+            raise tables.TableError(
+                f"{user_file()} has {name}={value!r} for {direction} {key}: "
+                f"{KINDS[direction].__name__} has "
+                f"{', '.join(f'{name}: {kind.__name__}' for name, kind in kinds.items())}; tune "
+                "again, or delete it"
+            )
+    return direction, key
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, dict[str, Any]]]:
-    path = importlib.resources.files(__package__) / "tuned" / "nvidia-h200.json"
-    return json.loads(path.read_text())
+def _announce(direction: str, key: str, config: str, path: str) -> None:
+    _logger.info("flash_attention %s %s: %s, from %s", direction, key, config, path)
+
+
+@functools.cache
+def _shipped() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads((TUNED / "nvidia-h200.json").read_text())

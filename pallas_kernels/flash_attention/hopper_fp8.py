@@ -13,8 +13,7 @@ from pallas_kernels.common.errors import UnsupportedError
 
 from . import hopper_fp8_forward
 from .fp8_operands import KEYS_PER_SCALE, Fp8Operands, natural
-from .hopper_config import SMEM_LIMIT_BYTES
-from .hopper_fp8_forward import Fp8Config
+from .hopper_config import SMEM_LIMIT_BYTES, Fp8Config, fp8_config
 from .hopper_geometry import pad_rows
 from .spec import AttentionSpec
 
@@ -23,8 +22,6 @@ WIDTHS = ("64/64", "128/128")
 LEAST_RATIO = 2.0**-60
 """Values of a block this much smaller than the head's largest vanish beside them in any case; a
 smaller ratio would take their probabilities out of fp32's range."""
-
-CONFIGS = {"64/64": Fp8Config(num_warpgroups=3), "128/128": Fp8Config()}
 
 
 def unsupported(spec: AttentionSpec, operands: Fp8Operands) -> str | None:
@@ -58,7 +55,7 @@ def forward(
     if reason is not None:
         raise UnsupportedError(f"Hopper FP8 attention: {reason}")
     (T, _, H), S, V = operands.q.shape[1:], operands.k.shape[1], operands.v_t.shape[2]
-    config = config or CONFIGS[f"{H}/{V}"]
+    config = config or fp8_config(H, V)
     if config.block_kv % KEYS_PER_SCALE:
         raise UnsupportedError(
             f"Hopper FP8 attention: block_kv={config.block_kv} is not whole blocks of "

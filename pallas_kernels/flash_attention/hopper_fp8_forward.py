@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .fp8_operands import KEYS_PER_SCALE
+from .hopper_config import Fp8Config
 from .hopper_fp8_layout import as_operand
 from .hopper_geometry import (
     Geometry,
@@ -44,32 +45,6 @@ NO_MAXIMUM = -1e30
 # reference maximum may lag by 2**RESCALE_ABOVE, so that no entry exceeds 2**8; e4m3 ends at 448.
 P_SHIFT = 5.0
 RESCALE_ABOVE = 3.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Config:
-    """Tiles: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
-
-    block_kv: int = 128
-    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
-    num_stages: int = 3  # K and V tiles in flight
-    overlap: bool = True  # keeps the softmax under the value product of the tile before
-    num_polynomial: int = 0  # strips of 8 keys whose exponentials bypass the special function unit
-    ping_pong: bool = True  # warpgroups take turns at the tensor cores
-    promote: bool = False  # adds each tile's value product to the sum outside of the tensor cores
-
-    @property
-    def block_q(self) -> int:
-        """Query rows of one block."""
-        return 64 * self.num_warpgroups
-
-    def smem_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of one block."""
-        kv = self.num_stages * self.block_kv * (head_dim + value_dim)
-        rows = self.block_q * (
-            head_dim + 2 * value_dim + 4 * (1 + 1 + 8)
-        )  # q, out, lse, scale, pin
-        return kv + rows + 1024  # barriers
 
 
 def forward(

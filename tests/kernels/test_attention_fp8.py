@@ -15,7 +15,7 @@ from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8, qu
 from pallas_kernels.common import device
 from pallas_kernels.flash_attention import fp8, fp8_operands, hopper_fp8
 from pallas_kernels.flash_attention.fp8_operands import KEYS_PER_SCALE
-from pallas_kernels.flash_attention.hopper_fp8_forward import Fp8Config
+from pallas_kernels.flash_attention.hopper_config import Fp8Config
 from pallas_kernels.flash_attention.spec import AttentionSpec
 from tests.kernels import attention_oracle
 from tests.tolerance import assert_no_worse

@@ -156,7 +156,7 @@ def test_the_users_table_overlays_the_packaged_one(tmp_path, monkeypatch):
     assert found.best({"n": 4}) is None
     document["op"] = "softmax"
     (user / "norm" / "forward-cpu.json").write_text(json.dumps(document))
-    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(user) + "/.")
+    tables._find.cache_clear()
     with pytest.raises(tables.TableError, match="answers forward of softmax"):
         tables.find(packaged, "norm", "forward")
 

@@ -1,0 +1,223 @@
+"""Finds the fastest tiles on this GPU and keeps them where the kernels look for them.
+
+    python -m pallas_kernels.flash_attention.tune --widths 128/128 --directions forward backward
+
+Every candidate of a small declared space is run on a full and a causal call, checked against the
+shipped tiles' values, and timed beside them in one process. ``--folder`` (or the environment
+variable PALLAS_KERNELS_TABLES) says where the result is kept; kernels then read it from there.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import functools
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common import device, tables, timing
+from pallas_kernels.common.errors import InputError, UnsupportedError
+
+from . import hopper, hopper_config, hopper_fp8
+from .fp8_operands import quantize_fp8
+from .hopper_config import SMEM_LIMIT_BYTES, UNGROUPED, Config
+from .spec import AttentionMasks, AttentionSpec
+
+SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "forward": {
+        "block_kv": (64, 128),
+        "num_warpgroups": (2, 3),
+        "overlap": (True, False),
+        "ping_pong": (True, False),
+    },
+    "backward": {
+        "num_stages": (2, 3),
+        "register_ds": (False, True),
+        "dq_warpgroup": (False, True),
+    },
+    "fp8": {
+        "block_kv": (128, 192),
+        "num_warpgroups": (2, 3),
+        "overlap": (True, False),
+        "ping_pong": (True, False),
+        "num_polynomial": (0, 4),
+    },
+}
+"""What is tried, all combinations that fit in shared memory and in registers."""
+
+ALLOWED_ERROR = 2.0**-6
+"""Of a candidate's values beside the shipped tiles': two orders of one sum, in 16 or 8 bits."""
+B, T, N = 2, 4096, 16
+
+type Times = Callable[[list[Config]], dict[Config, float]]
+"""Milliseconds of each configuration that computes the right values."""
+
+
+def candidates(direction: str, key: str) -> list[Config]:
+    """The shipped configuration first, then the space's others.
+
+    Raises:
+        InputError: no kernel of this direction has such widths.
+    """
+    H, V = widths(key)
+    shipped = hopper_config.shipped(direction, key)
+    if direction == "backward":
+        by_keys = f"{H}/{V}" in hopper.WIDTHS and max(H, V) <= hopper.WIDEST_BY_KEYS
+        shipped = (shipped or hopper_config.BackwardConfig()) if by_keys else None
+    if shipped is None:
+        raise InputError(f"--widths {key}: no {direction} of these widths takes tiles")
+    space = SPACE[direction]
+    found = [shipped]
+    for values in itertools.product(*space.values()):
+        config = dataclasses.replace(shipped, **dict(zip(space, values, strict=True)))
+        if config not in found and _fits(config, H, V):
+            found.append(config)
+    return found
+
+
+def widths(key: str) -> tuple[int, int]:
+    """Head widths of query and value of a table's key."""
+    try:
+        H, V = (int(width) for width in key.removesuffix(UNGROUPED).split("/"))
+    except ValueError as error:
+        raise InputError(f"--widths {key} is not two widths as 128/128") from error
+    return H, V
+
+
+def _fits(config: Config, H: int, V: int) -> bool:
+    if config.smem_bytes(H, V) > SMEM_LIMIT_BYTES:
+        return False
+    if isinstance(config, hopper_config.BackwardConfig):
+        try:
+            config.check(H)
+        except UnsupportedError:
+            return False
+    return True
+
+
+def tune(direction: str, key: str, times: Times) -> list[tables.Row]:
+    """A row for each candidate that is right, with its time."""
+    measured = times(candidates(direction, key))
+    return [
+        tables.Row.of(
+            case={"direction": direction, "key": key},
+            choice=dataclasses.asdict(config),
+            ms=round(ms, 4),
+        )
+        for config, ms in measured.items()
+    ]
+
+
+def keep(rows: Iterable[tables.Row], environment: dict[str, str]) -> pathlib.Path:
+    """Adds rows to the user's table of this device, in place of those of the same case."""
+    rows = tuple(rows)
+    path = hopper_config.user_file()
+    old = tables.load(path).rows if path.exists() else ()
+    replaced = {row.case for row in rows}
+    table = tables.Table(
+        op=hopper_config.OP,
+        question=hopper_config.QUESTION,
+        device_kind=device.target().kind,
+        environment=tuple(sorted(environment.items())),
+        rows=(*(row for row in old if row.case not in replaced), *rows),
+    )
+    for row in table.rows:
+        hopper_config.check_row(row)
+    tables.save(table, path)
+    return path
+
+
+def on_this_gpu(direction: str, key: str) -> Times:
+    """Times by running: kernel time of a full and a causal call together."""
+    H, V = widths(key)
+    K = N if key.endswith(UNGROUPED) else N // 4
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d_out = (
+        jax.random.normal(key, (B, T, heads, width), jnp.bfloat16)
+        for key, heads, width in zip(keys, (N, K, K, N), (H, H, V, V), strict=True)
+    )
+    masks = AttentionMasks()
+
+    def run(config: Config, right: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        spec = AttentionSpec(scale=H**-0.5, right=right)
+        if isinstance(config, hopper_config.ForwardConfig):
+            return lambda *a: hopper.forward(*a, masks, spec=spec, config=config), (q, k, v)
+        if isinstance(config, hopper_config.Fp8Config):
+            operands = jax.jit(quantize_fp8)(q, k, v)
+            forward = functools.partial(hopper_fp8.forward, spec=spec, dtype=q.dtype)
+            return functools.partial(forward, config=config), (operands,)
+        out, lse = jax.jit(lambda *a: hopper.forward(*a, masks, spec=spec))(q, k, v)
+
+        def backward(q, k, v, out, lse, d_out):
+            return hopper.backward(
+                q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=False,
+                config=config,
+            )[:3]  # fmt: skip
+
+        return backward, (q, k, v, out, lse, d_out)
+
+    def times(configs: list[Config]) -> dict[Config, float]:
+        total = dict.fromkeys(configs, 0.0)
+        for right in (None, 0):
+            work = {config: run(config, right) for config in total}
+            jitted = {config: (jax.jit(f), args) for config, (f, args) in work.items()}
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                list(pool.map(lambda item: item[0].lower(*item[1]).compile(), jitted.values()))
+            want = jitted[configs[0]][0](*jitted[configs[0]][1])
+            for config, (f, args) in jitted.items():
+                if (error := _error(f(*args), want)) > ALLOWED_ERROR:
+                    print(f"left out, error {error:.3g}: {config}", flush=True)
+                    del total[config]
+            named = {str(config): jitted[config] for config in total}
+            taken = timing.measure(named, rounds=3, iterations=3)
+            for config in total:
+                total[config] += taken[str(config)].median_ms
+        return total
+
+    return times
+
+
+def _error(got: Any, want: Any) -> float:
+    errors = [
+        jnp.linalg.norm((a - b).astype(jnp.float32)) / jnp.linalg.norm(b.astype(jnp.float32))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ]
+    return float(jnp.max(jnp.stack(errors)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--widths", nargs="+", default=["64/64", "128/128"], metavar="H/V")
+    parser.add_argument("--directions", nargs="+", default=[*SPACE], choices=[*SPACE])
+    parser.add_argument("--folder", help="where the result is kept and read from")
+    args = parser.parse_args(arguments)
+    if args.folder:
+        os.environ[tables.USER_FOLDER_VARIABLE] = args.folder
+    facts = device.target()
+    if facts.capability != (9, 0):
+        raise UnsupportedError(
+            f"tuning needs the GPU it is for, of compute capability 9.0 (Hopper), not {facts.kind}"
+        )
+    environment = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "calls": f"full and causal, b{B} s{T} h{N}, 4 query heads a key head unless ungrouped",
+    }
+    for direction, width in itertools.product(args.directions, args.widths):
+        keys = [width, width + UNGROUPED] if direction == "backward" else [width]
+        for key in keys:
+            rows = tune(direction, key, on_this_gpu(direction, key))
+            for row in sorted(rows, key=lambda row: row.ms):
+                print(f"{direction} {key} {row.ms:.3f} ms {dict(row.choice)}", flush=True)
+            print(f"kept in {keep(rows, environment)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
