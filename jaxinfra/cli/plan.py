@@ -4,7 +4,7 @@ jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
-jaxinfra plan --schedule 1f1b -p 8 -m 16 --pictures DIR      a pipeline schedule, drawn
+jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule, drawn here or in --pictures
 jaxinfra plan formats                                        number formats and recipes
 jaxinfra plan --self-check                                   against published figures
 """
@@ -29,7 +29,7 @@ from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, Traits
 from jaxinfra.planning.measured import with_bench_results
-from jaxinfra.planning.picture import draw_formats, draw_plan
+from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
 from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
@@ -305,16 +305,14 @@ def _schedule(args: argparse.Namespace) -> int:
     if args.schedule not in list(PipelineSchedule):
         known = nearest(args.schedule, PipelineSchedule)
         raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
-    out = None
-    if args.pictures is not None:
-        args.pictures.mkdir(parents=True, exist_ok=True)
-        out = args.pictures / f"{args.schedule}-p{args.p}-m{args.m}.png"
+    directory = args.pictures or Path()
+    directory.mkdir(parents=True, exist_ok=True)
     found = report(
         PipelineSchedule(args.schedule),
         stages=args.p,
         micro_batches=args.m,
         chunks=max(args.chunks, 2),  # of the interleaved schedule; the others have one
-        out=out,
+        out=directory / f"{args.schedule}-p{args.p}-m{args.m}.png",
     )
     print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))
     return 0
@@ -323,6 +321,8 @@ def _schedule(args: argparse.Namespace) -> int:
 def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> int:
     serving = Serving(devices=args.devices, weights=args.weights, cache=args.cache)
     batch = args.batch or 1
+    if args.pictures is not None:
+        draw_serving(shape, device, serving, args.pictures, context=args.context)
     if args.json:
         figures = summary(shape, device, serving, context=args.context, batch=batch)
         print(json.dumps(figures, allow_nan=False))

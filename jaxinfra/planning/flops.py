@@ -4,7 +4,7 @@ Causal attention counts the keys that are seen, exactly: T (T + 1) / 2 pairs of 
 """
 
 from jaxinfra.planning.params import matmul_parameters
-from jaxinfra.planning.shapes import Attention, ModelShape
+from jaxinfra.planning.shapes import Attention, Latent, ModelShape
 
 
 def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> int:
@@ -50,8 +50,20 @@ def training_flops(shape: ModelShape, length: int, *, batch: int = 1) -> float:
 
 
 def decode_flops(shape: ModelShape, context: int, *, batch: int = 1) -> float:
-    """One new token a sequence after ``context`` cached ones."""
-    return forward_flops(shape, 1, batch=batch, start=context)
+    """One new token a sequence after ``context`` cached ones.
+
+    Latent attention scores the cached latents themselves, its projections absorbed into queries and
+    outputs (arXiv 2405.04434, section 2.1.2): fewer bytes for more FLOPs.
+    """
+    flops = forward_flops(shape, 1, batch=batch, start=context)
+    for layer in shape.layers:
+        attention = layer.attention
+        if isinstance(attention, Latent):
+            absorbed = attention.num_q_heads * (2 * attention.kv_rank + attention.rope_dim)
+            wider = absorbed - attention.score_width - attention.value_width
+            pairs = visible_pairs(1, window=attention.window, start=context)
+            flops += batch * layer.count * 2.0 * pairs * wider
+    return flops
 
 
 def chinchilla_flops(parameters: float, tokens: float) -> float:

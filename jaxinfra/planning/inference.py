@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.flops import decode_flops, forward_flops
-from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
+from jaxinfra.planning.kv import element_bits, kv_bytes, kv_bytes_per_token, kv_table
 from jaxinfra.planning.params import active_parameters, total_parameters
 from jaxinfra.planning.shapes import Experts, ModelShape
 
@@ -16,7 +17,10 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """How a model is served: one copy over ``devices`` GPUs, weights and cache split evenly."""
+    """How a model is served: one copy over ``devices`` GPUs, weights and cache split evenly.
+
+    Times are rooflines of one device's share; communication between devices is not in them.
+    """
 
     devices: int = 1
     weights: str = "bf16"
@@ -27,6 +31,12 @@ class Serving:
             raise ConfigError(
                 f"unknown weight format {self.weights!r}; known: {', '.join(WEIGHT_BYTES)}"
             )
+        element_bits(self.cache)
+
+    @property
+    def compute(self) -> str:
+        """Format of the matmuls."""
+        return "fp8" if self.weights == "fp8" else "bf16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +138,7 @@ def _read_weights(shape: ModelShape, serving: Serving, *, tokens: int) -> float:
 
 def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase:
     flops, size = flops / serving.devices, size / serving.devices
-    compute = "fp8" if serving.weights == "fp8" else "bf16"
+    compute = serving.compute
     arithmetic = flops / (device.flops[compute] * device.matmul_efficiency[compute])
     traffic = size / (device.hbm_bytes_per_s * device.memory_efficiency)
     return Phase(
@@ -147,7 +157,7 @@ def crossover_batch(
 
     Without caches it is the ridge point times the bytes a weight over two: H100 295, H200 206.
     """
-    compute = "fp8" if serving.weights == "fp8" else "bf16"
+    compute = serving.compute
     rate, bandwidth = device.flops[compute], device.hbm_bytes_per_s
     for exponent in range(25):
         batch = 1 << exponent
@@ -167,8 +177,8 @@ def crossover_batch(
 
 def summary(
     shape: ModelShape, device: Device, serving: Serving, *, context: int, batch: int
-) -> dict[str, object]:
-    """The figures of the table and of ``--json``."""
+) -> dict[str, Any]:
+    """The figures of the tables and of ``--json``."""
     pre = prefill(shape, device, serving, batch=batch, length=context)
     step = decode(shape, device, serving, batch=batch, context=context)
     return {
@@ -181,6 +191,7 @@ def summary(
         "kv_bytes_per_token": kv_bytes_per_token(shape, serving.cache),
         "max_batch": max_batch(shape, device, serving, context=context),
         "max_context": max_context(shape, device, serving),
+        "trained_positions": shape.max_positions,
         "prefill_s": pre.seconds,
         "prefill_intensity": pre.intensity,
         "prefill_bound": pre.bound,
@@ -188,6 +199,51 @@ def summary(
         "decode_intensity": step.intensity,
         "decode_bound": step.bound,
         "decode_tokens_per_s": batch / step.seconds,
-        "ridge_flops_per_byte": ridge(device),
+        "ridge_flops_per_byte": ridge(device, serving.compute),
         "compute_bound_batch": crossover_batch(shape, device, serving, context=context),
+        "compute_bound_batch_without_cache": crossover_batch(shape, device, serving, context=0),
+        "kv_table": [dataclasses.asdict(row) for row in kv_table(shape)],
+        "by_cache": by_cache(shape, device, serving, context=context),
+        "by_batch": by_batch(shape, device, serving, context=context),
     }
+
+
+def by_cache(
+    shape: ModelShape, device: Device, serving: Serving, *, context: int
+) -> list[dict[str, Any]]:
+    """What fits beside the weights with each format of the cache, and when decode turns."""
+    found = []
+    for name in ("bf16", "fp8", "int8", "int4"):
+        each = dataclasses.replace(serving, cache=name)
+        found.append(
+            {
+                "cache": name,
+                "max_batch": max_batch(shape, device, each, context=context),
+                "max_context": max_context(shape, device, each),
+                "compute_bound_batch": crossover_batch(shape, device, each, context=context),
+            }
+        )
+    return found
+
+
+def by_batch(
+    shape: ModelShape, device: Device, serving: Serving, *, context: int
+) -> list[dict[str, Any]]:
+    """A decode step of growing batches, as many as fit and the first that does not."""
+    most = max_batch(shape, device, serving, context=context)
+    sizes = [1 << exponent for exponent in range(17)]
+    beyond = [size for size in sizes if size > most][:1]
+    found: list[dict[str, Any]] = []
+    for batch in sorted({size for size in sizes if size < most} | {max(most, 1)} | {*beyond}):
+        step = decode(shape, device, serving, batch=batch, context=context)
+        found.append(
+            {
+                "batch": batch,
+                "fits": batch <= most,
+                "seconds": step.seconds,
+                "tokens_per_s": batch / step.seconds,
+                "intensity": step.intensity,
+                "bound": step.bound,
+            }
+        )
+    return found

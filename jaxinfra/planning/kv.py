@@ -65,11 +65,13 @@ def kv_table(shape: ModelShape) -> list[KvRow]:
     own = sum(layer.count * layer.attention.kv_elements for layer in shape.layers)
     attention = shape.layers[0].attention
     if isinstance(attention, Heads):
-        if 1 < attention.num_kv_heads < heads:
-            forms[f"GQA-{attention.num_kv_heads} (this model)"] = own
+        grouped = f"GQA-{attention.num_kv_heads}"
+        form = {1: "MQA", heads: "MHA"}.get(attention.num_kv_heads, grouped)
     else:
-        forms["MLA (this model)"] = own
-    whole = forms["MHA"] * 2
+        form = "MLA"
+    forms = {name: size for name, size in forms.items() if name != form}
+    forms[f"{form} (this model)"] = own
+    whole = layers * 2.0 * heads * width * 2
     return [
         KvRow(
             form=form,

@@ -75,14 +75,7 @@ def megatron_activation_bytes(
 
 def memory(shape: ModelShape, layout: Layout, device: Device) -> Memory:
     """Predicted peak of the busiest device: the pipeline's first stage."""
-    recipe = layout.bytes_a_parameter
-    weights = gradients = optimizer = 0.0
-    for experts in (False, True):
-        elements = device_parameters(shape, layout, experts=experts)
-        shards = max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
-        weights += recipe.weights * elements / (shards if layout.zero >= 3 else 1)
-        gradients += recipe.gradient_bytes * elements / (shards if layout.zero >= 2 else 1)
-        optimizer += recipe.optimizer_bytes * elements / (shards if layout.zero >= 1 else 1)
+    weights, gradients, optimizer = state_bytes(shape, layout)
     return Memory(
         weights=weights,
         gradients=gradients,
@@ -91,6 +84,19 @@ def memory(shape: ModelShape, layout: Layout, device: Device) -> Memory:
         buffers=_buffers(shape, layout, gradients),
         reserved=float(device.reserved_bytes),
     )
+
+
+def state_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float, float]:
+    """Weights, gradients and optimizer by ZeRO stage and recipe."""
+    recipe = layout.bytes_a_parameter
+    weights = gradients = optimizer = 0.0
+    for experts in (False, True):
+        elements = device_parameters(shape, layout, experts=experts)
+        shards = max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
+        weights += recipe.weights * elements / (shards if layout.zero >= 3 else 1)
+        gradients += recipe.gradient_bytes * elements / (shards if layout.zero >= 2 else 1)
+        optimizer += recipe.optimizer_bytes * elements / (shards if layout.zero >= 1 else 1)
+    return weights, gradients, optimizer
 
 
 def micro_batches_in_flight(layout: Layout) -> float:

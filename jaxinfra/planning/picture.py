@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
-from jaxinfra.planning.inference import Serving, attainable, decode, prefill, ridge
+from jaxinfra.planning.inference import Serving, attainable, by_batch, decode, prefill, ridge
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
 from jaxinfra.planning.shapes import ModelShape
@@ -25,6 +25,17 @@ def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> lis
     }
     if found is not None:
         figures["pareto"] = pareto_figure(found)
+    return _write(figures, directory)
+
+
+def draw_serving(
+    shape: ModelShape, device: Device, serving: Serving, directory: Path, *, context: int
+) -> list[Path]:
+    """Writes roofline.png and decode.png; returns them."""
+    figures = {
+        "roofline": roofline_figure(shape, device, serving, context=context),
+        "decode": decode_figure(shape, device, serving, context=context),
+    }
     return _write(figures, directory)
 
 
@@ -93,30 +104,74 @@ def time_figure(plan: Plan) -> Figure:
     return figure
 
 
-def roofline_figure(shape: ModelShape, device: Device, *, context: int = 4096) -> Figure:
+def decode_figure(shape: ModelShape, device: Device, serving: Serving, *, context: int) -> Figure:
+    """Tokens a second by batch, a line a cached length, as far as the caches fit."""
+    figure, axes = _axes(8, 4.5)
+    for color, length in zip(_COLORS, sorted({1024, 8192, context}), strict=False):
+        steps = by_batch(shape, device, serving, context=length)
+        fitting = [each for each in steps if each["fits"]]
+        if not fitting:
+            continue
+        axes.plot(
+            [each["batch"] for each in fitting],
+            [each["tokens_per_s"] for each in fitting],
+            "o-",
+            color=color,
+            markersize=4,
+            label=f"{length:,} cached tokens",
+        )
+        bound = [each for each in fitting if each["bound"] == "compute"]
+        axes.plot(
+            [each["batch"] for each in bound],
+            [each["tokens_per_s"] for each in bound],
+            "s",
+            color=color,
+            markersize=9,
+            markerfacecolor="none",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("sequences in a batch, as many as fit")
+    axes.set_ylabel("tokens a second")
+    axes.legend(frameon=False, fontsize=9)
+    copies = f"{serving.devices} {device.name}"
+    axes.set_title(
+        f"Decode of {shape.name} on {copies}, weights {serving.weights}, cache {serving.cache}\n"
+        "squares: bound by compute, others by memory",
+        fontsize=11,
+    )
+    return figure
+
+
+def roofline_figure(
+    shape: ModelShape, device: Device, serving: Serving | None = None, *, context: int = 4096
+) -> Figure:
     """Attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
     figure, axes = _axes(8, 5)
-    serving = Serving()
-    point = ridge(device)
+    serving = serving or Serving()
+    point = ridge(device, serving.compute)
     intensities = sorted([point, *(2.0**i for i in range(-1, 15))])
-    roof = [attainable(device, each) / 1e12 for each in intensities]
+    roof = [attainable(device, each, serving.compute) / 1e12 for each in intensities]
     axes.plot(intensities, roof, color="black", linewidth=1.5)
     axes.axvline(point, color="gray", linestyle=":", linewidth=1)
     axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs a byte", fontsize=9)
-    for batch in (1, 4, 16, 64, 256):
+    for i, batch in enumerate((1, 4, 16, 64, 256)):
         phase = decode(shape, device, serving, batch=batch, context=context)
-        rate = attainable(device, phase.intensity) / 1e12
+        rate = attainable(device, phase.intensity, serving.compute) / 1e12
         axes.plot(phase.intensity, rate, "o", color=_COLORS[3])
         axes.annotate(
             f"decode, batch {batch}",
             (phase.intensity, rate),
             fontsize=8,
-            xytext=(7, -9),
+            ha="right" if i % 2 else "left",  # long contexts bring them close together
+            xytext=(-8, 3) if i % 2 else (7, -9),
             textcoords="offset points",
         )
     for length in (128, 1024, 8192):
         phase = prefill(shape, device, serving, batch=1, length=length)
-        rate = attainable(device, phase.intensity) / 1e12
+        rate = attainable(device, phase.intensity, serving.compute) / 1e12
         axes.plot(phase.intensity, rate, "s", color=_COLORS[0])
         axes.annotate(
             f"prefill {length:,}",
@@ -130,7 +185,7 @@ def roofline_figure(shape: ModelShape, device: Device, *, context: int = 4096) -
     axes.set_yscale("log")
     axes.set_ylim(top=roof[-1] * 2)
     axes.set_xlabel("FLOPs a byte of memory traffic")
-    axes.set_ylabel("attainable TFLOP/s, bf16")
+    axes.set_ylabel(f"attainable TFLOP/s, {serving.compute}")
     axes.set_title(f"{shape.name} on one {device.name}; decode after {context:,} cached tokens")
     return figure
 

@@ -8,12 +8,13 @@ type has one set (``constants/*.json``), revised once with these errors in view.
 import dataclasses
 from typing import Any
 
-from jaxinfra.config.presets.models import llama3_8b, llama3_70b, llama32_1b
+from jaxinfra.config.presets import MODELS
+from jaxinfra.config.presets.models import llama3_8b, llama3_70b
 from jaxinfra.planning.catalog import gpt
 from jaxinfra.planning.flops import megatron_flops
 from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2025, Layout, Recompute
-from jaxinfra.planning.shapes import ModelShape
+from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2025, UNROLLED, Layout, Recompute
+from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,7 @@ class TimedStep:
     shape: ModelShape
     layout: Layout
     seconds: float
+    optimizer: bool = True  # False: loss and gradients only
 
 
 PARAMETERS = {
@@ -228,24 +230,88 @@ def _h100() -> list[TimedStep]:
 
 
 def _h200() -> list[TimedStep]:
-    shape = shape_of(llama32_1b(), name="llama32_1b")
-    rows = (
-        ("no recomputation", 1, Recompute.NONE, 0.299, "plain JAX"),
-        ("matmul outputs saved", 1, Recompute.DOTS, 0.2915, "experiments/results/step-h200.json"),
-        ("full recomputation", 1, Recompute.FULL, 0.315, "plain JAX"),
-        ("matmul outputs saved, FSDP on 4", 4, Recompute.DOTS, 0.307, "plain JAX, four GPUs"),
+    """This code base's own steps, by ``jaxinfra bench plan_check``."""
+    found = []
+    for preset, layers, changes, seconds, source in _OURS:
+        config = MODELS[preset]()
+        if layers is not None:
+            config = dataclasses.replace(config, num_layers=layers)
+        layout = Layout(**{"length": 4096, "batch": 4} | changes)
+        shape = shape_of(config, name=preset)
+        found.append(_own(f"{preset} of {shape.num_layers} layers", shape, layout, seconds, source))
+    for layers, changes, seconds in _GRADIENTS:
+        shape = dataclasses.replace(_PIPED, layers=(_piped_layer(layers),))
+        layout = Layout(length=4096, batch=16, **changes)
+        name = f"{layers} layers of 3072, gradients only"
+        found.append(_own(name, shape, layout, seconds, _FOUR, optimizer=False))
+    return found
+
+
+def _own(
+    name: str,
+    shape: ModelShape,
+    layout: Layout,
+    seconds: float,
+    source: str,
+    *,
+    optimizer: bool = True,
+) -> TimedStep:
+    rows = f"{layout.accumulation} x {layout.micro_rows} x {layout.length}"
+    rows += ", sequence parallel" if layout.sequence_parallel else ""
+    rows += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
+    form = f"{layout.remat.value}{'' if layout.traits.scans_layers else ' unrolled'}"
+    return TimedStep(
+        name=f"{name}, {layout.describe()}, {form}, {rows}",
+        source=source,
+        device="h200",
+        shape=shape,
+        layout=layout,
+        seconds=seconds,
+        optimizer=optimizer,
     )
-    return [
-        TimedStep(
-            name=f"Llama-3.2-1B, {name}",
-            source=f"{source}, one step of 4 x 4096 tokens a GPU",
-            device="h200",
-            shape=shape,
-            layout=Layout(length=4096, batch=4 * devices, fsdp=devices, remat=remat),
-            seconds=seconds,
-        )
-        for name, devices, remat, seconds, source in rows
-    ]
+
+
+def _piped_layer(layers: int) -> LayerShape:
+    heads = Heads(num_q_heads=24, num_kv_heads=8, head_dim=128)
+    return LayerShape(attention=heads, feed_forward=Dense(hidden_dim=8192), count=layers)
+
+
+_PIPED = ModelShape(
+    name="3B shape",
+    vocab_size=32_000,
+    model_dim=3072,
+    layers=(_piped_layer(32),),
+    tie_embeddings=False,
+    max_positions=4096,
+)
+
+_ONE = "experiments/results/plan-h200.json"
+_FOUR = "experiments/results/plan-h200-x4.json"
+
+# Preset, layers where fewer, what of the layout is not 4 x 4096 tokens and dots, seconds, source.
+_OURS: tuple[tuple[str, int | None, dict[str, Any], float, str], ...] = (
+    ("llama32_1b", None, {}, 0.2771, _FOUR),
+    ("llama32_1b", None, {"remat": Recompute.MLP}, 0.3070, _ONE),
+    ("llama32_1b", None, {"remat": Recompute.FULL}, 0.3238, _ONE),
+    ("llama32_1b", None, {"remat": Recompute.NONE, "traits": UNROLLED}, 0.2652, _ONE),
+    ("llama32_1b", None, {"accumulation": 4}, 0.3284, _ONE),
+    ("llama32_1b", None, {"length": 16_384, "batch": 1}, 0.3810, _ONE),
+    ("llama32_1b", None, {"length": 1024, "batch": 16}, 0.2542, _ONE),
+    ("llama32_3b", None, {"batch": 2, "remat": Recompute.FULL}, 0.4421, _ONE),
+    ("small", None, {"length": 1024, "batch": 32}, 0.0552, _ONE),
+    ("llama32_1b", None, {"batch": 16, "fsdp": 4}, 0.3051, _FOUR),
+    ("llama31_8b", 8, {"batch": 16, "fsdp": 4}, 0.4723, _FOUR),
+    ("llama31_8b", 8, {"batch": 16, "tensor": 4}, 0.5358, _FOUR),
+    ("llama31_8b", 8, {"batch": 16, "tensor": 4, "sequence_parallel": True}, 0.5818, _FOUR),
+)
+
+# Layers, layout, seconds of loss and gradients.
+_GRADIENTS: tuple[tuple[int, dict[str, Any], float], ...] = (
+    (8, {"accumulation": 16}, 0.8888),
+    (32, {"pipe": 4, "accumulation": 16}, 1.0011),
+    (32, {"pipe": 4, "chunks": 2, "accumulation": 16}, 1.0180),
+    (32, {"fsdp": 4, "accumulation": 4}, 0.9417),
+)
 
 
 GPT_BILLIONS = (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -9,7 +10,7 @@ from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, Recompute, Traits, refusal
-from jaxinfra.planning.memory import memory
+from jaxinfra.planning.memory import memory, state_bytes
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.shapes import Experts, ModelShape
 from jaxinfra.planning.step import step_time
@@ -206,12 +207,14 @@ def layouts(
                 if rest // pipe % context:
                     continue
                 data = rest // pipe // context
-                yield from _data_layouts(shape, question, reasons, (tensor, pipe, context, data))
+                sizes = tensor, pipe, context, data
+                yield from _data_layouts(shape, question, device, reasons, sizes)
 
 
 def _data_layouts(
     shape: ModelShape,
     question: Question,
+    device: Device,
     reasons: dict[str, int],
     sizes: tuple[int, int, int, int],
 ) -> Iterator[Layout]:
@@ -239,33 +242,43 @@ def _data_layouts(
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 continue
-            yield from _variants(shape, question, base, reasons)
+            yield from _variants(shape, question, base, device, reasons)
 
 
 def _variants(
-    shape: ModelShape, question: Question, base: Layout, reasons: dict[str, int]
+    shape: ModelShape, question: Question, base: Layout, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
-    """ZeRO stages, micro-batches and interleaving of one mesh."""
+    """Recipes, ZeRO stages, micro-batches and interleaving of one mesh.
+
+    Of a state that alone is too big, one layout is enough: what it runs on adds to it.
+    """
     zeros = [question.zero] if question.zero is not None else ([1, 2, 3] if base.fsdp > 1 else [0])
     layers = shape.num_layers // base.pipe
     chunk_counts = [1] if base.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
-    for rows in _MICRO_ROWS:
-        if base.batch % (base.data * rows):
-            continue
-        accumulation = base.batch // (base.data * rows)
-        if base.pipe > 1 and accumulation < base.pipe:
-            continue  # fewer micro-batches than stages: most of the pipeline waits
-        for zero in zeros:
-            for chunks in chunk_counts:
-                layout = dataclasses.replace(
-                    base, accumulation=accumulation, zero=zero, chunks=chunks
-                )
-                reason = refusal(shape, layout) if zero == 3 else None
-                if reason is None:
-                    for recipe in question.recipes:
-                        yield dataclasses.replace(layout, recipe=recipe)
-                else:
-                    reasons[reason] = reasons.get(reason, 0) + 1
+    rows_and_chunks = [
+        (rows, chunks)
+        for rows in _MICRO_ROWS
+        # With fewer micro-batches than stages most of the pipeline waits.
+        if base.batch % (base.data * rows) == 0
+        and (base.pipe == 1 or base.batch // (base.data * rows) >= base.pipe)
+        for chunks in chunk_counts
+    ]
+    for recipe, zero in itertools.product(question.recipes, zeros):
+        for rows, chunks in rows_and_chunks:
+            layout = dataclasses.replace(
+                base,
+                accumulation=base.batch // (base.data * rows),
+                zero=zero,
+                chunks=chunks,
+                recipe=recipe,
+            )
+            reason = refusal(shape, layout) if zero == 3 else None
+            if reason is not None:
+                reasons[reason] = reasons.get(reason, 0) + 1
+                break
+            yield layout
+            if sum(state_bytes(shape, layout)) > device.hbm_bytes:
+                break
 
 
 def why_slower(plan: Plan, best: Plan) -> str:

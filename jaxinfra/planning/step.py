@@ -228,6 +228,7 @@ def weight_passes(shape: ModelShape, layout: Layout) -> list[Memory]:
 def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
     """Weights gathered and gradients reduced over the data axes, of one step on one device."""
     recipe = layout.bytes_a_parameter
+    item = max(recipe.gradients, recipe.accumulated)
     found: list[Collective] = []
     for experts in (False, True):
         elements = device_parameters(shape, layout, experts=experts)
@@ -236,35 +237,45 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
         # An expert's copies are fewer: the expert axis takes its devices from the data axes.
         fsdp = layout.fsdp if not experts else max(layout.fsdp // layout.expert, 1)
         if layout.zero == 3 and fsdp > 1:
-            # Layer by layer, before its forward and its backward pass.
-            item = _gathered_bytes(layout)
-            calls = 2 * layout.accumulation * _calls(shape, layout, item, experts=experts)
-            size = 2 * layout.accumulation * elements * item / calls
-            found.append(Collective("weights", "all-gather", "fsdp", size, True, calls))
-        item = max(recipe.gradients, recipe.accumulated)
-        gradients = elements * item
-        if fsdp > 1:
+            found += _sharded_weights(shape, layout, elements, item, experts=experts)
+        elif fsdp > 1:
             kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
             # Where gradients are sharded, no device has room to sum micro-batches first.
-            times = layout.accumulation if layout.zero >= 2 else 1
-            calls = _calls(shape, layout, item, experts=experts) if layout.zero >= 2 else 1
-            found.append(
-                Collective("gradients", kind, "fsdp", gradients / calls, True, times * calls)
-            )
+            times = layout.accumulation if layout.zero == 2 else 1
+            found.append(Collective("gradients", kind, "fsdp", item * elements, True, times))
             if layout.zero in (1, 2):
                 found.append(
                     Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
                 )
-        if layout.zero >= 3 and fsdp > 1 and not experts:
-            # Rows of a table that is sharded by width go to their tokens, and gradients back.
-            rows = 2.0 * layout.micro_tokens * shape.model_dim
-            found.append(
-                Collective("rows", "all-to-all", "fsdp", rows, True, 2 * layout.accumulation)
-            )
         if layout.replica * layout.context > 1:
             axis = "replica" if layout.replica > 1 else "context"
             share = fsdp if layout.zero >= 2 else 1
-            found.append(Collective("gradients", "all-reduce", axis, gradients / share, True))
+            found.append(Collective("gradients", "all-reduce", axis, item * elements / share, True))
+    return found
+
+
+def _sharded_weights(
+    shape: ModelShape, layout: Layout, elements: float, item: float, *, experts: bool
+) -> list[Collective]:
+    """Fully sharded, each micro-batch: layers are gathered before their forward and their backward
+    pass and the logits' table once; gradients are reduced to their shards. Rows of the input table
+    go to their tokens instead, and their gradients back.
+    """
+    micro, table = layout.accumulation, 0.0
+    found: list[Collective] = []
+    if not experts:
+        table = float(shape.vocab_size * shape.model_dim / layout.tensor)
+        tables = 1 if shape.tie_embeddings or layout.pipe > 1 else 2
+        elements -= tables * table
+        rows = 2.0 * layout.micro_tokens * shape.model_dim
+        found.append(Collective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
+    gathered = _gathered_bytes(layout)
+    calls = 2 * _calls(shape, layout, gathered, experts=experts) + (table > 0)
+    size = gathered * (2 * elements + table) / calls
+    found.append(Collective("weights", "all-gather", "fsdp", size, True, micro * calls))
+    calls = _calls(shape, layout, item, experts=experts) + (table > 0)
+    size = item * (elements + table) / calls
+    found.append(Collective("gradients", "reduce-scatter", "fsdp", size, True, micro * calls))
     return found
 
 
@@ -286,13 +297,13 @@ _COMBINED_BYTES = 30 * 2**20  # xla_gpu_all_gather_combine_threshold_bytes and i
 
 
 def _calls(shape: ModelShape, layout: Layout, item: float, *, experts: bool) -> int:
-    """Collectives of all weights of one pipeline stage, a pass over them."""
+    """Collectives of the layers of one pipeline stage, a pass over them."""
     layers = sum(
         layer.count
         * _layer_calls(layer, shape.model_dim, layout.tensor, layout.expert, item, experts=experts)
         for layer in shape.layers
     )
-    return math.ceil(layers / layout.pipe) + (0 if experts else 1)
+    return max(math.ceil(layers / layout.pipe), 1)
 
 
 def _gathered_bytes(layout: Layout) -> float:

@@ -209,14 +209,42 @@ def serving_tables(
 ) -> list[RenderableType]:
     """Inference: what fits, how fast, and the cache in other forms."""
     figures = summary(plan_shape, device, serving, context=context, batch=batch)
-    rows = [(name.replace("_", " "), _figure(value)) for name, value in figures.items()]
+    rows = [
+        (name.replace("_", " "), _figure(value))
+        for name, value in figures.items()
+        if not isinstance(value, list)
+    ]
     caches = [
         (row.form, row.cache_format, f"{row.bytes_per_token:,.0f}", f"{row.over_mha:.1f}x")
         for row in kv_table(plan_shape)
     ]
+    fits = [
+        (
+            each["cache"],
+            f"{each['max_batch']:,}",
+            f"{each['max_context']:,}",
+            _figure(each["compute_bound_batch"]),
+        )
+        for each in figures["by_cache"]
+    ]
+    steps = [
+        (
+            f"{each['batch']:,}",
+            f"{1e3 * each['seconds']:,.2f} ms",
+            f"{each['tokens_per_s']:,.0f}",
+            f"{each['intensity']:,.1f}",
+            each["bound"],
+            "" if each["fits"] else "does not fit",
+        )
+        for each in figures["by_batch"]
+    ]
+    fitting = ("cache", f"batch of {context:,} tokens", "longest sequence", "compute-bound from")
+    columns = ("batch", "a step", "tokens/s", "FLOPs a byte", "bound by", "")
     return [
         grid(f"Serving {plan_shape.name} on {device.name}", ("", ""), rows),
         grid("KV cache", ("heads", "format", "bytes a token", "less than MHA"), caches),
+        grid("What fits beside the weights", fitting, fits),
+        grid(f"Decode after {context:,} cached tokens", columns, steps),
     ]
 
 
@@ -224,7 +252,7 @@ def _figure(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if value is None:
-        return "none: every sequence brings its own cache to read"
+        return "no batch: every sequence brings its own cache to read"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
