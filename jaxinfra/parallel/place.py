@@ -189,15 +189,23 @@ class ActivationPlacement:
         return jnp.asarray(zigzag_indices(num_tokens, self.sequence_shards), jnp.int32)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
-        """x, constrained to the sharding that the rules give these dims, its last dim contiguous.
+        """x, constrained to the sharding that the rules give these dims, and where weights are
+        gathered along the width to a layout that has it contiguous.
 
-        A weight gathered along its last dim arrives with that dim outermost, and the compiler would
-        lay the whole residual stream out so: norms then reduce over distant elements.
+        A weight arrives from an all-gather with the gathered dim outermost. Left to the compiler,
+        the residual stream takes that over from the weights into it, and norms then reduce over
+        elements a whole batch apart.
         """
         x = jax.lax.with_sharding_constraint(x, self.placement.sharding(dims))
-        if self.num_devices == 1:
-            return x
-        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        is_stream = x.ndim == 3 and dims[-1] == STREAM
+        # Where the stream is scattered by sequence, a sum and its scatter would no longer meet.
+        if is_stream and self.placement.axes(EMBED) and not self._scatters_stream:
+            return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
+        return x
+
+    @property
+    def _scatters_stream(self) -> bool:
+        return self.placement.axes(STREAM_SEQUENCE) != self.placement.axes(SEQUENCE)
 
 
 def _partition(dims: Dims, sharded: list[tuple[str, ...]]) -> PartitionSpec:
