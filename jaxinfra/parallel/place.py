@@ -14,7 +14,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import ShardingConfig
-from jaxinfra.core.axes import BATCH, EMBED, LAYERS, SEQUENCE, Dims
+from jaxinfra.core.axes import BATCH, EMBED, LAYERS, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.context.order import zigzag_indices
