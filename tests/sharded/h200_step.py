@@ -1,4 +1,5 @@
-"""Compiles a step for four H200s that are not there, and prints its collectives as JSON.
+"""Compiles a step for four H200s that are not there, and prints as JSON its collectives, and how
+many activations it holds with the width outermost.
 
     python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1]
 
@@ -53,7 +54,13 @@ def main() -> None:
     found = [
         dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in collectives(compiled)
     ]
-    print(json.dumps(found))
+    # The embedding's all-to-all is along the width.
+    width_first = [
+        line
+        for line in (compiled.as_text() or "").splitlines()
+        if f"= bf16[{WIDTH},{ROWS // 4},{LENGTH}]" in line and "embedding" not in line
+    ]
+    print(json.dumps({"collectives": found, "width_first": len(width_first)}))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ pytestmark = [
 
 
 @functools.cache
-def step(*arguments: str) -> list[dict[str, Any]]:
-    """Collectives of more than 1 MiB."""
+def compiled(*arguments: str) -> dict[str, Any]:
+    """What ``h200_step`` prints."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.sharded.h200_step", *arguments],
         capture_output=True,
@@ -39,8 +39,12 @@ def step(*arguments: str) -> list[dict[str, Any]]:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found = json.loads(ended.stdout.splitlines()[-1])
-    return [each for each in found if each["sent_bytes"] > 2**20]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def step(*arguments: str) -> list[dict[str, Any]]:
+    """Collectives of more than 1 MiB."""
+    return [e for e in compiled(*arguments)["collectives"] if e["sent_bytes"] > 2**20]
 
 
 def of_blocks(found: list[dict[str, Any]]) -> collections.Counter[tuple[str, str, str]]:
@@ -109,3 +113,8 @@ def test_fully_sharded_is_hidden_by_the_better_schedule():
     assert {each["dtype"] for each in better if each["kind"] == "reduce-scatter"} == {"f32"}
     tables = [e for e in better if e["kind"] == "all-gather" and max(e["shape"]) > 100_000]
     assert [each["times"] for each in tables] == [1]
+
+
+def test_gathered_weights_do_not_turn_the_residual_stream():
+    """Its width stays contiguous; a weight gathered along it arrives with the width outermost."""
+    assert compiled("fsdp=4")["width_first"] == 0
