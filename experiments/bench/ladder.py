@@ -26,7 +26,7 @@ import numpy as np
 
 from experiments.bench.environment import clocks, environment
 from pallas_kernels.common import timing
-from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores
+from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
 from pallas_kernels.ladder.specialized import Tiles
 
 SIZES = (4096, 8192)
@@ -36,6 +36,7 @@ NUM_ELEMENTS = 1 << 28  # fp32: 1 GiB
 STRIDES = (1, 2, 4, 8, 16, 32)
 BLOCKS = (1, 2, 4, 8, 16)
 VARIANTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "prefetched 4-byte loads of A": functools.partial(threads.prefetched, patch=threads.PATCH),
     "tensor_core swizzle 32": functools.partial(tensor_cores.tensor_core, swizzle=32),
     "tensor_core swizzle 64": functools.partial(tensor_cores.tensor_core, swizzle=64),
     "pipelined 2 stages": functools.partial(tensor_cores.pipelined, num_stages=2),
@@ -52,6 +53,7 @@ VARIANTS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "clustered band 8 of N": functools.partial(
         specialized.clustered, tiles=Tiles(band=8, across=1)
     ),
+    "ping_pong": specialized.ping_pong,
     "ping_pong 64x256": functools.partial(
         specialized.ping_pong, tiles=Tiles(m=64, n=256, sharers=1)
     ),
@@ -123,6 +125,7 @@ def elu_values() -> dict[str, Any]:
         "value by hand": (elementwise.elu, (x,)),
         "value by hand, 2 bytes a load": (one, (x,)),
         "value by XLA": (elementwise.elu_reference, (x,)),
+        "value by XLA, bf16 formula": (jax.nn.elu, (x,)),
         "value and gradient by hand": (elementwise.elu_and_gradient, (x, d_y)),
         "value and gradient by XLA": (elementwise.elu_and_gradient_reference, (x, d_y)),
         "value, then gradient, by XLA in two calls": (xla_in_two, (x, d_y)),
@@ -198,6 +201,40 @@ def divergent() -> dict[str, Any]:
     return {"ms": times, "longest_over_mean": longest, "error": error}
 
 
+def sustained() -> dict[str, Any]:
+    """The last rung and XLA in bursts and without a pause, on random numbers and on zeros."""
+    size, seconds = SIZES[-1], 1.2
+    found = {}
+    for data, (a, b) in {
+        "random": operands(size),
+        "zeros": tuple(jnp.zeros((size, size), jnp.bfloat16) for _ in range(2)),
+    }.items():
+        forms = {RUNGS[-1].name: jax.jit(RUNGS[-1].matmul), "xla": xla}
+        bursts = timing.measure({n: (f, (a, b)) for n, f in forms.items()}, rounds=4, iterations=4)
+        for name, f in forms.items():
+            per_call_s, seen = without_pause(functools.partial(f, a, b), seconds)
+            found[f"{name}, {data}"] = {
+                "burst_tflops": 2 * size**3 / bursts[name].median_ms / 1e9,
+                "sustained_tflops": 2 * size**3 / per_call_s / 1e12,
+                "clocks": seen,
+            }
+    return found
+
+
+def without_pause(call: Callable[[], jax.Array], seconds: float) -> tuple[float, str | None]:
+    """Wall time of a call among many, and the clocks meanwhile."""
+    seen: list[str | None] = []
+    sampler = threading.Timer(seconds * 0.6, lambda: seen.append(clocks()))
+    sampler.start()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        jax.block_until_ready([call() for _ in range(20)])
+        count += 20
+    wall_s = time.perf_counter() - start
+    sampler.join()
+    return wall_s / count, seen[0]
+
+
 def items() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Everything there is to measure, in order."""
     for rung in RUNGS:
@@ -208,6 +245,7 @@ def items() -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "access", strided
     yield "occupancy", occupied
     yield "divergence", divergent
+    yield "sustained", sustained
     for size in reversed(SIZES):
         for name, variant in VARIANTS.items():
             yield (

@@ -81,11 +81,11 @@ def _strides(axes, row: dict[str, Any]) -> None:
     strides = [each["stride"] for each in row["stride"]]
     rates = [each["gb_s"] for each in row["stride"]]
     axes.plot(strides, rates, "o-", color=TENSOR_CORES, label="measured")
-    # A sector of 32 bytes moves for each number of 4, until numbers share none; 4 more are written.
-    moved = [4 * min(stride, 8) + 4 for stride in strides]
+    # 64 bytes move for each number of 4, until numbers share none; 4 more are written.
+    moved = [4 * min(stride, 16) + 4 for stride in strides]
     axes.plot(
         strides, [rates[0] * 8 / each for each in moved], "--", color="gray",
-        label="if whole 32-byte sectors move",
+        label="if 64 bytes move at a time",
     )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks(strides, [str(stride) for stride in strides])

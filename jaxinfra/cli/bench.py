@@ -19,7 +19,7 @@ BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
     "attention": "flash attention forward and backward, beside cuDNN",
     "memory_bound": "softmax and RMSNorm, forward and gradient, beside XLA and a copy",
-    "ladder": "matmul in eleven steps beside cuBLAS; ELU; access, occupancy, divergence",
+    "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
     "roofline": "this device's ceilings, and kernels, prefill and decode under them",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
     "context_parallel": "attention over a sharded sequence, beside one device's kernel",

@@ -1,8 +1,8 @@
 """Small kernels, each of which makes one property of the machine visible in its time.
 
-A memory transaction moves a sector of 32 bytes, however few of them are asked for; a warp's 32
-threads run one instruction; a multiprocessor hides the latency of memory by having many loads on
-their way (Little's law).
+Memory moves 64 bytes at a time, however few of them are asked for; a warp's 32 threads run one
+instruction; a multiprocessor hides the latency of memory by having many loads on their way
+(Little's law).
 """
 
 import jax

@@ -29,11 +29,10 @@ RUNGS = (
     Rung(matmul=threads.coalesced, adds="warps along a row", tensor_cores=False),
     Rung(matmul=threads.shared, adds="tiles in shared memory", tensor_cores=False),
     Rung(matmul=threads.registers, adds="8 x 8 elements a thread", tensor_cores=False),
-    Rung(matmul=threads.prefetched, adds="loads a tile ahead, wide ones for B", tensor_cores=False),
+    Rung(matmul=threads.prefetched, adds="16-byte loads, a tile ahead", tensor_cores=False),
     Rung(matmul=tensor_cores.tensor_core, adds="tensor cores, tiles by the copy engine"),
     Rung(matmul=tensor_cores.pipelined, adds="four tiles on their way"),
     Rung(matmul=specialized.specialized, adds="a warpgroup copies, two multiply; 128 x 256 tiles"),
     Rung(matmul=specialized.persistent, adds="persistent blocks, tiles in an order for L2"),
     Rung(matmul=specialized.clustered, adds="pairs of blocks share tiles of B"),
-    Rung(matmul=specialized.ping_pong, adds="one warpgroup stores while the other multiplies"),
 )

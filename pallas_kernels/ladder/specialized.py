@@ -1,4 +1,4 @@
-"""Rungs 8 to 11: a warpgroup that only copies, two that only multiply.
+"""Rungs 8 to 10, and a branch that lost: a warpgroup that only copies, two that only multiply.
 
 Dims: M row of A and C, N column of B and C, K contraction.
 """

@@ -23,10 +23,16 @@ TILED, Tiling = plgpu.Layout.TILED, plgpu.Tiling
 # One element a thread; the 32 lanes of a warp walk down a column, or along a row.
 DOWN = TILED(Tiling(((32, 4), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1)
 ALONG = TILED(Tiling(((4, 32), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-# 8 x 8 elements a thread of a 64 x 128 tile, in vectors of 4 columns.
+# 8 x 8 elements a thread of a 64 x 128 tile: every fourth row, or 8 rows that are neighbours and
+# so come from shared memory 16 bytes at a time, as the columns do in both.
 PATCH = TILED(
     Tiling(((64, 128), (32, 64), (4, 32), (4,))),
     warp_dims=(-7, -6), lane_dims=(-3, -2), vector_dim=-1,
+)  # fmt: skip
+
+WIDE_PATCH = TILED(
+    Tiling(((64, 128), (32, 64), (8, 32), (4,))),
+    warp_dims=(-7, -6), lane_dims=(-5, -2), vector_dim=-1,
 )  # fmt: skip
 
 
@@ -144,12 +150,15 @@ B_WIDE = TILED(
 
 def registers(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
     """8 x 8 elements of C a thread: 16 numbers from shared memory feed 64 multiply-adds."""
-    return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_NARROW), num_stages=1)
+    layouts = (A_NARROW, B_NARROW, PATCH)
+    return _patch_a_thread(a_MK, b_KN, layouts=layouts, num_stages=1)
 
 
-def prefetched(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
-    """Loads issued a tile ahead, 16 bytes wide for B: they travel while this tile is multiplied."""
-    return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_WIDE), num_stages=2)
+def prefetched(a_MK: jax.Array, b_KN: jax.Array, *, patch=WIDE_PATCH) -> jax.Array:
+    """16-byte loads, those from device memory a tile ahead: they travel while this one is
+    multiplied.
+    """
+    return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_WIDE, patch), num_stages=2)
 
 
 def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
@@ -179,7 +188,7 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
         def multiply(slot, acc_MN):
             for k in range(depth):
                 a_ref, b_ref = a_smem.at[slot, k, mine], b_smem.at[slot, k]
-                acc_MN = multiply_add(acc_MN, a_ref, b_ref, PATCH)
+                acc_MN = multiply_add(acc_MN, a_ref, b_ref, layouts[2])
             return acc_MN
 
         def step(i, acc_MN):
@@ -196,7 +205,7 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             # Without a barrier the compiler moves the loads to where they are used: the next turn.
             return lax.optimization_barrier((multiply(slot, acc_MN), a, b))
 
-        acc_MN = zeros((rows, columns), PATCH)
+        acc_MN = zeros((rows, columns), layouts[2])
         if num_stages == 1:
             acc_MN = lax.fori_loop(0, num_steps, step, acc_MN)
         else:

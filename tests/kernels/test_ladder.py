@@ -49,7 +49,6 @@ SHAPES = {
     "specialized": (128, 256, 384),
     "persistent": (128, 256, 384),
     "clustered": (256, 256, 320),
-    "ping_pong": (256, 128, 384),
 }
 QUICK = ("prefetched", "pipelined", "clustered")
 
