@@ -268,14 +268,22 @@ def _of_frozen[**P, R](
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Bound:
-    """A jitted function of frozen parameters and others, the frozen ones given."""
+    """A jitted function of frozen parameters and others, or a stage of it, the former given."""
 
-    function: Wrapped
+    stage: Any  # jax.stages.Wrapped, Lowered or Compiled
     frozen: Parameters
 
     def __call__(self, *args: Any) -> Any:
-        return self.function(self.frozen, *args)
+        return self.stage(self.frozen, *args)
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any) -> "_Bound":
         """As of the jitted function."""
-        return self.function.lower(self.frozen, *args)
+        return _Bound(self.stage.lower(self.frozen, *args), self.frozen)
+
+    def compile(self) -> "_Bound":
+        """As of a lowered one."""
+        return _Bound(self.stage.compile(), self.frozen)
+
+    def as_text(self) -> str:
+        """As of a lowered or a compiled one."""
+        return self.stage.as_text()

@@ -109,7 +109,9 @@ def small(path: pathlib.Path, kind: str, options: dict, *, device: str) -> None:
 
 def orders(model: torch.nn.Module, device: str) -> list[tuple[str, str, bool]]:
     """(attention, device, rows turned round?), the usual one first."""
-    attentions = ("eager", "sdpa") if model._supports_sdpa else ("eager",)
+    # Some versions take the fused attention for Gemma 2 too, and leave its soft cap out.
+    is_capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    attentions = ("eager", "sdpa") if model._supports_sdpa and not is_capped else ("eager",)
     return list(itertools.product(attentions, dict.fromkeys((device, "cpu")), (False, True)))
 
 
