@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno is None:
             raise
         remedy = _REMEDIES.get(error.errno, "check that path and its disk")
-        where = error.filename or "the run directory's disk"
+        where = error.filename or "the disk of the run or of its data"
         print(f"jaxinfra {name}: {error.strerror}: {where}; {remedy}", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"jaxinfra {name}: interrupted", file=sys.stderr)

@@ -116,13 +116,12 @@ def stop_at_any_time(arena: Arena) -> str:
         "a data stall": ("input", "jaxinfra.data.pipeline:TrainIterator.__next__", 3),
         "evaluation": ("evaluate", "jaxinfra.training.trainer:evaluate", 1),
     }
-    stall_s = 4 + 10 * arena.longest_phase_s()
     seen = []
     for number, (moment, (phase, target, call)) in enumerate(moments.items()):
         ask: dict[str, Any] = {"rank": 1, "target": target, "call": call}
         plans = [ask | {"action": "signal", "value": int(signal.SIGTERM)}]
         if phase == "input":  # what is armed last acts first: the signal comes, the data do not
-            plans.insert(0, ask | {"action": "sleep", "value": stall_s})
+            plans.insert(0, ask | {"action": "sleep", "value": 5})
         command = [*arena.settings(), "--continue"]
         with arena.launch("f6", command, faults=plans, options=["--grace", f"{_GRACE_S:g}"]) as job:
             ended = job.end()
@@ -193,7 +192,7 @@ def halt_one(arena: Arena) -> str:
 @fault(9, "a live rank stuck before a collective")
 def stuck_rank(arena: Arena) -> str:
     """Stacks of all ranks, the absentee named, and an abort."""
-    hang_s = max(20.0, 20 * arena.longest_phase_s())
+    hang_s = max(20.0, 5 * arena.longest_phase_s())
     plan = {"rank": 1, "attempt": 0, "target": _SEND, "call": 7, "action": "sleep", "value": 3600}
     ended = arena.run("f9", arena.settings(f"reliability.hang_s={hang_s}"), faults=[plan])
     _require_code(ended, 0)
