@@ -17,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import pathlib
 import statistics
@@ -209,33 +210,39 @@ def _compare(row: dict[str, Any]) -> str:
 
 def check(cases: list[Case], device: Device, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Predicts, compiles and measures each; writes what is known after each."""
-    attention = AttentionImplementation(args.attention)
-    # Programs compile beside each other, but nothing compiles while a step is timed.
-    with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
-        futures = {case: pool.submit(compiled, case, attention) for case in cases}
-    rows = []
-    for case in cases:
-        shape = shape_of(MODELS[case.preset](), name=case.preset)
-        row: dict[str, Any] = {"case": case.name, "mesh": case.layout.mesh}
-        row |= _prediction(make_plan(shape, case.layout, device))
-        rows.append(row)
-        print(f"{case.name}: predicted {1e3 * row['predicted_s']:.1f} ms", flush=True)
+    rows: list[dict[str, Any]] = []
+    # Some programs compile beside each other, but nothing compiles while a step is timed.
+    for some in itertools.batched(cases, args.threads):
+        predicted = [_predict(case, device) for case in some]
+        for row in predicted:
+            print(f"{row['case']}: predicted {1e3 * row['predicted_s']:.1f} ms", flush=True)
+        rows += predicted
         _write(rows, args.out)
-        # Any failure is a finding about its case; the others are still wanted.
-        try:
-            row |= measure(
-                futures.pop(case).result(), steps=args.steps, rounds=args.rounds, trace=args.trace
-            )
-            print(_compare(row), flush=True)
-        except Exception as error:
-            row["failed"] = f"{type(error).__name__}: {error}"[:400]
-            print(f"    {row['failed']}", flush=True)
-        gc.collect()
-        _write(rows, args.out)
+        attention = AttentionImplementation(args.attention)
+        with concurrent.futures.ThreadPoolExecutor(args.threads) as pool:
+            programs = [pool.submit(compiled, case, attention) for case in some]
+        for row in predicted:
+            # Any failure is a finding about its case; the others are still wanted.
+            try:
+                row |= measure(
+                    programs.pop(0).result(),
+                    steps=args.steps,
+                    rounds=args.rounds,
+                    trace=args.trace,
+                )
+                print(f"{row['case']}\n{_compare(row)}", flush=True)
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {error}"[:400]
+                print(f"{row['case']}\n    {row['failed']}", flush=True)
+            gc.collect()
+            _write(rows, args.out)
     return rows
 
 
-_environment = functools.cache(environment)
+def _predict(case: Case, device: Device) -> dict[str, Any]:
+    shape = shape_of(MODELS[case.preset](), name=case.preset)
+    plan = make_plan(shape, case.layout, device)
+    return {"case": case.name, "mesh": case.layout.mesh, **_prediction(plan)}
 
 
 def compare_with_results(
@@ -253,20 +260,26 @@ def compare_with_results(
             row |= {
                 "seconds": step.seconds,
                 "temporary_bytes": step.temporary_bytes,
-                "command": step.command,
+                "environment": step.environment,
             }
             rows.append(row)
             print(f"{step.name}: predicted {1e3 * row['predicted_s']:.1f} ms\n{_compare(row)}")
-    _write(rows, out)
+    _write(rows, out, measured_here=False)
     return rows
 
 
-def _write(rows: list[dict[str, Any]], out: pathlib.Path | None) -> None:
+_environment = functools.cache(environment)
+
+
+def _write(
+    rows: list[dict[str, Any]], out: pathlib.Path | None, *, measured_here: bool = True
+) -> None:
     if out is None:
         return
     errors = [abs(row["error"]) for row in rows if "error" in row]
     mean = statistics.fmean(errors) if errors else None
-    result = {"environment": _environment(), "mean_error": mean, "rows": rows}
+    result = {"environment": _environment()} if measured_here else {}
+    result |= {"mean_error": mean, "rows": rows}
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -283,7 +296,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="sequences a device")
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--attention", default="auto", choices=list(AttentionImplementation))
     parser.add_argument("--threads", type=int, default=4, help="programs compiled at a time")
     parser.add_argument("--trace", action="store_true", help="where each step's time goes, too")

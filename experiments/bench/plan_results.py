@@ -24,7 +24,7 @@ class Measured:
     """A step of ours, where it was measured, and what the planner is asked about it."""
 
     name: str
-    command: str
+    environment: dict[str, Any]  # device, clocks, versions, command
     shape: ModelShape
     layout: Layout
     optimizer: bool  # whether the program updates the parameters
@@ -38,7 +38,8 @@ def measured_steps(file: pathlib.Path) -> list[Measured]:
     command = values["environment"]["command"]
     for benchmark, reader in _READERS.items():
         if f".{benchmark} " in command:
-            return [dataclasses.replace(each, command=command) for each in reader(values)]
+            environment = values["environment"]
+            return [dataclasses.replace(each, environment=environment) for each in reader(values)]
     raise DataError(f"{file}: made by {command!r}; steps are read of {', '.join(_READERS)}")
 
 
@@ -71,7 +72,7 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
         )
         yield Measured(
             name=f"{preset} of {shape.num_layers} layers, {name}",
-            command="",
+            environment={},
             shape=shape,
             layout=layout,
             optimizer=True,
@@ -110,7 +111,7 @@ def _pipeline(values: dict[str, Any]) -> Iterator[Measured]:
         )
         yield Measured(
             name=f"{layers} layers of {sizes['width']}, {row['name']}, gradients only",
-            command="",
+            environment={},
             shape=_llama("llama", layers, sizes, tie=False),
             layout=layout,
             optimizer=False,
@@ -136,7 +137,7 @@ def _context_step(values: dict[str, Any]) -> Iterator[Measured]:
     }
     yield Measured(
         name=f"{arguments['layers']} layers of {width}, {arguments['tokens']:,} tokens",
-        command="",
+        environment={},
         shape=_llama("small llama", arguments["layers"], sizes, tie=True),
         layout=Layout(
             length=arguments["tokens"],

@@ -148,8 +148,8 @@ def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     again = 0.0
     if layout.remat in (Recompute.FULL, Recompute.NAMED, Recompute.MLP):
         # The layer's forward pass runs again before its backward pass.
-        outputs = dataclasses.replace(layout, remat=Recompute.DOTS)
-        again = saved_bytes(layer, model_dim, outputs) - saved_bytes(layer, model_dim, layout)
+        again = saved_bytes(layer, model_dim, layout, remat=Recompute.DOTS)
+        again -= saved_bytes(layer, model_dim, layout)
         again += 2 * hidden
     gathered = 0.0
     if layout.zero == 3 and layout.fsdp > 1:

@@ -297,20 +297,26 @@ def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Coll
     ]
 
 
-def saved_bytes(layer: LayerShape, model_dim: int, layout: Layout) -> float:
+def saved_bytes(
+    layer: LayerShape, model_dim: int, layout: Layout, *, remat: Recompute | None = None
+) -> float:
     """Bytes that a layer keeps from forward to backward, one micro-batch on one device.
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
     sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
     backward pass reads and does not recompute, 2 bytes an element.
+
+    Args:
+        remat: instead of the layout's.
     """
+    remat = remat or layout.remat
     tokens, tensor = layout.micro_tokens, layout.tensor
     stream = 2.0 * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
-    if layout.remat is Recompute.FULL:
+    if remat is Recompute.FULL:
         return stream
     attention = layer.attention
     core = tokens * (2.0 * attention.value_width + 4 * attention.num_q_heads) / tensor
-    if layout.remat is Recompute.NAMED:
+    if remat is Recompute.NAMED:
         return stream + core
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, model_dim, layout)
@@ -318,10 +324,10 @@ def saved_bytes(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
     inward = 2.0 * tokens * (attention.score_width + _kv_width(layer)) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
-    if layout.remat is Recompute.MLP:
+    if remat is Recompute.MLP:
         return stream + core + inward + 2 * stream
     dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
-    if layout.remat is Recompute.DOTS:
+    if remat is Recompute.DOTS:
         return stream + core + dots
     if not layout.traits.saves_fp32:
         return stream + core + dots + layer.norms * stream + 2.0 * hidden

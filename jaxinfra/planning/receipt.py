@@ -171,13 +171,27 @@ def _refuse_pipeline(layout: Layout) -> None:
         )
 
 
+def _refuse_unpredicted(layout: Layout) -> None:
+    """What changes calls in ways that are not predicted array by array."""
+    _refuse_pipeline(layout)
+    for name, given in (
+        ("sequence_parallel", layout.sequence_parallel),
+        ("unroll", not layout.traits.scans_layers),
+    ):
+        if given:
+            raise UnsupportedError(
+                f"--compile cpu with {name}: its calls are not predicted one by one; leave it "
+                "out, or use --compile gpu, which compares bytes by kind"
+            )
+
+
 def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     """The step on as many fake CPU devices (``jax_num_cpu_devices``).
 
     In fp32: XLA's CPU backend widens 16-bit matmuls, and aborts on some 16-bit all-reduces. Which
     arrays are communicated does not depend on it; on a GPU weights and activations travel in bf16.
     """
-    _refuse_pipeline(layout)
+    _refuse_unpredicted(layout)
     here = jax.devices("cpu")
     if len(here) < layout.devices:
         raise UnsupportedError(

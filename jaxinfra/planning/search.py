@@ -41,11 +41,6 @@ class Candidate:
     seconds: float  # infinite where it does not fit
     bytes_total: float
 
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Fastest first; of those that do not fit, the smallest."""
-        return self.seconds, self.bytes_total
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Alternative:
@@ -94,7 +89,7 @@ class _Ranking:
         self.device = device
         self.tried = self.fitting = 0
         self.fastest: list[tuple[float, int, Candidate]] = []  # a heap, slowest on top
-        self.by_value: dict[tuple[str, object], Candidate] = {}
+        self.by_value: dict[tuple[str, object], tuple[tuple[float, float], Candidate]] = {}
         self.by_size: dict[int, Candidate] = {}  # by hundredths of the device's memory
         self.smallest: Candidate | None = None
 
@@ -104,10 +99,12 @@ class _Ranking:
         fits = size <= self.device.hbm_bytes
         seconds = step_time(shape, layout, self.device).total_s if fits else math.inf
         candidate = Candidate(layout=layout, seconds=seconds, bytes_total=size)
+        rank = seconds, size  # of those that do not fit, the smallest
         for name, value_of in CHOICES.items():
             key = name, value_of(layout)
-            if key not in self.by_value or candidate.rank < self.by_value[key].rank:
-                self.by_value[key] = candidate
+            best = self.by_value.get(key)
+            if best is None or rank < best[0]:
+                self.by_value[key] = rank, candidate
         if self.smallest is None or size < self.smallest.bytes_total:
             self.smallest = candidate
         if not fits:
@@ -124,13 +121,13 @@ class _Ranking:
         """Of each choice the best candidate with another value than this layout's."""
         for name, value_of in CHOICES.items():
             others = {
-                key[1]: candidate
-                for key, candidate in self.by_value.items()
+                key[1]: entry
+                for key, entry in self.by_value.items()
                 if key[0] == name and key[1] != value_of(best)
             }
             if others:
-                value = min(others, key=lambda value: others[value].rank)
-                yield name, str(value), others[value]
+                value = min(others, key=lambda value: others[value][0])
+                yield name, str(value), others[value][1]
 
 
 def search(shape: ModelShape, question: Question, device: Device, *, runners_up: int = 5) -> Found:
@@ -347,8 +344,8 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _contexts(question: Question, devices: int) -> list[int]:
-    """A shard of under 4,096 tokens would not hide the ring's turns."""
-    return _divisors(devices, max(question.length // 4096, 1))
+    """A shard of under 2,048 tokens would not hide the ring's turns."""
+    return _divisors(devices, max(question.length // 2048, 1))
 
 
 def _expert_sizes(shape: ModelShape, devices: int) -> list[int]:

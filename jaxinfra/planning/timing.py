@@ -63,21 +63,26 @@ def memory_s(device: Device, each: Memory) -> float:
 
 def members_in_node(device: Device, layout: Layout, axis: str) -> int:
     """Neighbours along an axis that share a node: faster axes fill a node first."""
-    inner = {
-        "tensor": 1,
-        "context": layout.tensor,
-        "fsdp": layout.tensor * layout.context,
-        "expert": layout.tensor,
-        "replica": layout.tensor * layout.context * layout.fsdp,
-        "pipe": layout.tensor * layout.context * layout.fsdp * layout.replica,
-    }[axis]
-    size = layout.mesh[axis]
-    return max(1, min(size, device.node_devices // min(inner, device.node_devices)))
+    inner, node = 1, device.node_devices
+    for faster in _INNER[axis]:
+        inner *= getattr(layout, faster)
+    return max(1, min(getattr(layout, axis), node // min(inner, node)))
+
+
+_INNER = {
+    "tensor": (),
+    "context": ("tensor",),
+    "fsdp": ("tensor", "context"),
+    "expert": ("tensor",),
+    "replica": ("tensor", "context", "fsdp"),
+    "pipe": ("tensor", "context", "fsdp", "replica"),
+}
+"""Axes whose neighbours are nearer than those of an axis."""
 
 
 def collective_s(device: Device, layout: Layout, each: Collective) -> float:
     """Ring collectives: (n-1)/n of the array at bus bandwidth, twice for an all-reduce."""
-    members = layout.mesh[each.axis]
+    members = getattr(layout, each.axis)
     if members == 1 or each.size == 0:
         return 0.0
     inside = members_in_node(device, layout, each.axis)

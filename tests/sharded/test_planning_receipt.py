@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.planning.layout import Layout, Recompute
-from jaxinfra.planning.receipt import compile_on_cpu
+from jaxinfra.planning.layout import UNROLLED, Layout, Recompute
+from jaxinfra.planning.receipt import compile_on_cpu, run_config
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
 UNTIED = dataclasses.replace(llama_like(), vocab_size=128, num_layers=3, tie_embeddings=False)
@@ -41,6 +43,7 @@ MORE = [
     ("llama", {"context": 2, "replica": 2}),
     ("llama", {"context": 2, "replica": 2, "fsdp": 2}),
     ("llama", {"context": 8}),
+    ("llama", {"context": 4, "remat": Recompute.FULL}),
     ("llama", {"fsdp": 8, "remat": Recompute.DOTS}),
     ("tied", {"fsdp": 8}),
     ("tied", {"fsdp": 2, "tensor": 2}),
@@ -67,7 +70,26 @@ def test_the_program_is_what_was_predicted(case):
         assert sums["predicted_bytes"] == sums["compiled_bytes"] > 0, kind
 
 
-@pytest.mark.parametrize("sizes", [{"pipe": 2}, {"fsdp": 2, "zero": 0}])
-def test_a_step_that_is_not_trained_here_is_refused(sizes):
-    with pytest.raises(UnsupportedError):
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"pipe": 3, "accumulation": 3}, "pipe=1"),
+        ({"fsdp": 2, "zero": 0}, "replica axis"),
+        ({"expert": 2, "fsdp": 2}, "no expert axis"),
+        ({"tensor": 2, "sequence_parallel": True}, "sequence_parallel"),
+        ({"traits": UNROLLED}, "unroll"),
+    ],
+)
+def test_a_step_that_is_not_predicted_call_by_call_is_refused(sizes, words):
+    with pytest.raises(UnsupportedError, match=words):
         receipt("llama", **sizes)
+
+
+def test_a_layout_is_run_as_it_says():
+    layout = Layout(length=16, batch=16, pipe=2, chunks=2, accumulation=8, traits=UNROLLED)
+    run = run_config(
+        MODELS["gpt"], layout, policy=PolicyName.BF16, attention=AttentionImplementation.XLA
+    )
+    assert (run.mesh.pipe, run.pipeline.schedule, run.pipeline.chunks) == (2, "interleaved", 2)
+    assert run.training.unroll == MODELS["gpt"].num_layers
+    assert run.training.accumulation == 8

@@ -132,6 +132,11 @@ def test_a_config_file_and_its_directory(tmp_path):
         find_model(str(tmp_path))
 
 
+@pytest.fixture(autouse=True)
+def no_results_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def plan(capsys, *arguments) -> tuple[int, str, str]:
     code = main(["plan", *arguments])
     out, err = capsys.readouterr()
@@ -142,15 +147,50 @@ def test_plan_prints_json_for_a_mesh_and_for_a_search(capsys):
     code, out, _ = plan(capsys, "llama3_8b", "--devices", "8", "--mesh", "fsdp=8", "--json")
     assert code == 0
     assert json.loads(out)["mesh"]["fsdp"] == 8
-    code, out, _ = plan(capsys, "llama3_8b", "--devices", "8", "--tokens", "1e12", "--json")
+    code, out, _ = plan(
+        capsys,
+        *("llama3_8b", "--devices", "8", "--tokens", "1e12", "--json", "--batch", "32"),
+        *("--recipe", "bf16,fp8-transformer-engine", "--fix", "pipe=1,context=1"),
+    )
     assert code == 0
     values = json.loads(out)
     assert values["search"]["runners_up"][0]["why"]
     assert values["days"] > 0
+    assert values["mesh"]["pipe"] == 1
+    assert values["layout"]["recipe"] == "fp8-transformer-engine"
+    told = {each["choice"]: each for each in values["search"]["alternatives"]}
+    assert told["recipe"]["value"] == "bf16"
+    assert told["recipe"]["step_s"] > values["step_s"]
+    assert "takes" in told["tensor"]["why"] or "does not fit" in told["tensor"]["why"]
+    assert values["search"]["pareto"][-1]["step_s"] == values["step_s"]
+    assert values["memory_by_remat"]["full"]["total"] < values["memory_by_remat"]["none"]["total"]
+    assert values["decode_flops_per_token"] < values["flops_per_token"]
+
+
+def test_results_of_ones_own_devices_are_read_and_named(capsys, tmp_path):
+    environment = {"device": "NVIDIA H200"}
+    own = {"environment": environment, "constants": {"matmul_efficiency": {"bf16": 0.5}}}
+    directory = tmp_path / "cache" / "jaxinfra" / "bench"
+    directory.mkdir(parents=True)
+    arguments = ["llama3_8b", "--devices", "8", "--mesh", "fsdp=8", "--json"]
+    shipped = json.loads(plan(capsys, *arguments)[1])
+    (directory / "constants.json").write_text(json.dumps(own))
+    measured = json.loads(plan(capsys, *arguments)[1])
+    assert measured["step_s"] > 1.2 * shipped["step_s"]
+    assert measured["constants"]["matmul_efficiency"] == str(directory / "constants.json")
+    other = json.loads(plan(capsys, *arguments, "--device", "h100")[1])
+    assert "h200.json" in other["constants"]["matmul_efficiency"]
+    (directory / "broken.json").write_text("{")
+    code, _, err = plan(capsys, *arguments)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "broken.json" in err
+    assert "--bench" in err
 
 
 def test_plan_prints_tables(capsys):
-    code, out, _ = plan(capsys, "deepseek_v3", "--devices", "512", "--device", "h100")
+    code, out, _ = plan(
+        capsys, "deepseek_v3", "--devices", "256", "--device", "h100", "--fix", "pipe=1,context=1"
+    )
     assert code == 0
     assert "671,026,419,200" in out
     code, out, _ = plan(capsys, "deepseek_v3", "--devices", "16", "--inference")
@@ -179,6 +219,12 @@ def test_self_check_passes(capsys):
         (["llama3_8b", "--mesh", "fdsp=1"], "fsdp"),
         (["llama3_8b", "--compile", "cpu"], "--mesh"),
         (["deepseek_v3", "--mesh", "", "--compile", "cpu"], "not a preset"),
+        (["llama3_8b", "--recipe", "fp9"], "unknown --recipe 'fp9'"),
+        (["llama3_8b", "--memory", "500"], "h200 has 141 GB"),
+        (["llama3_8b", "--fix", "tensor=7"], "no layout can run"),
+        (["llama3_8b", "--mesh", "fsdp=1", "--fix", "tensor=1"], "leave --mesh out"),
+        (["llama3_8b", "--bench", "nowhere"], "--bench nowhere"),
+        (["llama3_8b", "--inference", "--cache", "int3"], "unknown cache format 'int3'"),
         ([], "no model"),
     ],
 )

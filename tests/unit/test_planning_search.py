@@ -3,14 +3,18 @@
 import dataclasses
 import math
 import time
+from pathlib import Path
 
 import pytest
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import NAMES, find_device, with_measurements
+from jaxinfra.planning.flops import decode_flops
 from jaxinfra.planning.inference import (
     Serving,
+    by_batch,
+    by_cache,
     crossover_batch,
     decode,
     max_batch,
@@ -21,14 +25,16 @@ from jaxinfra.planning.inference import (
 )
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import MEGATRON_2021, Layout, Recompute, check
+from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import megatron_activation_bytes, memory
 from jaxinfra.planning.operations import Matmul
 from jaxinfra.planning.params import total_parameters
 from jaxinfra.planning.plan import make_plan
-from jaxinfra.planning.search import Question, search
+from jaxinfra.planning.search import CHOICES, Question, search
 from jaxinfra.planning.step import step_time
 from jaxinfra.planning.timing import matmul_s
 
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 H200, H100 = find_device("h200"), find_device("h100")
 EIGHT_B = find_model("llama3_8b")
 
@@ -50,6 +56,13 @@ def test_measured_constants_replace_ours_and_are_named():
     assert (device.node_bytes_per_s, device.sources["node_bytes_per_s"]) == (1e11, "bench.json")
     with pytest.raises(ConfigError, match="node_bytes_per_s"):
         with_measurements(H200, {"node_bytes_per": 1.0}, source="bench.json")
+
+
+def test_shipped_links_are_those_of_the_shipped_result():
+    measured = with_bench_results(H200, RESULTS)
+    assert measured.sources["node_bytes_per_s"].endswith("collectives-h200-x4.json")
+    for name in ("node_bytes_per_s", "node_latency_s"):
+        assert math.isclose(getattr(measured, name), getattr(H200, name), rel_tol=0.02)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -144,6 +157,24 @@ def test_bubble():
     assert step_time(EIGHT_B, interleaved, H200).bubble_fraction == 3 / 35
 
 
+def test_micro_batches_cost_passes_over_the_weights_and_sharded_ones_more_collectives():
+    one, four = layout(fsdp=8), layout(fsdp=8, accumulation=4)
+    both = [step_time(EIGHT_B, each, H200) for each in (one, four)]
+    assert both[1].parts["weights and gradients"] > 4 * both[0].parts["weights and gradients"]
+    calls = [
+        {each.kind: each.wire_bytes for each in make_plan(EIGHT_B, layout_, H200).traffic}
+        for layout_ in (one, four, dataclasses.replace(four, zero=1))
+    ]
+    assert calls[1]["reduce-scatter"] == 4 * calls[0]["reduce-scatter"]
+    assert calls[2]["reduce-scatter"] < 1.1 * calls[0]["reduce-scatter"]
+
+
+def test_short_sequences_attend_more_slowly():
+    long, short = layout(length=16_384, batch=1), layout(length=1024, batch=16)
+    seconds = [step_time(EIGHT_B, each, H200).parts["attention"] for each in (long, short)]
+    assert 16 * 0.5 < seconds[0] / seconds[1] < 16
+
+
 def test_a_matmul_is_bound_by_memory_or_arithmetic():
     large = matmul_s(H200, Matmul("square", 8192, 8192, 8192))
     assert 600e12 < 2 * 8192**3 / large < 800e12
@@ -195,6 +226,11 @@ def test_search_over_2048_devices_takes_seconds_and_ranks():
     assert found.best.fits
     assert all(plan.time.total_s >= found.best.time.total_s for plan, _ in found.runners_up)
     assert all("takes" in why for _, why in found.runners_up)
+    told = {each.choice for each in found.alternatives}
+    assert told == {*CHOICES} - {"recipe"}  # of which one was asked for
+    for each in found.alternatives:
+        assert CHOICES[each.choice](each.plan.layout) != CHOICES[each.choice](found.best.layout)
+        assert each.plan.time.total_s >= found.best.time.total_s or not each.plan.fits
     sizes = [each.bytes_total for each in found.pareto]
     seconds = [each.seconds for each in found.pareto]
     assert sizes == sorted(sizes)
@@ -252,6 +288,24 @@ def test_what_fits_beside_the_weights():
     assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= H200.hbm_bytes
     assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > H200.hbm_bytes
     assert max_batch(find_model("llama3_405b"), H200, serving, context=1) == 0
+
+
+def test_latent_attention_decodes_its_latents():
+    """128 heads of (512 + 64) + 512 a cached token, against 2 (192 + 128) rebuilt ones."""
+    shape = find_model("deepseek_v3")
+    a_token = decode_flops(shape, 4097) - decode_flops(shape, 4096)
+    assert a_token == 61 * 2 * 128 * (512 + 64 + 512)
+
+
+def test_batches_and_caches_that_fit_are_listed():
+    serving = Serving()
+    rows = by_batch(EIGHT_B, H200, serving, context=8192)
+    most = max_batch(EIGHT_B, H200, serving, context=8192)
+    assert max(row["batch"] for row in rows if row["fits"]) == most
+    assert [row["fits"] for row in rows][-1] is False
+    caches = {row["cache"]: row for row in by_cache(EIGHT_B, H200, serving, context=8192)}
+    assert caches["fp8"]["max_batch"] // 2 == caches["bf16"]["max_batch"]
+    assert caches["int4"]["max_context"] > 3.5 * caches["bf16"]["max_context"]
 
 
 def test_prefill_is_compute_bound_and_decode_memory_bound():
