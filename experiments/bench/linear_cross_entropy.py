@@ -29,10 +29,10 @@ from pallas_kernels.linear_cross_entropy.hopper_exponentials import Config, expo
 TOKENS, WIDTH, VOCAB = (4, 4096), 2048, 128256
 CHUNK = 2048
 CONFIGS = {
-    "cluster 1, turns": Config(cluster=1),
-    "cluster 2, turns": Config(),
-    "cluster 2": Config(in_turns=False),
-    "cluster 1": Config(cluster=1, in_turns=False),
+    "cluster 1, turns": Config(),
+    "cluster 2, turns": Config(cluster=2),
+    "cluster 2": Config(cluster=2, in_turns=False),
+    "cluster 1": Config(in_turns=False),
 }
 REGULARIZED = {"z_loss": 1e-4, "logit_soft_cap": 30.0}
 # In order of importance: what comes late may find no time left.

@@ -20,7 +20,8 @@ from .reference import linear_cross_entropy_reference
 # inputs: 2 MiB chunks took a quarter of the time of one chunk).
 _CHUNK_BYTES = {"cpu": 2**21}
 _ACCELERATOR_CHUNK_BYTES = 2**30
-_HOPPER_CHUNK_BYTES = 2**29  # bf16 exponentials
+# bf16 exponentials. With the table in bf16, 16,384 tokens of 128,256 ids stay under 1 GiB.
+_HOPPER_CHUNK_BYTES = 480 * 2**20
 
 HOPPER_LEAST_IDS = 100_000
 """Vocabularies from which "auto" takes the Hopper form: 1.18 times as fast at 128,256 ids, width
@@ -64,7 +65,7 @@ def linear_cross_entropy(
             exponentials by chunks; "reference" materializes all; "auto" takes hopper where it can
             and was measured to be 1.15 times as fast (from 100,000 ids), else xla.
         chunk_bytes: most logits of a shard at a time (fp32; bf16 for "hopper"); by default 2 MiB
-            on a CPU, elsewhere 1 GiB (hopper 512 MiB).
+            on a CPU, elsewhere 1 GiB (hopper 480 MiB).
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
         sequence_shards: devices that the positions are spread over, likewise.
@@ -107,6 +108,10 @@ def linear_cross_entropy(
             raise UnsupportedError(f"Hopper cross entropy: {reason}; implementation='xla' can")
         else:
             chosen = implementation
+        if chosen == "hopper":
+            # It runs on one device: one row of tokens, so that a chunk is a slice and not a copy.
+            hidden = hidden.reshape(1, -1, width)
+            targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
         sums = chunked_loss(
             _static(
                 chosen,
@@ -142,26 +147,31 @@ def _static(
     logit_soft_cap: float | None,
 ) -> Static:
     batch, length, _ = hidden.shape
-    if chosen == "hopper":
-        chunk_loss, table_multiple, itemsize = hopper.chunk_loss, hopper.TABLE_MULTIPLE, 2
-        chunk_bytes = chunk_bytes or _HOPPER_CHUNK_BYTES
-    else:
-        chunk_loss, table_multiple, itemsize = xla.chunk_loss, 1, 4
-        if chunk_bytes is None:
-            chunk_bytes = _CHUNK_BYTES.get(_platform(), _ACCELERATOR_CHUNK_BYTES)
     rows, length, vocab = batch // batch_shards, length // sequence_shards, table.shape[0]
-    # The fewest chunks whose logits fit the bound, of even length.
-    num_chunks = min(max(-(-rows * length * vocab * itemsize // chunk_bytes), 1), length)
-    return Static(
-        chunk_loss=chunk_loss,
-        chunk_length=-(-length // num_chunks),
+    static = Static(
+        chunk_loss=xla.chunk_loss,
+        chunk_length=length,
         batch_shards=batch_shards,
         sequence_shards=sequence_shards,
         num_ids=vocab,
         z_loss=z_loss,
         logit_soft_cap=logit_soft_cap,
-        table_multiple=table_multiple,
     )
+    if chosen == "hopper":
+        most = max((chunk_bytes or _HOPPER_CHUNK_BYTES) // (2 * vocab), 1)
+        if most > hopper.ROW_TILE:
+            most -= most % hopper.ROW_TILE
+        return static._replace(
+            chunk_loss=hopper.chunk_loss,
+            chunk_length=min(most, length),
+            table_multiple=hopper.TABLE_MULTIPLE,
+            first_apart=True,
+        )
+    if chunk_bytes is None:
+        chunk_bytes = _CHUNK_BYTES.get(_platform(), _ACCELERATOR_CHUNK_BYTES)
+    # The fewest chunks whose logits fit the bound, of even length.
+    num_chunks = min(max(-(-rows * length * vocab * 4 // chunk_bytes), 1), length)
+    return static._replace(chunk_length=-(-length // num_chunks))
 
 
 def _platform() -> str:

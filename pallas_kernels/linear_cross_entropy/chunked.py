@@ -8,13 +8,17 @@ Every sum over tokens is kept apart for each of their shards until the last chun
 an equal part of each. Were it one sum, tokens spread over devices would be communicated in every
 turn of the loop: the table's gradient once a chunk.
 
+Where chunks do not fill, the last is padded. ``first_apart`` instead computes what is left over, or
+one chunk, before the loop: more code, but no matmul is wasted and the table's gradient starts as a
+product instead of zeros.
+
 Dims: B batch, T position, Z shard of the batch times shard of the positions, b row within a shard,
 C position within a chunk, D model width, V vocabulary.
 """
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +51,7 @@ class Static(NamedTuple):
     z_loss: float
     logit_soft_cap: float | None
     table_multiple: int = 1  # the table is padded with rows of zeros to a multiple of it
+    first_apart: bool = False
 
     @property
     def num_shards(self) -> int:
@@ -74,8 +79,7 @@ def chunked_loss(
         return (sums[0] + loss.total_Z, sums[1] + loss.nll_Z), None
 
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
-    chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
-    total_Z, nll_Z = jax.lax.scan(chunk, (zero_Z, zero_Z), chunks)[0]
+    (total_Z, nll_Z), _ = _scan(static, chunk, (zero_Z, zero_Z), hidden_BTD, targets_BT, weights_BT)
     return jnp.sum(total_Z), jnp.sum(nll_Z)
 
 
@@ -105,9 +109,10 @@ def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
 
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
     start = (zero_Z, zero_Z, jnp.zeros((static.num_shards, *table.shape), jnp.float32))
-    chunks = _split(static, hidden_BTD, targets_BT, weights_BT)
-    (total_Z, nll_Z, d_table_ZVD), d_hidden = jax.lax.scan(chunk, start, chunks)
-    d_hidden_BTD = _join(static, d_hidden, like=hidden_BTD)
+    (total_Z, nll_Z, d_table_ZVD), d_hidden_ZbTD = _scan(
+        static, chunk, start, hidden_BTD, targets_BT, weights_BT
+    )
+    d_hidden_BTD = _join(static, d_hidden_ZbTD, like=hidden_BTD)
     like = jnp.zeros((0,), table_VD.dtype)
     d_table_VD = jnp.sum(d_table_ZVD, axis=0)[: static.num_ids]
     return (jnp.sum(total_Z), jnp.sum(nll_Z)), (d_hidden_BTD, d_table_VD, like, weights_BT)
@@ -125,30 +130,50 @@ def _backward(static, residuals, cotangents):
 chunked_loss.defvjp(_forward, _backward)
 
 
-def _split(static: Static, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, T, ...] to [chunks, Z, b, C, ...], padded with zeros: a weight of 0 does not count."""
+def _scan(
+    static: Static, step: Callable[..., tuple[Any, Any]], start: Any, *arrays: jax.Array
+) -> tuple[Any, Any]:
+    """``lax.scan`` over chunks of [B, T, ...]; its second result as [Z, b, T', ...]."""
+    parts = tuple(_shards(static, x) for x in arrays)
+    length, size = parts[0].shape[2], static.chunk_length
+    apart = (length - 1) % size + 1 if static.first_apart else 0
+    results = []
+    if apart:
+        start, first = step(start, tuple(x[:, :, :apart] for x in parts))
+        results.append(first)
+    count = -(-(length - apart) // size)
+    # Zeros: a weight of 0 does not count.
+    missing = apart + count * size - length
 
-    def split(x: jax.Array) -> jax.Array:
-        rows = x.shape[0] // static.batch_shards
-        x = x.reshape(static.batch_shards, rows, static.sequence_shards, -1, *x.shape[2:])
-        x = jnp.moveaxis(x, 2, 1).reshape(static.num_shards, rows, *x.shape[3:])
-        length, chunk = x.shape[2], static.chunk_length
-        if length % chunk:
-            x = jnp.pad(x, [(0, 0), (0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 3))
-        x = x.reshape(*x.shape[:2], x.shape[2] // chunk, chunk, *x.shape[3:])
-        return jnp.moveaxis(x, 2, 0)
+    def chunks(x: jax.Array) -> jax.Array:
+        x = x[:, :, apart:]
+        if missing:
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3))
+        return jnp.moveaxis(x.reshape(*x.shape[:2], count, size, *x.shape[3:]), 2, 0)
 
-    return tuple(split(x) for x in arrays)
+    def joined(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x, 0, 2)
+        return x.reshape(*x.shape[:2], count * size, *x.shape[4:])
+
+    if count:
+        start, rest = jax.lax.scan(step, start, tuple(chunks(x) for x in parts))
+        results.append(jax.tree.map(joined, rest))
+    return start, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *results)
 
 
-def _join(static: Static, chunks_ZbCD: jax.Array, *, like: jax.Array) -> jax.Array:
-    """Undoes ``_split`` for one array."""
+def _shards(static: Static, x: jax.Array) -> jax.Array:
+    """[B, T, ...] to [Z, b, T', ...]."""
+    rows = x.shape[0] // static.batch_shards
+    x = x.reshape(static.batch_shards, rows, static.sequence_shards, -1, *x.shape[2:])
+    return jnp.moveaxis(x, 2, 1).reshape(static.num_shards, rows, *x.shape[3:])
+
+
+def _join(static: Static, x_ZbTD: jax.Array, *, like: jax.Array) -> jax.Array:
+    """Undoes ``_shards``, and the padding of ``_scan``."""
     batch, length, width = like.shape
-    shards = (static.batch_shards, static.sequence_shards)
-    x = jnp.moveaxis(chunks_ZbCD, 0, 2)
-    x = x.reshape(*x.shape[:2], -1, width)[:, :, : length // shards[1]]
-    x = jnp.moveaxis(x.reshape(*shards, *x.shape[1:]), 1, 2)
-    return x.reshape(batch, length, width)
+    x = x_ZbTD[:, :, : length // static.sequence_shards]
+    x = x.reshape(static.batch_shards, static.sequence_shards, *x.shape[1:])
+    return jnp.moveaxis(x, 1, 2).reshape(batch, length, width)
 
 
 def _operand(static: Static, table_VD: jax.Array, *, like: jax.Array) -> jax.Array:

@@ -19,9 +19,10 @@ from jax import lax
 from pallas_kernels.common import device
 
 from .chunked import ChunkLoss, Static
-from .hopper_exponentials import ROW_MULTIPLE, WIDTH_MULTIPLE, exponentials
+from .hopper_exponentials import DEFAULT, ROW_MULTIPLE, WIDTH_MULTIPLE, exponentials
 
 TABLE_MULTIPLE = WIDTH_MULTIPLE
+ROW_TILE = DEFAULT.block_r * DEFAULT.cluster  # a chunk of other lengths wastes part of a tile
 # A row whose nll passes this many nats gets a higher reference and the chunk a second matmul: its
 # exponentials near the end of fp32's range. A trained model's rows stay under 40.
 HIGHEST = 60.0
