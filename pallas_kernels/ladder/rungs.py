@@ -29,7 +29,7 @@ RUNGS = (
     Rung(matmul=threads.coalesced, adds="warps along a row", tensor_cores=False),
     Rung(matmul=threads.shared, adds="tiles in shared memory", tensor_cores=False),
     Rung(matmul=threads.registers, adds="8 x 8 elements a thread", tensor_cores=False),
-    Rung(matmul=threads.prefetched, adds="16-byte loads, a tile ahead", tensor_cores=False),
+    Rung(matmul=threads.prefetched, adds="tiles loaded a step ahead", tensor_cores=False),
     Rung(matmul=tensor_cores.tensor_core, adds="tensor cores, tiles by the copy engine"),
     Rung(matmul=tensor_cores.pipelined, adds="four tiles on their way"),
     Rung(matmul=specialized.specialized, adds="a warpgroup copies, two multiply; 128 x 256 tiles"),

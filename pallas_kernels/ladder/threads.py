@@ -154,10 +154,8 @@ def registers(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
     return _patch_a_thread(a_MK, b_KN, layouts=layouts, num_stages=1)
 
 
-def prefetched(a_MK: jax.Array, b_KN: jax.Array, *, patch=WIDE_PATCH) -> jax.Array:
-    """16-byte loads, those from device memory a tile ahead: they travel while this one is
-    multiplied.
-    """
+def prefetched(a_MK: jax.Array, b_KN: jax.Array, *, patch=PATCH) -> jax.Array:
+    """Tiles are loaded a step ahead: they travel while this one is multiplied."""
     return _patch_a_thread(a_MK, b_KN, layouts=(A_NARROW, B_WIDE, patch), num_stages=2)
 
 

@@ -5,6 +5,8 @@ whose stored results are held to say that every rung was right.
 """
 
 import functools
+import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
 from pallas_kernels.ladder.specialized import Tiles
 from tests.tolerance import assert_no_worse
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -185,6 +189,23 @@ def test_the_closed_form_is_the_loop():
         want = np.where(i < counts, want / 2 + 1, want)
     got = effects.iterate_reference(jnp.asarray(x), jnp.asarray(counts, jnp.int32))
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_what_is_stored_holds_the_bar_and_the_page_tells_it():
+    rows = json.loads((ROOT / "experiments/results/ladder-h200.json").read_text())["rows"]
+    page = (ROOT / "docs/kernel-ladder.md").read_text().splitlines()
+    found = {row["name"]: row for row in rows}
+    assert all(row["ok"] and row["repeats"] for row in rows if "ok" in row)
+    for rung in RUNGS:
+        sizes = [size for size in (4096, 8192) if f"rung {rung.name} {size}" in found]
+        assert sizes, f"{rung.name} was not measured"
+        told = next(line for line in page if f"| `{rung.name}` |" in line)
+        for size in sizes:
+            rate = found[f"rung {rung.name} {size}"]["tflops"]
+            digits = f"{rate:.0f}" if rate > 100 else f"{rate:.1f}" if rate > 1 else f"{rate:.2f}"
+            assert f" {digits} |" in told, f"{rung.name} at {size}: {digits} is not in {told}"
+    for size in (4096, 8192):
+        assert found[f"rung {RUNGS[-1].name} {size}"]["of_xla"] >= 0.9
 
 
 @pytest.mark.gpu
