@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
     )
+    parser.add_argument("--no-sample", action="store_true", help="end without a sample of text")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         return leave(RESUMABLE_EXIT, together=outcome.together, wait=not outcome.input_waits)
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
-        if cluster is None:
+        if cluster is None and not args.no_sample:
             _sample(directory)
         print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
     return leave(0, together=outcome.together)

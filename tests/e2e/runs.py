@@ -68,10 +68,11 @@ class Bench:
         changed = {path.replace("__", "."): value for path, value in settings.items()}
         options = [f"--set={path}={value}" for path, value in (_SETTINGS | changed).items()]
         where = ["--run", self.place / name, "--data", self.text, "--cache", self.cache]
-        return ["train", "tiny", *where, *options]
+        return ["train", "tiny", "--no-sample", *where, *options]
 
     def resume(self, name: str, *options: object) -> list[object]:
-        return ["train", "--resume", self.place / name, "--cache", self.cache, *options]
+        where = ["--resume", self.place / name, "--cache", self.cache]
+        return ["train", "--no-sample", *where, *options]
 
     def run(self, arguments: list[object], **options) -> Ended:
         return run(*arguments, log=self.log(), **options)

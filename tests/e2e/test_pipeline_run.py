@@ -20,11 +20,13 @@ def losses(directory) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_pipeline_trains_resumes_on_one_device_and_back(bench):
+@pytest.mark.parametrize("num_layers", [2, 3])
+def test_a_pipeline_trains_resumes_on_one_device_and_back(bench, num_layers):
     """Four steps in a pipeline, two on one device, two in a pipeline of another schedule: losses
     of a run that never saw a pipeline, as near as rounding leaves them after eight steps.
     """
-    piped = bench.new("run", **SHORT)
+    settings = {**SHORT, "model__num_layers": num_layers}
+    piped = bench.new("run", **settings)
     ended = bench.run([*piped, "--mesh", "pipe=2", "--schedule", "zb_h1"], before=two_devices)
     assert ended.code == 0, ended
     ended = bench.run(bench.resume("run", "--mesh", "pipe=1", "--steps", 6))
@@ -35,7 +37,7 @@ def test_a_pipeline_trains_resumes_on_one_device_and_back(bench):
     )
     assert ended.code == 0, ended
     assert checkpoints(bench / "run")[-1] == 8
-    alone = bench.new("alone", **{**SHORT, "training__steps": 8})
+    alone = bench.new("alone", **{**settings, "training__steps": 8})
     assert bench.run(alone).code == 0
     # The learning rate's schedule ends with the run, so only the first steps are the same.
     got, want = losses(bench / "run"), losses(bench / "alone")

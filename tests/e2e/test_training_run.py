@@ -141,13 +141,19 @@ def test_a_complete_run_resumes_to_nothing(bench, whole):
 
 
 def test_plain_lines_where_there_is_no_terminal(bench):
-    ended = bench.run(bench.new("run", training__log_every=5))
+    arguments = bench.new("run", training__log_every=5)
+    arguments.remove("--no-sample")
+    ended = bench.run(arguments)
     assert "\x1b" not in ended.stdout
     shown = re.findall(
         r"^step (\d+)/20  loss [\d.]+ .*tokens/s [\d,]+  MFU n/a", ended.stdout, re.M
     )
     assert shown == ["5", "10", "15", "20"]
     assert re.search(r"this model [\d.]+, gzip -9 of each file [\d.]+, xz -9", ended.stdout)
+    assert re.search(
+        r"wall time [\d.]+ s: .*compile [\d.]+%.*saves kept steps waiting", ended.stdout
+    )
+    assert re.search(r"^step 4: saving; training stood still for [\d.]+ s", ended.stdout, re.M)
     assert "sample after 'def '" in ended.stdout
 
 

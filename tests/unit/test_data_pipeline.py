@@ -11,6 +11,7 @@ from numbered_documents import numbered_documents
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.ledger import MODULUS, rows_sum, whole_sum
 from jaxinfra.data.packing import PackedWindows
 from jaxinfra.data.pipeline import TrainIterator, sample_ids, train_batches
 
@@ -167,3 +168,23 @@ def test_batches_that_wait_are_counted():
     iterator.restore(iterator.state())
     assert iterator.num_ready == 0
     iterator.close()
+
+
+def test_the_sum_of_a_batch_is_that_of_its_parts():
+    tokens = WHOLE[0].tokens
+    whole = whole_sum([rows_sum(tokens, first=0)], copies=1)
+    for count in (2, 4):
+        parts = [
+            rows_sum(rows, first=number * len(rows))
+            for number, rows in enumerate(np.split(tokens, count))
+        ]
+        assert whole_sum(parts, copies=1) == whole
+        assert whole_sum([*parts, *parts], copies=2) == whole, "each part held by two processes"
+    swapped, changed = tokens[[1, 0, 2, 3]], tokens.copy()
+    changed[2, 5] ^= 1
+    others = [whole_sum([rows_sum(other, first=0)], copies=1) for other in (swapped, changed)]
+    assert whole not in others
+
+
+def test_a_sum_passes_through_float32_unchanged():
+    assert {int(np.float32(value)) - value for value in (MODULUS - 1, MODULUS - 2, 1)} == {0}
