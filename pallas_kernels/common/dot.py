@@ -28,14 +28,17 @@ def einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         b: the dtype of ``a``.
     """
     assert a.dtype == b.dtype, f"einsum_f32 operands differ in dtype: {a.dtype} and {b.dtype}"
-    native = functools.partial(
-        jnp.einsum, spec, preferred_element_type=jnp.float32, precision=_ALGORITHMS[a.dtype.name]
-    )
+    product = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
+    native = functools.partial(product, precision=_ALGORITHMS[a.dtype.name])
     if a.dtype == jnp.float32:
         return native(a, b)
+    # A preset makes XLA's CUDA compiler (jaxlib 0.11.2) copy bf16 operands before it calls cuBLAS:
+    # a second chunk of logits in memory. The fp32 result pins the sums by itself.
+    cuda = product if a.dtype == jnp.bfloat16 else native
     # The CPU backend has no F16_F16_F32, and its BF16_BF16_F32 was seen to run ten times slower
     # than an fp32 product. Products of two 16-bit floats are exact in fp32: same result.
-    return lax.platform_dependent(a, b, cpu=functools.partial(_widened, spec), default=native)
+    widened = functools.partial(_widened, spec)
+    return lax.platform_dependent(a, b, cpu=widened, cuda=cuda, default=native)
 
 
 def _widened(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
