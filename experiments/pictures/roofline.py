@@ -23,7 +23,9 @@ GROUPS = {
     "prefill": ("#f58518", "s", "prefill"),
     "decode": ("#b279a2", "^", "decode"),
 }
-LEAST, MOST = 0.1, 1e4  # FLOPs a byte
+# Of a number from its point, so that groups do not write over each other.
+OFFSETS = {"ladder": (-6, -3), "kernel": (6, -3), "prefill": (1, -12), "decode": (-9, 5)}
+LEAST, MOST = 0.1, 1e5  # FLOPs a byte
 
 
 def draw(document: dict[str, Any], path: pathlib.Path) -> None:
@@ -35,7 +37,7 @@ def draw(document: dict[str, Any], path: pathlib.Path) -> None:
 def figure(document: dict[str, Any]) -> Figure:
     """Points are numbered by rate within their group; the list names them."""
     ceilings = dict(document["ceilings"])
-    bandwidth = max(ceilings.pop("copy"), ceilings.pop("read"))
+    bandwidth = max(ceilings.pop("copy"), ceilings.pop("read", 0.0))
     points = [point for point in document["points"] if "failed" not in point]
     chart = Figure(figsize=(11, 6.4), layout="constrained")
     axes, names = chart.subplots(1, 2, width_ratios=(3.1, 1))
@@ -49,32 +51,41 @@ def figure(document: dict[str, Any]) -> Figure:
             MOST, 1.04 * peak / 1e12, f"{LABELS.get(name, name)}: {peak / 1e12:,.0f} TFLOP/s",
             ha="right", va="bottom", fontsize=8,
         )  # fmt: skip
+    left = 2.2 * LEAST
     axes.text(
-        0.14,
-        0.17 * bandwidth / 1e12,
-        f"memory: {bandwidth / 1e12:.2f} TB/s",
-        rotation=33,
-        fontsize=8,
+        left, 0.5 * left * bandwidth / 1e12, f"memory: {bandwidth / 1e12:.2f} TB/s", fontsize=8
     )
     number, lines = 0, []
     for group, (color, marker, title) in GROUPS.items():
         members = sorted((p for p in points if p["group"] == group), key=lambda p: p["tflops"])
         if members:
             lines.append((title, color, "bold"))
+        labels: list[tuple[dict[str, Any], list[int]]] = []
         for point in members:
             number += 1
-            axes.plot(point["intensity"], point["tflops"], marker, color=color, markersize=6)
-            axes.annotate(
-                str(number), (point["intensity"], point["tflops"]), fontsize=7,
-                xytext=(5, -3), textcoords="offset points",
+            if labels and _close(labels[-1][0], point):
+                labels[-1][1].append(number)
+            else:
+                labels.append((point, [number]))
+            predicted = point.get("predicted", False)
+            axes.plot(
+                point["intensity"], point["tflops"], marker, color=color, markersize=6,
+                fillstyle="none" if predicted else "full",
             )  # fmt: skip
-            share = f"{100 * point['of_attainable']:.0f}%"
+            share = "predicted" if predicted else f"{100 * point['of_attainable']:.0f}%"
             lines.append((f"{number}  {point['name']}  {share}", color, "normal"))
+        for point, numbers in labels:
+            axes.annotate(
+                "-".join(str(end) for end in sorted({numbers[0], numbers[-1]})),
+                (point["intensity"], point["tflops"]), fontsize=7, color=color,
+                xytext=OFFSETS[group], textcoords="offset points",
+                ha="left" if OFFSETS[group][0] > 0 else "right",
+            )  # fmt: skip
     axes.set(
         xscale="log", yscale="log", xlim=(LEAST, MOST),
         xlabel="FLOPs for each byte that must move through device memory",
         ylabel="TFLOP/s",
-        title=f"{document['device']}: roofs measured, and what is under them",
+        title=f"{document['device']}: operations under its roofs",
     )  # fmt: skip
     axes.grid(which="major", color="#eeeeee")
     axes.spines[["top", "right"]].set_visible(False)
@@ -84,6 +95,11 @@ def figure(document: dict[str, Any]) -> Figure:
     for i, (text, color, weight) in enumerate(lines):
         names.text(0, i + 0.5, text, fontsize=8, color=color, fontweight=weight, va="center")
     return chart
+
+
+def _close(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether their numbers would overlap."""
+    return all(0.8 < second[key] / first[key] < 1.25 for key in ("intensity", "tflops"))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from experiments.pictures import roofline as picture
+from experiments.pictures import roofline_stored
 from jaxinfra.config.presets import MODELS
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
@@ -150,3 +151,19 @@ def test_the_picture_shows_every_point(tmp_path):
     assert all(f"a {group}" in text for group in picture.GROUPS)
     assert "broken" not in text
     assert "4.40 TB/s" in text
+
+
+def test_the_page_tells_what_is_stored():
+    points = {point["name"]: point for point in roofline_stored.document()["points"]}
+    page = (roofline_stored.ROOT / "docs/roofline.md").read_text()
+    for name, words in (
+        ("clustered", "| 1365 | 795 TFLOP/s | 98% |"),
+        ("elu and gradient", "| 0.63 | 4161 | 97% |"),
+        ("softmax 8192 x 32768", "| 1.25 | 2960 GB/s | 69% |"),
+    ):
+        assert words in page
+        point = points[name]
+        rate = point["gb_per_s"] if point["bound"] == "memory" else point["tflops"]
+        assert f"{rate:.0f}" in words
+        assert f"{100 * point['of_attainable']:.0f}%" in words
+    assert all(p["name"].startswith("1.2B") == p.get("predicted", False) for p in points.values())
