@@ -37,9 +37,15 @@ FORMS: dict[int, dict[str, dict]] = {
         "warpgroup for dQ": {"dq_warpgroup": True, "num_stages": 3, "register_ds": True},
     },
     128: {"late dQ": {}},
-    256: {"by columns": {}},
+    256: {"by columns": {}, "P and dS in registers": {"register_operands": True}},
 }
-SHAPES = ((4, 4096, 1, False), (4, 4096, 1, True), (8, 2048, 1, True), (4, 4096, 4, True))
+SHAPES = (
+    (4, 4096, 1, False),
+    (4, 4096, 1, True),
+    (8, 2048, 1, True),
+    (4, 4096, 4, True),
+    (4, 4096, 4, False),
+)
 
 
 def cases(H: int) -> list[Case]:

@@ -145,9 +145,9 @@ class BackwardBlock(BackwardPlan):
             issue_scores(s_acc, 0)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(i, carry, head):
+        def step(i, carry, head, it=None):
             s, *previous = carry
-            it = head * per_head + i - queries.lo
+            it = head * per_head + i - queries.lo if it is None else it
             slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
             ds_slot = lax.rem(it, NUM_DS)
             ds_smem = smem.ds.at[ds_slot]
@@ -217,6 +217,10 @@ class BackwardBlock(BackwardPlan):
         def one_head(head, carry):
             return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), carry)
 
+        def any_tile(it, carry):
+            i, head, carry = carry
+            return *queries.after(i, head), step(i, carry, head, it)
+
         def last_dq(dq_acc):
             self.issue_dq(smem, wg, dq_acc, last_ds)
             return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
@@ -231,9 +235,12 @@ class BackwardBlock(BackwardPlan):
         plgpu.barrier_wait(smem.q_full.at[0])
         s = pl.run_scoped(first_scores, plgpu.ACC((64, QUERIES), jnp.float32))
         first = (s,) if c.dq_warpgroup else (s, queries.lo, kv_head * g.group)
-        last = lax.fori_loop(0, g.group, one_head, first)
-        # The tile loaded once too often.
         count = per_head * g.group
+        if c.dq_warpgroup and g.group > 1:  # one loop, for nested ones spill in this form
+            *_, last = lax.fori_loop(0, count, any_tile, (queries.lo, jnp.int32(0), first))
+        else:
+            last = lax.fori_loop(0, g.group, one_head, first)
+        # The tile loaded once too often.
         plgpu.barrier_arrive(smem.q_empty.at[lax.rem(count, c.num_stages)])
         if c.dq_warpgroup:
             for slot in range(NUM_DS):
@@ -257,8 +264,8 @@ class BackwardBlock(BackwardPlan):
             plgpu.barrier_arrive(smem.ds_empty.at[slot])
         plgpu.barrier_wait(smem.kv_full)
 
-        def step(i, _, head):
-            it = head * per_head + i - queries.lo
+        def step(it, place):
+            i, head = place
             slot, buffer = lax.rem(it, NUM_DS), lax.rem(it, 2)
             plgpu.barrier_wait(smem.ds_ready.at[slot])
 
@@ -276,11 +283,9 @@ class BackwardBlock(BackwardPlan):
                 plgpu.copy_smem_to_gmem(smem.dq.at[buffer], gmem.dq.at[k_tile, *index])
             else:
                 plgpu.copy_smem_to_gmem(smem.dq.at[buffer], gmem.dq.at[index], reduction_op="add")
+            return queries.after(i, head)
 
-        def one_head(head, _):
-            lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), None)
-
-        lax.fori_loop(0, g.group, one_head, None)
+        lax.fori_loop(0, per_head * g.group, step, (queries.lo, jnp.int32(0)))
         plgpu.wait_smem_to_gmem(0)
 
     def probabilities(self, smem, wg: int, slot, s, i, k_tile, kv_ids, queries):

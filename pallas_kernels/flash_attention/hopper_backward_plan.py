@@ -9,46 +9,26 @@ import functools
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .hopper_backward_launch import FusedKernel
 from .hopper_config import BACKWARD_KEYS as KEYS
 from .hopper_config import BACKWARD_QUERIES as QUERIES
 from .hopper_config import NUM_DS, BackwardConfig
-from .hopper_geometry import (
-    Geometry,
-    swizzle_bytes,
-    tiled,
-)
-from .spec import AttentionSpec
+from .hopper_geometry import swizzle_bytes, tiled
 
 NUM_WARPGROUPS = KEYS // 64
 """That compute: each has 64 keys of the tile."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardPlan:
+class BackwardPlan(FusedKernel):
     """What one call of the kernel is made for."""
 
-    g: Geometry
-    spec: AttentionSpec
     c: BackwardConfig
-    dtype: jnp.dtype
-    segmented: bool
-    interpretable: bool
 
     @property
-    def num_k_tiles(self) -> int:
-        """Key tiles of a head."""
-        return -(-self.g.S // KEYS)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
-        return self.g.S % KEYS != 0 and not self.segmented
-
-    @property
-    def masked(self) -> bool:
-        """Whether any tile may hold scores that nothing sees."""
-        s = self.spec
-        return self.segmented or s.left is not None or s.right is not None or self.ragged
+    def num_threads(self) -> int:
+        """Warpgroups of a block: those that compute, one that loads, one for dQ."""
+        return NUM_WARPGROUPS + (2 if self.c.dq_warpgroup else 1)
 
     @property
     def dq_shape(self) -> tuple[int, int]:

@@ -19,18 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .hopper_backward_operands import backward_operands
 from .hopper_config import BARRIER_BYTES, SMEM_LIMIT_BYTES
-from .hopper_geometry import (
-    Geometry,
-    TileRange,
-    geometry_of,
-    key_tiles,
-    pad_rows,
-    swizzle_bytes,
-    tiled,
-)
-from .hopper_segments import tile_ranges, token_ids
-from .hopper_statistics import row_statistics
+from .hopper_geometry import TileRange, geometry_of, key_tiles, swizzle_bytes, tiled
+from .hopper_kernel import Kernel
 from .hopper_tile import mask_tile
 from .spec import AttentionMasks, AttentionSpec
 
@@ -57,17 +49,13 @@ def query_gradient(
 ) -> jax.Array:
     """dQ [B, T, N, H], in the same order of additions each time; arguments as in the backward."""
     g = geometry_of(q, k, v)
-    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=QUERIES, kv_tile=KEYS)
-    kernel = _QueryGradient(
-        g=g, spec=spec, dtype=q.dtype, segmented=ids is not None, interpretable=interpretable
+    operands = backward_operands(
+        q, k, v, masks, out, lse, d_out, d_lse, q_tile=QUERIES, kv_tile=KEYS, by_keys=False
     )
-    num_tiles = -(-g.T // QUERIES)
-    lse2, delta = row_statistics(out, lse, d_out, d_lse, num_tiles * QUERIES)
-    q, k, v, d_out = (pad_rows(x) for x in (q, k, v, d_out))
-    operands = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
-    if ids is not None:
-        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
-        operands["ranges"] = tile_ranges(*ids, QUERIES, KEYS)
+    kernel = _QueryGradient(
+        g=g, spec=spec, dtype=q.dtype, q_tile=QUERIES, kv_tile=KEYS,
+        segmented="ranges" in operands, interpretable=interpretable,
+    )  # fmt: skip
     names = tuple(operands)
 
     def body(*refs, **scratch):
@@ -76,9 +64,9 @@ def query_gradient(
 
     dq = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(operands["q"].shape, q.dtype),
         scratch_types=kernel.scratch(),
-        grid=(g.B * g.N * num_tiles,),
+        grid=(g.B * g.N * kernel.num_q_tiles,),
         grid_names=("tile",),
         num_threads=NUM_WARPGROUPS + 1,
         thread_name="wg",
@@ -88,24 +76,8 @@ def query_gradient(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _QueryGradient:
-    """The kernel of one call; methods are its phases, written once per trace."""
-
-    g: Geometry
-    spec: AttentionSpec
-    dtype: jnp.dtype
-    segmented: bool
-    interpretable: bool
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
-        return self.g.S % KEYS != 0 and not self.segmented
-
-    @property
-    def masked(self) -> bool:
-        s = self.spec
-        return self.segmented or s.left is not None or s.right is not None or self.ragged
+class _QueryGradient(Kernel):
+    """The kernel of one call."""
 
     @property
     def num_stages(self) -> int:
@@ -139,8 +111,8 @@ class _QueryGradient:
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g = self.g
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        num_tiles = -(-g.T // QUERIES)
-        head, q_tile = lax.rem(tile, g.B * g.N), num_tiles - 1 - lax.div(tile, g.B * g.N)
+        head = lax.rem(tile, g.B * g.N)
+        q_tile = self.num_q_tiles - 1 - lax.div(tile, g.B * g.N)
         b, n = lax.div(head, g.N), lax.rem(head, g.N)
         q0 = q_tile * QUERIES
         keys = key_tiles(self.spec, g, q0, QUERIES, KEYS)

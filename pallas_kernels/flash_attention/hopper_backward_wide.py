@@ -10,8 +10,6 @@ warpgroup 1 computes dO V' and dS; each hands its result to the other through sh
 import dataclasses
 import functools
 import math
-import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +17,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .hopper_backward_launch import FusedKernel, gradients
+from .hopper_backward_operands import backward_operands
 from .hopper_geometry import (
-    Geometry,
     TileRange,
     geometry_of,
     key_tile_of,
-    pad_rows,
     query_tiles,
     swizzle_bytes,
     tiled,
 )
-from .hopper_segments import tile_ranges, token_ids
-from .hopper_statistics import row_statistics
 from .hopper_tile import mask_tile
 from .spec import AttentionMasks, AttentionSpec
 
@@ -53,77 +49,34 @@ def backward(
     d_lse: jax.Array | None,
     *,
     spec: AttentionSpec,
+    register_operands: bool = False,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``hopper_backward.backward``, for equal widths of 192 or 256 and no soft cap."""
-    g = geometry_of(q, k, v)
-    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=QUERIES, kv_tile=KEYS)
-    kernel = _Backward(
-        g=g, spec=spec, dtype=q.dtype, segmented=ids is not None,
-        interpretable=interpretable,
-    )  # fmt: skip
-    statistics = row_statistics(out, lse, d_out, d_lse, -(-g.T // QUERIES) * QUERIES)
-    dtype = q.dtype
-    q, k, v, d_out = (pad_rows(x) for x in (q, k, v, d_out))
-    copies = (kernel.num_k_tiles,) if interpretable else ()
-    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "do": d_out}
-    operands |= {"lse": statistics[0], "delta": statistics[1]}
-    if ids is not None:
-        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
-        operands["ranges"] = tile_ranges(ids[1], ids[0], KEYS, QUERIES)
-    operands["dq"] = jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))
-    names = tuple(operands)
+    """As ``hopper_backward.backward``, for equal widths of 192 or 256 and no soft cap.
 
-    def body(*refs):
-        gmem = dict(zip((*names, "dk", "dv"), refs, strict=True))
-        pl.run_scoped(
-            lambda **scratch: kernel.run(
-                types.SimpleNamespace(**gmem), types.SimpleNamespace(**scratch)
-            ),
-            **kernel.scratch(),
-            collective_axes="wg",
-        )
-
-    call: Any = pl.kernel(
-        body,
-        out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
-        mesh=plgpu.Mesh(
-            grid=(kernel.num_k_tiles * g.B * g.K,),
-            grid_names=("tile",),
-            num_threads=3,
-            thread_name="wg",
-        ),
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    ``register_operands``: a warpgroup multiplies the P or dS that it computed from registers.
+    """
+    operands = backward_operands(
+        q, k, v, masks, out, lse, d_out, d_lse, q_tile=QUERIES, kv_tile=KEYS, by_keys=True
     )
-    dk, dv = call(*operands.values())
-    dq = operands["dq"][...]
-    dq = dq.sum(axis=0) if interpretable else dq
-    return (dq[:, : g.T] * spec.scale).astype(dtype), dk[:, : g.S], dv[:, : g.S]
+    kernel = _Backward(
+        g=geometry_of(q, k, v), spec=spec, dtype=q.dtype, q_tile=QUERIES, kv_tile=KEYS,
+        segmented="ranges" in operands, interpretable=interpretable,
+        register_operands=register_operands and not interpretable,
+    )  # fmt: skip
+    return gradients(kernel, operands)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Backward:
-    """The kernel of one call; methods are its phases, written once per trace."""
+class _Backward(FusedKernel):
+    """The kernel of one call."""
 
-    g: Geometry
-    spec: AttentionSpec
-    dtype: jnp.dtype
-    segmented: bool
-    interpretable: bool
+    register_operands: bool
 
     @property
-    def num_k_tiles(self) -> int:
-        return -(-self.g.S // KEYS)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
-        return self.g.S % KEYS != 0 and not self.segmented
-
-    @property
-    def masked(self) -> bool:
-        s = self.spec
-        return self.segmented or s.left is not None or s.right is not None or self.ragged
+    def num_threads(self) -> int:
+        """Warpgroups of a block: two compute, one loads."""
+        return 3
 
     @property
     def half(self) -> int:
@@ -253,22 +206,26 @@ class _Backward:
             slot = lax.rem(it, NUM_STAGES)
             row = plgpu.load(smem.rows.at[wg, slot], layout=COL)
 
+            p, ds = smem.p, smem.ds
             if wg == 0:
-                self.write_p(smem, slot, x, row, i, k_tile, queries)
+                own_p = self.write_p(smem, slot, x, row, i, k_tile, queries)
+                p = own_p if self.register_operands else p
             else:
                 plgpu.barrier_wait(smem.p_ready)
-            plgpu.wgmma(dv_acc, smem.p, smem.qdo.at[1, slot, :, mine])
+            plgpu.wgmma(dv_acc, p, smem.qdo.at[1, slot, :, mine])
             if wg == 1:
-                p = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
-                ds = p * (x - lax.broadcast_in_dim(row, x.shape, [1]))
-                smem.ds[...] = ds.astype(self.dtype)
+                own_ds = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
+                own_ds = own_ds * (x - lax.broadcast_in_dim(row, x.shape, [1]))
+                own_ds = own_ds.astype(self.dtype)
+                smem.ds[...] = own_ds
                 plgpu.commit_smem()
+                ds = own_ds if self.register_operands else ds
             plgpu.wgmma_wait(0)
             if wg == 0:
                 plgpu.barrier_wait(smem.ds_ready)
             else:
                 plgpu.barrier_arrive(smem.ds_ready)  # and P may be overwritten
-            plgpu.wgmma(dk_acc, smem.ds, smem.qdo.at[0, slot, :, mine])
+            plgpu.wgmma(dk_acc, ds, smem.qdo.at[0, slot, :, mine])
             n = kv_head * self.g.group + head
             leave = _nothing
             for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
@@ -292,16 +249,18 @@ class _Backward:
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
 
-    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> None:
-        """P into shared memory, for both warpgroups."""
+    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange):
+        """P into shared memory, for both warpgroups, and returned."""
         p = jnp.exp2(s * (self.spec.scale * LOG2E) - lax.broadcast_in_dim(lse, s.shape, [1]))
         if self.masked:
             whole = (i >= queries.full_lo) & (i < queries.full_hi)
             mask = functools.partial(self.mask, smem, slot, i, k_tile)
             p = lax.cond(whole, lambda p: p, mask, p)
-        smem.p[...] = p.astype(self.dtype)
+        p = p.astype(self.dtype)
+        smem.p[...] = p
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.p_ready)
+        return p
 
     def mask(self, smem, slot, i, k_tile, p):
         """0 where the query of a column does not see the key of a row."""

@@ -23,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_config import ForwardConfig
 from .hopper_geometry import (
-    Geometry,
     TileRange,
     geometry_of,
     heads_per_wave,
@@ -32,6 +31,7 @@ from .hopper_geometry import (
     swizzle_bytes,
     tiled,
 )
+from .hopper_kernel import Kernel
 from .hopper_product import Product, StagedProduct
 from .hopper_segments import tile_ranges, token_ids
 from .hopper_tile import exp2_tile, mask_tile, soft_cap, sum_strips
@@ -79,8 +79,8 @@ def forward(
     if masks.sinks is not None:
         operands["sinks"] = masks.sinks.astype(jnp.float32) * LOG2E
     kernel = _Forward(
-        g=g, spec=spec, c=config, segmented=ids is not None, sinks=masks.sinks is not None,
-        dtype=q.dtype, interpretable=interpretable,
+        g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
+        segmented=ids is not None, sinks=masks.sinks is not None, interpretable=interpretable,
     )  # fmt: skip
     names = tuple(operands)
 
@@ -107,31 +107,11 @@ def forward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Forward:
-    """The kernel of one call; methods are its phases, written once per trace."""
+class _Forward(Kernel):
+    """The kernel of one call."""
 
-    g: Geometry
-    spec: AttentionSpec
     c: ForwardConfig
-    segmented: bool
     sinks: bool
-    dtype: jnp.dtype
-    interpretable: bool
-
-    @property
-    def num_q_tiles(self) -> int:
-        return -(-self.g.T // self.c.block_q)
-
-    @property
-    def masked(self) -> bool:
-        """Whether any tile can need a mask."""
-        s = self.spec
-        return self.segmented or s.left is not None or s.right is not None or self.ragged
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
-        return self.g.S % self.c.block_kv != 0 and not self.segmented
 
     def scratch(self) -> dict:
         g, c = self.g, self.c
@@ -173,12 +153,7 @@ class _Forward:
     def run(self, gmem, smem) -> None:
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g, c = self.g, self.c
-        wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        # Longest first (the last queries, under a causal mask), inside a wave of heads.
-        wave = heads_per_wave(g.B * g.N, g.group, 2 * g.S * (g.H + g.Hv))
-        in_wave = lax.rem(tile, wave * self.num_q_tiles)
-        head = lax.div(tile, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
-        q_tile = self.num_q_tiles - 1 - lax.div(in_wave, wave)
+        wg, (head, q_tile) = lax.axis_index("wg"), self.tile_of(lax.axis_index("tile"))
         b, n = lax.div(head, g.N), lax.rem(head, g.N)
         q0 = q_tile * c.block_q
         keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv)
@@ -197,6 +172,17 @@ class _Forward:
             # for more does not fail, it waits for ever.
             plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
             self.load(gmem, smem, b, n, q0, keys)
+
+    def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Head, of all batch entries', and query tile of a block.
+
+        Longest first (the last queries, under a causal mask), inside a wave of heads.
+        """
+        g = self.g
+        wave = heads_per_wave(g.B * g.N, g.group, 2 * g.S * (g.H + g.Hv))
+        in_wave = lax.rem(block, wave * self.num_q_tiles)
+        head = lax.div(block, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
+        return head, self.num_q_tiles - 1 - lax.div(in_wave, wave)
 
     def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """Queries once, then keys and values into the ring, as compute warpgroups empty it."""

@@ -83,6 +83,11 @@ class TileRange:
             jnp.minimum(self.hi, hi),
         )
 
+    def after(self, i: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The tile and head after tile i of a head, each head having these tiles."""
+        last = i + 1 == self.hi
+        return jnp.where(last, self.lo, i + 1), head + last.astype(jnp.int32)
+
     def ordered(self, at_least_one: bool) -> "TileRange":
         """The same tiles with lo <= full_lo <= full_hi <= hi; an empty range can become one."""
         hi = jnp.maximum(self.hi, 1 if at_least_one else 0)

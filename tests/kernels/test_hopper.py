@@ -254,6 +254,18 @@ def test_backward_lowers(widths, kind, deterministic):
     lowers(f, q, k, v, AttentionMasks(), out, lse, out, lse)
 
 
+@pytest.mark.parametrize("H", [192, 256])
+def test_backward_with_register_operands_lowers(H):
+    q, k, v, out = operands(H, H)
+    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    f = functools.partial(
+        hopper_backward_wide.backward,
+        spec=AttentionSpec(scale=1.0, right=0),
+        register_operands=True,
+    )
+    lowers(f, q, k, v, AttentionMasks(), out, lse, out, lse)
+
+
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_backward_of_packed_documents_fits_shared_memory(widths):
     q, k, v, out = operands(*widths)
