@@ -1,0 +1,114 @@
+"""What each technique of the Hopper attention forward buys: each taken away alone, on one GPU.
+
+python -m experiments.bench.attention_ablation --out ablation.json
+
+b4 s4096, bf16. Every form of a case is timed in one process, beside cuDNN, ``REPEATS`` times over
+in turn; a causal call counts half the FLOPs. Overlap is a pin that keeps the softmax under the
+value product: where the shipped table leaves it out, the form has it. Two techniques are not
+switches and stay: warp specialization, and scores of the next tile before the value product.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+
+from experiments.bench import attention
+from experiments.bench.attention import NO_MASKS, Case
+from experiments.bench.environment import clocks, environment
+from pallas_kernels.flash_attention import hopper_forward
+from pallas_kernels.flash_attention.hopper_config import ForwardConfig, forward_config
+
+REPEATS = 2
+GROUPS = {64: 1, 128: 4, 256: 1}  # query heads a key head
+SMALLER_TILES = {64: {"num_warpgroups": 2}, 128: {"block_kv": 64}}
+"""The tile that a width would have without its own entry in the table; 256 has no smaller one."""
+
+
+def shortest_first(kernel: Any, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``tile_of`` with the tiles of a head in the opposite order."""
+    head, q_tile = TILE_OF(kernel, block)
+    return head, kernel.num_q_tiles - 1 - q_tile
+
+
+TILE_OF: Callable[..., tuple[jax.Array, jax.Array]] = hopper_forward._Forward.tile_of
+
+
+def forms(case: Case) -> Iterator[tuple[str, ForwardConfig, contextlib.AbstractContextManager]]:
+    """Name, configuration, and what to replace while tracing."""
+    shipped = forward_config(case.H, case.Hv)
+    with_change = functools.partial(dataclasses.replace, shipped)
+    nothing = contextlib.nullcontext()
+    yield "shipped", shipped, nothing
+    yield "no turns at the tensor cores", with_change(ping_pong=False), nothing
+    yield "every tile rescales", with_change(lazy_rescale=False), nothing
+    pin = "without" if shipped.overlap else "with"
+    yield f"{pin} the pin of the softmax", with_change(overlap=not shipped.overlap), nothing
+    yield "one tile of K and V in flight", with_change(num_stages=1), nothing
+    if case.H in SMALLER_TILES:
+        yield "smaller tile", with_change(**SMALLER_TILES[case.H]), nothing
+    all_heads = mock.patch.object(hopper_forward, "heads_per_wave", lambda heads, *_: heads)
+    yield "all heads side by side", shipped, all_heads
+    if case.causal:
+        order = mock.patch.object(hopper_forward._Forward, "tile_of", shortest_first)
+        yield "shortest rows first", shipped, order
+
+
+def forward(case: Case, config: ForwardConfig):
+    """q, k, v to out."""
+
+    def run(q, k, v):
+        return hopper_forward.forward(q, k, v, NO_MASKS, spec=case.spec, config=config)[0]
+
+    return run
+
+
+def measure(case: Case, pool: concurrent.futures.Executor) -> list[dict]:
+    """A row for each form and repeat; errors are against cuDNN's values."""
+    shapes = jax.eval_shape(case.arrays)[:3]
+    library = functools.partial(attention.cudnn, spec=case.spec)
+    jobs = {"cudnn": pool.submit(attention.compiled, library, *shapes)}
+    for name, config, replaced in forms(case):
+        with replaced:  # tracing happens here, compiling in the pool
+            jobs[name] = pool.submit(jax.jit(forward(case, config)).lower(*shapes).compile)
+    arrays = case.arrays()[:3]
+    want = jobs["cudnn"].result()(*arrays)
+    rows = []
+    for repeat in range(REPEATS):
+        for name, job in jobs.items():
+            off = attention.relative(job.result()(*arrays), want)
+            ms = attention.milliseconds(job.result(), *arrays, iterations=6)
+            row = {"case": case.name, "form": name, "repeat": repeat, "ms": ms}
+            rows.append({**row, "tflops": case.flop / ms / 1e9, "off_cudnn": round(off, 5)})
+            print({k: round(v, 4) if k in ("ms", "tflops") else v for k, v in rows[-1].items()})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dims", type=int, nargs="*", default=list(GROUPS))
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    cases = [
+        Case(B=4, T=4096, N=attention.HEADS[H], K=attention.HEADS[H] // GROUPS[H], H=H, Hv=H,
+             causal=causal)
+        for H in args.dims
+        for causal in (False, True)
+    ]  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        rows = [row for case in cases for row in measure(case, pool)]
+    if args.out:
+        result = {"environment": environment(), "clock_mhz_after": clocks(), "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
