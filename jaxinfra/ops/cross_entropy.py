@@ -1,4 +1,13 @@
 """The training loss as the models call it, on top of ``pallas_kernels.linear_cross_entropy``."""
 
+import jax
+
 from pallas_kernels.linear_cross_entropy import CrossEntropySums as CrossEntropySums
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from pallas_kernels.linear_cross_entropy.api import HOPPER_LEAST_IDS
+from pallas_kernels.linear_cross_entropy.hopper import unsupported
+
+
+def kernel_on_one_device(hidden_BTD: jax.Array, *, num_ids: int) -> bool:
+    """Whether "auto" takes the Hopper kernel for these tokens where one device has them all."""
+    return num_ids >= HOPPER_LEAST_IDS and unsupported(hidden_BTD, num_devices=1) is None

@@ -12,7 +12,12 @@ import jax.numpy as jnp
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
+from jaxinfra.ops.cross_entropy import (
+    CrossEntropySums,
+    kernel_on_one_device,
+    linear_cross_entropy,
+)
+from jaxinfra.parallel.loss import can_take_own_tokens, cross_entropy_of_own_tokens
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
 
@@ -40,8 +45,13 @@ def batch_loss(
     *,
     z_loss: float,
     dropout_key: jax.Array | None = None,
+    placement: Placement | None = None,
 ) -> CrossEntropySums:
-    """Sums over the batch's counted targets; divide by their number for means."""
+    """Sums over the batch's counted targets; divide by their number for means.
+
+    Args:
+        placement: of the batch, on a mesh.
+    """
     decoder = model.bind(parameters)
     hidden_BTD = decoder.hidden(
         batch.tokens,
@@ -50,6 +60,19 @@ def batch_loss(
         dropout_key=dropout_key,
     )
     with jax.named_scope("loss"):
+        if placement is not None and can_take_own_tokens(placement):
+            table_VD = decoder.vocabulary_table
+            if kernel_on_one_device(hidden_BTD, num_ids=table_VD.shape[0]):
+                return cross_entropy_of_own_tokens(
+                    placement,
+                    hidden_BTD,
+                    table_VD,
+                    batch.targets,
+                    batch.weights,
+                    compute=model.execution.policy.compute,
+                    z_loss=z_loss,
+                    logit_soft_cap=model.config.logit_soft_cap,
+                )
         return linear_cross_entropy(
             hidden_BTD,
             decoder.gathered_table,
@@ -93,6 +116,7 @@ def make_gradient(
                 batch,
                 z_loss=training.z_loss,
                 dropout_key=key if drops_out else None,
+                placement=placement,
             )
             return sums.total * (loss_scale / num_targets), sums.nll / num_targets
 

@@ -1,0 +1,82 @@
+"""The loss of each device's own tokens, where a kernel computes it that runs on one device.
+
+The compiler cannot split a kernel. A device gathers the vocabulary's table, in the compute dtype,
+takes the loss of its tokens, and sums over the devices follow: two scalars forward, and backward
+the table's gradient, reduce-scattered in its own dtype over the axes that split the table.
+
+Dims: B batch, T position, D model width, V vocabulary; lower case of one device.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
+from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
+from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from jaxinfra.parallel.place import Placement
+
+
+def can_take_own_tokens(placement: Placement) -> bool:
+    """Whether devices have whole rows of the vocabulary's table, and none of them the same tokens
+    in parts.
+    """
+    return placement.mesh.size > 1 and not placement.axes(VOCAB)
+
+
+def cross_entropy_of_own_tokens(
+    placement: Placement,
+    hidden_BTD: jax.Array,
+    table_VD: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    compute: jnp.dtype,
+    z_loss: float,
+    logit_soft_cap: float | None,
+) -> CrossEntropySums:
+    """``linear_cross_entropy`` over the whole batch, its rows and positions as placed.
+
+    Args:
+        table_VD: as stored, split by width or not.
+        compute: what it is gathered in; its values are rounded to that, its gradients are not.
+    """
+    tokens, by_width = (BATCH, SEQUENCE), placement.axes(EMBED)
+    over = placement.axes(BATCH) + placement.axes(SEQUENCE)
+
+    @jax.custom_vjp
+    def gathered(table_Vd: jax.Array) -> jax.Array:
+        rounded = table_Vd.astype(compute)
+        whole = all_gather(rounded, by_width, dim=1) if by_width else rounded
+        return whole.astype(table_Vd.dtype)
+
+    def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
+        return (reduce_scatter(d_VD, by_width, dim=1) if by_width else d_VD,)
+
+    gathered.defvjp(lambda table_Vd: (gathered(table_Vd), None), scattered)
+
+    def local(hidden_btD, table_Vd, targets_bt, weights_bt) -> tuple[jax.Array, ...]:
+        sums = linear_cross_entropy(
+            hidden_btD,
+            gathered(table_Vd),
+            targets_bt,
+            weights_bt,
+            z_loss=z_loss,
+            logit_soft_cap=logit_soft_cap,
+        )
+        return tuple(all_reduce(x, over) if over else x for x in sums)
+
+    sums = placement.on_each_device(
+        local,
+        in_specs=(
+            placement.spec((*tokens, None)),
+            placement.spec((VOCAB, EMBED)),
+            placement.spec(tokens),
+            placement.spec(tokens),
+        ),
+        out_specs=(PartitionSpec(), PartitionSpec()),
+        # A kernel does not say over which axes its results vary; the table's gradient is summed
+        # over those that do not split it as it leaves.
+        check_vma=False,
+    )(hidden_BTD, table_VD, targets_BT, weights_BT)
+    return CrossEntropySums(*sums)

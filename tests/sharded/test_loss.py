@@ -1,0 +1,129 @@
+"""The loss of each device's own tokens: the whole batch's, with both gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
+from jaxinfra.ops.cross_entropy import kernel_on_one_device
+from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.parallel.loss import can_take_own_tokens, cross_entropy_of_own_tokens
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.program import collectives
+from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training import gradients
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.sharded.test_meshes import exact as exact_step
+from tests.sharded.test_meshes import run, single
+from tests.tolerance import assert_no_worse
+
+B, T, D, V = 8, 6, 16, 40
+HOW = {"z_loss": 1e-2, "logit_soft_cap": 5.0}
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    return (
+        rng.standard_normal((B, T, D), np.float32),
+        rng.standard_normal((V, D), np.float32),
+        rng.integers(0, V, (B, T), np.int32),
+        rng.integers(0, 2, (B, T)).astype(np.float32),
+    )
+
+
+def results(loss):
+    """nll, d_hidden, d_table; the total counts threefold, as under a loss scale."""
+
+    def total(hidden, table, targets, weights):
+        sums = loss(hidden, table, targets, weights)
+        return 3.0 * sums.total, sums.nll
+
+    def run(*arrays):
+        (_, nll), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(*arrays)
+        return nll, *gradients
+
+    return run
+
+
+def exact():
+    """In float64, materialized."""
+    hidden, table, targets, weights = operands()
+    h, w = hidden.astype(np.float64), table.astype(np.float64)
+    cap = HOW["logit_soft_cap"]
+    tanh = np.tanh(h @ w.T / cap)
+    logits = cap * tanh
+    lse = np.log(np.exp(logits).sum(-1))
+    picked = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    p = np.exp(logits - lse[..., None])
+    d_logits = p * (1 + 2 * HOW["z_loss"] * lse)[..., None]
+    np.put_along_axis(
+        d_logits, targets[..., None], np.take_along_axis(d_logits, targets[..., None], -1) - 1, -1
+    )
+    d_raw = 3.0 * weights[..., None] * d_logits * (1 - tanh**2)
+    return (weights * (lse - picked)).sum(), d_raw @ w, np.einsum("BTV,BTD->VD", d_raw, h)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero"),
+    [
+        (MeshConfig(fsdp=4), 3),
+        (MeshConfig(replica=2, fsdp=2, context=2), 3),
+        (MeshConfig(replica=2, fsdp=4), 2),
+    ],
+    ids=["fsdp", "three axes", "whole table"],
+)
+def test_is_the_whole_batchs(mesh, zero):
+    placement = Placement(
+        mesh=make_mesh(mesh, devices=jax.devices()[: mesh.num_devices]),
+        rules=state_rules(ShardingConfig(zero=zero)),
+    )
+
+    def own(*arrays):
+        return cross_entropy_of_own_tokens(placement, *arrays, compute=jnp.dtype("float32"), **HOW)
+
+    rows = placement.sharding((BATCH, SEQUENCE))
+    tokens = placement.sharding((BATCH, SEQUENCE, None))
+    table = placement.sharding((VOCAB, EMBED))
+    function = jax.jit(
+        results(own),
+        in_shardings=(tokens, table, rows, rows),
+        out_shardings=(placement.replicated, tokens, table),
+    )
+    plain = jax.jit(results(lambda *arrays: linear_cross_entropy(*arrays, **HOW)))(*operands())
+    compiled = function.lower(*operands()).compile()
+    assert_no_worse(compiled(*operands()), plain=plain, oracle=exact(), what=str(mesh))
+    if zero == 3:
+        large = {each.kind: each.times for each in collectives(compiled) if each.shape}
+        assert large.items() >= {"all-gather": 1, "reduce-scatter": 1}.items()
+
+
+def test_where_it_is_taken():
+    hidden = jax.ShapeDtypeStruct((4, 8, 2048), jnp.bfloat16)
+    assert not kernel_on_one_device(hidden, num_ids=128_256), "no GPU here"
+    with compiling_for(H200):
+        assert kernel_on_one_device(hidden, num_ids=128_256)
+        assert not kernel_on_one_device(hidden, num_ids=32_000), "not measured to be faster"
+    split = Placement(mesh=make_mesh(MeshConfig(fsdp=4, tensor=2)))
+    assert not can_take_own_tokens(split), "its vocabulary is split"
+    assert can_take_own_tokens(Placement(mesh=make_mesh(MeshConfig(fsdp=8))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "mesh", "how"),
+    [
+        ("untied", MeshConfig(replica=2, fsdp=4), {}),  # accumulated, so that replicas run apart
+        ("tied", MeshConfig(fsdp=4), {"sharding": ShardingConfig(zero=1)}),
+        ("tied", MeshConfig(fsdp=2, context=2), {}),
+    ],
+    ids=["accumulated", "zero 1", "context"],
+)
+def test_a_step_with_it_equals_one_device(monkeypatch, case, mesh, how):
+    _, plain = single(case)
+    monkeypatch.setattr(gradients, "kernel_on_one_device", lambda *_, **__: True)
+    _, result = run(case, mesh, **how)
+    got, plain, oracle = (whole[:3] for whole in (result, plain, exact_step(case)))
+    assert_no_worse(got, plain=plain, oracle=oracle, what=f"{case} on {mesh}")
