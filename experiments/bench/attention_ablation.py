@@ -86,9 +86,10 @@ def measure(case: Case, pool: concurrent.futures.Executor) -> list[dict]:
         for name, job in jobs.items():
             off = attention.relative(job.result()(*arrays), want)
             ms = attention.milliseconds(job.result(), *arrays, iterations=6)
-            row = {"case": case.name, "form": name, "repeat": repeat, "ms": ms}
-            rows.append({**row, "tflops": case.flop / ms / 1e9, "off_cudnn": round(off, 5)})
-            print({k: round(v, 4) if k in ("ms", "tflops") else v for k, v in rows[-1].items()})
+            tflops = case.flop / ms / 1e9
+            row = {"case": case.name, "form": name, "repeat": repeat, "ms": ms, "tflops": tflops}
+            rows.append({**row, "off_cudnn": round(off, 5)})
+            print(f"{case.name:32} {name:32} {ms:.4f} ms {tflops:.0f} TFLOP/s", flush=True)
     return rows
 
 

@@ -145,9 +145,8 @@ class BackwardBlock(BackwardPlan):
             issue_scores(s_acc, 0)
             return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
-        def step(i, carry, head, it=None):
+        def step(it, i, head, carry):
             s, *previous = carry
-            it = head * per_head + i - queries.lo if it is None else it
             slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
             ds_slot = lax.rem(it, NUM_DS)
             ds_smem = smem.ds.at[ds_slot]
@@ -215,11 +214,14 @@ class BackwardBlock(BackwardPlan):
             return s, i, n
 
         def one_head(head, carry):
-            return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), carry)
+            def one_tile(i, carry):
+                return step(head * per_head + i - queries.lo, i, head, carry)
+
+            return lax.fori_loop(queries.lo, queries.hi, one_tile, carry)
 
         def any_tile(it, carry):
             i, head, carry = carry
-            return *queries.after(i, head), step(i, carry, head, it)
+            return *queries.after(i, head), step(it, i, head, carry)
 
         def last_dq(dq_acc):
             self.issue_dq(smem, wg, dq_acc, last_ds)
