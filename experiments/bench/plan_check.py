@@ -197,11 +197,13 @@ def _prediction(plan: Plan) -> dict[str, Any]:
 def _compare(row: dict[str, Any]) -> str:
     """Adds the errors; returns the line that tells them."""
     row["error"] = row["predicted_s"] / row["seconds"] - 1
-    row["temporary_error"] = row["predicted_temporary_bytes"] / row["temporary_bytes"] - 1
     line = (
         f"    measured {1e3 * row['seconds']:8.1f} ms: prediction {row['error']:+.1%}; temporaries "
-        f"{row['temporary_bytes'] / 2**30:.2f} GiB: {row['temporary_error']:+.1%}"
+        f"{row['temporary_bytes'] / 2**30:.2f} GiB"
     )
+    if "predicted_temporary_bytes" in row:
+        row["temporary_error"] = row["predicted_temporary_bytes"] / row["temporary_bytes"] - 1
+        line += f": {row['temporary_error']:+.1%}"
     if "waterfall" in row:
         kinds = collections.Counter(row["waterfall"]["by_kind_ms"])
         line += "; " + ", ".join(f"{kind} {ms:.1f}" for kind, ms in kinds.most_common())
@@ -256,6 +258,8 @@ def compare_with_results(
             row: dict[str, Any] = {"case": step.name, "mesh": step.layout.mesh}
             row |= _prediction(plan)
             if not step.optimizer:
+                # Its gradients are results, not temporaries.
+                del row["predicted_temporary_bytes"]
                 row["predicted_s"] -= row["predicted_parts_s"].pop("optimizer", 0.0)
             row |= {
                 "seconds": step.seconds,

@@ -12,6 +12,7 @@ jaxinfra plan --self-check                                   against published f
 import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=_count, default=1, help="GPUs (1)")
     add("--device", default="h200", help=f"GPU type: {', '.join(NAMES)} (h200)")
     add("--nodes", type=_count, help="nodes that hold them; 8 GPUs a node by default")
-    add("--node-bandwidth", type=float, metavar="GB/S", help="bus bandwidth within a node")
-    add("--network-bandwidth", type=float, metavar="GB/S", help="of a GPU's adapter")
+    add("--node-bandwidth", type=_positive, metavar="GB/S", help="bus bandwidth within a node")
+    add("--network-bandwidth", type=_positive, metavar="GB/S", help="of a GPU's adapter")
     add("--bench", type=Path, metavar="DIR", help="your own results (~/.cache/jaxinfra/bench)")
     add("--constants", type=Path, metavar="FILE", help="single constants of your own, as JSON")
     add("--memory", type=float, metavar="GB", help="of a GPU that plans may take (all of it)")
@@ -68,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"precision and bytes a parameter: {', '.join(RECIPES)} (bf16, which is what trains "
         "here); a search takes several, by commas, or all",
     )
-    add("--tokens", type=float, help="length of the run, for days and cost")
-    add("--dollars", type=float, help="price of a GPU and hour")
+    add("--tokens", type=_positive, help="length of the run, for days and cost")
+    add("--dollars", type=_positive, help="price of a GPU and hour")
     add("--inference", action="store_true", help="serving instead of training")
     add("--weights", default="bf16", help=f"served weights: {', '.join(WEIGHT_BYTES)} (bf16)")
     add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (bf16)")
@@ -111,6 +112,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
     return value
 
 
@@ -163,7 +171,8 @@ def _remat(args: argparse.Namespace) -> Recompute | None:
     if args.remat is None:
         return None
     if args.remat not in list(Recompute):
-        raise ConfigError(f"unknown --remat {args.remat!r}{nearest(args.remat, Recompute)}")
+        known = nearest(args.remat, map(str, Recompute))
+        raise ConfigError(f"unknown --remat {args.remat!r}{known}")
     return Recompute(args.remat)
 
 
@@ -303,7 +312,7 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
 
 def _schedule(args: argparse.Namespace) -> int:
     if args.schedule not in list(PipelineSchedule):
-        known = nearest(args.schedule, PipelineSchedule)
+        known = nearest(args.schedule, map(str, PipelineSchedule))
         raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
     directory = args.pictures or Path()
     directory.mkdir(parents=True, exist_ok=True)
