@@ -335,6 +335,15 @@ def incidents(run: Path, kind: str) -> list[dict[str, Any]]:
     return [found for found in read_json_lines(run / "incidents.jsonl") if found["kind"] == kind]
 
 
+def the_incident(run: Path, kind: str) -> dict[str, Any]:
+    """The one that there must be of a kind."""
+    found = incidents(run, kind)
+    if len(found) != 1:
+        every = [(one["kind"], one["step"]) for one in read_json_lines(run / "incidents.jsonl")]
+        raise NotProvenError(f"{len(found)} incidents {kind!r}, expected one; there are {every}")
+    return found[0]
+
+
 def saved_steps(run: Path) -> list[int]:
     """Committed checkpoints."""
     return layout.steps(run / "checkpoints")

@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any
 
-from jaxinfra.checkpoint import verify
+from jaxinfra.checkpoint import layout, verify
 from jaxinfra.gym.arena import (
     SAVE_EVERY,
     STEPS,
@@ -36,6 +36,12 @@ def _kill_at(target: str, *, rank: int, call: int) -> dict[str, Any]:
     }
 
 
+def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
+    """In step 7, or later where a slow disk has not yet got all of step 4's checkpoint."""
+    saved = arena.place / run / "checkpoints" / layout.step_name(SAVE_EVERY)
+    return _kill_at(_SEND, rank=rank, call=7) | {"once": str(saved)}
+
+
 def _survives_kill(arena: Arena, run: str, plan: dict[str, Any], *, resumed_at: int) -> str:
     ended = arena.run(run, arena.settings(), faults=[plan])
     _require_code(ended, 0)
@@ -56,13 +62,13 @@ def _survives_kill(arena: Arena, run: str, plan: dict[str, Any], *, resumed_at: 
 @fault(1, "SIGKILL of a worker in mid-step")
 def kill_worker(arena: Arena) -> str:
     """At step 7, from the checkpoint of step 4 on: 2 steps lost, not more than the interval."""
-    return _survives_kill(arena, "f1", _kill_at(_SEND, rank=1, call=7), resumed_at=SAVE_EVERY)
+    return _survives_kill(arena, "f1", _kill_in_step(arena, "f1", rank=1), resumed_at=SAVE_EVERY)
 
 
 @fault(2, "SIGKILL of process 0")
 def kill_first(arena: Arena) -> str:
     """The same, of the process that the others meet at."""
-    return _survives_kill(arena, "f2", _kill_at(_SEND, rank=0, call=7), resumed_at=SAVE_EVERY)
+    return _survives_kill(arena, "f2", _kill_in_step(arena, "f2", rank=0), resumed_at=SAVE_EVERY)
 
 
 @fault(3, "SIGKILL during an asynchronous save")

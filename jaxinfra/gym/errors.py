@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, metrics, require
+from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, metrics, require, the_incident
 from jaxinfra.gym.verdict import fault
 
 _BATCH = "jaxinfra.data.packing:PackedWindows.batch"
@@ -35,7 +35,7 @@ def not_a_number(arena: Arena) -> str:
     plan = _poison(arena, step, rank=1, action="jaxinfra.gym.corruption:poison_weights")
     ended = arena.run("f11", arena.settings(), faults=[plan], restarts=0)
     _require_done(ended)
-    (found,) = incidents(arena.place / "f11", "not finite")
+    found = the_incident(arena.place / "f11", "not finite")
     require(found["step"] == step and found["ranks"] == [1], f"found {found}")
     require(found["tensors"] and "layer 0" in found["text"], f"found {found}")
     same = _require_like_excluded(arena, "f11", step)
@@ -50,7 +50,7 @@ def poison_batch(arena: Arena) -> str:
     plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
     ended = arena.run("f12", arena.settings(*_SPIKE), faults=plans, restarts=0)
     _require_done(ended)
-    (found,) = incidents(arena.place / "f12", "batch excluded")
+    found = the_incident(arena.place / "f12", "batch excluded")
     require(found["step"] == step, f"found {found}")
     without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[-1]]
     require(without == [step], f"the ledger lacks the batches of steps {without}")
@@ -70,9 +70,9 @@ def flipped_weight(arena: Arena) -> str:
     command = arena.settings(processes=4)
     ended = arena.run("f13", command, faults=[plan], restarts=0, processes=4)
     _require_done(ended)
-    (back,) = incidents(arena.place / "f13", "went back")
+    back = the_incident(arena.place / "f13", "went back")
     require(back["step"] == 8, f"seen at step {back['step']}, flipped at 6, compared every 4")
-    (found,) = incidents(arena.place / "f13", "transient fault")
+    found = the_incident(arena.place / "f13", "transient fault")
     require(found["ranks"] == [1], f"found {found}")
     return f"W: {back['text']}; {found['text']}; {arena.require_same('f13', processes=4)}"
 
@@ -90,7 +90,7 @@ def transient(arena: Arena) -> str:
     }
     ended = arena.run("f14", arena.settings(*_SPIKE), faults=[plan], restarts=0)
     _require_done(ended)
-    (found,) = incidents(arena.place / "f14", "transient fault")
+    found = the_incident(arena.place / "f14", "transient fault")
     require(found["step"] == step, f"found {found}")
     require(not incidents(arena.place / "f14", "batch excluded"), "a good batch was left out")
     return f"W: step {step}: {found['text']}; {arena.require_same('f14')}"

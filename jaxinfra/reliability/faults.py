@@ -5,7 +5,7 @@
 
 As ``target`` is called for the ``call``-th time (with ``until``: from then to that call; with
 ``samples``: as its argument is an array with one of these numbers), the action happens before it,
-or to what it returns:
+or to what it returns. With ``once`` it waits until this path is there:
 
     signal           the process signals itself with ``value``
     sleep            ``value`` seconds; with ``hold_gil`` no thread of Python's runs meanwhile
@@ -22,6 +22,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,7 @@ def _arm(plan: Mapping[str, Any]) -> None:
     first = plan.get("call", 1)
     last = plan.get("until", first)
     samples = plan.get("samples")
+    once = Path(plan["once"]) if "once" in plan else None
     act = _action(plan)
     calls = 0
 
@@ -68,7 +70,11 @@ def _arm(plan: Mapping[str, Any]) -> None:
         now = first <= calls <= last
         if samples is not None:
             now = bool(np.isin(samples, args[-1]).any())
-        return act(original, args, kwargs) if now else original(*args, **kwargs)
+        if not now:
+            return original(*args, **kwargs)
+        while once is not None and not once.exists():
+            time.sleep(0.01)
+        return act(original, args, kwargs)
 
     setattr(owner, name, faulty)
 

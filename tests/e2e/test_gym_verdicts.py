@@ -22,8 +22,8 @@ GYM = (damage, deaths, errors)  # they enter their faults when imported
 BREAKS = {
     1: (
         "training/loop.py",
-        "        batches.restore(restored.data_state)\n",
-        "        pass\n",
+        "state=first_state(job) if restored is None else restored.state,",
+        "state=first_state(job),",
         "differs from the undisturbed run",
     ),
     2: (
