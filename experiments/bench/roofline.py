@@ -9,7 +9,6 @@ Beside the JSON lies the picture. An operation that fails is a row with its erro
 
 import argparse
 import dataclasses
-import functools
 import gc
 import json
 import pathlib
@@ -19,24 +18,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax import lax
 
 from experiments.bench.environment import clocks, environment
+from experiments.bench.roofline_models import models, random, seconds
 from experiments.pictures.roofline import draw
-from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.execution import Execution
-from jaxinfra.models.definition import define_model
-from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.planning import roofline
-from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.from_config import shape_of
+from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge
-from jaxinfra.planning.roofline import Point, Work
-from jaxinfra.serving.sampling import GREEDY
-from jaxinfra.serving.steps import StepConfig, decode, prefill
+from jaxinfra.planning.roofline import Point
 from pallas_kernels.common import timing
 from pallas_kernels.flash_attention import hopper as attention
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
@@ -45,7 +35,6 @@ from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.norm import hopper as norm
 from pallas_kernels.softmax import hopper as softmax
 
-DECODED = 8  # tokens in one measurement of decoding
 THREADS = "fp32"  # multiply-adds of the threads themselves, no tensor cores
 
 
@@ -63,7 +52,7 @@ class Sizes:
     vocab: int = 128_256
     rows: tuple[int, int] = (8192, 32_768)
     models: tuple[str, ...] = ("small", "llama32_1b")
-    prompts: tuple[tuple[int, int], ...] = ((1, 128), (1, 2048), (8, 2048))  # batch, length
+    prompts: tuple[tuple[int, int], ...] = ((1, 128), (8, 2048))  # batch, length
     decodes: tuple[tuple[int, int], ...] = ((1, 2048), (16, 2048), (64, 2048))  # batch, context
 
 
@@ -71,15 +60,6 @@ SMALL = Sizes(
     matmul=256, rung=256, copied=1 << 16, batch=1, length=256, tokens=64, width=64, vocab=512,
     rows=(64, 1024), models=("tiny",), prompts=((1, 32),), decodes=((2, 32),),
 )  # fmt: skip
-
-
-def random(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
-def seconds(f: Callable, *args: Any) -> float:
-    """Of one call."""
-    return timing.measure({"it": (f, args)}, rounds=3, iterations=4)["it"].median_ms / 1e3
 
 
 def peaks(sizes: Sizes) -> Iterator[tuple[str, Callable[[], float]]]:
@@ -208,93 +188,6 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
     )
 
 
-def models(sizes: Sizes, device: Device) -> Iterator[tuple[str, Callable[[], list[dict]]]]:
-    for preset in sizes.models:
-        yield f"model {preset}", functools.partial(model_points, preset, sizes, device)
-
-
-def model_points(preset: str, sizes: Sizes, device: Device) -> list[dict[str, Any]]:
-    """Prefill and decode of a model with random bf16 weights."""
-    policy = POLICIES[PolicyName.BF16]
-    config = MODELS[preset]()
-    definition = define_model(
-        config, Execution(policy=dataclasses.replace(policy, param=policy.compute))
-    )
-    graphdef, weights = nnx.split(
-        definition.bind(jax.jit(definition.initialize)(jax.random.key(0)))
-    )
-    step = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=config.vocab_size)
-    shape = shape_of(config, name=preset)
-    rng = np.random.default_rng(0)
-    rows = []
-
-    def prompt(batch: int, length: int):
-        ids = jnp.asarray(rng.integers(0, config.vocab_size, (batch, length)), jnp.int32)
-        keys = jax.random.split(jax.random.key(1), batch)
-        return ids, jnp.full((batch,), length, jnp.int32), keys
-
-    for batch, length in sizes.prompts:
-        ids, lengths, keys = prompt(batch, length)
-        f = functools.partial(prefill, config=step, num_slots=length)
-        taken = seconds(f, weights, ids, lengths, keys)
-        work = roofline.prefill_work(shape, device, batch=batch, length=length)
-        name = f"{preset} prefill {batch} x {length}"
-        rows.append(timed(name, "prefill", work, taken, wall(f, weights, ids, lengths, keys)))
-    for batch, context in sizes.decodes:
-        ids, lengths, keys = prompt(batch, context)
-        tokens, state = prefill(
-            weights, ids, lengths, keys, config=step, num_slots=context + DECODED
-        )
-        several = functools.partial(decode_several, config=step)
-        taken = seconds(several, weights, state, tokens) / DECODED
-        work = roofline.decode_work(shape, device, batch=batch, context=context)
-        name = f"{preset} decode {batch} after {context}"
-        rows.append(
-            timed(name, "decode", work, taken, wall_of_decode(weights, state, tokens, step))
-        )
-        del state
-        gc.collect()
-    return rows
-
-
-def timed(name: str, group: str, work: Work, taken: float, wall_s: float) -> dict[str, Any]:
-    return {
-        "point": Point(name=name, group=group, work=work, seconds=taken),
-        "wall_ms": 1e3 * wall_s,
-    }
-
-
-def wall(f: Callable, *args: Any) -> float:
-    """Seconds of a call on the host's clock, queued behind others of its kind."""
-    jax.block_until_ready(f(*args))
-    count = 5
-    start = time.perf_counter()
-    jax.block_until_ready([f(*args) for _ in range(count)])
-    return (time.perf_counter() - start) / count
-
-
-def decode_several(weights, state, tokens, *, config: StepConfig) -> jax.Array:
-    """Tokens after ``DECODED`` steps in one program."""
-
-    def one(carry, _):
-        tokens, state = carry
-        return decode(weights, state, tokens, config=config), None
-
-    return lax.scan(one, (tokens, state), None, length=DECODED)[0][0]
-
-
-def wall_of_decode(weights, state, tokens, config: StepConfig) -> float:
-    """Seconds a token as the server would call it: each step takes the last one's state."""
-    tokens, state = decode(weights, state, tokens, config=config)
-    jax.block_until_ready(tokens)
-    count = 6
-    start = time.perf_counter()
-    for _ in range(count):
-        tokens, state = decode(weights, state, tokens, config=config)
-    jax.block_until_ready(tokens)
-    return (time.perf_counter() - start) / count
-
-
 class Results:
     """Everything found so far, on disk after every item."""
 
@@ -369,8 +262,11 @@ def main() -> None:
         point = results.attempt(name, measure)
         if point is not None:
             add(point)
-    for name, measure in models(sizes, datasheet):
-        for found in results.attempt(name, measure) or ():
+    for name, measure in models(
+        datasheet, sizes.models, prompts=sizes.prompts, decodes=sizes.decodes
+    ):
+        found = results.attempt(name, measure)
+        if found is not None:
             add(found["point"], wall_ms=found["wall_ms"])
     results.write()
     if args.out is not None:
