@@ -10,6 +10,7 @@ import random
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from jaxinfra.cli.main import main
@@ -39,6 +40,29 @@ def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):
     alone = arena.place / "alone"
     assert values(two) == values(alone)
     assert state_sums(two, 12) == state_sums(alone, 12)
+
+
+@pytest.mark.slow
+def test_four_processes_are_one_device(tmp_path):
+    """A sum of four has an order. Four processes differ from one device no more than twice what
+    four devices of one process do, and the last bit of a loss.
+    """
+    arena = Arena(tmp_path, options=[], processes=4)
+    losses = {
+        "processes": [record["loss"] for record in values(arena.reference()) if "loss" in record]
+    }
+    for name, devices in (("devices", 4), ("device", 1)):
+        words = [*arena.settings(processes=devices), "--run", str(arena.place / name)]
+        flag = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        with arena.start(words, run=name, environment=flag) as job:
+            ended = job.end()
+        assert ended.code == 0, ended.said
+        records = values(arena.place / name)
+        losses[name] = [record["loss"] for record in records if "loss" in record]
+    four, devices, one = (np.array(losses[name]) for name in ("processes", "devices", "device"))
+    assert len(one) == 12
+    last_bit = np.spacing(np.max(one).astype(np.float32))
+    assert np.max(np.abs(four - one)) <= 2 * np.max(np.abs(devices - one)) + last_bit
 
 
 def test_the_first_process_alone_writes_the_run(arena):
