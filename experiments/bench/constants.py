@@ -1,6 +1,6 @@
 """What the planner's cost model is made of, measured on the GPU that is here.
 
-    jaxinfra bench constants        # under a minute; jaxinfra plan then reads what it wrote
+    jaxinfra bench constants        # minutes; jaxinfra plan then reads what it wrote
 
 Rates of matmuls by shape, of elementwise passes, of attention by head width and length, and the
 time of the smallest kernel; links come from ``jaxinfra bench collectives``. Each operation runs
@@ -43,6 +43,7 @@ def seconds(run: Callable[[], Any], *, budget_s: float) -> float:
     begin = time.perf_counter()
     jax.block_until_ready([run() for _ in range(3)])
     count = max(3, int(budget_s / max((time.perf_counter() - begin) / 3, 1e-6)))
+    last = None
     begin = time.perf_counter()
     for _ in range(count):
         last = run()

@@ -236,7 +236,8 @@ def _h200() -> list[TimedStep]:
         config = MODELS[preset]()
         if layers is not None:
             config = dataclasses.replace(config, num_layers=layers)
-        layout = Layout(**{"length": 4096, "batch": 4} | changes)
+        sizes: dict[str, Any] = {"length": 4096, "batch": 4, **changes}
+        layout = Layout(**sizes)
         shape = shape_of(config, name=preset)
         found.append(_own(f"{preset} of {shape.num_layers} layers", shape, layout, seconds, source))
     for layers, changes, seconds in _GRADIENTS:
