@@ -99,21 +99,26 @@ class Fp8Config:
 
     block_kv: int = 128
     num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
-    num_stages: int = 3  # K and V tiles in flight
+    num_stages: int = 2  # K and V tiles in flight
     overlap: bool = True  # keeps the softmax under the value product of the tile before
     num_polynomial: int = 0  # strips of 8 keys whose exponentials bypass the special function unit
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
-    promote: bool = False  # adds each tile's value product to the sum outside of the tensor cores
+    promote_every: int = 4  # tiles after which the tensor cores' sum is added to one in fp32
 
     @property
     def block_q(self) -> int:
         """Query rows of one block."""
         return 64 * self.num_warpgroups
 
+    @property
+    def granule(self) -> int:
+        """Keys that are multiplied by one scale: 64, or half of them where a tile wants it."""
+        return 32 if self.block_kv % 64 else 64
+
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of one block."""
         kv = self.num_stages * self.block_kv * (head_dim + value_dim)
-        row_bytes = head_dim + 2 * value_dim + 4 * (1 + 1 + 8)  # q, out, logsumexp, scale, pin
+        row_bytes = head_dim + 4 * value_dim + 4 * (1 + 1 + 8)  # q, sum, logsumexp, scale, pin
         return kv + self.block_q * row_bytes + BARRIER_BYTES
 
 
@@ -200,7 +205,9 @@ def check_row(row: tables.Row) -> tuple[str, str]:
             f"{user_file()} has a case {case}: a direction of {', '.join(KINDS)} and a key are "
             "expected; tune again, or delete it"
         )
-    kinds = {field.name: field.type for field in dataclasses.fields(KINDS[direction])}
+    kinds: dict[str, Any] = {
+        field.name: field.type for field in dataclasses.fields(KINDS[direction])
+    }
     for name, value in choice.items():
         if name not in kinds or type(value) is not kinds[name]:
             raise tables.TableError(

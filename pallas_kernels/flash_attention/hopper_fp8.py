@@ -56,10 +56,9 @@ def forward(
         raise UnsupportedError(f"Hopper FP8 attention: {reason}")
     (T, _, H), S, V = operands.q.shape[1:], operands.k.shape[1], operands.v_t.shape[2]
     config = config or fp8_config(H, V)
-    if config.block_kv % KEYS_PER_SCALE:
+    if config.block_kv % config.granule:
         raise UnsupportedError(
-            f"Hopper FP8 attention: block_kv={config.block_kv} is not whole blocks of "
-            f"{KEYS_PER_SCALE} keys, which share a scale"
+            f"Hopper FP8 attention: block_kv={config.block_kv} is no multiple of {config.granule}"
         )
     used = config.smem_bytes(H, V)
     if used > SMEM_LIMIT_BYTES:
@@ -75,7 +74,8 @@ def forward(
     largest = operands.v_scale.max(axis=1, keepdims=True)
     ratio = jnp.maximum(operands.v_scale / largest, LEAST_RATIO)
     scales = jnp.stack([operands.k_scale, jnp.log2(ratio), 1.0 / ratio], axis=-1).swapaxes(1, 2)
-    blocks = config.block_kv // KEYS_PER_SCALE
+    scales = jnp.repeat(scales, KEYS_PER_SCALE // config.granule, axis=2)
+    blocks = config.block_kv // config.granule
     last = ((0, 0), (0, 0), (0, -scales.shape[2] % blocks), (0, 0))
     return hopper_fp8_forward.forward(
         pad_rows(operands.q),

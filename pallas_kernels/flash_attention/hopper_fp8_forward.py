@@ -1,7 +1,7 @@
 """FP8 attention forward for Hopper: both products on e4m3, softmax and sums in fp32.
 
 Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
-query and key, Hv head width of value, J blocks of KEYS_PER_SCALE keys.
+query and key, Hv head width of value, J blocks of ``Fp8Config.granule`` keys.
 
 The walk over tiles, the warpgroups' roles and the order of matmuls and softmax are those of
 ``hopper_forward``. What differs: 8-bit matmuls take both operands with the summed dim contiguous,
@@ -21,7 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .fp8_operands import KEYS_PER_SCALE
 from .hopper_config import Fp8Config
 from .hopper_fp8_layout import as_operand
 from .hopper_geometry import (
@@ -33,7 +32,7 @@ from .hopper_geometry import (
     tiled,
 )
 from .hopper_rescale import scale_rows_if_needed
-from .hopper_tile import exp2_tile, mask_tile, sum_strips
+from .hopper_tile import exp2_tile, mask_tile, max_strips, sum_strips
 from .spec import AttentionSpec
 
 LOG2E = math.log2(math.e)
@@ -91,7 +90,9 @@ def forward(
 
     def body(*refs, **scratch):
         gmem = dict(zip((*names, "out", "lse"), refs, strict=True))
-        kernel.run(types.SimpleNamespace(**gmem), types.SimpleNamespace(**scratch))
+        total, out = scratch.pop("sum_out")
+        smem = types.SimpleNamespace(**scratch, sum=total, out=out)
+        kernel.run(types.SimpleNamespace(**gmem), smem)
 
     out, lse = plgpu.kernel(
         body,
@@ -143,7 +144,11 @@ class _Forward:
             "q": plgpu.SMEM((wgs, 64, g.H), E4M3, transforms=by_head),
             "k": plgpu.SMEM((c.num_stages, c.block_kv, g.H), E4M3, transforms=by_head),
             "v": plgpu.SMEM((c.num_stages, g.Hv, c.block_kv), E4M3, transforms=by_keys),
-            "out": plgpu.SMEM((wgs, 64, g.Hv), self.dtype, transforms=tiled(swizzle_bytes(g.Hv))),
+            # The output takes the sum's place at the end, each warpgroup its own.
+            "sum_out": plgpu.RefUnion(
+                plgpu.SMEM((wgs, 64, g.Hv), jnp.float32, transforms=tiled(128, itemsize=4)),
+                plgpu.SMEM((wgs, 2, 64, g.Hv), self.dtype, transforms=tiled(swizzle_bytes(g.Hv))),
+            ),
             "q_scale": plgpu.SMEM((wgs, 64), jnp.float32),
             "lse": plgpu.SMEM((wgs, 64), jnp.float32),
             "pin": plgpu.SMEM((wgs, 64, 8), jnp.float32),
@@ -220,18 +225,19 @@ class _Forward:
         plgpu.barrier_wait(smem.q_full)
         scales = gmem.scales.at[b, lax.div(n, g.group)]
         attend = functools.partial(self.attend, smem, scales, row0, keys)
-        if self.interpretable or c.promote:
-            o, peak, total = attend(_Parts(smem, g.Hv, staged=self.interpretable))
+        if self.interpretable:
+            o, peak, total = attend(_Parts(smem, g.Hv))
         else:
             o, peak, total = pl.run_scoped(
-                lambda acc: attend(_Running(smem, acc)), plgpu.ACC((64, g.Hv), jnp.float32)
+                lambda acc: attend(_Running(smem, acc)),
+                plgpu.ACC((64, g.Hv), jnp.float32),
             )
         if c.ping_pong:
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
         total = total.sum(axis=1)
         factor = jnp.where(total == 0.0, 0.0, gmem.v_scale[b, lax.div(n, g.group)] / total)
-        out_smem = smem.out.at[wg]
+        out_smem = smem.out.at[wg, 0]
         out_smem[...] = (o * lax.broadcast_in_dim(factor, o.shape, [0])).astype(self.dtype)
         lse = (peak - P_SHIFT + jnp.log2(total)) * (1 / LOG2E)
         smem.lse[wg] = jnp.where(total == 0.0, -jnp.inf, lse)
@@ -291,37 +297,52 @@ class _Forward:
         p, peak, total, *_ = scores(jnp.int32(0), lambda: None, None, self.masked, peak, total)
         carry = (as_operand(p, natural=self.interpretable), peak, total, product.start())
         first, count = jnp.int32(1), keys.hi - keys.lo
+        walk = functools.partial(self.walk, product)
         masked_step = functools.partial(step, masked=True)
         full_step = functools.partial(step, masked=False)
         if self.masked:
             after_right = jnp.maximum(keys.hi - keys.full_hi, 1)
             after_full = jnp.maximum(keys.hi - keys.full_lo, 1)
-            carry = lax.fori_loop(first, after_right, masked_step, carry)
-            carry = lax.fori_loop(after_right, after_full, full_step, carry)
+            carry = walk(first, after_right, masked_step, carry)
+            carry = walk(after_right, after_full, full_step, carry)
             if self.spec.left is not None:
-                carry = lax.fori_loop(after_full, count, masked_step, carry)
+                carry = walk(after_full, count, masked_step, carry)
         else:
-            carry = lax.fori_loop(first, count, full_step, carry)
+            carry = walk(first, count, full_step, carry)
         p, peak, total, o = carry
         slot = lax.rem(count - 1, c.num_stages)
         plgpu.barrier_wait(smem.v_full.at[slot])
         return product.last(o, p, slot), peak, total
 
+    def walk(self, product, first, last, step, carry):
+        """The steps first .. last, with the sum promoted after every few."""
+        every = self.c.promote_every
+        if self.interpretable or not every:
+            return lax.fori_loop(first, last, step, carry)
+
+        def some(j, carry):
+            start = first + j * every
+            *rest, o = lax.fori_loop(start, jnp.minimum(start + every, last), step, carry)
+            return (*rest, product.promote(o))
+
+        return lax.fori_loop(0, lax.div(last - first + (every - 1), every), some, carry)
+
     def factors(self, scales, tile) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
         """Of each key block of a tile: factor of the scores, log2 ratio of values, its inverse."""
-        count = self.c.block_kv // KEYS_PER_SCALE
+        count = self.c.block_kv // self.c.granule
         return [tuple(scales[tile * count + j, i] for i in range(3)) for j in range(count)]
 
     def softmax(self, s, peak, total, q_scale, factors, masked: bool):
         """Probabilities relative to the running maximum, and what the maximum's growth costs."""
         blocks = [
-            lax.slice(s, (0, j * KEYS_PER_SCALE), (64, (j + 1) * KEYS_PER_SCALE))
+            lax.slice(s, (0, j * self.c.granule), (64, (j + 1) * self.c.granule))
             for j in range(len(factors))
         ]
         units = [q_scale * key_factor for key_factor, *_ in factors]
         top = peak
         for block, unit in zip(blocks, units, strict=True):
-            top = jnp.maximum(top, block.max(axis=1) * unit)
+            # By strips first: a row's maximum is otherwise one chain of dependent instructions.
+            top = jnp.maximum(top, max_strips(block).max(axis=1) * unit)
         top = jnp.where(top - peak > RESCALE_ABOVE, top, peak)
         alpha = jnp.exp2(peak - top)
         total = total * lax.broadcast_in_dim(alpha, total.shape, [0])
@@ -350,7 +371,12 @@ class _Forward:
 
 
 class _Running:
-    """The sum P V in an accumulator that lives as long as the tile."""
+    """The sum P V in an accumulator that lives as long as the tile, and from time to time in fp32.
+
+    8-bit matmuls add with about 14 bits and round down, so that an error grows with every step:
+    16% of the output after 16384 keys of random data. The accumulator is therefore emptied into a
+    sum in shared memory, of which every thread owns what it owns of the accumulator.
+    """
 
     accumulators = ()
 
@@ -358,7 +384,11 @@ class _Running:
         self.smem, self.acc = smem, acc
 
     def start(self):
-        return ()
+        """What the sum in shared memory is behind by: the growth of each row's maximum."""
+        total = self.smem.sum.at[lax.axis_index("wg")]
+        zeros = plgpu.broadcasted_iota(jnp.int32, total.shape, 0, layout=WGMMA)
+        total[...] = zeros.astype(jnp.float32) * 0.0
+        return plgpu.layout_cast(jnp.full((64,), 1.0, jnp.float32), ROW)
 
     def issue(self, p, slot):
         plgpu.wgmma(self.acc, p, self.smem.v.at[slot].transpose((1, 0)))
@@ -366,17 +396,28 @@ class _Running:
     def collect(self):
         return ()
 
-    def rescale(self, o, part, slot, alpha):
+    def rescale(self, behind, part, slot, alpha):
         """Waits for the product, frees its slot, and multiplies the rows of the sum by alpha."""
-        del o, part
+        del part
         o, alpha = lax.optimization_barrier((self._finish(slot), alpha))
         self.acc[...] = scale_rows_if_needed(o, alpha)
-        return ()
+        return behind * alpha
 
-    def last(self, o, p, slot):
-        del o
+    def promote(self, behind):
+        """Empties the accumulator, with no product in flight, into the sum in shared memory."""
+        o = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
+        total = self.smem.sum.at[lax.axis_index("wg")]
+        total[...] = self._sum(behind) + o
+        self.acc[...] = o * 0.0
+        return plgpu.layout_cast(jnp.full((64,), 1.0, jnp.float32), ROW)
+
+    def last(self, behind, p, slot):
         self.issue(p, slot)
-        return self._finish(slot)
+        return self._finish(slot) + self._sum(behind)
+
+    def _sum(self, behind):
+        total = plgpu.load(self.smem.sum.at[lax.axis_index("wg")], layout=WGMMA)
+        return total * lax.broadcast_in_dim(behind, total.shape, [0])
 
     def _finish(self, slot):
         o = plgpu.wgmma_accumulator_load(self.acc, wait_n=0)
@@ -385,10 +426,10 @@ class _Running:
 
 
 class _Parts:
-    """The sum in registers: each tile's product has its own accumulator and is added in fp32."""
+    """For the interpreter: the sum in registers, a product at a time, P in shared memory."""
 
-    def __init__(self, smem, value_dim: int, *, staged: bool):
-        self.smem, self.value_dim, self.staged = smem, value_dim, staged
+    def __init__(self, smem, value_dim: int):
+        self.smem, self.value_dim = smem, value_dim
         self.accumulators = (plgpu.ACC((64, value_dim), jnp.float32),)
 
     def start(self):
@@ -396,12 +437,10 @@ class _Parts:
         return zeros.astype(jnp.float32) * 0.0
 
     def issue(self, p, slot, acc):
-        if self.staged:
-            p_smem = self.smem.p.at[lax.axis_index("wg")]
-            p_smem[...] = p
-            plgpu.commit_smem()
-            p = p_smem
-        plgpu.wgmma(acc, p, self.smem.v.at[slot].transpose((1, 0)))
+        p_smem = self.smem.p.at[lax.axis_index("wg")]
+        p_smem[...] = p
+        plgpu.commit_smem()
+        plgpu.wgmma(acc, p_smem, self.smem.v.at[slot].transpose((1, 0)))
 
     def collect(self, acc):
         return plgpu.wgmma_accumulator_load(acc, wait_n=0)

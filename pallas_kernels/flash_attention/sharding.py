@@ -178,6 +178,8 @@ def partitioned(
         results: names in ``DIMS`` of what the kernel returns.
         axes: the layout, where neither the arrays' types nor the compiler can tell it.
     """
+    if set(results) <= set(GRADIENT_OF.values()):
+        kernel = _sealed(kernel, results)
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
     if axes_left_to_the_compiler():
@@ -273,7 +275,7 @@ def _over_auto_axes(
         layout = make_layout(q_spec, mesh.shape, dict(zip(names, arg_shapes, strict=True)))
         return (
             mesh,
-            _local(_sealed(kernel), layout, names, results),
+            _local(kernel, layout, names, results),
             tuple(NamedSharding(mesh, layout.spec(name)) for name in results),
             tuple(NamedSharding(mesh, layout.spec(name)) for name in names),
         )
@@ -285,21 +287,25 @@ def _over_auto_axes(
     return jax.jit(op, inline=True)(*operands.values())
 
 
-_sealed_p = Primitive("attention_kernel")
-_sealed_p.multiple_results = True
-_sealed_p.def_abstract_eval(lambda *avals, function: jax.make_jaxpr(function)(*avals).out_avals)
+_gradient_p = Primitive("attention_gradient")
+_gradient_p.multiple_results = True
+_gradient_p.def_abstract_eval(lambda *avals, function, like: [avals[i] for i in like])
 mlir.register_lowering(
-    _sealed_p, mlir.lower_fun(lambda *arrays, function: function(*arrays), multiple_results=True)
+    _gradient_p,
+    mlir.lower_fun(lambda *arrays, function, like: function(*arrays), multiple_results=True),
 )
 
 
-def _sealed(kernel: Kernel) -> Kernel:
-    """The kernel as one primitive, lowered by tracing it.
+def _sealed(kernel: Kernel, results: tuple[str, ...]) -> Kernel:
+    """A kernel of gradients as one primitive, which is lowered by tracing it.
 
-    ``custom_partitioning`` lowers what it is given without resolving mutable arrays first, as
-    ``jit`` does, and refuses it: "Cannot lower jaxpr with effects" (JAX 0.11.2). The sum of dq is
-    such an array. A primitive's effects are its own, and its lowering does resolve them.
+    A fused backward sums dq in a mutable array. ``custom_partitioning`` lowers what it is given
+    without resolving those first, as ``jit`` does, and refuses it ("Cannot lower jaxpr with
+    effects", JAX 0.11.2); ``shard_map`` wants to know over which axes such a kernel's results vary.
+    A primitive has no effects but its own and says that each gradient is as what it is of; its
+    lowering resolves mutable arrays.
     """
+    of = {gradient: name for name, gradient in GRADIENT_OF.items()}
 
     def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         names = tuple(operands)
@@ -307,7 +313,8 @@ def _sealed(kernel: Kernel) -> Kernel:
         def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             return kernel(dict(zip(names, arrays, strict=True)))
 
-        return tuple(_sealed_p.bind(*operands.values(), function=function))
+        like = tuple(names.index(of[result]) for result in results)
+        return tuple(_gradient_p.bind(*operands.values(), function=function, like=like))
 
     return call
 

@@ -42,11 +42,11 @@ SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
         "dq_warpgroup": (False, True),
     },
     "fp8": {
-        "block_kv": (128, 192),
+        "block_kv": (96, 128, 192, 224),
         "num_warpgroups": (2, 3),
         "overlap": (True, False),
         "ping_pong": (True, False),
-        "num_polynomial": (0, 4),
+        "num_stages": (2, 3),
     },
 }
 """What is tried, all combinations that fit in shared memory and in registers."""
@@ -147,12 +147,13 @@ def on_this_gpu(direction: str, key: str) -> Times:
     def run(config: Config, right: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         spec = AttentionSpec(scale=H**-0.5, right=right)
         if isinstance(config, hopper_config.ForwardConfig):
-            return lambda *a: hopper.forward(*a, masks, spec=spec, config=config), (q, k, v)
+            forward = functools.partial(hopper.forward, masks=masks, spec=spec, config=config)
+            return forward, (q, k, v)
         if isinstance(config, hopper_config.Fp8Config):
             operands = jax.jit(quantize_fp8)(q, k, v)
-            forward = functools.partial(hopper_fp8.forward, spec=spec, dtype=q.dtype)
-            return functools.partial(forward, config=config), (operands,)
-        out, lse = jax.jit(lambda *a: hopper.forward(*a, masks, spec=spec))(q, k, v)
+            fp8 = functools.partial(hopper_fp8.forward, spec=spec, dtype=q.dtype, config=config)
+            return fp8, (operands,)
+        out, lse = jax.jit(functools.partial(hopper.forward, masks=masks, spec=spec))(q, k, v)
 
         def backward(q, k, v, out, lse, d_out):
             return hopper.backward(

@@ -43,7 +43,8 @@ def test_sharded_over_batch_and_heads(axis_type, jitted):
         placed = jax.device_put(arrays, layout)
         sharded = (jax.jit(grad) if jitted else grad)(*placed)
     for got, want in zip(sharded, alone, strict=True):
-        assert got.sharding.spec[:3] == ("data", None, "tensor")
+        if count > 1:
+            assert got.sharding.spec[:3] == ("data", None, "tensor")
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import UnsupportedError, flash_attention
+from pallas_kernels.common import device
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, reference, xla
 from pallas_kernels.flash_attention.implementations import Pass, Plan, attend
 from pallas_kernels.flash_attention.opaque import call_opaque
@@ -132,6 +133,35 @@ def test_sharded_arrays_outside_of_jit_are_not_gathered():
     assert out.sharding.spec[:3] == lse.sharding.spec[:3] == ("data", None, "tensor")
     want = reference.forward(q, k, v, AttentionMasks(), spec=SPEC)
     assert_equal((out, lse), want)
+
+
+@pytest.mark.parametrize("where", ["explicit", "shard_map"])
+@pytest.mark.parametrize("backward", ["fused", pytest.param("split", marks=pytest.mark.slow)])
+def test_hopper_kernels_lower_on_a_mesh(where, backward):
+    """Where types say how arrays lie, a kernel's results must say it too."""
+    kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind,) * 2)
+    layout = P("data", None, "tensor")
+
+    def attention(q, k, v):
+        return flash_attention(q, k, v, implementation="hopper", backward=backward)
+
+    if where == "shard_map":
+        attention = jax.shard_map(attention, mesh=mesh, in_specs=(layout,) * 3, out_specs=layout)
+
+    def loss(q, k, v):
+        return jnp.sum(attention(q, k, v).astype(jnp.float32))
+
+    shapes = [
+        jax.ShapeDtypeStruct((2, 256, n, 64), jnp.bfloat16, sharding=NamedSharding(mesh, layout))
+        for n in (16, 8, 8)
+    ]
+    with device.compiling_for(device.H200), jax.set_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    assert len(kernels) == (2 if backward == "fused" else 3)
+    assert all("tensor<1x256x4x64xbf16>" in line for line in kernels)  # a device's block
 
 
 @pytest.mark.slow
