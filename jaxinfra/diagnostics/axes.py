@@ -24,13 +24,16 @@ class MeshAxes:
     def __init__(self, collectives: list[dict[str, Any]]):
         self._by_name: dict[str, str] = {}
         by_place: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+        by_kind: dict[str, set[str]] = collections.defaultdict(set)
         self.sent_bytes: dict[str, float] = collections.defaultdict(float)
         for each in collectives:
             axes = " x ".join(each["axes"])
             self._by_name[each["instruction"]] = axes
             by_place[each["kind"], each["scope"]].add(axes)
+            by_kind[each["kind"]].add(axes)
             self.sent_bytes[axes] += each["sent_bytes"]
         self._by_place = {place: " or ".join(sorted(axes)) for place, axes in by_place.items()}
+        self._by_kind = {kind: min(axes) for kind, axes in by_kind.items() if len(axes) == 1}
 
     def of(self, event: Event) -> str:
         """Such as ``fsdp`` or ``fsdp x tensor``; ``unknown`` where the program has no such one."""
@@ -38,8 +41,11 @@ class MeshAxes:
             return axes
         # Asynchronous ones are launched under the name of what they wrap, which the program's text
         # leaves out; both say where in the source they come from.
-        kind = _KIND.search(event.hlo_op)
-        return self._by_place.get((kind[0] if kind else "", event.op_name), UNKNOWN)
+        found = _KIND.search(event.hlo_op)
+        kind = found[0] if found else ""
+        if axes := self._by_place.get((kind, event.op_name)):
+            return axes
+        return self._by_kind.get(kind, UNKNOWN)  # where all of a kind go over the same
 
 
 def mesh_axes(trace: Path) -> MeshAxes | None:

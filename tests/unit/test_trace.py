@@ -73,6 +73,7 @@ PROGRAM = [
 ]
 # The program's text names the start of an asynchronous operation, the trace what that wraps.
 GATHER = ("ncclDevKernel_AllGather", "all-gather.30.1", "jit(step)/mlp/dot")
+SCATTER = {**PROGRAM[1], "kind": "reduce-scatter", "instruction": "reduce-scatter.1"}
 STRANGER = ("ncclDevKernel_SendRecv", "collective-permute.3", "jit(other)/ppermute")
 
 
@@ -93,6 +94,15 @@ def test_communication_is_told_apart_by_axis():
     assert found["fsdp x tensor"].exposed_ms == pytest.approx(2)
     assert found[UNKNOWN].sent_bytes is None
     assert not explain(events, steps=2).by_axis
+
+
+def test_axes_are_by_name_then_by_place_then_by_kind():
+    other = {**SCATTER, "scope": "jit(step)/attention/dot", "axes": ["tensor"]}
+    nowhere = event(("nccl", "reduce-scatter.7.1", "jit(step)/renamed"), 0, 1)
+    assert MeshAxes([*PROGRAM, SCATTER]).of(nowhere) == "fsdp"
+    assert MeshAxes([*PROGRAM, SCATTER, other]).of(nowhere) == UNKNOWN
+    placed = event(("nccl", "reduce-scatter.7.1", other["scope"]), 0, 1)
+    assert MeshAxes([*PROGRAM, SCATTER, other]).of(placed) == "tensor"
 
 
 def test_picture(tmp_path):
