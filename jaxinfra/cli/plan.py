@@ -96,6 +96,11 @@ def run(args: argparse.Namespace) -> int:
         return _formats(args)
     shape, device = find_model(args.model), _device(args)
     if args.inference:
+        if args.mesh is not None or args.compile is not None:
+            raise ConfigError(
+                "--inference splits weights and caches evenly over --devices and compiles nothing; "
+                "leave --mesh and --compile out"
+            )
         return _inference(args, shape, device)
     if args.mesh is None:
         if args.compile is not None:

@@ -188,6 +188,7 @@ def summary(
         "context": context,
         "batch": batch,
         "weight_bytes": weight_bytes(shape, serving),
+        "weights_fit": cache_room(shape, device, serving) > 0,
         "kv_bytes_per_token": kv_bytes_per_token(shape, serving.cache),
         "max_batch": max_batch(shape, device, serving, context=context),
         "max_context": max_context(shape, device, serving),

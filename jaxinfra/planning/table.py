@@ -253,6 +253,8 @@ def _figure(value: object) -> str:
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     if value is None:
         return "no batch: every sequence brings its own cache to read"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -225,6 +225,7 @@ def test_self_check_passes(capsys):
         (["llama3_8b", "--mesh", "fsdp=1", "--fix", "tensor=1"], "leave --mesh out"),
         (["llama3_8b", "--bench", "nowhere"], "--bench nowhere"),
         (["llama3_8b", "--inference", "--cache", "int3"], "unknown cache format 'int3'"),
+        (["llama3_8b", "--inference", "--mesh", "fsdp=1"], "leave --mesh"),
         ([], "no model"),
     ],
 )
