@@ -41,7 +41,7 @@ def tile_layout(vector: int):
     )
 
 
-def _lane_layout(num_parts: int):
+def lane_layout(num_parts: int):
     """[P]: every warp has all parts, spread over its lanes."""
     width = min(num_parts, LANES)
     spread = (-2,) if width == LANES else (plgpu.Replicated(LANES // width), -2)
@@ -187,7 +187,9 @@ class _Stream:
 
     @property
     def num_clusters(self) -> int:
-        most = NUM_PROCESSORS // self.c.cluster
+        # Clusters of 4 and 8 find 120 of an H200's 132 multiprocessors; more would run in a second
+        # wave (norm/NOTES.md).
+        most = NUM_PROCESSORS // self.c.cluster * 120 // (132 if self.c.cluster > 2 else 120)
         return min(most, -(-self.num_units // self.c.num_teams))
 
     @property
@@ -326,15 +328,15 @@ class _Stream:
                 mine[...] = total
                 _to_cluster(mine, c.cluster)
             plgpu.commit_smem()
-            _cluster_fence()
+            cluster_fence()
             plgpu.barrier_arrive(smem.totals_full.at[me.team])
 
         plgpu.barrier_wait(smem.totals_full.at[me.team])
-        _cluster_fence()
+        cluster_fence()
         return combine(*self.everyones(smem.totals.at[me.team, turn], c.cluster))
 
     def everyones(self, ref, count: int) -> list[jax.Array]:
-        layout = _lane_layout(count)
+        layout = lane_layout(count)
         return [
             plgpu.load(ref.at[j], layout=layout, optimized=False)
             for j in range(self.num_statistics)
@@ -363,7 +365,7 @@ def _to_cluster(ref, num_blocks: int) -> None:
     copy(ref)
 
 
-def _cluster_fence() -> None:
+def cluster_fence() -> None:
     """Orders shared memory accesses of one thread against those of the cluster's other blocks."""
 
     @plgpu.inline_mgpu()

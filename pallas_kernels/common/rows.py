@@ -159,6 +159,7 @@ BARS = (
 """The shapes on which the kernels are held against a copy."""
 
 OTHERS = (
+    Workload(rows=16384, columns=8192),
     Workload(rows=1048576, columns=128),
     Workload(rows=131072, columns=1024),
     Workload(rows=65536, columns=2048),

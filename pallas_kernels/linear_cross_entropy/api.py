@@ -21,7 +21,7 @@ from .reference import linear_cross_entropy_reference
 _CHUNK_BYTES = {"cpu": 2**21}
 _ACCELERATOR_CHUNK_BYTES = 2**30
 # bf16 exponentials. With the table in bf16, 16,384 tokens of 128,256 ids stay under 1 GiB.
-_HOPPER_CHUNK_BYTES = 480 * 2**20
+_HOPPER_CHUNK_BYTES = 416 * 2**20
 
 HOPPER_LEAST_IDS = 100_000
 """Vocabularies from which "auto" takes the Hopper form: 1.18 times as fast at 128,256 ids, width
@@ -65,7 +65,7 @@ def linear_cross_entropy(
             exponentials by chunks; "reference" materializes all; "auto" takes hopper where it can
             and was measured to be 1.15 times as fast (from 100,000 ids), else xla.
         chunk_bytes: most logits of a shard at a time (fp32; bf16 for "hopper"); by default 2 MiB
-            on a CPU, elsewhere 1 GiB (hopper 480 MiB).
+            on a CPU, elsewhere 1 GiB (hopper 416 MiB).
         batch_shards: devices that the batch dim is spread over. The table's gradient is summed
             apart for each, so that it is communicated once and not once a chunk.
         sequence_shards: devices that the positions are spread over, likewise.

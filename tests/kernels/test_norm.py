@@ -1,6 +1,6 @@
 """RMSNorm against float64; the kernels in the interpreter, their real form lowered for CUDA.
 
-Rows of up to 16,384 columns run here, one block each, as in ``test_softmax``.
+Rows of one block run here, as in ``test_softmax``.
 """
 
 import functools
@@ -14,8 +14,8 @@ import pytest
 
 from experiments.bench.memory_table import FOLDERS, table_of
 from pallas_kernels import InputError, UnsupportedError, rms_norm
-from pallas_kernels.common import device, tables
-from pallas_kernels.norm import api
+from pallas_kernels.common import device, hopper_wide, tables
+from pallas_kernels.norm import api, hopper
 from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, Workload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.tolerance import assert_no_worse
@@ -53,6 +53,19 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon):
         got = evaluate(*case, epsilon=epsilon, implementation="hopper")
     plain = evaluate(*case, epsilon=epsilon, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=exact(*case, epsilon=epsilon))
+
+
+def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch):
+    monkeypatch.setattr(hopper_wide.Config, "num_clusters", 2)
+    monkeypatch.setattr(hopper_wide, "TILE", 64)
+    monkeypatch.setattr(hopper_wide, "PIECE", 1024)
+    config = hopper_wide.Config(tiles=1, chunks=2, slots=3)
+    case = x, scale, d_y = inputs((5, 2048))
+    with interpreted_hopper():
+        y = hopper.rms_norm(x, scale, epsilon=EPSILON, config=config)
+        gradients = hopper.rms_norm_gradient(x, scale, d_y, epsilon=EPSILON, config=config)
+    plain = evaluate(*case, implementation="reference")
+    assert_no_worse((y, *gradients), plain=plain, oracle=exact(*case))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

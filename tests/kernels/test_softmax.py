@@ -1,7 +1,7 @@
 """Softmax against float64; the kernels in the interpreter, their real form lowered for CUDA.
 
-Blocks of a cluster exchange by inline code, which the interpreter lacks: rows of up to 16,384
-columns, one block each, run here; longer ones lower here and are checked by the benchmark on a GPU.
+Blocks of a cluster exchange by inline code, which the interpreter lacks: rows of one block run
+here; longer ones lower here and are checked by the benchmark on a GPU.
 """
 
 import functools
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import InputError, UnsupportedError, softmax
-from pallas_kernels.common import device, tables
-from pallas_kernels.softmax import api
+from pallas_kernels.common import device, hopper_wide, tables
+from pallas_kernels.softmax import api, hopper
 from pallas_kernels.softmax.workloads import WORKLOADS, Workload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.tolerance import assert_no_worse
@@ -43,6 +43,21 @@ def test_kernels_are_no_worse_than_the_plain_form(shape):
         got = evaluate(x, d_y, implementation="hopper")
     plain = evaluate(x, d_y, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=exact(x, d_y))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, ahead):
+    """Two workers, four rows and one: chunks take turns in the slots."""
+    monkeypatch.setattr(hopper_wide.Config, "num_clusters", 2)
+    monkeypatch.setattr(hopper_wide, "TILE", 64)
+    monkeypatch.setattr(hopper_wide, "PIECE", 1024)
+    config = hopper_wide.Config(tiles=1, chunks=2, slots=5 if ahead else 3, ahead=ahead)
+    x, d_y = inputs((5, 2048))
+    x = x.at[1, :700].set(-jnp.inf)
+    with interpreted_hopper():
+        got = hopper.softmax(x, config=config)
+    plain = softmax(x, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(x, d_y)[0])
 
 
 @pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
