@@ -289,6 +289,7 @@ def _over_auto_axes(
 
 _gradient_p = Primitive("attention_gradient")
 _gradient_p.multiple_results = True
+_gradient_p.def_impl(lambda *arrays, function, like: function(*arrays))
 _gradient_p.def_abstract_eval(lambda *avals, function, like: [avals[i] for i in like])
 mlir.register_lowering(
     _gradient_p,

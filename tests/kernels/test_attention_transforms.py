@@ -85,6 +85,16 @@ def test_remat_in_a_scan_does_not_rerun_what_is_saved_by_name(policy, forwards):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_without_jit():
+    x = jnp.ones((1, 6, 2, 8)) * jnp.arange(6.0)[None, :, None, None]
+    args = (x, x, x, AttentionMasks(), x, x[..., 0])
+    want = jit(functools.partial(results, STAND_IN, SPEC))(*args)
+    with jax.disable_jit():
+        got = results(STAND_IN, SPEC, *args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
 def temporary_bytes(implementation: str, length: int) -> int:
     q = jax.ShapeDtypeStruct((1, length, 2, 16), jnp.bfloat16)
 
