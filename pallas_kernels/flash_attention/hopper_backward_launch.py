@@ -42,7 +42,10 @@ def gradients(
     """
     g, q, k, v = kernel.g, operands["q"], operands["k"], operands["v"]
     copies = (kernel.num_k_tiles,) if kernel.interpretable else ()
-    operands = {**operands, "dq": jax.new_ref(jnp.zeros((*copies, *q.shape), jnp.float32))}
+    # Zeros that wait for this call's operands: XLA would fill those of all unrolled layers in one
+    # fusion before the first, 2 GiB at once in a step of 16 layers.
+    zero, _ = jax.lax.optimization_barrier((jnp.float32(0.0), operands["do"]))
+    operands = {**operands, "dq": jax.new_ref(jnp.full((*copies, *q.shape), zero, jnp.float32))}
     names = tuple(operands)
 
     def body(*refs):
