@@ -11,9 +11,8 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.corpus import open_corpus
-from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.training.evaluation import Evaluation, evaluate
+from jaxinfra.training.evaluation import Evaluation, evaluate_heldout
 from jaxinfra.training.initialize import with_frozen
 from jaxinfra.training.job import keep_compiled_programs, make_job
 
@@ -62,19 +61,7 @@ def evaluate_run(
         step=step,
         identity=identity(config),
     )
-    training = config.training
-    batches = heldout_batches(
-        corpus.heldout,
-        sequence_length=training.sequence_length,
-        batch_size=training.batch_size // training.accumulation,
-    )
-    result = evaluate(
-        job.evaluation_step,
-        restored.state.parameters,
-        batches,
-        corpus.heldout,
-        put=job.put,
-    )
+    result = evaluate_heldout(job, restored.state.parameters, corpus.heldout)
     return RunEvaluation(
         step=restored.step,
         evaluation=result,

@@ -9,7 +9,9 @@ import numpy as np
 
 from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.models.definition import Parameters
+from jaxinfra.training.job import Job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +37,22 @@ class Interrupted(Exception):
     """The evaluation was asked to stop before its end."""
 
 
+def evaluate_heldout(
+    job: Job, parameters: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
+) -> Evaluation:
+    """``evaluate`` by the job's own step, on this process's part of its micro-batches."""
+    training = job.config.training
+    part, parts = job.process_share()
+    batches = heldout_batches(
+        arrays,
+        sequence_length=training.sequence_length,
+        batch_size=training.batch_size // training.accumulation,
+        process_index=part,
+        process_count=parts,
+    )
+    return evaluate(job.evaluation_step, parameters, batches, arrays, put=job.put, stop=stop)
+
+
 def evaluate(
     step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]],
     parameters: Parameters,
@@ -42,7 +60,7 @@ def evaluate(
     arrays: TokenArrays,
     *,
     put: Callable[[Batch], Batch],
-    stop: Callable[[], bool] = lambda: False,
+    stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
     """Sums nll over batches that together count each token of ``arrays`` once.
 
@@ -62,7 +80,7 @@ def evaluate(
             count += float(weight)
 
     for batch in batches:
-        if stop():
+        if stop is not None and stop():
             raise Interrupted
         pending.append(step(parameters, put(batch)))
         drain(keep=2)  # the host prepares the next batch while the device works

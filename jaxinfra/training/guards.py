@@ -4,6 +4,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import jax
@@ -11,12 +12,14 @@ import numpy as np
 
 from jaxinfra.config import codec
 from jaxinfra.config.reliability import ReliabilityConfig
+from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.data.batch import Batch
 from jaxinfra.reliability.fingerprint import require_same
 from jaxinfra.reliability.hashes import Mismatch, StateHash
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
+from jaxinfra.training.step import StepMetrics
 
 
 class PersistentFaultError(JaxinfraError):
@@ -180,6 +183,17 @@ def judge_loss(doubt: Doubt, loss: float) -> Judged:
         kind="bad batch",
         text=f"done again, the loss is {loss:.6g} again: the batch is bad",
     )
+
+
+def require_progress(config: RunConfig, values: StepMetrics, *, step: int, path: Path) -> None:
+    """Raises DivergedError where too many steps in a row could not be applied."""
+    limit = config.training.max_bad_steps
+    if int(values.skipped_in_a_row) >= limit:
+        raise DivergedError(
+            f"step {step}: {int(values.skipped_in_a_row)} steps in a row had a loss or a gradient "
+            f"that is not finite (max_bad_steps={limit}); lower optimizer.learning_rate in a new "
+            f"run, or from the last checkpoint with --resume {path}"
+        )
 
 
 def same_program(

@@ -2,12 +2,14 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from jaxinfra.training.clock import Clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,26 @@ class Status:
     skipped: int
     heldout_loss: float | None
     remaining_s: float | None
+
+    @classmethod
+    def of(
+        cls, record: Mapping[str, Any], clock: Clock, *, steps: int, heldout_loss: float | None
+    ) -> Self:
+        """After a step's record, by the clock's average of the steps before it."""
+        step_s = clock.step_s
+        return cls(
+            step=record["step"],
+            steps=steps,
+            loss=record["loss"],
+            gradient_norm=record["gradient_norm"],
+            learning_rate=record["learning_rate"],
+            tokens_per_s=clock.tokens_per_s(step_s),
+            mfu=clock.mfu(step_s),
+            loss_scale=record["loss_scale"],
+            skipped=record["skipped"],
+            heldout_loss=heldout_loss,
+            remaining_s=None if step_s is None else (steps - record["step"]) * step_s,
+        )
 
     def cells(self) -> list[tuple[str, str]]:
         """Names and formatted values, in the order shown."""

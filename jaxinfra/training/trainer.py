@@ -13,14 +13,20 @@ from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.data.corpus import Corpus
-from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.pipeline import TrainIterator
 from jaxinfra.reliability.exchange import Table
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
-from jaxinfra.training.evaluation import Interrupted, evaluate
-from jaxinfra.training.guards import DivergedError, Doubt, Guards, judge_loss, same_program
+from jaxinfra.training.evaluation import Interrupted, evaluate_heldout
+from jaxinfra.training.guards import (
+    DivergedError,
+    Doubt,
+    Guards,
+    judge_loss,
+    require_progress,
+    same_program,
+)
 from jaxinfra.training.job import Job
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.metrics import MetricsLog
@@ -227,10 +233,17 @@ class Trainer:
             self._watch.phase("host", step)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
-                self._show(record)
+                self._progress.show(
+                    Status.of(
+                        record,
+                        self._clock,
+                        steps=self._training.steps,
+                        heldout_loss=self._heldout_loss,
+                    )
+                )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
-                self._require_progress(step, int(values.skipped_in_a_row))
+                require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _require_undoubted(self, step: int, loss: float) -> None:
         """Judges a step that is done again; raises Doubt where its batch, or this loss, is bad."""
@@ -294,34 +307,6 @@ class Trainer:
         if doubt.loss is not None or doubt.hashes is not None:
             self._doubt = doubt
 
-    def _show(self, record: dict[str, Any]) -> None:
-        average_s = self._clock.step_s
-        steps = self._training.steps
-        self._progress.show(
-            Status(
-                step=record["step"],
-                steps=steps,
-                loss=record["loss"],
-                gradient_norm=record["gradient_norm"],
-                learning_rate=record["learning_rate"],
-                tokens_per_s=self._clock.tokens_per_s(average_s),
-                mfu=self._clock.mfu(average_s),
-                loss_scale=record["loss_scale"],
-                skipped=record["skipped"],
-                heldout_loss=self._heldout_loss,
-                remaining_s=None if average_s is None else (steps - record["step"]) * average_s,
-            )
-        )
-
-    def _require_progress(self, step: int, skipped_in_a_row: int) -> None:
-        limit = self._training.max_bad_steps
-        if skipped_in_a_row >= limit:
-            raise DivergedError(
-                f"step {step}: {skipped_in_a_row} steps in a row had a loss or a gradient that is "
-                f"not finite (max_bad_steps={limit}); lower optimizer.learning_rate in a new run, "
-                f"or from the last checkpoint with --resume {self._run.path}"
-            )
-
     def _evaluate_and_save(self) -> None:
         """What is due after the newest step."""
         step, last = self._step, self._step == self._training.steps
@@ -352,22 +337,11 @@ class Trainer:
         return self._log.find("heldout_loss", step=self._step) is not None
 
     def _evaluate(self) -> None:
-        arrays = self._corpus.heldout
-        part, parts = self._job.process_share()
-        batches = heldout_batches(
-            arrays,
-            sequence_length=self._training.sequence_length,
-            batch_size=self._training.batch_size // self._training.accumulation,
-            process_index=part,
-            process_count=parts,
-        )
         try:
-            result = evaluate(
-                self._job.evaluation_step,
+            result = evaluate_heldout(
+                self._job,
                 self._state.parameters,
-                batches,
-                arrays,
-                put=self._job.put,
+                self._corpus.heldout,
                 stop=self._is_to_stop_evaluating,
             )
         except Interrupted:
