@@ -22,9 +22,8 @@ from jaxinfra.parallel.place import Placement
 class ShardedAttention:
     """Each device attends with its own rows and heads; nothing is communicated.
 
-    Kernels are custom calls, which the compiler cannot split, and Mosaic's cannot be lowered by
-    ``custom_partitioning`` either (JAX 0.11.2: "Cannot lower jaxpr with effects"). Where rows and
-    heads lie is known here.
+    Kernels are custom calls, which the compiler cannot split. Where rows and heads lie is known
+    here, so nothing is left to ``custom_partitioning``.
     """
 
     placement: Placement
