@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -117,10 +119,55 @@ def stop_on_signals() -> Iterator[StopRequest]:
     A second SIGINT raises KeyboardInterrupt: somebody does not want to wait for the save.
     """
     request = StopRequest()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, request.note) for number in numbers}
+    handlers = dict.fromkeys(_ASKING, request.note)
+    handlers[_NUDGE] = _nothing
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield request
+        with _nudges(request):
+            yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_ASKING = (signal.SIGINT, signal.SIGTERM)
+# Ignored by default, and used by nothing here.
+_NUDGE = signal.SIGURG
+_LONGEST_S = 5.0
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A handler: what a signal without one would not do is to interrupt a wait."""
+
+
+@contextmanager
+def _nudges(request: StopRequest) -> Iterator[None]:
+    """Within, a noted signal gets its handler, even if the main thread was about to wait.
+
+    Python runs handlers in the main thread between two instructions. A signal that comes after the
+    last of them and before the wait of a lock interrupts nothing, and a wait for data may be long.
+    """
+    noticed, notice = socket.socketpair()
+    notice.setblocking(False)  # as signal.set_wakeup_fd asks
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def watch() -> None:
+        while number := noticed.recv(1):  # of any signal that has a handler
+            wait_s = 0.1
+            while number[0] in _ASKING and not request and not ended.wait(wait_s):
+                signal.pthread_kill(main, _NUDGE)
+                wait_s = min(2 * wait_s, _LONGEST_S)
+
+    ended = threading.Event()
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    before = signal.set_wakeup_fd(notice.fileno(), warn_on_full_buffer=False)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        ended.set()
+        notice.close()  # ends the watcher's reading
+        watcher.join()
+        noticed.close()

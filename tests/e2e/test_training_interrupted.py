@@ -40,9 +40,9 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path):
         ("jaxinfra.training.job:Job.put", 1, INT, 1),  # then the first step compiles
         ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 1),
         ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
-        ("jaxinfra.training.trainer:evaluate", 1, TERM, 8),  # which resuming makes up for
+        ("jaxinfra.training.trainer:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
         ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
-        ("jaxinfra.training.trainer:evaluate", 2, INT, STEPS),
+        ("jaxinfra.training.trainer:evaluate_heldout", 2, INT, STEPS),
         ("jaxinfra.training.trainer:summarize", 1, TERM, None),  # too late to stop anything
     ]
     run = bench / "run"

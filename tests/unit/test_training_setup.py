@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -57,6 +58,19 @@ def test_a_second_interrupt_does_not_wait():
         assert stop
         with pytest.raises(KeyboardInterrupt):
             signal_self(signal.SIGINT)
+
+
+def test_a_signal_that_interrupts_no_wait_is_obeyed():
+    """Taken by another thread, or come just before the wait: Python's handler has not run."""
+    taken = threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
+    never = threading.Lock()
+    never.acquire()
+    begun = time.monotonic()
+    with stop_on_signals() as stop:
+        taken.start()
+        with pytest.raises(Stopped), stop.at_once():
+            never.acquire(timeout=20)
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3"])
