@@ -120,7 +120,7 @@ def stop_at_any_time(arena: Arena) -> str:
         "warm-up": ("setup", "jaxinfra.training.loop:open_corpus", 1),
         "compilation": ("compile", "jaxinfra.training.trainer:same_program", 1),
         "a data stall": ("input", "jaxinfra.data.pipeline:TrainIterator.__next__", 3),
-        "evaluation": ("evaluate", "jaxinfra.training.trainer:evaluate", 1),
+        "evaluation": ("evaluate", "jaxinfra.training.trainer:evaluate_heldout", 1),
     }
     seen = []
     for number, (moment, (phase, target, call)) in enumerate(moments.items()):
