@@ -5,7 +5,8 @@ jaxinfra gym 1 9 13
 jaxinfra gym --all --jobs 4
 jaxinfra gym 1 2 -- small --data /texts --set model.num_layers=2
 
-What follows -- is the preset and options of jaxinfra train; without it a model of a few thousand
+What follows -- is the preset and options of jaxinfra train (options of the gym itself come before the
+faults then); without it a model of a few thousand
 parameters is trained on generated text. Jobs have 2 processes with one CPU device each, connected
 through the loopback. The exit code is 0 where every fault passed. docs/faults.md explains each.
 """
@@ -13,6 +14,7 @@ through the loopback. The exit code is 0 where every fault passed. docs/faults.m
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import time
 from pathlib import Path
@@ -33,19 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: gym/TIME)")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
     parser.add_argument("--json", action="store_true", help="verdicts as JSON lines")
-    parser.add_argument("faults", nargs=argparse.REMAINDER, help="numbers, then -- train's options")
+    parser.add_argument(
+        "words", nargs="*", metavar="FAULT", help="numbers, then -- train's options"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the faults asked for; prints a verdict each."""
-    words = list(args.faults)
-    at = words.index("--") if "--" in words else len(words)
-    numbers, options = words[:at], words[at + 1 :]
+    numbers = list(itertools.takewhile(str.isdecimal, args.words))
+    options = args.words[len(numbers) :]
     if args.list:
         for number in sorted(FAULTS):
             print(f"{number:2d}  {FAULTS[number][0]}")
         return 0
-    unknown = [word for word in numbers if not word.isdecimal() or int(word) not in FAULTS]
+    unknown = [word for word in numbers if int(word) not in FAULTS]
+    if not args.all and not numbers:
+        unknown = options[:1]
     if unknown or args.all == bool(numbers):
         what = f"no fault {unknown[0]!r}" if unknown else "name faults, or give --all"
         raise ConfigError(f"{what}; jaxinfra gym --list says which there are")
