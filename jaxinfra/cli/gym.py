@@ -5,10 +5,10 @@ jaxinfra gym 1 9 13
 jaxinfra gym --all --jobs 4
 jaxinfra gym 1 2 -- small --data /texts --set model.num_layers=2
 
-What follows -- is the preset and options of jaxinfra train (options of the gym itself come before the
-faults then); without it a model of a few thousand
-parameters is trained on generated text. Jobs have 2 processes with one CPU device each, connected
-through the loopback. The exit code is 0 where every fault passed. docs/faults.md explains each.
+What follows -- is the preset and options of jaxinfra train (the gym's own options come before the
+faults then); without it a model of a few thousand parameters is trained on generated text. Jobs
+have 2 processes with one CPU device each, connected through the loopback. The exit code is 0 where
+every fault passed. docs/faults.md explains each.
 """
 
 import argparse
