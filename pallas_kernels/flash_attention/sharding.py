@@ -154,6 +154,19 @@ def vary_alike[T](arrays: T) -> T:
     return jax.tree.map(mark, arrays)
 
 
+def _typed(kernel: Kernel) -> Kernel:
+    """A kernel whose results are marked as varying over the mesh axes that its operands vary over.
+
+    A custom call's results have no such mark, so that ``shard_map`` takes them for the same on
+    every device: it would then sum the devices' cotangents, a wrong gradient without an error.
+    """
+
+    def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        return vary_alike((kernel(operands), tuple(operands.values())))[0]
+
+    return call
+
+
 def has_explicit_layout(x: jax.Array) -> bool:
     """Whether the type of ``x`` says how it is split over mesh axes."""
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
@@ -180,6 +193,7 @@ def partitioned(
     """
     if set(results) <= set(GRADIENT_OF.values()):
         kernel = _sealed(kernel, results)
+    kernel = _typed(kernel)
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
     if axes_left_to_the_compiler():

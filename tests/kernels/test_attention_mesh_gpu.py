@@ -1,5 +1,8 @@
 """Hopper attention called directly on arrays sharded over a mesh of the GPUs there are."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +11,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import flash_attention
 from pallas_kernels.common import device
+from tests.kernels import attention_oracle
+from tests.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.gpu
+
+P = PartitionSpec
+COLLECTIVE = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+B, T, N, H = 4, 300, 16, 64
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -18,34 +29,95 @@ def _hopper():
         pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
 
 
-@pytest.mark.parametrize("jitted", [True, False], ids=["jit", "eager"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
-def test_sharded_over_batch_and_heads(axis_type, jitted):
-    """The same bits as on one device: blocks are independent, the split backward deterministic."""
+def mesh_of(axis_type):
     count = len(jax.devices())
     data = 2 if count % 4 == 0 else 1
-    mesh = jax.make_mesh((data, count // data), ("data", "tensor"), axis_types=(axis_type,) * 2)
-    keys = jax.random.split(jax.random.key(0), 3)
-    heads = (16, 8, 8)
-    arrays = [
-        jax.random.normal(key, (2, 300, n, 64), jnp.bfloat16)
-        for key, n in zip(keys, heads, strict=True)
+    return jax.make_mesh((data, count // data), ("data", "tensor"), axis_types=(axis_type,) * 2)
+
+
+def arrays(K):
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [
+        jax.random.normal(key, (B, T, heads, H), jnp.bfloat16)
+        for key, heads in zip(keys, (N, K, K, N), strict=True)
     ]
 
-    def loss(q, k, v):
-        out = flash_attention(q, k, v, is_causal=True, implementation="hopper", backward="split")
-        return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
-    grad = jax.grad(loss, argnums=(0, 1, 2))
-    alone = jax.jit(grad)(*arrays)
-    layout = NamedSharding(mesh, PartitionSpec("data", None, "tensor"))
+def segment_ids():
+    return jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 4, (B, T)), axis=1), jnp.int32)
+
+
+def gradients(q, k, v, d_out, ids=None, *, split=None, **options):
+    """dq, dk, dv; ``split`` is put around the attention."""
+
+    def attention(q, k, v, *ids):
+        ids = {"q_segment_ids": ids[0], "kv_segment_ids": ids[0]} if ids else {}
+        return flash_attention(q, k, v, is_causal=True, **ids, **options)
+
+    split = split or (lambda f: f)
+    arguments = (q, k, v) if ids is None else (q, k, v, ids)
+    return jax.vjp(split(attention), *arguments)[1](d_out)[:3]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
+@pytest.mark.parametrize("how", ["jit", "eager", "shard_map"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+def test_sharded_over_batch_and_heads(axis_type, how, packed):
+    """The same bits as on one device, and nothing moves: blocks are independent, the split backward
+    is deterministic.
+    """
+    mesh, layout = mesh_of(axis_type), P("data", None, "tensor")
+    args, layouts = arrays(8), [layout] * 4
+    if packed:
+        args, layouts = [*args, segment_ids()], [*layouts, P("data")]
+    function = functools.partial(gradients, implementation="hopper", backward="split")
+    alone = jax.jit(function)(*args)
+    if how == "shard_map":
+        inside = (layout,) * 3 + (P("data"),) * packed
+        whole = functools.partial(jax.shard_map, mesh=mesh, in_specs=inside, out_specs=layout)
+        function = functools.partial(function, split=whole)
     with jax.set_mesh(mesh):
-        placed = jax.device_put(arrays, layout)
-        sharded = (jax.jit(grad) if jitted else grad)(*placed)
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(args, layouts, strict=True)
+        ]
+        if how != "eager":
+            function = jax.jit(function).lower(*placed).compile()
+            assert not COLLECTIVE.findall(function.as_text())
+        sharded = function(*placed)
     for got, want in zip(sharded, alone, strict=True):
-        if count > 1:
+        if len(jax.devices()) > 1:
             assert got.sharding.spec[:3] == ("data", None, "tensor")
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
+def test_queries_of_one_key_head_on_several_devices(axis_type):
+    """dk and dv are summed over the devices, and that is all that moves."""
+    mesh, args = mesh_of(axis_type), arrays(1)
+    q_layout, kv_layout = P("data", None, "tensor"), P("data")
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip(args, (q_layout, kv_layout, kv_layout, q_layout), strict=True)
+        ]
+        function = jax.jit(functools.partial(gradients, implementation="hopper"))
+        function = function.lower(*placed).compile()
+        moved = {"all-reduce"} if mesh.shape["tensor"] > 1 else set()
+        assert set(COLLECTIVE.findall(function.as_text())) == moved
+        got = function(*placed)
+    plain = jax.jit(functools.partial(gradients, implementation="reference"))(*args)
+    seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, T, T))
+    *qkv, d_out = (np.asarray(x, np.float64) for x in args)
+    oracle = attention_oracle.attention(
+        *qkv, d_out, np.zeros((B, T, N)), seen, scale=H**-0.5, dtype=np.float64
+    )
+    assert_no_worse(
+        [jnp.asarray(np.asarray(x)) for x in got],
+        plain=list(plain),
+        oracle=[oracle[name] for name in ("dq", "dk", "dv")],
+        what="mqa on a mesh",
+    )
 
 
 def test_auto_on_a_mesh_compiles():
