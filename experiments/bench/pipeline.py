@@ -17,6 +17,8 @@ import json
 import pathlib
 import statistics
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -49,6 +51,8 @@ from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 
+_TRACEABLE = {"xla_gpu_enable_command_buffer": ""}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -62,8 +66,20 @@ class Variant:
     schedule: PipelineSchedule | None = None
 
 
-def measure(args: argparse.Namespace, variant: Variant) -> dict[str, Any]:
-    """Compiles and times one variant, whose arrays are gone afterwards."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A variant, being compiled while others are lowered or compiled."""
+
+    variant: Variant
+    placement: Placement
+    parameters: Any  # shapes with their shardings
+    initialize: Callable[[jax.Array], Any]
+    program: Future[jax.stages.Compiled]
+    traceable: Future[jax.stages.Compiled] | None
+
+
+def prepare(args: argparse.Namespace, variant: Variant, pool: ThreadPoolExecutor) -> Prepared:
+    """Lowers a variant here, and compiles it in the pool."""
     placement = Placement(
         mesh=make_mesh(variant.mesh, devices=jax.devices()[: variant.mesh.num_devices]),
         rules=state_rules(ShardingConfig()),
@@ -92,13 +108,39 @@ def measure(args: argparse.Namespace, variant: Variant) -> dict[str, Any]:
             pipeline=PipelineConfig(schedule=variant.schedule, chunks=args.chunks),
             placement=placement,
         )
-    shardings = placement.parameters(model)
-    parameters = jax.jit(model.initialize, out_shardings=shardings)(jax.random.key(0))
+
+    def typed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    key = jax.eval_shape(jax.random.key, 0)
+    parameters = jax.tree.map(
+        typed, jax.eval_shape(model.initialize, key), placement.parameters(model)
+    )
+    inputs = jax.tree.map(lambda x: typed(x, placement.batch), batch(args, variant.rows))
+    lowered = jax.jit(gradient).lower(
+        parameters,
+        inputs,
+        key=typed(key, placement.replicated),
+        loss_scale=jax.ShapeDtypeStruct((), np.float32, sharding=placement.replicated),
+    )
+    is_traced = args.trace is not None and variant.name in args.traced
+    return Prepared(
+        variant=variant,
+        placement=placement,
+        parameters=parameters,
+        initialize=model.initialize,
+        program=pool.submit(lowered.compile),
+        # Kernels in command buffers are traced without the scope they come from.
+        traceable=pool.submit(lowered.compile, _TRACEABLE) if is_traced else None,
+    )
+
+
+def measure(args: argparse.Namespace, prepared: Prepared, parameters: Any) -> dict[str, Any]:
+    """Times one variant, and traces one more run where that is asked for."""
+    variant, placement = prepared.variant, prepared.placement
+    program = prepared.program.result()
     inputs = jax.device_put(batch(args, variant.rows), placement.batch)
     key, scale = jax.device_put((jax.random.key(1), np.float32(1)), placement.replicated)
-    start = time.perf_counter()
-    program = jax.jit(gradient).lower(parameters, inputs, key=key, loss_scale=scale).compile()
-    compile_s = time.perf_counter() - start
     loss, gradients = program(parameters, inputs, key=key, loss_scale=scale)  # warm-up
     del gradients
     seconds = []
@@ -110,24 +152,27 @@ def measure(args: argparse.Namespace, variant: Variant) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         del gradients
     memory: Any = program.memory_analysis()
-    if args.trace and variant.schedule is not None:
-        # Kernels in command buffers are traced without the scope they come from.
-        lowered = jax.jit(gradient).lower(parameters, inputs, key=key, loss_scale=scale)
-        program = lowered.compile({"xla_gpu_enable_command_buffer": ""})
-        jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
-        with jax.profiler.trace(str(args.trace / variant.name.replace(" ", "-"))):
-            jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
     step_s = statistics.median(seconds)
     tokens = variant.rows * args.length
-    return {
+    row = {
         "name": variant.name,
         "step_s": step_s,
         "spread": (max(seconds) - min(seconds)) / step_s,
         "tokens_per_s_a_device": tokens / step_s / variant.mesh.num_devices,
         "temp_gib": memory.temp_size_in_bytes / 2**30,
-        "compile_s": compile_s,
         "loss": float(loss),
     }
+    if prepared.traceable is not None:
+        program = prepared.traceable.result()
+        jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        directory = str(args.trace / variant.name.replace(" ", "-"))
+        with jax.profiler.trace(directory, profiler_options=options):
+            start = time.perf_counter()
+            jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
+            row["traced_step_s"] = time.perf_counter() - start
+    return row
 
 
 def model_config(args: argparse.Namespace, num_layers: int) -> ModelConfig:
@@ -232,37 +277,56 @@ def main() -> None:
     parser.add_argument("--remat", default="dots", choices=[remat.value for remat in Remat])
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--budget-s", type=float, default=110.0, help="start nothing after it")
-    parser.add_argument(
-        "--trace", type=pathlib.Path, help="trace the schedules into this directory"
-    )
+    parser.add_argument("--jobs", type=int, default=8, help="programs compiled at a time")
+    parser.add_argument("--only", nargs="+", help='variants, such as "1f1b m=16"; default: all')
+    parser.add_argument("--trace", type=pathlib.Path, help="trace into this directory")
+    parser.add_argument("--traced", nargs="+", default=["1f1b m=16"], help="what to trace")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     args = parser.parse_args()
     began = time.perf_counter()
+    wanted = [
+        variant
+        for micro_batches in args.micro_batches
+        for variant in variants(args, micro_batches)
+        if args.only is None or variant.name in args.only
+    ]
     rows: list[dict[str, Any]] = []
-    for micro_batches in args.micro_batches:
-        alone_s: float | None = None
-        for variant in variants(args, micro_batches):
-            if time.perf_counter() - began > args.budget_s:
-                rows.append(
-                    {"name": variant.name, "error": f"--budget-s={args.budget_s:g} is spent"}
-                )
-            else:
-                rows.append(row_of(args, variant, alone_s))
-            if variant.mesh.num_devices == 1:
-                alone_s = rows[-1].get("step_s")
-            print(text_of(rows[-1]), flush=True)
-            if args.out:
-                settings = {key: str(value) for key, value in vars(args).items()}
-                report = {"environment": environment(), "settings": settings, "rows": rows}
-                args.out.write_text(
-                    json.dumps(report | {"clocks_after": clocks()}, indent=1) + "\n"
-                )
+    # All are compiled before any is timed: XLA tries matrix products on the GPU meanwhile.
+    with ThreadPoolExecutor(max_workers=args.jobs) as pool:
+        prepared = [prepare(args, variant, pool) for variant in wanted]
+    compile_s = time.perf_counter() - began
+    print(f"{len(prepared)} variants lowered and compiled in {compile_s:.1f} s", flush=True)
+    alone_s: dict[int, float] = {}
+    mesh, parameters = None, None
+    for each in prepared:
+        variant = each.variant
+        if time.perf_counter() - began > args.budget_s:
+            row: dict[str, Any] = {"name": variant.name, "error": "--budget-s is spent"}
+        else:
+            if variant.mesh != mesh:
+                mesh, parameters = variant.mesh, None  # the last ones make room
+                shardings = jax.tree.map(lambda x: x.sharding, each.parameters)
+                initialize = jax.jit(each.initialize, out_shardings=shardings)
+                parameters = initialize(jax.random.key(0))
+            row = row_of(args, each, parameters, alone_s.get(variant.micro_batches))
+        rows.append(row)
+        if variant.mesh.num_devices == 1 and "step_s" in row:
+            alone_s[variant.micro_batches] = row["step_s"]
+        print(text_of(row), flush=True)
+        if args.out:
+            settings = {key: str(value) for key, value in vars(args).items()}
+            report = {"environment": environment(), "settings": settings, "rows": rows}
+            report |= {"compile_s": compile_s, "clocks_after": clocks()}
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def row_of(args: argparse.Namespace, variant: Variant, alone_s: float | None) -> dict[str, Any]:
+def row_of(
+    args: argparse.Namespace, prepared: Prepared, parameters: Any, alone_s: float | None
+) -> dict[str, Any]:
     """A variant's figures, a schedule's beside its own cost; a failure is a row, too."""
+    variant = prepared.variant
     try:
-        row = measure(args, variant)
+        row = measure(args, prepared, parameters)
     except (RuntimeError, ValueError) as error:
         return {"name": variant.name, "error": str(error)[:300]}
     if variant.schedule is not None and alone_s is not None:
@@ -276,7 +340,7 @@ def text_of(row: dict[str, Any]) -> str:
         return f"{row['name']:18s} {row['error']}"
     text = (
         f"{row['name']:18s} {1e3 * row['step_s']:9.1f} ms  {row['tokens_per_s_a_device']:8.0f} "
-        f"tokens/s a device  temp {row['temp_gib']:6.2f} GiB  compile {row['compile_s']:5.1f} s"
+        f"tokens/s a device  temp {row['temp_gib']:6.2f} GiB"
     )
     if "own_cost" in row:
         text += (
