@@ -25,7 +25,7 @@ from experiments.bench import plain_step
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig, Schedule
-from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
@@ -33,7 +33,7 @@ from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import policy_of
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
@@ -88,6 +88,7 @@ def ours(
     attention: str,
     steps: int,
     unroll: int = 1,
+    weight_gradients: str = "fp32",
     compiler_options: dict[str, str | int | bool] | None = None,
 ) -> tuple[Contender, ModelDefinition]:
     """This package's step at bf16; recomputation, attention and XLA's options as named."""
@@ -104,9 +105,11 @@ def ours(
         weight_decay=WEIGHT_DECAY,
         clip_norm=None,
     )
-    precision = PrecisionConfig(policy=PolicyName.BF16)
+    precision = PrecisionConfig(
+        policy=PolicyName.BF16, weight_gradients=WeightGradients(weight_gradients)
+    )
     execution = Execution(
-        policy=POLICIES[precision.policy],
+        policy=policy_of(precision),
         attend=named_attention(AttentionImplementation(attention)),
         remat=training.remat,
         unroll=training.unroll,
