@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.common.varying import vary_alike
+
 from . import cudnn, reference
 from .dispatch import Call, choose
 from .implementations import IMPLEMENTATIONS, OUT_NAME, Plan, attend, call_by_name
-from .sharding import MeshAxes, vary_alike
+from .sharding import MeshAxes
 from .validate import check_qkv, make_masks, make_spec
 
 type Window = int | tuple[int | None, int | None] | None

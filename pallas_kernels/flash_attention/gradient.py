@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.varying import vary_alike
 
 from .api import Implementation, Window
 from .dispatch import Call, choose
 from .implementations import IMPLEMENTATIONS, Plan, attend_gradient
-from .sharding import MeshAxes, vary_alike
+from .sharding import MeshAxes
 from .validate import check_qkv, make_masks, make_spec
 
 

@@ -24,6 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.common.varying import results_vary, vary_alike
 
 type Kernel = Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]
 """Arrays by name to results in an agreed order."""
@@ -138,35 +139,6 @@ def _prefix(
     return axes, ()
 
 
-def vary_alike[T](arrays: T) -> T:
-    """Inside ``shard_map``, marks all arrays as varying over every axis that one of them varies on.
-
-    The transpose of that mark is a psum: so the gradient of a key that is the same on every device
-    sums the devices' parts, wherever the kernel's own gradient rule does not know of the mesh.
-    """
-    leaves = jax.tree.leaves(arrays)
-    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
-
-    def mark(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
-        return jax.lax.pcast(x, missing, to="varying")
-
-    return jax.tree.map(mark, arrays)
-
-
-def _typed(kernel: Kernel) -> Kernel:
-    """A kernel whose results are marked as varying over the mesh axes that its operands vary over.
-
-    A custom call's results have no such mark, so that ``shard_map`` takes them for the same on
-    every device: it would then sum the devices' cotangents, a wrong gradient without an error.
-    """
-
-    def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
-        return vary_alike((kernel(operands), tuple(operands.values())))[0]
-
-    return call
-
-
 def has_explicit_layout(x: jax.Array) -> bool:
     """Whether the type of ``x`` says how it is split over mesh axes."""
     return any(entry is not None for entry in jax.typeof(x).sharding.spec)
@@ -193,7 +165,7 @@ def partitioned(
     """
     if set(results) <= set(GRADIENT_OF.values()):
         kernel = _sealed(kernel, results)
-    kernel = _typed(kernel)
+    kernel = results_vary(kernel)
     if has_explicit_layout(operands["q"]):
         return over_explicit_axes(kernel, operands, results)
     if axes_left_to_the_compiler():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper
 from .reference import rms_norm_reference
@@ -61,7 +62,7 @@ def rms_norm(
         )  # fmt: skip
         return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
-    y_RC = _rms_norm(chosen("forward"), chosen("gradient"), epsilon, x_RC, scale)
+    y_RC = _rms_norm(chosen("forward"), chosen("gradient"), epsilon, *vary_alike((x_RC, scale)))
     return y_RC.reshape(x.shape)
 
 
@@ -103,13 +104,15 @@ _rms_norm.defvjp(_keep_inputs, _from_inputs)
 # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
 def _hopper(epsilon: float):
     return jax.custom_batching.sequential_vmap(
-        lambda x_RC, scale_C: hopper.rms_norm(x_RC, scale_C, epsilon=epsilon)
+        results_vary(lambda x_RC, scale_C: hopper.rms_norm(x_RC, scale_C, epsilon=epsilon))
     )
 
 
 def _hopper_gradient(epsilon: float):
     return jax.custom_batching.sequential_vmap(
-        lambda x_RC, scale_C, d_y_RC: hopper.rms_norm_gradient(
-            x_RC, scale_C, d_y_RC, epsilon=epsilon
+        results_vary(
+            lambda x_RC, scale_C, d_y_RC: hopper.rms_norm_gradient(
+                x_RC, scale_C, d_y_RC, epsilon=epsilon
+            )
         )
     )

@@ -9,6 +9,7 @@ import pathlib
 import jax
 
 from pallas_kernels.common import rows
+from pallas_kernels.common.varying import results_vary
 
 from . import hopper
 from .reference import softmax_gradient_reference, softmax_reference
@@ -72,5 +73,5 @@ def _from_result(
 _softmax.defvjp(_keep_result, _from_result)
 
 # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
-_hopper = jax.custom_batching.sequential_vmap(hopper.softmax)
-_hopper_gradient = jax.custom_batching.sequential_vmap(hopper.softmax_gradient)
+_hopper = jax.custom_batching.sequential_vmap(results_vary(hopper.softmax))
+_hopper_gradient = jax.custom_batching.sequential_vmap(results_vary(hopper.softmax_gradient))

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.flash_attention import reference
 from pallas_kernels.flash_attention.implementations import (
     IMPLEMENTATIONS,
@@ -18,7 +19,6 @@ from pallas_kernels.flash_attention.implementations import (
     attend,
 )
 from pallas_kernels.flash_attention.opaque import call_opaque
-from pallas_kernels.flash_attention.sharding import vary_alike
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 

@@ -16,10 +16,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import UnsupportedError, flash_attention
 from pallas_kernels.common import device
+from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, reference, xla
 from pallas_kernels.flash_attention.implementations import Pass, Plan, attend
 from pallas_kernels.flash_attention.opaque import call_opaque
-from pallas_kernels.flash_attention.sharding import MeshAxes, vary_alike
+from pallas_kernels.flash_attention.sharding import MeshAxes
 from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, XLA, results
 
 P = PartitionSpec

@@ -1,0 +1,38 @@
+"""Custom calls inside ``shard_map(check_vma=True)``, which types arrays by the mesh axes over which
+devices hold different values.
+
+A custom call's results carry no such mark, so that ``shard_map`` takes them for the same on every
+device: it would then sum the devices' cotangents, a wrong gradient without an error.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def vary_alike[T](arrays: T) -> T:
+    """Inside ``shard_map``, marks all arrays as varying over every axis that one of them varies on.
+
+    The transpose of that mark is a psum: so the gradient of a key that is the same on every device
+    sums the devices' parts, wherever the kernel's own gradient rule does not know of the mesh.
+    """
+    leaves = jax.tree.leaves(arrays)
+    varying = frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+    def mark(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, missing, to="varying")
+
+    return jax.tree.map(mark, arrays)
+
+
+def results_vary[F: Callable[..., Any]](kernel: F) -> F:
+    """``kernel`` with results that vary over the mesh axes that any of its operands varies over."""
+
+    @functools.wraps(kernel)
+    def typed(*operands: Any) -> Any:
+        return vary_alike((kernel(*operands), operands))[0]
+
+    return typed  # pyrefly: ignore[bad-return]
