@@ -26,6 +26,10 @@ class UnsupportedError(JaxinfraError):
     """A valid request that the chosen implementation cannot serve; another one may."""
 
 
+class DeviceMemoryError(JaxinfraError):
+    """A program that does not fit into a device's memory, and would not the next time."""
+
+
 class LostPeerError(JaxinfraError):
     """Another process of the job is gone, stuck or never came; starting again may help."""
 

@@ -19,6 +19,7 @@ from jaxinfra.gym.arena import (
     saved_steps,
 )
 from jaxinfra.gym.verdict import fault
+from jaxinfra.reliability.recorder import read_ring, ring_file
 
 # Once a step, after it was handed to the devices.
 _SEND = "jaxinfra.training.watch:Watch.send"
@@ -115,7 +116,7 @@ def stop_one(arena: Arena) -> str:
 @fault(6, "SIGTERM during warm-up, compilation, a data stall and evaluation")
 def stop_at_any_time(arena: Arena) -> str:
     """One rank is asked at each moment in turn; the same run goes on from each."""
-    # The phase of each moment, and the call that the signal comes in.
+    # The phase of each moment, and the call that the signal comes in, or that does not return.
     moments = {
         "warm-up": ("setup", "jaxinfra.training.loop:open_corpus", 1),
         "compilation": ("compile", "jaxinfra.training.trainer:same_program", 1),
@@ -123,13 +124,17 @@ def stop_at_any_time(arena: Arena) -> str:
         "evaluation": ("evaluate", "jaxinfra.training.trainer:evaluate_heldout", 1),
     }
     seen = []
-    for number, (moment, (phase, target, call)) in enumerate(moments.items()):
+    for moment, (phase, target, call) in moments.items():
         ask: dict[str, Any] = {"rank": 1, "target": target, "call": call}
         plans = [ask | {"action": "signal", "value": int(signal.SIGTERM)}]
         if phase == "input":  # what is armed last acts first: the signal comes, the data do not
             plans.insert(0, ask | {"action": "sleep", "value": 5})
+        if phase == "compile":  # where no handler of Python's runs, for longer than any grace
+            plans = [ask | {"action": "sleep", "value": 3600, "in_c": True}]
         command = [*arena.settings(), "--continue"]
         with arena.launch("f6", command, faults=plans, options=["--grace", f"{_GRACE_S:g}"]) as job:
+            if phase == "compile":
+                _ask_in_phase(job, rank=1, phase=phase)
             ended = job.end()
         require(ended.code == 75, f"{moment}: exit {ended.code}: {ended.said[-1500:]}")
         asked_at = max(event.time for event in job.ring_of(1).events if event.name == phase)
@@ -138,9 +143,18 @@ def stop_at_any_time(arena: Arena) -> str:
         steps = saved_steps(arena.place / "f6")
         done = f"step {steps[-1]} saved" if steps else "nothing to save"
         seen.append(f"{moment} ({done}, {took_s:.1f} s)")
-        require(number == 0 or steps, f"{moment}: nothing saved")
+        require(steps or phase in ("setup", "compile"), f"{moment}: nothing saved")
     _require_code(arena.run("f6", ["--resume"]), 0)
     return f"exit 75 at {', '.join(seen)}; {arena.require_same('f6')}"
+
+
+def _ask_in_phase(job: Job, *, rank: int, phase: str) -> None:
+    def is_there() -> bool:
+        ring = read_ring(ring_file(job.run / "recorder", rank))
+        return ring is not None and ring.phase == phase
+
+    job.wait_until(is_there, f"{phase} of rank {rank}")
+    os.kill(job.pid_of(rank), signal.SIGTERM)
 
 
 @fault(7, "the grace expires in mid-save")

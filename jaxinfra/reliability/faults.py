@@ -8,7 +8,8 @@ As ``target`` is called for the ``call``-th time (with ``until``: from then to t
 or to what it returns. With ``once`` it waits until this path is there:
 
     signal           the process signals itself with ``value``
-    sleep            ``value`` seconds; with ``hold_gil`` no thread of Python's runs meanwhile
+    sleep            ``value`` seconds; with ``hold_gil`` no thread of Python's runs meanwhile, with
+                     ``in_c`` no handler of a signal does, as while XLA compiles
     raise            OSError with the number ``value``
     module:function  its result is ``function(result, plan)``
 
@@ -92,6 +93,8 @@ def _action(plan: Mapping[str, Any]) -> Callable[..., Any]:
     if kind == "signal":
         return before(lambda: os.kill(os.getpid(), int(value or 0)))
     if kind == "sleep":
+        if plan.get("in_c", False):
+            return before(functools.partial(_sleep_in_c, int(value or 0)))
         hold = plan.get("hold_gil", False)
         # PyDLL calls C without letting other threads run.
         return before(
@@ -112,3 +115,12 @@ def _action(plan: Mapping[str, Any]) -> Callable[..., Any]:
         return change(original(*args, **kwargs), plan)
 
     return after
+
+
+def _sleep_in_c(seconds: int) -> None:
+    # A lock that nobody frees. Unlike sleep, its wait goes on after a signal.
+    libc = ctypes.CDLL(None)
+    lock = (ctypes.c_char * 64)()
+    until = (ctypes.c_long * 2)(int(time.time()) + seconds, 0)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_timedlock(lock, until)

@@ -15,7 +15,13 @@ from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import CheckpointError, ConfigError, JaxinfraError, LostPeerError
+from jaxinfra.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    JaxinfraError,
+    LostPeerError,
+)
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.pipeline import TrainIterator, train_batches
 from jaxinfra.data.tokenizer import Tokenizer
@@ -64,7 +70,7 @@ def train(
     began = time.perf_counter()
     with stop_on_signals() as stop, contextlib.ExitStack() as resources:
         try:
-            with stop.at_once():
+            with stop.at_once(nothing_to_save=True):
                 cluster = connect()
                 rank = 0 if cluster is None else cluster.process_id
                 faults.arm(os.environ, rank=rank, attempt=attempt())
@@ -119,17 +125,28 @@ class _Session:
             )
             steps = config.training.steps
             return Outcome(summary=summary, step=steps, was_complete=True, together=True)
+        trainer = None
         try:
-            with self.stop.at_once():
+            with self.stop.at_once(nothing_to_save=True):
                 trainer = self._set_up()
+            return dataclasses.replace(trainer.run(), together=True)
+        except jax.errors.JaxRuntimeError as error:
+            if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
+                raise DeviceMemoryError(
+                    f"rank {jax.process_index()}: the first step does not fit into a device's "
+                    f"memory ({str(error).splitlines()[0]}); more --accumulation, another --remat, "
+                    "a smaller --batch-size or more sharding need less: jaxinfra plan says what "
+                    "fits"
+                ) from error
+            raise
         except Stopped:
             assert self.stop.signal is not None
             progress.message(
-                f"stopped by {self.stop.signal.name} during set-up, nothing was lost; continue "
-                f"with jaxinfra train --resume {run.path}"
+                f"stopped by {self.stop.signal.name} before a step was done, nothing was lost; "
+                f"continue with jaxinfra train --resume {run.path}"
             )
-            return Outcome(summary=None, step=max(layout.steps(run.checkpoints), default=0))
-        return dataclasses.replace(trainer.run(), together=True)
+            step = max(layout.steps(run.checkpoints), default=0)
+            return Outcome(summary=None, step=step, input_waits=True)
 
     def _set_up(self) -> Trainer:
         config, run, progress, resources = self.config, self.run, self.progress, self.resources
@@ -199,6 +216,10 @@ class _Session:
                 lost_s=compute_s(log.undone),
             ),
         )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
 def _require_all_devices(config: RunConfig) -> None:

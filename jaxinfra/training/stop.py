@@ -1,10 +1,13 @@
-"""Signals that ask a run to stop: obeyed at once during set-up, between steps after it."""
+"""Signals that ask a run to stop: obeyed at once until a step is done, between steps after it."""
 
 import contextlib
 import dataclasses
+import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -29,32 +32,36 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._at_once = False
+        self.nothing_to_save = False
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def at_once(self, *, nothing_to_save: bool = False) -> Iterator[None]:
         """Within, a signal raises Stopped: for work that a second start does again.
 
-        In the middle of a compilation it does so when the compiler returns.
+        Args:
+            nothing_to_save: the process may end on the spot. Where the main thread runs no Python
+                for 3 s after the signal, since it compiles or waits for another process, it does.
         """
-        self._at_once = True
+        before = self._at_once, self.nothing_to_save
+        self._at_once, self.nothing_to_save = True, nothing_to_save
         try:
             if self:  # it came before
                 raise Stopped
             yield
         finally:
-            self._at_once = False
+            self._at_once, self.nothing_to_save = before
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         del frame
         if self and number == signal.SIGINT:
             raise KeyboardInterrupt
+        is_first = not self
         self.signal = signal.Signals(number)
-        if self._at_once:
-            self._at_once = False  # the work ends here; it must not be raised in what follows
+        if self._at_once and is_first:  # a second must not disturb how the work ends
             raise Stopped
 
 
@@ -83,6 +90,10 @@ class Agreement:
         With others it does not: they may have begun a step that needs this process.
         """
         return self._request.at_once() if self._exchange is None else contextlib.nullcontext()
+
+    def nothing_to_save(self) -> contextlib.AbstractContextManager[None]:
+        """Within, a signal ends this process at once, and its leaving ends the others."""
+        return self._request.at_once(nothing_to_save=True)
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -134,6 +145,7 @@ _ASKING = (signal.SIGINT, signal.SIGTERM)
 # Ignored by default, and used by nothing here.
 _NUDGE = signal.SIGURG
 _LONGEST_S = 5.0
+_PATIENCE_S = 3.0
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
@@ -146,6 +158,8 @@ def _nudges(request: StopRequest) -> Iterator[None]:
 
     Python runs handlers in the main thread between two instructions. A signal that comes after the
     last of them and before the wait of a lock interrupts nothing, and a wait for data may be long.
+    No nudge reaches a main thread that compiles, for minutes perhaps, or waits in a collective for
+    another process: there the process is ended, if it has nothing to save.
     """
     noticed, notice = socket.socketpair()
     notice.setblocking(False)  # as signal.set_wakeup_fd asks
@@ -154,8 +168,10 @@ def _nudges(request: StopRequest) -> Iterator[None]:
 
     def watch() -> None:
         while number := noticed.recv(1):  # of any signal that has a handler
-            wait_s = 0.1
+            wait_s, came = 0.1, time.monotonic()
             while number[0] in _ASKING and not request and not ended.wait(wait_s):
+                if request.nothing_to_save and time.monotonic() - came >= _PATIENCE_S:
+                    _leave(signal.Signals(number[0]))
                 signal.pthread_kill(main, _NUDGE)
                 wait_s = min(2 * wait_s, _LONGEST_S)
 
@@ -171,3 +187,17 @@ def _nudges(request: StopRequest) -> Iterator[None]:
         notice.close()  # ends the watcher's reading
         watcher.join()
         noticed.close()
+
+
+def _leave(asked: signal.Signals) -> None:
+    """Ends the process, from a thread that is not the main one."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h")  # a live panel hides the cursor
+    sys.stdout.flush()
+    print(
+        f"stopped by {asked.name} in a compilation, or in a wait for another process, with nothing "
+        "to save",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(RESUMABLE_EXIT)

@@ -1,6 +1,7 @@
 """The impure loop: what happens between the pure steps of a run that is set up."""
 
 import collections
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -115,6 +116,11 @@ class Trainer:
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step of this session is done."""
+        return not self._compiling
+
     def run(self) -> Outcome:
         """To the end, or until asked to stop; raises where the last state cannot be saved."""
         try:
@@ -155,8 +161,10 @@ class Trainer:
                 return
             except Doubt as doubt:
                 self._go_back(doubt)
-            except Stopped:  # while it waited for a batch: what is done is recorded and saved
-                self._input_waits = True
+            except Stopped:
+                if self._compiling:
+                    raise  # this session has done nothing yet
+                self._input_waits = True  # for a batch: what is done is recorded and saved
 
     def _advance(self) -> None:
         """One step, and what is due after it."""
@@ -164,10 +172,12 @@ class Trainer:
             self._record(keep=0)
             self._watch.probe(self._step)
         began = time.perf_counter()
-        self._pending.append(self._next())
+        with self._stop.nothing_to_save() if self._compiling else contextlib.nullcontext():
+            self._pending.append(self._next())
+            if self._compiling:
+                jax.block_until_ready(self._pending[-1].metrics)
         self._step += 1
         if self._compiling and self._pending[-1].metrics is not None:
-            jax.block_until_ready(self._pending[-1].metrics)
             self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
             self._record(keep=0)
             self._compiling = False

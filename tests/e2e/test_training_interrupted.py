@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from e2e.faults import signal_at
@@ -15,6 +16,7 @@ from e2e.processes import start
 from e2e.runs import STEPS, Bench, assert_same_run, checkpoints, metrics
 
 from jaxinfra.reliability.faults import VARIABLE
+from jaxinfra.reliability.recorder import read_ring, ring_file
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -37,8 +39,9 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path):
         ("jaxinfra.data.corpus:_tokenize", 1, TERM, 0),
         ("jaxinfra.data.tokenizer:Tokenizer.encode_batch", 1, INT, 0),
         ("jaxinfra.training.job:Job.initialize", 1, TERM, 0),
-        ("jaxinfra.training.job:Job.put", 1, INT, 1),  # then the first step compiles
-        ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 1),
+        ("jaxinfra.training.job:Job.put", 1, INT, 0),  # then the first step would compile
+        ("jaxinfra.training.job:Job.put", 2, INT, 2),
+        ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
         ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
         ("jaxinfra.training.trainer:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
         ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
@@ -80,8 +83,16 @@ def test_stopped_at_a_random_step(bench, whole):
     assert_same_run(run, whole)
 
 
-def test_stopped_while_the_data_never_come(bench, whole):
-    """A disk that hangs: what is done is saved at once, and nobody waits for its readers."""
+def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
+    """XLA runs no handler of a signal: the process ends all the same, since it has done nothing.
+    A disk that hangs: what is done is saved at once, and nobody waits for its readers.
+    """
+    compiles = {
+        "target": "jaxinfra.training.trainer:same_program",
+        "action": "sleep",
+        "value": 3600,
+        "in_c": True,
+    }
     stall = {
         "target": "jaxinfra.data.packing:PackedWindows.batch",
         "samples": [6 * 8],  # of step 7
@@ -89,8 +100,14 @@ def test_stopped_while_the_data_never_come(bench, whole):
         "value": 3600,
     }
     run = bench / "run"
-    environment = {VARIABLE: json.dumps([stall])}
-    with start(*bench.new("run"), log=bench.log(), environment=environment) as running:
+    with start(*bench.new("run"), log=bench.log(), environment=armed(compiles)) as running:
+        running.wait_until(lambda _: in_phase(run, "compile"))
+        running.signal(TERM)
+        ended = running.end()
+    assert ended.code == RESUMABLE_EXIT, ended
+    (line,) = ended.lines()
+    assert line.startswith("stopped by SIGTERM in a compilation")
+    with start(*bench.resume("run"), log=bench.log(), environment=armed(stall)) as running:
         running.wait_until(lambda said: "\nstep 5/" in said)  # the sixth is shown once it stops
         running.signal(TERM)
         ended = running.end()
@@ -99,6 +116,15 @@ def test_stopped_while_the_data_never_come(bench, whole):
     resumed = bench.run(bench.resume("run"))
     assert (resumed.code, resumed.stderr) == (0, ""), resumed
     assert_same_run(run, whole)
+
+
+def armed(fault: dict[str, object]) -> dict[str, str]:
+    return {VARIABLE: json.dumps([fault])}
+
+
+def in_phase(run: Path, phase: str) -> bool:
+    ring = read_ring(ring_file(run / "recorder", 0))
+    return ring is not None and ring.phase == phase
 
 
 def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
