@@ -6,18 +6,27 @@
 A stage works from the first to the last kernel of an action; the rest of the step it waits, sends
 or reads what to do next. Kernels are told by the scope they come from, which they keep only outside
 command buffers (``--trace`` compiles without).
+
+Beside the measured bubble stands that of the schedule's table, run with the actions' mean times: a
+pipeline of these actions and nothing else.
 """
 
 import argparse
 import json
 import pathlib
 import re
+import statistics
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from experiments.bench.environment import environment
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.diagnostics.trace import Event, device_events
+from jaxinfra.parallel.pipeline.generate import make_schedule
+from jaxinfra.parallel.pipeline.program import make_program
+from jaxinfra.parallel.pipeline.schedule import Kind
+from jaxinfra.parallel.pipeline.timing import run
 
 _SCOPE = re.compile(r"/(forward|backward|input|weight|exchange)/")
 _COLOURS = {"forward": "#4c78a8", "backward": "#2f7d4f", "input": "#59a14f", "weight": "#f2a93b"}
@@ -26,17 +35,20 @@ _LONG_NS = 1e5
 
 
 def intervals(events: list[Event]) -> list[tuple[str, float, float]]:
-    """(scope, start, end) of each run of kernels of one scope; kernels between ticks have none."""
+    """(scope, start, end) of each run of kernels of one scope.
+
+    Kernels that XLA added have no scope and belong to the run around them. Every tick asks for each
+    kind of action whether it is due, so two actions of one kind never touch.
+    """
     found: list[tuple[str, float, float]] = []
-    last = None
     for event in events:
         match = _SCOPE.search(event.op_name)
-        scope = match.group(1) if match else None
-        if scope is not None and scope == last:
-            found[-1] = (scope, found[-1][1], max(found[-1][2], event.end_ns))
-        elif scope is not None:
-            found.append((scope, event.start_ns, event.end_ns))
-        last = scope
+        if match is None:
+            continue
+        if found and found[-1][0] == match.group(1):
+            found[-1] = (found[-1][0], found[-1][1], max(found[-1][2], event.end_ns))
+        else:
+            found.append((match.group(1), event.start_ns, event.end_ns))
     return found
 
 
@@ -73,6 +85,31 @@ def summarize(trace: pathlib.Path, stages: int) -> dict[str, Any]:
     return {"step_ms": step_ms, "bubble": step_ms / busiest_ms - 1.0, "stages": rows}
 
 
+def table_bubble(
+    rows: list[dict[str, Any]], *, schedule: str, micro_batches: int, chunks: int
+) -> float:
+    """The bubble of the table with the mean times of the first stages, and the last one's loss."""
+    kinds = {Kind[name.upper()] for row in rows for name in row["mean_ms"]}
+    durations = {
+        kind: statistics.mean(
+            row["mean_ms"][kind.name.lower()]
+            for row in rows[:-1]
+            if kind.name.lower() in row["mean_ms"]
+        )
+        for kind in kinds
+    }
+    pipeline = PipelineConfig(schedule=PipelineSchedule(schedule), chunks=chunks)
+    table = make_schedule(
+        pipeline.schedule,
+        stages=len(rows),
+        micro_batches=micro_batches,
+        chunks=pipeline.chunks_a_stage,
+        backward_ticks=pipeline.backward_ticks,
+    )
+    head = rows[-1]["mean_ms"]["forward"] - durations[Kind.FORWARD]
+    return run(make_program(table), durations=durations, head=head).bubble
+
+
 def draw(result: dict[str, Any], file: pathlib.Path) -> None:
     """Stages from top to bottom, milliseconds to the right."""
     figure = Figure(figsize=(14, 0.5 * len(result["stages"]) + 1.2), layout="constrained")
@@ -94,13 +131,21 @@ def draw(result: dict[str, Any], file: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=pathlib.Path)
+    parser.add_argument("trace", type=pathlib.Path, help="as --trace names it: 1f1b-m=16")
     parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=2, help="a stage, interleaved")
     parser.add_argument("--picture", type=pathlib.Path)
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     args = parser.parse_args()
+    schedule, micro_batches = args.trace.name.split("-m=")
     result = summarize(args.trace, args.stages)
-    print(f"{args.trace}: {result['step_ms']:.1f} ms, bubble {result['bubble']:.3f}")
+    result["table_bubble"] = table_bubble(
+        result["stages"], schedule=schedule, micro_batches=int(micro_batches), chunks=args.chunks
+    )
+    print(
+        f"{args.trace}: {result['step_ms']:.1f} ms, bubble {result['bubble']:.3f}, by the table "
+        f"with these times {result['table_bubble']:.3f}"
+    )
     for stage, row in enumerate(result["stages"]):
         means = ", ".join(f"{kind} {ms:.2f}" for kind, ms in row["mean_ms"].items())
         print(
