@@ -1,8 +1,8 @@
 """Training steps on meshes that a benchmark compiles and runs: ours by name, and plain JAX.
 
 A name is a base and what differs from its settings, joined by "+": ``fsdp+unroll16+O1`` is fully
-sharded, 16 layers a loop body, under XLA's options of the name O1. ``NAME=VALUE`` is an XLA option
-by itself.
+sharded, 16 layers a loop body, under XLA's options of the name O1. ``rounded`` sums weights'
+gradients over devices in bf16, as plain JAX does. ``NAME=VALUE`` is an XLA option by itself.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from experiments.bench.step import LEARNING_RATE, WEIGHT_DECAY, data
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig, Schedule
-from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.data.batch import Batch
@@ -47,6 +47,10 @@ OPTIONS: dict[str, Options] = {
     "combined": {
         "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+    },
+    "near": {  # a layer's weights, a layer's gradients: each beside the matmuls of the next
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
     },
     # Copy engines write into the others' memory; no multiprocessor is taken from a matmul beside.
     "copied": {
@@ -108,17 +112,29 @@ def contender(name: str, setting: Setting) -> Contender:
         )
     mesh, sharding = _BASES[base](len(setting.devices))
     options: Options = {}
-    unroll, remat = 1, setting.remat
+    unroll, remat, gradients = 1, setting.remat, WeightGradients.FP32
     for change in changes:
         if change in OPTIONS:
             options |= OPTIONS[change]
         elif change.startswith("unroll"):
             unroll = int(change.removeprefix("unroll"))
+        elif change == "rounded":
+            gradients = WeightGradients.COMPUTE
         elif change in list(Remat):
             remat = change
         else:
             options |= dict([split(change)])
-    return _ours(name, setting, mesh, sharding, unroll=unroll, remat=remat, options=options)
+    precision = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=gradients)
+    return _ours(
+        name,
+        setting,
+        mesh,
+        sharding,
+        unroll=unroll,
+        remat=remat,
+        precision=precision,
+        options=options,
+    )
 
 
 def _ours(
@@ -129,6 +145,7 @@ def _ours(
     *,
     unroll: int,
     remat: str,
+    precision: PrecisionConfig,
     options: Options,
 ) -> Contender:
     """The product's own step, as ``jaxinfra train`` builds it."""
@@ -155,7 +172,7 @@ def _ours(
         run,
         training=training,
         optimizer=optimizer,
-        precision=PrecisionConfig(policy=PolicyName.BF16),
+        precision=precision,
         mesh=mesh,
         sharding=sharding,
     )

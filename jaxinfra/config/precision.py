@@ -14,6 +14,13 @@ class PolicyName(enum.StrEnum):
     FP16 = "fp16"
 
 
+class WeightGradients(enum.StrEnum):
+    """What a matmul hands on of a weight's gradient, which it sums in fp32 either way."""
+
+    FP32 = "fp32"
+    COMPUTE = "compute"  # rounded to the compute dtype: half the bytes of its sum over devices
+
+
 class LossScaling(enum.StrEnum):
     """How small fp16 gradients are kept from underflowing (Micikevicius et al. 2018)."""
 
@@ -27,6 +34,7 @@ class PrecisionConfig:
     """Policy and loss scaling."""
 
     policy: PolicyName = PolicyName.FP32
+    weight_gradients: WeightGradients = WeightGradients.FP32
     loss_scaling: LossScaling = LossScaling.NONE
     initial_loss_scale: float = 2.0**15
     growth_interval: int = 2000  # finite steps in a row before the dynamic scale doubles

@@ -27,6 +27,7 @@ def mixed_einsum(
     compute: jnp.dtype,
     accum: jnp.dtype,
     out: jnp.dtype | None = None,
+    gradient: jnp.dtype | None = None,
 ) -> jax.Array:
     """``einsum(spec, x, weight)`` with operands in ``compute`` and sums in ``accum``.
 
@@ -38,6 +39,7 @@ def mixed_einsum(
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output.
         out: dtype of the result; ``compute`` by default.
+        gradient: what dweight is rounded to, before it is summed over devices; not by default.
     """
 
     def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
@@ -74,8 +76,9 @@ def mixed_einsum(
         operands, out_dims = spec.split("->")
         x_dims, weight_dims = operands.split(",")
         dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, weight, x.dtype)
-        dweight = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, weight.dtype)
-        return dx, dweight
+        handed_on = weight.dtype if gradient is None else gradient
+        dweight = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, handed_on)
+        return dx, dweight.astype(weight.dtype)
 
     product.defvjp(forward, backward)
     return product(x, weight)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.numerics.einsum import mixed_einsum
 
 
@@ -21,17 +21,30 @@ class Policy:
     param: jnp.dtype
     compute: jnp.dtype
     accum: jnp.dtype
+    gradient: jnp.dtype | None = None  # of weights, as a matmul hands it on; None: ``param``
 
     def einsum(self, spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
         """Two-operand einsum: operands in ``compute``, sums in ``accum``, result ``compute``.
 
-        The weight's gradient is summed and returned in ``param``, never rounded to ``compute``.
+        The weight's gradient is summed in ``accum`` and returned in ``param``, rounded to
+        ``gradient`` between the two where that is given, before it is summed over devices.
         """
-        return mixed_einsum(spec, x, weight, compute=self.compute, accum=self.accum)
+        return self._einsum(spec, x, weight, self.compute)
 
     def einsum_accum(self, spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
         """The same, with the result left in ``accum``: scores and logits."""
-        return mixed_einsum(spec, x, weight, compute=self.compute, accum=self.accum, out=self.accum)
+        return self._einsum(spec, x, weight, self.accum)
+
+    def _einsum(self, spec: str, x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
+        return mixed_einsum(
+            spec,
+            x,
+            weight,
+            compute=self.compute,
+            accum=self.accum,
+            out=out,
+            gradient=self.gradient,
+        )
 
     def to_compute(self, x: jax.Array) -> jax.Array:
         """Casts for use in a matmul or as an activation."""
@@ -52,3 +65,11 @@ POLICIES: dict[PolicyName, Policy] = {
     PolicyName.FP16: _policy(jnp.float32, jnp.float16),
 }
 """Weights are fp32 masters in each: what differs is the compute dtype."""
+
+
+def policy_of(config: PrecisionConfig) -> Policy:
+    """A run's policy."""
+    policy = POLICIES[config.policy]
+    if config.weight_gradients is WeightGradients.COMPUTE:
+        policy = dataclasses.replace(policy, gradient=policy.compute)
+    return policy

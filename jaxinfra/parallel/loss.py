@@ -32,6 +32,7 @@ def cross_entropy_of_own_tokens(
     weights_BT: jax.Array,
     *,
     compute: jnp.dtype,
+    gradient: jnp.dtype | None,
     z_loss: float,
     logit_soft_cap: float | None,
 ) -> CrossEntropySums:
@@ -40,6 +41,7 @@ def cross_entropy_of_own_tokens(
     Args:
         table_VD: as stored, split by width or not.
         compute: what it is gathered in; its values are rounded to that, its gradients are not.
+        gradient: what its gradient is rounded to before it is summed over devices, if anything.
     """
     tokens, by_width = (BATCH, SEQUENCE), placement.axes(EMBED)
     over = placement.axes(BATCH) + placement.axes(SEQUENCE)
@@ -51,7 +53,9 @@ def cross_entropy_of_own_tokens(
         return whole.astype(table_Vd.dtype)
 
     def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
-        return (reduce_scatter(d_VD, by_width, dim=1) if by_width else d_VD,)
+        handed_on = d_VD if gradient is None else d_VD.astype(gradient)
+        d_Vd = reduce_scatter(handed_on, by_width, dim=1) if by_width else handed_on
+        return (d_Vd.astype(d_VD.dtype),)
 
     gathered.defvjp(lambda table_Vd: (gathered(table_Vd), None), scattered)
 

@@ -70,6 +70,7 @@ def batch_loss(
                     batch.targets,
                     batch.weights,
                     compute=model.execution.policy.compute,
+                    gradient=model.execution.policy.gradient,
                     z_loss=z_loss,
                     logit_soft_cap=model.config.logit_soft_cap,
                 )

@@ -5,9 +5,14 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.program import Collective, collectives
 from tests.sharded.cases import Built, build, gpt_like, llama_like, packed_batch
@@ -178,6 +183,34 @@ def test_stage_2_gathers_parameters_once_and_stage_3_in_every_pass():
     width = llama_like().model_dim
     blocks = parameters - table - width
     assert gathered[3] == 2 * 2 * blocks + table + 2 * width
+
+
+def test_rounded_gradients_are_off_by_their_roundings_only():
+    """N devices round a part each, and their sum is rounded: half a bf16 ulp of every one."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    rows, width = (
+        NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("fsdp",), (None, "fsdp"))
+    )
+    rng = np.random.default_rng(0)
+    x, d_out = (rng.standard_normal(shape, np.float32) for shape in ((8, 4, 16), (8, 4, 24)))
+    x, d_out = (jnp.asarray(each).astype(jnp.bfloat16) for each in (x, d_out))
+    config = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=WeightGradients.COMPUTE)
+    einsum = functools.partial(policy_of(config).einsum, "BTD,DF->BTF")
+
+    def gradient(x_BTD, weight_DF, d_BTF):
+        return jax.vjp(lambda weight_DF: einsum(x_BTD, weight_DF), weight_DF)[1](d_BTF)[0]
+
+    on_mesh = jax.jit(gradient, in_shardings=(rows, width, rows), out_shardings=width)
+    got = np.asarray(on_mesh(x, jnp.zeros((16, 24)), d_out), float)
+    parts = np.einsum(
+        "NbTD,NbTF->NDF", *(np.asarray(each, float).reshape(4, 2, 4, -1) for each in (x, d_out))
+    )
+    roundings = np.abs(parts).sum(0) + np.abs(parts).cumsum(0).sum(0)  # of parts, of their sums
+    fp32 = 32 * np.finfo(np.float32).eps * np.abs(parts).sum(0)
+    error = np.abs(got - parts.sum(0))
+    half_ulp = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    assert np.all(error <= half_ulp * roundings + fp32)
+    assert np.max(error) > 10 * np.max(fp32), "nothing was rounded"
 
 
 @pytest.mark.slow

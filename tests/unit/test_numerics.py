@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
+from jaxinfra.config.precision import (
+    LossScaling,
+    PolicyName,
+    PrecisionConfig,
+    WeightGradients,
+)
 from jaxinfra.numerics.loss_scale import initial_loss_scale, next_loss_scale
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import POLICIES, policy_of
 
 EPSILON = float(np.finfo(np.float32).eps)
 SPEC, SHAPES = "BTD,DNH->BTNH", ((3, 20, 16), (16, 4, 5))
@@ -56,6 +61,25 @@ def test_mixed_einsum_rounds_operands_and_results_only(name, method):
         rounding = 0.0 if got.dtype == jnp.float32 else float(jnp.finfo(got.dtype).eps) / 2
         bound = (rounding + terms * EPSILON) * np.max(np.abs(want))
         assert np.max(np.abs(got.astype(jnp.float32) - want)) <= bound
+
+
+@pytest.mark.parametrize("method", ["einsum", "einsum_accum"])
+def test_weight_gradients_are_rounded_where_asked(method):
+    """To the fp32 gradient's nearest bf16, and nothing else changes."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES)
+    results = {}
+    for rounding in WeightGradients:
+        policy = policy_of(PrecisionConfig(policy=PolicyName.BF16, weight_gradients=rounding))
+        einsum = functools.partial(getattr(policy, method), SPEC)
+        out, pull = jax.vjp(einsum, policy.to_compute(x), weight)
+        results[rounding] = (out, *pull(jnp.ones_like(out)))
+    (out, dx, exact), (same, same_dx, rounded) = results.values()
+    np.testing.assert_array_equal(same, out)
+    np.testing.assert_array_equal(same_dx, dx)
+    assert rounded.dtype == exact.dtype == jnp.float32
+    np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16).astype(jnp.float32))
+    assert np.any(rounded != exact)
 
 
 def scales(config: PrecisionConfig, finite: list[bool]) -> list[float]:
