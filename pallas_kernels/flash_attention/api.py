@@ -140,6 +140,8 @@ def flash_attention(
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     check_qkv(query, key, value)
     spec = make_spec(
+        query.shape[1],
+        key.shape[1],
         head_width=query.shape[3],
         scale=scale,
         is_causal=is_causal,

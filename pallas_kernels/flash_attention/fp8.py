@@ -70,6 +70,8 @@ def flash_attention_fp8(
     """
     operands.check()
     spec = make_spec(
+        operands.q.shape[1],
+        operands.k.shape[1],
         head_width=operands.q.shape[3],
         scale=scale,
         is_causal=is_causal,

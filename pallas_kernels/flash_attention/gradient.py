@@ -78,6 +78,8 @@ def flash_attention_gradient(
             f"and lse {lse.dtype} float32"
         )
     spec = make_spec(
+        query.shape[1],
+        key.shape[1],
         head_width=query.shape[3],
         scale=scale,
         is_causal=is_causal,

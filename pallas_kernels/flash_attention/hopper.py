@@ -156,8 +156,12 @@ def sink_gradient(
     d_out: jax.Array,
     d_lse: jax.Array | None,
 ) -> jax.Array:
-    """A sink is a key with no value: its score's gradient is -P delta, summed over queries."""
+    """A sink is a key with no value: its score's gradient is -P delta, summed over queries.
+
+    A row without keys whose sink is -inf has no gradient, whatever its logsumexp's cotangent.
+    """
     delta = jnp.einsum("btnh,btnh->btn", out.astype(jnp.float32), d_out.astype(jnp.float32))
     if d_lse is not None:
         delta = delta - d_lse
-    return -(jnp.exp(sinks[None, None].astype(jnp.float32) - lse) * delta).sum(axis=(0, 1))
+    p = jnp.exp(sinks[None, None].astype(jnp.float32) - lse)
+    return -jnp.where(jnp.isneginf(lse), 0.0, p * delta).sum(axis=(0, 1))

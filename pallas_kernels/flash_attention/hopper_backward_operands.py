@@ -64,7 +64,10 @@ def row_statistics(
     delta = jnp.einsum("btnh,btnh->bnt", out.astype(jnp.float32), d_out.astype(jnp.float32))
     if d_lse is not None:
         delta = delta - d_lse.swapaxes(1, 2)
-    # exp2(s - inf) = 0: rows without keys and rows past the end have no probabilities.
-    lse2 = jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E).swapaxes(1, 2)
+    # exp2(s - inf) = 0: rows without keys and rows past the end have no probabilities. Nor may the
+    # cotangent of their logsumexp of -inf matter, which can be NaN.
+    empty = jnp.isneginf(lse).swapaxes(1, 2)
+    delta = jnp.where(empty, 0.0, delta)
+    lse2 = jnp.where(empty, jnp.inf, lse.swapaxes(1, 2) * LOG2E)
     pad = ((0, 0), (0, 0), (0, padded - lse2.shape[2]))
     return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)

@@ -243,7 +243,7 @@ class _Forward(Kernel):
                 total * jnp.exp2(peak - top) + jnp.exp2(sink - top),
                 jnp.exp2(peak - top),
             )
-            peak, factor = top, shrink / total
+            peak, factor = top, jnp.where(total == 0.0, 0.0, shrink / total)
         out_smem = smem.out.at[wg, pl.ds(0, 64)]
         out_smem[...] = (o * lax.broadcast_in_dim(factor, o.shape, [0])).astype(self.dtype)
         lse = (peak + jnp.log2(total)) * (1 / LOG2E)

@@ -59,7 +59,7 @@ def call_traceable(
     cutting sequences in chunks would need a layout for every intermediate array.
     """
     del axes
-    if has_explicit_layout(operands["q"]):
+    if has_explicit_layout(operands):
         return over_explicit_axes(kernel, operands, results)
     return kernel(operands)
 

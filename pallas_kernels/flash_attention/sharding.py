@@ -139,9 +139,10 @@ def _prefix(
     return axes, ()
 
 
-def has_explicit_layout(x: jax.Array) -> bool:
-    """Whether the type of ``x`` says how it is split over mesh axes."""
-    return any(entry is not None for entry in jax.typeof(x).sharding.spec)
+def has_explicit_layout(operands: Mapping[str, jax.Array]) -> bool:
+    """Whether the type of any operand says how it is split over mesh axes."""
+    specs = (jax.typeof(x).sharding.spec for x in operands.values())
+    return any(entry is not None for spec in specs for entry in spec)
 
 
 def axes_left_to_the_compiler() -> tuple[str, ...]:
@@ -166,7 +167,7 @@ def partitioned(
     if set(results) <= set(GRADIENT_OF.values()):
         kernel = _sealed(kernel, results)
     kernel = results_vary(kernel)
-    if has_explicit_layout(operands["q"]):
+    if has_explicit_layout(operands):
         return over_explicit_axes(kernel, operands, results)
     if axes_left_to_the_compiler():
         return _over_declared_axes(kernel, operands, results, axes)
@@ -209,7 +210,7 @@ def _over_declared_axes(
 def over_explicit_axes(
     kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
-    """``partitioned`` for a query whose type says how it is split."""
+    """``partitioned`` where types say how arrays are split; all are moved to the query's layout."""
     sharding = jax.typeof(operands["q"]).sharding
     spec = PartitionSpec(*sharding.spec, *(None,) * (4 - len(sharding.spec)))
     if spec[1] is not None or spec[3] is not None:

@@ -4,9 +4,11 @@ Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width,
 """
 
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.errors import InputError
 
@@ -55,6 +57,8 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def make_spec(
+    q_length: int,
+    kv_length: int,
     *,
     head_width: int,
     scale: float | None,
@@ -62,7 +66,11 @@ def make_spec(
     local_window_size: int | tuple[int | None, int | None] | None,
     logit_soft_cap: float | None,
 ) -> AttentionSpec:
-    """The static part of a call, from the arguments of ``flash_attention``."""
+    """The static part of a call, from the arguments of ``flash_attention``.
+
+    A bound that hides nothing at these lengths is left out: equal calls then are one case, to
+    compilers and to tables of what was measured, and no bound is too large for an int32.
+    """
     if scale is None:
         scale = 1.0 / math.sqrt(head_width)
     for name, number in (("scale", scale), ("logit_soft_cap", logit_soft_cap)):
@@ -79,10 +87,11 @@ def make_spec(
     left, right = _window(local_window_size)
     if is_causal:
         right = 0
+    # The last query is aligned with the last key, the first with key S - T.
     return AttentionSpec(
         scale=float(scale),
-        left=left,
-        right=right,
+        left=None if left is None or left >= kv_length - 1 else left,
+        right=None if right is None or right >= q_length - 1 else right,
         logit_soft_cap=None if logit_soft_cap is None else float(logit_soft_cap),
     )
 
@@ -92,16 +101,17 @@ def _window(
 ) -> tuple[int | None, int | None]:
     if size is None:
         return None, None
-    sides = (size, size) if isinstance(size, int) else tuple(size)
-    valid = len(sides) == 2 and all(
-        side is None or (isinstance(side, int) and side >= 0) for side in sides
-    )
-    if not valid:
+    try:
+        pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+        left, right = (None if side is None else operator.index(side) for side in pair)
+    except (TypeError, ValueError):  # neither an int nor two of them
+        left = right = -1
+    if any(side is not None and side < 0 for side in (left, right)):
         raise InputError(
             f"local_window_size={size!r} must be an int >= 0 or a pair (left, right) of them, "
             "None in the pair for an open side: the number of keys seen beside the query's own"
         )
-    return sides
+    return left, right
 
 
 def make_masks(
@@ -136,13 +146,23 @@ def make_masks(
 def _integers(name: str, x: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     if x is None:
         return None
-    x = jnp.asarray(x)
-    if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+    # NumPy's values can be looked at, before JAX cuts int64 to int32.
+    given = np.asarray(x) if isinstance(x, (np.ndarray, list, tuple)) else jnp.asarray(x)
+    if given.shape != shape or not jnp.issubdtype(given.dtype, jnp.integer):
         raise InputError(
-            f"{name} is {x.dtype} {x.shape}; it must be integers of shape {shape}, after the "
-            "query's and key's shapes"
+            f"{name} is {given.dtype} {given.shape}; it must be integers of shape {shape}, after "
+            "the query's and key's shapes"
         )
-    return x.astype(jnp.int32)
+    if not np.can_cast(given.dtype, np.int32):
+        limits = np.iinfo(np.int32)
+        known = isinstance(given, np.ndarray)
+        if not known or (given.size and not limits.min <= given.min() <= given.max() <= limits.max):
+            raise InputError(
+                f"{name} is {given.dtype}, whose values may not fit int32: cast it yourself; ids "
+                "that differ by a multiple of 2**32 would be equal, and greater ones negative, "
+                "which marks padding"
+            )
+    return jnp.asarray(given.astype(np.int32))
 
 
 def _sinks(sinks: jax.Array | None, num_heads: int) -> jax.Array | None:

@@ -127,7 +127,9 @@ def test_a_kernel_lowers_to_cuda(name):
 def test_every_workload_lowers_to_cuda(workload):
     lower(workload, gradient=False)
     arrays = shapes(workload)
-    spec = make_spec(head_width=workload.H, scale=None, **workload.options())
+    spec = make_spec(
+        workload.T, workload.S, head_width=workload.H, scale=None, **workload.options()
+    )
     qkv = (arrays[name] for name in ("query", "key", "value"))
     masks = AttentionMasks(sinks=arrays.get("sinks"), q_segment_ids=arrays.get("q_segment_ids"))
     reason = hopper.unsupported_backward(spec, masks, *qkv, deterministic=False)

@@ -59,19 +59,38 @@ def gradients(q, k, v, d_out, ids=None, *, split=None, **options):
     return jax.vjp(split(attention), *arguments)[1](d_out)[:3]
 
 
+@functools.cache
+def expected(K, packed):
+    """Gradients by the plain formula on one device, and the oracle's."""
+    args = [*arrays(K), *([segment_ids()] if packed else [])]
+    plain = jax.jit(functools.partial(gradients, implementation="reference"))(*args)
+    seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, T, T))
+    if packed:
+        ids = np.asarray(args.pop())
+        seen = seen & (ids[:, :, None] == ids[:, None, :])
+    *qkv, d_out = (np.asarray(x, np.float64) for x in args)
+    oracle = attention_oracle.attention(
+        *qkv, d_out, np.zeros((B, T, N)), seen, scale=H**-0.5, dtype=np.float64
+    )
+    return list(plain), [oracle[name] for name in ("dq", "dk", "dv")]
+
+
+def assert_right(got, K, packed):
+    plain, oracle = expected(K, packed)
+    whole = [jnp.asarray(np.asarray(x)) for x in got]
+    assert_no_worse(whole, plain=plain, oracle=oracle, what="dq, dk, dv")
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])
 @pytest.mark.parametrize("how", ["jit", "eager", "shard_map"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
 def test_sharded_over_batch_and_heads(axis_type, how, packed):
-    """The same bits as on one device, and nothing moves: blocks are independent, the split backward
-    is deterministic.
-    """
+    """The gradients of one device, and nothing moves."""
     mesh, layout = mesh_of(axis_type), P("data", None, "tensor")
     args, layouts = arrays(8), [layout] * 4
     if packed:
         args, layouts = [*args, segment_ids()], [*layouts, P("data")]
-    function = functools.partial(gradients, implementation="hopper", backward="split")
-    alone = jax.jit(function)(*args)
+    function = functools.partial(gradients, implementation="hopper")
     if how == "shard_map":
         inside = (layout,) * 3 + (P("data"),) * packed
         whole = functools.partial(jax.shard_map, mesh=mesh, in_specs=inside, out_specs=layout)
@@ -85,10 +104,9 @@ def test_sharded_over_batch_and_heads(axis_type, how, packed):
             function = jax.jit(function).lower(*placed).compile()
             assert not COLLECTIVE.findall(function.as_text())
         sharded = function(*placed)
-    for got, want in zip(sharded, alone, strict=True):
-        if len(jax.devices()) > 1:
-            assert got.sharding.spec[:3] == ("data", None, "tensor")
-        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    if len(jax.devices()) > 1:
+        assert all(x.sharding.spec[:3] == ("data", None, "tensor") for x in sharded)
+    assert_right(sharded, 8, packed)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda x: x.name)
@@ -105,19 +123,7 @@ def test_queries_of_one_key_head_on_several_devices(axis_type):
         function = function.lower(*placed).compile()
         moved = {"all-reduce"} if mesh.shape["tensor"] > 1 else set()
         assert set(COLLECTIVE.findall(function.as_text())) == moved
-        got = function(*placed)
-    plain = jax.jit(functools.partial(gradients, implementation="reference"))(*args)
-    seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, T, T))
-    *qkv, d_out = (np.asarray(x, np.float64) for x in args)
-    oracle = attention_oracle.attention(
-        *qkv, d_out, np.zeros((B, T, N)), seen, scale=H**-0.5, dtype=np.float64
-    )
-    assert_no_worse(
-        [jnp.asarray(np.asarray(x)) for x in got],
-        plain=list(plain),
-        oracle=[oracle[name] for name in ("dq", "dk", "dv")],
-        what="mqa on a mesh",
-    )
+        assert_right(function(*placed), 1, False)
 
 
 def test_auto_on_a_mesh_compiles():
