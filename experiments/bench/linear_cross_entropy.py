@@ -182,6 +182,16 @@ def main() -> None:
     for vocab, options in ((4096, {}), (50257, REGULARIZED)):
         table.add(f"check {vocab} {options}", functools.partial(check, vocab, options))
 
+    arrays = inputs(TOKENS, WIDTH, VOCAB)
+    table.add("loss: materialized", lambda: whole_loss(materialized, arrays, 3))
+    for name, options in LOSSES.items():
+        f = functools.partial(value_and_gradient, **options)
+        table.add(f"loss: {name}", functools.partial(whole_loss, f, arrays, 3))
+    for name in ("xla", "hopper"):
+        f = functools.partial(linear_cross_entropy, implementation=name)
+        table.add(f"forward alone: {name}", functools.partial(whole_loss, f, arrays, 1))
+    del arrays
+
     hidden, weight, *_ = inputs((1, CHUNK), WIDTH, VOCAB, jnp.bfloat16)
     rows = hidden[0]
     reference = jnp.full(CHUNK, 5.0)
@@ -194,16 +204,6 @@ def main() -> None:
         table.add(f"kernel: {name}", functools.partial(one_chunk, f, rows, weight, reference))
     f = functools.partial(exponentials, num_ids=VOCAB, with_matrix=False)
     table.add("kernel: sums alone", functools.partial(one_chunk, f, rows, weight, reference))
-    del hidden, weight, rows
-
-    arrays = inputs(TOKENS, WIDTH, VOCAB)
-    table.add("loss: materialized", lambda: whole_loss(materialized, arrays, 3))
-    for name, options in LOSSES.items():
-        f = functools.partial(value_and_gradient, **options)
-        table.add(f"loss: {name}", functools.partial(whole_loss, f, arrays, 3))
-    for name in ("xla", "hopper"):
-        f = functools.partial(linear_cross_entropy, implementation=name)
-        table.add(f"forward alone: {name}", functools.partial(whole_loss, f, arrays, 1))
 
 
 if __name__ == "__main__":

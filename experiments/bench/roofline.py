@@ -4,7 +4,8 @@
 
 Ceilings are what XLA's own programs reach: a large matmul in each format, a copy, a sum. Times are
 medians of CUPTI kernel times, of models too: the gaps between their kernels are in ``wall_ms``.
-Beside the JSON lies the picture. An operation that fails is a row with its error.
+Beside the JSON lies the picture. An operation that fails is a row with its error. Results are
+printed and stored one by one; an item that would begin after the budget is a row that says so.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from experiments.bench.environment import clocks, environment
-from experiments.bench.roofline_models import models, random, seconds
+from experiments.bench.roofline_models import phases, random, seconds
 from experiments.pictures.roofline import draw
 from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import find_device
@@ -51,14 +52,14 @@ class Sizes:
     width: int = 2048
     vocab: int = 128_256
     rows: tuple[int, int] = (8192, 32_768)
-    models: tuple[str, ...] = ("small", "llama32_1b")
-    prompts: tuple[tuple[int, int], ...] = ((1, 128), (8, 2048))  # batch, length
-    decodes: tuple[tuple[int, int], ...] = ((1, 2048), (16, 2048), (64, 2048))  # batch, context
+    model: str = "llama32_1b"
+    prompts: tuple[tuple[int, int], ...] = ((1, 128), (1, 2048), (8, 2048))  # batch, length
+    decodes: tuple[tuple[int, int], ...] = ((1, 2048), (16, 2048), (256, 2048))  # batch, context
 
 
 SMALL = Sizes(
     matmul=256, rung=256, copied=1 << 16, batch=1, length=256, tokens=64, width=64, vocab=512,
-    rows=(64, 1024), models=("tiny",), prompts=((1, 32),), decodes=((2, 32),),
+    rows=(64, 1024), model="tiny", prompts=((1, 32),), decodes=((2, 32),),
 )  # fmt: skip
 
 
@@ -193,14 +194,15 @@ class Results:
 
     def __init__(self, out: pathlib.Path | None, budget_s: float) -> None:
         self._out = out
-        self._deadline = time.monotonic() + budget_s
+        self._start = time.monotonic()
+        self._budget_s = budget_s
         self.document: dict[str, Any] = {**environment(), "ceilings": {}, "points": []}
 
     def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
         """What an item gives, or None and a row that says why not."""
         try:
-            if time.monotonic() > self._deadline:
-                raise TimeoutError("out of time")
+            if self.elapsed_s() > self._budget_s:
+                raise TimeoutError(f"out of time: {self._budget_s:.0f} s")
             return measure()
         except Exception as error:  # one item's failure must not end the table
             self.document["points"].append({"name": name, "failed": repr(error)[:300]})
@@ -208,6 +210,10 @@ class Results:
             return None
         finally:
             gc.collect()
+
+    def elapsed_s(self) -> float:
+        """Since the first item, compilation and all."""
+        return time.monotonic() - self._start
 
     def write(self) -> None:
         """What there is so far."""
@@ -231,7 +237,8 @@ def main() -> None:
         found = results.attempt(f"ceiling {name}", measure)
         if found is not None:
             ceilings[name] = found
-            print(f"{name:8s} {found / 1e12:9.3f} T/s", flush=True)
+            print(f"{name:8s} {found / 1e12:9.3f} T/s {results.elapsed_s():5.0f} s", flush=True)
+            results.write()
     bandwidth = max(ceilings["copy"], ceilings["read"])
     measured = roofline.with_ceilings(
         datasheet,
@@ -253,21 +260,26 @@ def main() -> None:
         results.document["points"].append(row)
         print(
             f"{row['name']:34s} {row['intensity']:9.2f} FLOP/byte {row['tflops']:9.3f} TFLOP/s "
-            f"{row['of_attainable']:6.1%} of the roof ({row['bound']})",
+            f"{row['of_attainable']:6.1%} of the roof ({row['bound']}) {results.elapsed_s():5.0f} s",
             flush=True,
         )
         results.write()
 
-    for name, measure in (*kernels(sizes), *rungs(sizes)):
-        point = results.attempt(name, measure)
-        if point is not None:
-            add(point)
-    for name, measure in models(
-        datasheet, sizes.models, prompts=sizes.prompts, decodes=sizes.decodes
+    def add_all(items: Iterator[tuple[str, Callable[[], Point]]]) -> None:
+        for name, measure in items:
+            point = results.attempt(name, measure)
+            if point is not None:
+                add(point)
+
+    add_all(kernels(sizes))
+    for name, measure in phases(
+        datasheet, sizes.model, prompts=sizes.prompts, decodes=sizes.decodes
     ):
         found = results.attempt(name, measure)
         if found is not None:
             add(found["point"], wall_ms=found["wall_ms"])
+    # Last: the ladder's own benchmark has them too.
+    add_all(rungs(sizes))
     results.write()
     if args.out is not None:
         draw(results.document, args.out.with_suffix(".svg"))

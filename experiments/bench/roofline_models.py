@@ -1,4 +1,4 @@
-"""Prefill and decode of models with random weights, timed for the roofline."""
+"""Prefill and decode of a model with random weights, timed for the roofline."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def random(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 def seconds(f: Callable, *args: Any) -> float:
     """Of one call."""
-    return timing.measure({"it": (f, args)}, rounds=3, iterations=4)["it"].median_ms / 1e3
+    return timing.measure({"it": (f, args)}, rounds=2, iterations=4)["it"].median_ms / 1e3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,21 +73,20 @@ def served(preset: str) -> Served:
     return Served(weights=weights, step=step, shape=shape_of(config, name=preset), config=config)
 
 
-def models(
+def phases(
     device: Device,
-    presets: Sequence[str],
+    preset: str,
     *,
     prompts: Sequence[tuple[int, int]],
     decodes: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Prefills and decodes, by name; batch and length each."""
-    for preset in presets:
-        for batch, length in prompts:
-            name = f"{preset} prefill {batch} x {length}"
-            yield name, functools.partial(prefilled, name, preset, batch, length, device)
-        for batch, context in decodes:
-            name = f"{preset} decode {batch} after {context}"
-            yield name, functools.partial(decoded, name, preset, batch, context, device)
+    """Prefills and decodes of a model, by name; batch and length each."""
+    for batch, length in prompts:
+        name = f"{preset} prefill {batch} x {length}"
+        yield name, functools.partial(prefilled, name, preset, batch, length, device)
+    for batch, context in decodes:
+        name = f"{preset} decode {batch} after {context}"
+        yield name, functools.partial(decoded, name, preset, batch, context, device)
 
 
 def prefilled(name: str, preset: str, batch: int, length: int, device: Device) -> dict[str, Any]:
