@@ -18,6 +18,7 @@ from typing import Any
 from experiments.bench.environment import clocks, environment
 from experiments.bench.step import Contender, ours, without_rope_scaling
 from jaxinfra.config.presets import MODELS
+from jaxinfra.training.xla_options import Options, describe_options, parse_options
 
 CANDIDATES = (
     "xla_gpu_enable_triton_gemm=false",
@@ -46,14 +47,14 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     args = parser.parse_args()
     control = compiled(args, {})
-    rows = [try_options(args, control, dict([split(option)])) for option in args.options]
+    rows = [try_options(args, control, parse_options([option])) for option in args.options]
     helpful = [row["options"] for row in rows if row.get("gain", 0) >= LEAST_GAIN]
     if len(helpful) > 1:
         together = {name: value for options in helpful for name, value in options.items()}
         rows.append(try_options(args, control, together))
     best = max(rows, key=lambda row: row.get("gain", 0))
     kept = best["options"] if best.get("gain", 0) >= LEAST_GAIN else {}
-    print(f"keep: {kept or 'none'}")
+    print(f"keep: {describe_options(kept)}")
     if args.out:
         report = {"environment": environment(), "settings": settings(args), "rows": rows}
         report |= {"kept": kept, "clocks_after": clocks()}
@@ -66,17 +67,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def split(option: str) -> tuple[str, str | int | bool]:
-    """(name, value) of "name=value"; the leading dashes of an XLA flag may stay."""
-    name, separator, value = option.lstrip("-").partition("=")
-    if not separator:
-        raise SystemExit(f"bench flags: {option!r} needs the form name=value")
-    if value in ("true", "false"):
-        return name, value == "true"
-    return name, int(value) if value.isdecimal() else value
-
-
-def compiled(args: argparse.Namespace, options: dict[str, str | int | bool]) -> Contender:
+def compiled(args: argparse.Namespace, options: Options) -> Contender:
     """The step with these options, warmed up."""
     contender, _ = ours(
         without_rope_scaling(MODELS[args.preset]()),
@@ -92,9 +83,7 @@ def compiled(args: argparse.Namespace, options: dict[str, str | int | bool]) -> 
     return contender
 
 
-def try_options(
-    args: argparse.Namespace, control: Contender, options: dict[str, str | int | bool]
-) -> dict[str, Any]:
+def try_options(args: argparse.Namespace, control: Contender, options: Options) -> dict[str, Any]:
     """Milliseconds with and without, and the gain as control over variant."""
     row: dict[str, Any] = {"options": options}
     try:

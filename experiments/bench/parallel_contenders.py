@@ -18,7 +18,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench import plain_step
-from experiments.bench.flags import split
 from experiments.bench.step import LEARNING_RATE, WEIGHT_DECAY, data
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
@@ -29,8 +28,7 @@ from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.data.batch import Batch
 from jaxinfra.ops.target import Facts, compiling_for
 from jaxinfra.training.job import Job, make_job
-
-type Options = dict[str, str | int | bool]
+from jaxinfra.training.xla_options import Options, parse_options
 
 _ONE_SIDED = "COLLECTIVES_SYMMETRIC_MEMORY"
 
@@ -123,7 +121,7 @@ def contender(name: str, setting: Setting) -> Contender:
         elif change in list(Remat):
             remat = change
         else:
-            options |= dict([split(change)])
+            options |= parse_options([change])
     precision = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=gradients)
     return _ours(
         name,

@@ -40,8 +40,8 @@ from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, refusal
 from jaxinfra.planning.plan import Plan, make_plan
-from jaxinfra.planning.receipt import lower, run_config
-from jaxinfra.training.job import Job, make_job
+from jaxinfra.planning.receipt import run_config
+from jaxinfra.training.job import Job, lower_step, make_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +132,7 @@ def compiled(case: Case, attention: AttentionImplementation) -> Program:
     )
     job = make_job(config, devices=jax.devices()[: case.layout.devices])
     begin = time.perf_counter()
-    program = lower(job).compile()
+    program = lower_step(job).compile()
     return Program(job=job, compiled=program, compile_s=time.perf_counter() - begin)
 
 

@@ -40,6 +40,7 @@ from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import initial_state
 from jaxinfra.training.step import make_train_step
+from jaxinfra.training.xla_options import Options
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
 
@@ -89,7 +90,7 @@ def ours(
     steps: int,
     unroll: int = 1,
     weight_gradients: str = "fp32",
-    compiler_options: dict[str, str | int | bool] | None = None,
+    compiler_options: Options | None = None,
 ) -> tuple[Contender, ModelDefinition]:
     """This package's step at bf16; recomputation, attention and XLA's options as named."""
     training = TrainingConfig(

@@ -22,6 +22,7 @@ class Remat(enum.StrEnum):
     MLP = "mlp"  # as dots, and the MLP's hidden layer, its widest, too
     NAMED = "named"  # all but attention's output and logsumexp (Korthikanti et al. 2022: selective)
     FULL = "full"  # everything: keep block inputs only
+    AUTO = "auto"  # the first of these, in this order, whose compiled step fits the memory budget
 
 
 class AttentionImplementation(enum.StrEnum):
@@ -52,7 +53,9 @@ class TrainingConfig:
     sequence_length: int  # tokens
     accumulation: int = 1  # micro-batches a step
     remat: Remat = Remat.NONE
+    memory_budget_gib: float | None = None  # of a device, for remat=auto; None: what it has
     unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop
+    xla_options: tuple[str, ...] = ()  # "name=value", on top of what is known to be good here
     attention: AttentionImplementation = AttentionImplementation.AUTO
     context_method: ContextMethod = ContextMethod.AUTO
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
@@ -82,6 +85,13 @@ class TrainingConfig:
         if not 0 <= self.seed < 1 << 32:
             raise ConfigError(
                 f"seed={self.seed} must lie in [0, 2^32): larger ones are not told apart"
+            )
+        if self.memory_budget_gib is not None and (
+            self.memory_budget_gib <= 0 or self.remat is not Remat.AUTO
+        ):
+            raise ConfigError(
+                f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat.value}: a "
+                "budget is more than 0, and only remat=auto chooses by it"
             )
         if self.z_loss < 0:
             raise ConfigError(f"z_loss={self.z_loss} must not be negative")

@@ -6,10 +6,8 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
@@ -18,7 +16,6 @@ from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
 from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.data.batch import Batch
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.program import collectives
 from jaxinfra.planning.communication import argument_bytes, communication
@@ -29,7 +26,7 @@ from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.planning.layout import Layout, Recompute
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.plan import traffic
-from jaxinfra.training.job import Job, make_job
+from jaxinfra.training.job import lower_step, make_job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,7 +201,7 @@ def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     job = make_job(config, devices=here[: layout.devices])
     # LLVM's optimizations are half of the compile time and change no collective.
     options = {"xla_backend_optimization_level": 0}
-    compiled = lower(job).compile(compiler_options=options)
+    compiled = lower_step(job).compile(compiler_options=options)
     target = f"{layout.devices} CPU devices, fp32"
     return compare(model, layout, compiled, find_device("h200"), target=target)
 
@@ -227,7 +224,7 @@ def compile_for_gpu(
     config = run_config(model, layout, policy=PolicyName.BF16, attention=attention)
     job = make_job(config, devices=devices)
     with compiling_for(facts):
-        lowered = lower(job, platforms=("cuda",))
+        lowered = lower_step(job, platforms=("cuda",))
     target = f"{layout.devices} {device.name}, bf16, attention {attention.value}"
     compiled = lowered.compile()
     receipt = compare(model, layout, compiled, device, target=target, expected=())
@@ -251,23 +248,6 @@ def _sent_bytes(
 
 
 _HLO_KINDS = {"permute": "collective-permute"}
-
-
-def lower(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
-    """The job's step, traced on shapes and lowered."""
-    training = job.config.training
-    shape = (training.batch_size, training.sequence_length)
-    placed = job.placement.batch
-
-    def array(dtype) -> Any:  # shapes in the place of arrays
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
-
-    ids = array(jnp.int32)
-    batch: Any = Batch(
-        tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=array(jnp.dtype("float32"))
-    )
-    traced = job.train_step.trace(job.abstract_state(), batch)
-    return traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
 
 
 def step_of(layout: Layout) -> Step:

@@ -10,6 +10,7 @@ from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.corpus import Corpus
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.job import Job
+from jaxinfra.training.xla_options import describe_options
 
 
 def describe_job(job: Job) -> str:
@@ -19,10 +20,13 @@ def describe_job(job: Job) -> str:
     trained = ""
     if job.model.frozen:
         trained = f" ({job.model.num_parameters - job.model.num_frozen:,} of them trained)"
+    options = "" if job.options is None else f"; XLA options {describe_options(job.options)}"
+    choice = "" if job.choice is None else f"\n{job.choice.describe()}"
     return (
         f"{job.model.num_parameters:,} parameters{trained}, {config.precision.policy} on "
         f"{jax.devices()[0].device_kind} ({mesh or 'one device'}); {config.training.steps} steps "
         f"of {config.training.batch_size} x {config.training.sequence_length} tokens"
+        f"{options}{choice}"
     )
 
 

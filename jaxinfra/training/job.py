@@ -7,19 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
+from jaxinfra.checkpoint import processes
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.config.run import Remat, RunConfig, validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import policy_of
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.attend import attention_on
@@ -30,6 +32,7 @@ from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
+from jaxinfra.training.recompute import Choice, budget_bytes, choose_remat, step_bytes
 from jaxinfra.training.state import (
     State,
     TrainState,
@@ -38,6 +41,7 @@ from jaxinfra.training.state import (
     state_shardings,
 )
 from jaxinfra.training.step import TrainStep, make_train_step, pass_over
+from jaxinfra.training.xla_options import Options, compiler_options
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,7 @@ class Job:
     """A run's functions on its mesh."""
 
     config: RunConfig
+    options: Options | None  # XLA's, of the training step
     model: ModelDefinition
     optimizer: optax.GradientTransformation
     placement: Placement
@@ -55,6 +60,7 @@ class Job:
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
     evaluation_step: Wrapped  # (parameters, batch) -> (nll, targets), jitted
+    choice: Choice | None = None  # of recomputation, where the config left it open
 
     def initialize(self) -> TrainState[jax.Array]:
         """Draws the initial state directly onto the mesh."""
@@ -150,30 +156,12 @@ def keep_compiled_programs(cache_dir: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
 
-# XLA replays whole stretches of a GPU program as CUDA graphs, and a trace then names the graph
-# where it would name the operation and its scope.
-_TRACEABLE_ON_GPU = {"xla_gpu_enable_command_buffer": ""}
-# Larger messages take a quarter less of the links' time (1.4% of the 1.2B step on four H200s,
-# docs/parallelism.md). In a loop over layers they would be a whole turn's, nothing beside them.
-_LARGE_MESSAGES_ON_GPU = {
-    "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
-}
-
-
-def _compiler_options(config: RunConfig, *, traceable: bool) -> dict[str, Any] | None:
-    """XLA's options of the step on the GPUs that are here."""
-    if jax.default_backend() != "gpu":
-        return None
-    unrolled = config.training.unroll >= config.model.num_layers
-    options = _LARGE_MESSAGES_ON_GPU if unrolled and config.mesh.num_devices > 1 else {}
-    return options | (_TRACEABLE_ON_GPU if traceable else {}) or None
-
-
 def make_job(
     config: RunConfig, *, traceable: bool = False, devices: Sequence[jax.Device] | None = None
 ) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
+
+    With remat=auto steps are compiled until one fits, and the job's config names that policy.
 
     Args:
         traceable: compile the step so that a profiler's trace names every operation, at some cost
@@ -181,11 +169,13 @@ def make_job(
         devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
+    if config.training.remat is Remat.AUTO:
+        return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
     placement = Placement(
         mesh=make_mesh(config.mesh, devices=devices), rules=state_rules(config.sharding)
     )
-    policy = POLICIES[config.precision.policy]
+    policy = policy_of(config.precision)
     if config.lora is not None:
         # What nothing trains needs no fp32 masters: it is held as it is used.
         policy = dataclasses.replace(policy, param=policy.compute)
@@ -225,8 +215,15 @@ def make_job(
         )
 
     whole, rows = placement.replicated, placement.batch
+    options = compiler_options(
+        config,
+        device_kind=placement.mesh.devices.flat[0].device_kind,
+        on_gpu=jax.default_backend() == "gpu",
+        traceable=traceable,
+    )
     return Job(
         config=config,
+        options=options,
         model=model,
         optimizer=optimizer,
         placement=placement,
@@ -240,13 +237,62 @@ def make_job(
             in_shardings=(*base, shardings, rows),
             out_shardings=(shardings, whole),
             donate_argnums=len(base),
-            compiler_options=_compiler_options(config, traceable=traceable),
+            compiler_options=options,
         ),
         evaluation_step=jax.jit(
             _of_frozen(make_evaluation_step, model),
             in_shardings=(*base, shardings.parameters, rows),
         ),
     )
+
+
+def _fitting_job(
+    config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
+) -> Job:
+    """With the cheapest recomputation that fits; all processes compile the same steps."""
+    training = config.training
+
+    def with_policy(remat: Remat) -> Job:
+        named = dataclasses.replace(training, remat=remat, memory_budget_gib=None)
+        return make_job(
+            dataclasses.replace(config, training=named), traceable=traceable, devices=devices
+        )
+
+    def budget() -> int:
+        device = (devices or jax.local_devices())[0]
+        return budget_bytes(training.memory_budget_gib, device)
+
+    choice = choose_remat(
+        budget_bytes=processes.on_first(budget),
+        need=lambda remat: step_bytes(lower_step(with_policy(remat)).compile()),
+    )
+    return dataclasses.replace(with_policy(choice.remat), choice=choice)
+
+
+def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
+    """The job's step on packed rows, traced on shapes and lowered.
+
+    Args:
+        platforms: to lower for; those that are here by default.
+    """
+    training = job.config.training
+    shape = (training.batch_size, training.sequence_length)
+
+    def rows(dtype: Any) -> Any:  # shapes in the place of arrays
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=job.placement.batch)
+
+    ids = rows(jnp.int32)
+    batch: Any = Batch(
+        tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=rows(jnp.dtype("float32"))
+    )
+    frozen = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        job.model.frozen,
+        job.frozen_shardings,
+    )
+    base = (frozen,) if frozen else ()
+    traced = job.train_step.trace(*base, job.abstract_state(), batch)
+    return traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
 
 
 def _of_frozen[**P, R](

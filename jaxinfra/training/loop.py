@@ -164,7 +164,7 @@ class _Session:
                 profile.require_within(first=0, steps=config.training.steps)
             # Before the corpus is tokenized, which may take long: stopped meanwhile, there is a
             # directory to resume.
-            processes.on_first(lambda: run.create(config, kept_from_start(config)))
+            processes.on_first(lambda: run.create(job.config, kept_from_start(config)))
         set_up = functools.partial(
             _resumed if self.resume else _new,
             job,

@@ -1,7 +1,7 @@
 """Compiles a step for four H200s that are not there, and prints as JSON its collectives, and how
 many activations it holds with the width outermost.
 
-    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1]
+    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded]
 
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
 """
@@ -11,15 +11,14 @@ import dataclasses
 import json
 
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
-from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.presets import MODELS, runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.program import collectives
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.gpu_target import compile_only_devices
-from jaxinfra.planning.receipt import lower
-from jaxinfra.training.job import make_job
+from jaxinfra.training.job import lower_step, make_job
 
 ROWS, LENGTH, LAYERS, WIDTH = 16, 4096, 4, 2048
 
@@ -29,6 +28,7 @@ def main() -> None:
     parser.add_argument("mesh")
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--o1", action="store_true")
+    parser.add_argument("--rounded", action="store_true", help="weights' gradients in bf16")
     args = parser.parse_args()
     devices, facts = compile_only_devices(find_device("h200"), 4)
     run = runs.pretraining(dataclasses.replace(MODELS["llama32_1b"](), num_layers=LAYERS))
@@ -43,13 +43,16 @@ def main() -> None:
     run = dataclasses.replace(
         run,
         training=training,
-        precision=PrecisionConfig(policy=PolicyName.BF16),
+        precision=PrecisionConfig(
+            policy=PolicyName.BF16,
+            weight_gradients=WeightGradients.COMPUTE if args.rounded else WeightGradients.FP32,
+        ),
         mesh=parse_mesh(args.mesh),
         sharding=ShardingConfig(sequence_parallel=args.sequence_parallel),
     )
     job = make_job(run, devices=devices)
     with compiling_for(facts):
-        lowered = lower(job, platforms=("cuda",))
+        lowered = lower_step(job, platforms=("cuda",))
     compiled = lowered.compile({"optimization_level": "O1"} if args.o1 else None)
     found = [
         dataclasses.asdict(each) | {"sent_bytes": each.sent_bytes} for each in collectives(compiled)

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.presets.runs import tiny
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.execution import Execution
@@ -17,7 +16,6 @@ from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
 from jaxinfra.parallel.rules import StateRules
-from jaxinfra.training import job
 from tests.sharded.cases import COMPILER_OPTIONS, build, gpt_like, llama_like, packed_batch
 
 MESHES = {
@@ -114,27 +112,3 @@ def test_mesh_of_the_wrong_size_is_refused():
     with pytest.raises(ConfigError, match=r"fsdp=4 x tensor=4 needs 16 devices, 8 are here"):
         make_mesh(MeshConfig(fsdp=4, tensor=4))
     assert math.prod(make_mesh(MeshConfig()).devices.shape) == 1
-
-
-@pytest.mark.parametrize(
-    ("mesh", "unroll", "large"),
-    [
-        (MeshConfig(fsdp=8), 2, True),
-        (MeshConfig(fsdp=8), 1, False),
-        (MeshConfig(), 2, False),
-    ],
-)
-def test_messages_are_large_on_gpu_meshes_without_a_loop(monkeypatch, mesh, unroll, large):
-    base = tiny()
-    config = dataclasses.replace(
-        base,
-        model=dataclasses.replace(base.model, num_layers=2),
-        mesh=mesh,
-        training=dataclasses.replace(base.training, unroll=unroll),
-    )
-    assert job._compiler_options(config, traceable=False) is None  # of this CPU
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    options = job._compiler_options(config, traceable=True)
-    assert options is not None
-    assert ("xla_gpu_all_gather_combine_threshold_bytes" in options) == large
-    assert "xla_gpu_enable_command_buffer" in options

@@ -1,0 +1,92 @@
+"""Recomputation chosen by a memory budget: the cheapest policy whose compiled step fits.
+
+The step is compiled as it will run, so what counts is XLA's own assignment of buffers, which undoes
+recomputation that it finds cheap to keep. The program of the policy that is taken is kept by
+the compilation cache.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from jaxinfra.config.run import Remat
+from jaxinfra.core.errors import ConfigError
+
+CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
+"""Each computes again what the one before it does, and more."""
+
+FREE_SHARE = 0.05
+"""Of a device's memory, for batches on their way and what the allocator cannot join."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A policy, and how much a device needs for a step with it and with those before it."""
+
+    remat: Remat
+    budget_bytes: int
+    needs: dict[Remat, int]  # bytes of a device, in the order tried
+
+    def describe(self) -> str:
+        """One line for the log."""
+        others = [f"{r.value} {_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
+        return (
+            f"remat={self.remat.value}: a step needs {_gib(self.needs[self.remat])} of a budget of "
+            f"{_gib(self.budget_bytes)}" + (f" (too much: {', '.join(others)})" if others else "")
+        )
+
+
+def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
+    """The first policy that fits, from the one that computes least.
+
+    Args:
+        need: bytes of a device that a step takes with a policy, its state included.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    needs: dict[Remat, int] = {}
+    for remat in CHEAPEST_FIRST:
+        needs[remat] = need(remat)
+        if needs[remat] <= budget_bytes:
+            return Choice(remat=remat, budget_bytes=budget_bytes, needs=needs)
+    least = min(needs, key=needs.__getitem__)
+    raise ConfigError(
+        f"remat=auto: a device needs {_gib(needs[least])} at least (remat={least.value}), and its "
+        f"budget is {_gib(budget_bytes)}; more training.accumulation, a smaller batch_size or more "
+        "devices on the fsdp or tensor axis need less (jaxinfra plan)"
+    )
+
+
+def budget_bytes(gib: float | None, device: jax.Device) -> int:
+    """A budget in bytes; None: what JAX may take of the device, less ``FREE_SHARE``.
+
+    Raises:
+        ConfigError: the device does not say how much memory it has.
+    """
+    if gib is not None:
+        return int(gib * 2**30)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ConfigError(
+            f"remat=auto: a {device.device_kind} device does not say how much memory it has; give "
+            "training.memory_budget_gib, or name a remat"
+        )
+    return int((1 - FREE_SHARE) * limit)
+
+
+def step_bytes(compiled: jax.stages.Compiled) -> int:
+    """Of a device while a compiled step runs: arguments, results that reuse none, temporaries."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "CPU and CUDA compilers report their memory"
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
