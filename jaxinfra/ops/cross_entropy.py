@@ -4,7 +4,7 @@ import jax
 
 from pallas_kernels.linear_cross_entropy import CrossEntropySums as CrossEntropySums
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.api import HOPPER_LEAST_IDS
+from pallas_kernels.linear_cross_entropy.api import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
 from pallas_kernels.linear_cross_entropy.hopper import unsupported
 
 

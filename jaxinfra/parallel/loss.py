@@ -1,27 +1,34 @@
 """The loss of each device's own tokens, where a kernel computes it that runs on one device.
 
-The compiler cannot split a kernel. A device gathers the vocabulary's table, in the compute dtype,
-takes the loss of its tokens, and sums over the devices follow: two scalars forward, and backward
-the table's gradient, reduce-scattered in its own dtype over the axes that split the table.
+The compiler cannot split a kernel. A device gathers the vocabulary's table along its width, in the
+compute dtype, takes the loss of its tokens, and sums over the devices follow: two scalars forward,
+and backward the table's gradient, reduce-scattered in its own dtype over the axes that split the
+table. Where the table's rows are split too, devices that share the vocabulary sum three numbers a
+token on the way, and the parts of hidden's gradient, in its dtype.
 
 Dims: B batch, T position, D model width, V vocabulary; lower case of one device.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
-from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
+from jaxinfra.ops.cross_entropy import (
+    CrossEntropySums,
+    kernel_on_one_device,
+    linear_cross_entropy,
+)
 from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from jaxinfra.parallel.place import Placement
 
 
-def can_take_own_tokens(placement: Placement) -> bool:
-    """Whether devices have whole rows of the vocabulary's table, and none of them the same tokens
-    in parts.
-    """
-    return placement.mesh.size > 1 and not placement.axes(VOCAB)
+def takes_own_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: int) -> bool:
+    """Whether "auto" takes the kernel for a device's tokens and its rows of the table."""
+    rows = num_ids // math.prod(placement.mesh.shape[axis] for axis in placement.axes(VOCAB))
+    return placement.mesh.size > 1 and kernel_on_one_device(hidden_BTD, num_ids=rows)
 
 
 def cross_entropy_of_own_tokens(
@@ -35,16 +42,18 @@ def cross_entropy_of_own_tokens(
     gradient: jnp.dtype | None,
     z_loss: float,
     logit_soft_cap: float | None,
+    label_smoothing: float = 0.0,
 ) -> CrossEntropySums:
     """``linear_cross_entropy`` over the whole batch, its rows and positions as placed.
 
     Args:
-        table_VD: as stored, split by width or not.
+        table_VD: as stored, split by width or not, by rows or not.
         compute: what it is gathered in; its values are rounded to that, its gradients are not.
         gradient: what its gradient is rounded to before it is summed over devices, if anything.
     """
     tokens, by_width = (BATCH, SEQUENCE), placement.axes(EMBED)
-    over = placement.axes(BATCH) + placement.axes(SEQUENCE)
+    by_vocabulary = placement.axes(VOCAB)
+    over = placement.axes(BATCH) + placement.axes(SEQUENCE) + by_vocabulary
 
     @jax.custom_vjp
     def gathered(table_Vd: jax.Array) -> jax.Array:
@@ -67,6 +76,8 @@ def cross_entropy_of_own_tokens(
             weights_bt,
             z_loss=z_loss,
             logit_soft_cap=logit_soft_cap,
+            label_smoothing=label_smoothing,
+            vocabulary_axes=by_vocabulary,
         )
         return tuple(all_reduce(x, over) if over else x for x in sums)
 

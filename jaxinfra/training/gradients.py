@@ -12,12 +12,8 @@ import jax.numpy as jnp
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.ops.cross_entropy import (
-    CrossEntropySums,
-    kernel_on_one_device,
-    linear_cross_entropy,
-)
-from jaxinfra.parallel.loss import can_take_own_tokens, cross_entropy_of_own_tokens
+from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
+from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
 
@@ -60,9 +56,9 @@ def batch_loss(
         dropout_key=dropout_key,
     )
     with jax.named_scope("loss"):
-        if placement is not None and can_take_own_tokens(placement):
+        if placement is not None:
             table_VD = decoder.vocabulary_table
-            if kernel_on_one_device(hidden_BTD, num_ids=table_VD.shape[0]):
+            if takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
                 return cross_entropy_of_own_tokens(
                     placement,
                     hidden_BTD,

@@ -12,6 +12,10 @@ Where chunks do not fill, the last is padded. ``first_apart`` instead computes w
 one chunk, before the loop: more code, but no matmul is wasted and the table's gradient starts as a
 product instead of zeros.
 
+The vocabulary may be spread over mesh axes (``vocabulary_axes``, inside ``shard_map``): a device
+then has some rows of the table and all of its tokens' hidden states. Three numbers a token are
+summed over the axes, the logits never are.
+
 Dims: B batch, T position, Z shard of the batch times shard of the positions, b row within a shard,
 C position within a chunk, D model width, V vocabulary.
 """
@@ -29,7 +33,9 @@ from pallas_kernels.common.dot import einsum_f32
 class ChunkLoss(NamedTuple):
     """A chunk's two sums by shard; the gradient of the first by raw logits, where asked for.
 
-    It is ``scale * slope + coefficient * [v = target]``; None is 1 and 0.
+    It is ``scale * slope + coefficient * [v = target] + uniform``; None is 1, 0 and 0. Where there
+    is a ``uniform``, the total lacks ``uniform * sum of the logits``: both are products with the
+    sum of the table's rows, which a chunk need not know.
     """
 
     total_Z: jax.Array
@@ -37,6 +43,7 @@ class ChunkLoss(NamedTuple):
     slope_ZbCV: jax.Array | None = None  # hidden's dtype
     scale_ZbC: jax.Array | None = None  # fp32
     coefficient_ZbC: jax.Array | None = None  # fp32, 0 where no such target exists
+    uniform_ZbC: jax.Array | None = None  # fp32
 
 
 class Static(NamedTuple):
@@ -47,16 +54,30 @@ class Static(NamedTuple):
     chunk_length: int
     batch_shards: int
     sequence_shards: int
-    num_ids: int  # rows of the table, before padding
+    num_ids: int  # rows of this device's table, before padding
     z_loss: float
     logit_soft_cap: float | None
+    label_smoothing: float = 0.0
+    vocabulary_axes: tuple[str, ...] = ()  # mesh axes that split the table's rows evenly
+    num_vocabulary_shards: int = 1  # devices along them
     table_multiple: int = 1  # the table is padded with rows of zeros to a multiple of it
     first_apart: bool = False
+    uniform_apart: bool = False  # ``chunk_loss`` returns a ``uniform``
 
     @property
     def num_shards(self) -> int:
         """Parts of the batch whose sums are kept apart."""
         return self.batch_shards * self.sequence_shards
+
+    @property
+    def num_ids_of_all(self) -> int:
+        """Rows of the whole vocabulary's table."""
+        return self.num_ids * self.num_vocabulary_shards
+
+
+def over_shards(static: Static, x: jax.Array, reduce: Callable) -> jax.Array:
+    """``reduce(x, axes)`` over the devices that share the vocabulary; x where one has it all."""
+    return reduce(x, static.vocabulary_axes) if static.vocabulary_axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -70,24 +91,34 @@ def chunked_loss(
     """As the reference, ``chunk_length`` positions of a shard at a time, the last chunk padded.
 
     The second result carries no gradient. The table's gradient is summed in fp32. B must be a
-    multiple of ``batch_shards``, T of ``sequence_shards``.
+    multiple of ``batch_shards``, T of ``sequence_shards``. Where devices share the vocabulary,
+    targets count from the device's own first id, and the sums and hidden's gradient are its part.
     """
     table = _operand(static, table_VD, like=hidden_BTD)
+    row_sum_111D = _row_sum(static, table)
 
     def chunk(sums, operands):
         loss = static.chunk_loss(static, table, *operands, with_gradient=False)
-        return (sums[0] + loss.total_Z, sums[1] + loss.nll_Z), None
+        total_Z = loss.total_Z + _uniform_total(static, loss, operands[0], row_sum_111D)
+        return (sums[0] + total_Z, sums[1] + loss.nll_Z), None
 
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
     (total_Z, nll_Z), _ = _scan(static, chunk, (zero_Z, zero_Z), hidden_BTD, targets_BT, weights_BT)
-    return jnp.sum(total_Z), jnp.sum(nll_Z)
+    return _part(static, total_Z), _part(static, nll_Z)
+
+
+def _part(static: Static, sum_Z: jax.Array) -> jax.Array:
+    """This device's of a sum that all who share the vocabulary have."""
+    return jnp.sum(sum_Z) / static.num_vocabulary_shards
 
 
 def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
     table = _operand(static, table_VD, like=hidden_BTD)
+    row_sum_111D = _row_sum(static, table)
 
     def chunk(sums, operands):
         loss = static.chunk_loss(static, table, *operands, with_gradient=True)
+        total_Z = loss.total_Z + _uniform_total(static, loss, operands[0], row_sum_111D)
         hidden_ZbCD = operands[0]
         d_hidden_ZbCD = einsum_f32("ZbCV,VD->ZbCD", loss.slope_ZbCV, table)
         if loss.scale_ZbC is not None:
@@ -104,18 +135,28 @@ def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
             d_table_ZVD = d_table_ZVD.at[jnp.broadcast_to(shards_Z11, ids_ZbC.shape), ids_ZbC].add(
                 coefficient_ZbC1 * operands[0].astype(jnp.float32)
             )
-        sums = (sums[0] + loss.total_Z, sums[1] + loss.nll_Z, d_table_ZVD)
+        d_rows_ZD = sums[3]
+        if loss.uniform_ZbC is not None:
+            uniform_ZbC1 = loss.uniform_ZbC[..., None]
+            d_hidden_ZbCD += uniform_ZbC1 * row_sum_111D
+            d_rows_ZD = d_rows_ZD + jnp.sum(uniform_ZbC1 * operands[0].astype(jnp.float32), (1, 2))
+        sums = (sums[0] + total_Z, sums[1] + loss.nll_Z, d_table_ZVD, d_rows_ZD)
         return sums, d_hidden_ZbCD.astype(hidden_ZbCD.dtype)
 
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
-    start = (zero_Z, zero_Z, jnp.zeros((static.num_shards, *table.shape), jnp.float32))
-    (total_Z, nll_Z, d_table_ZVD), d_hidden_ZbTD = _scan(
+    zero_ZVD = jnp.zeros((static.num_shards, *table.shape), jnp.float32)
+    zero_ZD = jnp.zeros((static.num_shards, table.shape[1])) if static.uniform_apart else None
+    start = (zero_Z, zero_Z, zero_ZVD, zero_ZD)
+    (total_Z, nll_Z, d_table_ZVD, d_rows_ZD), d_hidden_ZbTD = _scan(
         static, chunk, start, hidden_BTD, targets_BT, weights_BT
     )
     d_hidden_BTD = _join(static, d_hidden_ZbTD, like=hidden_BTD)
     like = jnp.zeros((0,), table_VD.dtype)
     d_table_VD = jnp.sum(d_table_ZVD, axis=0)[: static.num_ids]
-    return (jnp.sum(total_Z), jnp.sum(nll_Z)), (d_hidden_BTD, d_table_VD, like, weights_BT)
+    if row_sum_111D is not None:
+        d_table_VD += jnp.sum(d_rows_ZD, axis=0, keepdims=True)
+    sums = _part(static, total_Z), _part(static, nll_Z)
+    return sums, (d_hidden_BTD, d_table_VD, like, weights_BT)
 
 
 def _backward(static, residuals, cotangents):
@@ -128,6 +169,24 @@ def _backward(static, residuals, cotangents):
 
 
 chunked_loss.defvjp(_forward, _backward)
+
+
+def _row_sum(static: Static, table_VD: jax.Array) -> jax.Array | None:
+    """The sum of the table's rows [1, 1, 1, D], where the loss of a chunk leaves a part to it."""
+    if not static.uniform_apart:
+        return None
+    return jnp.sum(table_VD.astype(jnp.float32), axis=0)[None, None, None]
+
+
+def _uniform_total(
+    static: Static, loss: ChunkLoss, hidden_ZbCD: jax.Array, row_sum_111D: jax.Array | None
+) -> jax.Array | float:
+    """What a chunk's total lacks."""
+    if loss.uniform_ZbC is None:
+        return 0.0
+    sum_ZbC = jnp.sum(hidden_ZbCD.astype(jnp.float32) * row_sum_111D, axis=-1)
+    sum_ZbC = over_shards(static, sum_ZbC, jax.lax.psum)
+    return jnp.sum(loss.uniform_ZbC * sum_ZbC, axis=(1, 2))
 
 
 def _scan(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
@@ -26,6 +27,7 @@ OPTIONS = {
     "plain": {},
     "z_loss": {"z_loss": 0.02},
     "both": {"z_loss": 0.02, "logit_soft_cap": 1.5},
+    "smoothed": {"z_loss": 0.02, "label_smoothing": 0.2},
 }
 
 
@@ -62,24 +64,27 @@ def evaluate(arrays, *, dtype=jnp.bfloat16, **options):
     )
 
 
-def exact(arrays, *, z_loss=0.0, logit_soft_cap=None):
-    """In float64: d total / d logit = w (p (1 + 2 z lse) - [v = target])."""
+def exact(arrays, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
+    """In float64: d total / d logit = w (p (1 + 2 z lse) - q), q the
+    target distribution (1 - s) [v = target] + s / V."""
     hidden, table, targets, weights = (np.asarray(x.astype(jnp.float32), float) for x in arrays)
     raw = hidden @ table.T
     logits = raw if logit_soft_cap is None else logit_soft_cap * np.tanh(raw / logit_soft_cap)
     lse = np.logaddexp.reduce(logits, axis=-1)
     is_target = np.arange(V) == targets[..., None]
     nll = lse - np.sum(logits * is_target, axis=-1)
-    slope = np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - is_target
+    smoothed = (1 - label_smoothing) * nll + label_smoothing * (lse - logits.mean(axis=-1))
+    slope = np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None]
+    slope -= (1 - label_smoothing) * is_target + label_smoothing / V
     slope = slope * weights[..., None]
     if logit_soft_cap is not None:
         slope = slope * (1 - np.tanh(raw / logit_soft_cap) ** 2)
-    sums = (np.sum(weights * (nll + z_loss * lse**2)), np.sum(weights * nll))
+    sums = (np.sum(weights * (smoothed + z_loss * lse**2)), np.sum(weights * nll))
     return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize(("options", "num_chunks"), [("plain", 1), ("z_loss", 2), ("both", 2)])
+@pytest.mark.parametrize(("options", "num_chunks"), [("plain", 1), ("both", 2), ("smoothed", 2)])
 def test_loss_and_gradients_are_no_worse_than_the_plain_form(options, num_chunks):
     chosen, arrays = OPTIONS[options], inputs()
     chunk_bytes = B * T * V * 2 // num_chunks
@@ -87,6 +92,29 @@ def test_loss_and_gradients_are_no_worse_than_the_plain_form(options, num_chunks
     # The plain form multiplies bf16 gradients of the logits, as every 16-bit backward does.
     plain = evaluate(arrays, implementation="xla", **chosen)
     assert_no_worse(got, plain=plain, oracle=exact(arrays, **chosen), what=options)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_devices_that_share_the_vocabulary_get_the_same_loss():
+    """Two devices with 150 ids each, padded to 192: sums and hidden's gradient are parts."""
+    arrays, chosen = inputs(), OPTIONS["smoothed"]
+    half = PartitionSpec("half")
+
+    def local(hidden, table, targets, weights):
+        options = {"implementation": "hopper", "vocabulary_axes": ("half",), **chosen}
+        sums, (d_hidden, d_table) = evaluate((hidden, table, targets, weights), **options)
+        return *(x[None] for x in (*sums, d_hidden)), d_table
+
+    whole = PartitionSpec()
+    mesh = jax.make_mesh((2,), ("half",), axis_types=(AxisType.Auto,))
+    in_specs = (whole, half, whole, whole)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=half, check_vma=False)
+    *parts, d_table = jax.jit(sharded)(*arrays)
+    total, nll, d_hidden = (jnp.sum(x.astype(jnp.float32), 0).astype(x.dtype) for x in parts)
+    plain = evaluate(arrays, implementation="xla", **chosen)
+    assert_no_worse(
+        ((total, nll), (d_hidden, d_table)), plain=plain, oracle=exact(arrays, **chosen)
+    )
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -106,17 +134,22 @@ def test_references_rise_where_the_target_is_hundreds_of_nats_away():
 @pytest.mark.usefixtures("on_hopper")
 def test_without_gradient_only_the_sums_are_computed():
     hidden, table, targets, weights = arrays = inputs()
-    f = functools.partial(linear_cross_entropy, implementation="hopper", z_loss=0.02)
+    f = functools.partial(linear_cross_entropy, implementation="hopper", **OPTIONS["smoothed"])
     got = jax.jit(f)(hidden, table, targets, weights)
-    plain = linear_cross_entropy(*arrays, implementation="reference", z_loss=0.02)
-    assert_no_worse(tuple(got), plain=tuple(plain), oracle=exact(arrays, z_loss=0.02)[0])
+    plain = linear_cross_entropy(*arrays, implementation="reference", **OPTIONS["smoothed"])
+    assert_no_worse(tuple(got), plain=tuple(plain), oracle=exact(arrays, **OPTIONS["smoothed"])[0])
     assert f"bf16[{B * T},{320}]" not in str(jax.make_jaxpr(f)(*arrays))
 
 
-@pytest.mark.parametrize("with_matrix", [True, False])
-@pytest.mark.parametrize("cap", [None, 30.0])
-@pytest.mark.parametrize("num_ids", [128256, 50257])
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    ("cluster", "num_ids", "cap", "with_matrix"),
+    [
+        (1, 128256, None, True),
+        (1, 50257, 30.0, True),
+        (1, 50257, None, False),
+        (2, 128256, 30.0, True),
+    ],
+)
 def test_lowers(cluster, num_ids, cap, with_matrix):
     def f(x, table, reference):
         return exponentials(
@@ -141,6 +174,7 @@ def test_lowers(cluster, num_ids, cap, with_matrix):
         ({"width": 96}, "width 96 is not a multiple of 64"),
         ({"batch_shards": 2}, "the call is spread over 2 devices"),
         ({"num_devices": 4}, "the call is spread over 4 devices"),
+        ({"label_smoothing": 0.1, "logit_soft_cap": 30.0}, "needs the sum of the capped logits"),
         ({"facts": None}, "is not a Hopper GPU"),
     ],
     ids=str,
@@ -154,6 +188,8 @@ def test_refuses(change, words):
             hidden, jnp.zeros((V, width)), jnp.zeros((B, T), jnp.int32), jnp.ones((B, T)),
             implementation="hopper", batch_shards=change.get("batch_shards", 1),
             num_devices=change.get("num_devices", 1),
+            label_smoothing=change.get("label_smoothing", 0.0),
+            logit_soft_cap=change.get("logit_soft_cap"),
         )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
-from jaxinfra.ops.cross_entropy import kernel_on_one_device
+from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
 from jaxinfra.ops.target import H200, compiling_for
-from jaxinfra.parallel.loss import can_take_own_tokens, cross_entropy_of_own_tokens
+from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import collectives
@@ -21,7 +21,7 @@ from tests.sharded.test_meshes import run, single
 from tests.tolerance import assert_no_worse
 
 B, T, D, V = 8, 6, 16, 40
-HOW = {"z_loss": 1e-2, "logit_soft_cap": 5.0}
+HOW = {"z_loss": 1e-2, "logit_soft_cap": 5.0, "label_smoothing": 0.2}
 
 
 def operands():
@@ -58,10 +58,9 @@ def exact():
     lse = np.log(np.exp(logits).sum(-1))
     picked = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
     p = np.exp(logits - lse[..., None])
-    d_logits = p * (1 + 2 * HOW["z_loss"] * lse)[..., None]
-    np.put_along_axis(
-        d_logits, targets[..., None], np.take_along_axis(d_logits, targets[..., None], -1) - 1, -1
-    )
+    wanted = (1 - HOW["label_smoothing"]) * (np.arange(V) == targets[..., None])
+    wanted = wanted + HOW["label_smoothing"] / V
+    d_logits = p * (1 + 2 * HOW["z_loss"] * lse)[..., None] - wanted
     d_raw = 3.0 * weights[..., None] * d_logits * (1 - tanh**2)
     return (weights * (lse - picked)).sum(), d_raw @ w, np.einsum("BTV,BTD->VD", d_raw, h)
 
@@ -72,8 +71,9 @@ def exact():
         (MeshConfig(fsdp=4), 3),
         (MeshConfig(replica=2, fsdp=2, context=2), 3),
         (MeshConfig(replica=2, fsdp=4), 2),
+        (MeshConfig(fsdp=2, tensor=4), 3),
     ],
-    ids=["fsdp", "three axes", "whole table"],
+    ids=["fsdp", "three axes", "whole table", "rows split"],
 )
 def test_is_the_whole_batchs(mesh, zero):
     placement = Placement(
@@ -107,10 +107,12 @@ def test_where_it_is_taken():
     assert not kernel_on_one_device(hidden, num_ids=128_256), "no GPU here"
     with compiling_for(H200):
         assert kernel_on_one_device(hidden, num_ids=128_256)
-        assert not kernel_on_one_device(hidden, num_ids=32_000), "not measured to be faster"
-    split = Placement(mesh=make_mesh(MeshConfig(fsdp=4, tensor=2)))
-    assert not can_take_own_tokens(split), "its vocabulary is split"
-    assert can_take_own_tokens(Placement(mesh=make_mesh(MeshConfig(fsdp=8))))
+        assert not kernel_on_one_device(hidden, num_ids=HOPPER_LEAST_IDS - 1), "not measured"
+        whole = Placement(mesh=make_mesh(MeshConfig(fsdp=8)))
+        assert takes_own_tokens(whole, hidden, num_ids=HOPPER_LEAST_IDS)
+        split = Placement(mesh=make_mesh(MeshConfig(fsdp=4, tensor=2)))
+        assert takes_own_tokens(split, hidden, num_ids=2 * HOPPER_LEAST_IDS)
+        assert not takes_own_tokens(split, hidden, num_ids=2 * HOPPER_LEAST_IDS - 2)
 
 
 @pytest.mark.slow
@@ -120,12 +122,17 @@ def test_where_it_is_taken():
         ("untied", MeshConfig(replica=2, fsdp=4), {}),  # accumulated, so that replicas run apart
         ("tied", MeshConfig(fsdp=4), {"sharding": ShardingConfig(zero=1)}),
         ("tied", MeshConfig(fsdp=2, context=2), {}),
+        (
+            "tied",
+            MeshConfig(fsdp=2, tensor=2),
+            {"sharding": ShardingConfig(sequence_parallel=True)},
+        ),
     ],
-    ids=["accumulated", "zero 1", "context"],
+    ids=["accumulated", "zero 1", "context", "tensor"],
 )
 def test_a_step_with_it_equals_one_device(monkeypatch, case, mesh, how):
     _, plain = single(case)
-    monkeypatch.setattr(gradients, "kernel_on_one_device", lambda *_, **__: True)
+    monkeypatch.setattr(gradients, "takes_own_tokens", lambda *_, **__: True)
     _, result = run(case, mesh, **how)
     got, plain, oracle = (whole[:3] for whole in (result, plain, exact_step(case)))
     assert_no_worse(got, plain=plain, oracle=oracle, what=f"{case} on {mesh}")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from tests.sharded.cases import COMPILER_OPTIONS
 from tests.tolerance import assert_no_worse
@@ -19,7 +19,9 @@ OPTIONS = {
     "plain": {},
     "z_loss": {"z_loss": 0.02},
     "soft_cap": {"logit_soft_cap": 1.5},
+    "smoothed": {"label_smoothing": 0.2},
     "both": {"z_loss": 0.02, "logit_soft_cap": 1.5},
+    "all": {"z_loss": 0.02, "logit_soft_cap": 1.5, "label_smoothing": 0.2},
 }
 
 
@@ -48,8 +50,9 @@ def evaluate(dtype: str, **options):
     return run(hidden, table)
 
 
-def exact(dtype: str, *, z_loss: float = 0.0, logit_soft_cap: float | None = None):
-    """The same from the closed form: d total / d logit = w (p (1 + 2 z lse) - [v = target])."""
+def exact(dtype: str, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
+    """The same from the closed form: d total / d logit = w (p (1 + 2 z lse) - q), q the
+    target distribution (1 - s) [v = target] + s / V."""
     hidden, table, _, weights = (np.asarray(x.astype(jnp.float32), float) for x in inputs(dtype))
     targets = np.asarray(inputs(dtype)[2])
     raw = hidden @ table.T
@@ -58,11 +61,13 @@ def exact(dtype: str, *, z_loss: float = 0.0, logit_soft_cap: float | None = Non
     lse = (largest + np.log(np.exp(logits - largest).sum(axis=-1, keepdims=True)))[..., 0]
     is_target = np.arange(V) == targets[..., None]
     nll = lse - logits[is_target].reshape(B, T)
-    slope = np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None] - is_target
+    smoothed = (1 - label_smoothing) * nll + label_smoothing * (lse - logits.mean(axis=-1))
+    slope = np.exp(logits - lse[..., None]) * (1 + 2 * z_loss * lse)[..., None]
+    slope -= (1 - label_smoothing) * is_target + label_smoothing / V
     slope = slope * weights[..., None]
     if logit_soft_cap is not None:
         slope = slope * (1 - np.tanh(raw / logit_soft_cap) ** 2)
-    sums = (np.sum(weights * (nll + z_loss * lse**2)), np.sum(weights * nll))
+    sums = (np.sum(weights * (smoothed + z_loss * lse**2)), np.sum(weights * nll))
     return sums, (slope @ table, np.einsum("btv,btd->vd", slope, hidden))
 
 
@@ -81,7 +86,15 @@ def test_reference_is_the_formula(dtype, options):
 
 @pytest.mark.parametrize(
     ("options", "num_chunks"),
-    [("plain", 4), ("z_loss", 4), ("soft_cap", 4), ("both", 1), ("both", 4), ("both", T)],
+    [
+        ("plain", 4),
+        ("z_loss", 4),
+        ("soft_cap", 4),
+        ("smoothed", 4),
+        ("all", 1),
+        ("all", 4),
+        ("all", T),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunked_is_no_worse_than_the_reference(dtype, options, num_chunks):
@@ -126,6 +139,26 @@ def test_targets_of_weight_0_do_not_count(implementation):
     )
     gradient = run(hidden, table, targets)[1][0]
     np.testing.assert_array_equal(gradient[weights == 0.0], 0.0)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_ignored_targets_are_those_of_weight_0(implementation):
+    hidden, table, targets, weights = inputs("float32")
+    ignored = (targets % 3) == 0
+    assert (weights[ignored] != 0.0).any()
+
+    def total(hidden, table, targets, weights, ignore_index=None):
+        return linear_cross_entropy(
+            hidden, table, targets, weights, implementation=implementation,
+            ignore_index=ignore_index,
+        ).total  # fmt: skip
+
+    def run(*arguments):
+        return jax.jit(jax.value_and_grad(total, (0, 1)), static_argnums=4)(*arguments)
+
+    got = run(hidden, table, jnp.where(ignored, -100, targets), weights, -100)
+    want = run(hidden, table, targets, jnp.where(ignored, 0.0, weights))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_z_loss_pulls_the_normalizer_to_zero():
@@ -203,3 +236,9 @@ def test_bad_calls_are_refused():
         linear_cross_entropy(hidden, table, targets, weights, sequence_shards=5)
     with pytest.raises(InputError, match="'fast' is unknown; choose auto, hopper"):
         linear_cross_entropy(hidden, table, targets, weights, implementation="fast")
+    with pytest.raises(InputError, match=r"label_smoothing=1\.0 must be at least 0 and below 1"):
+        linear_cross_entropy(hidden, table, targets, weights, label_smoothing=1.0)
+    with pytest.raises(UnsupportedError, match=r"it is of a whole table; implementation='xla' can"):
+        linear_cross_entropy(
+            hidden, table, targets, weights, implementation="reference", vocabulary_axes=("x",)
+        )
