@@ -16,7 +16,7 @@ import statistics
 from typing import Any
 
 from experiments.bench.environment import clocks, environment
-from experiments.bench.step import Contender, ours, without_rope_scaling
+from experiments.bench.step_programs import Contender, data, ours, without_rope_scaling
 from jaxinfra.config.presets import MODELS
 from jaxinfra.training.xla_options import Options, describe_options, parse_options
 
@@ -69,16 +69,17 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def compiled(args: argparse.Namespace, options: Options) -> Contender:
     """The step with these options, warmed up."""
-    contender, _ = ours(
-        without_rope_scaling(MODELS[args.preset]()),
-        batch=args.batch,
-        length=args.length,
+    config = without_rope_scaling(MODELS[args.preset]())
+    sizes = {"batch": args.batch, "length": args.length}
+    program = ours(
+        config,
+        **sizes,
         remat=args.remat,
         unroll=args.unroll,
         attention=args.attention,
-        steps=10_000,
-        compiler_options=options or None,
+        options=options or None,
     )
+    contender = Contender.of(program, *data(config, **sizes))
     contender.time_steps(2)
     return contender
 
@@ -101,13 +102,13 @@ def try_options(args: argparse.Namespace, control: Contender, options: Options) 
         "control_ms": control_ms,
         "variant_ms": variant_ms,
         "gain": control_ms / variant_ms,
-        "temp_gib": variant.temp_bytes / 2**30,
-        "compile_s": variant.compile_s,
+        "temp_gib": variant.program.temp_bytes / 2**30,
+        "compile_s": variant.program.compile_s,
         "rounds_ms": times,
     }
     print(
         f"{row['gain']:6.3f}x  {control_ms:8.2f} -> {variant_ms:8.2f} ms  temp "
-        f"{row['temp_gib']:5.1f} GiB  compile {variant.compile_s:5.1f} s  {options}",
+        f"{row['temp_gib']:5.1f} GiB  compile {variant.program.compile_s:5.1f} s  {options}",
         flush=True,
     )
     return row

@@ -27,7 +27,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.bench.environment import environment
-from experiments.bench.step import LEARNING_RATE, WEIGHT_DECAY, data, without_rope_scaling
+from experiments.bench.step_programs import LEARNING_RATE, WEIGHT_DECAY, data, without_rope_scaling
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.optimizer import OptimizerConfig, Schedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.bench import plain_step
-from experiments.bench.step import LEARNING_RATE, WEIGHT_DECAY, data
+from experiments.bench.step_programs import LEARNING_RATE, WEIGHT_DECAY, data
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig, Schedule

@@ -27,7 +27,7 @@ import jax
 
 from experiments.bench.environment import clocks, environment
 from experiments.bench.parallel_contenders import Contender, Setting, contender
-from experiments.bench.step import without_rope_scaling
+from experiments.bench.step_programs import without_rope_scaling
 from jaxinfra.config.presets import MODELS
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain

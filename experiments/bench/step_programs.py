@@ -1,0 +1,236 @@
+"""The two steps that are compared, compiled: ours and the hand-written one, from equal weights."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.bench import plain_step
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
+from jaxinfra.data.batch import Batch
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import define_model
+from jaxinfra.numerics.policy import policy_of
+from jaxinfra.ops.attention import named_attention
+from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.optim.schedule import learning_rate as schedule_of
+from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.state import initial_state
+from jaxinfra.training.step import make_train_step
+from jaxinfra.training.xla_options import Options
+
+LEARNING_RATE, WEIGHT_DECAY = 1e-4, 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A compiled step, and what it starts from."""
+
+    name: str
+    start: Callable[[int], Any]  # a seed to the state
+    put: Callable[[np.ndarray, np.ndarray], Any]  # tokens and targets to the step's batch
+    advance: Callable[[Any, Any], tuple[Any, jax.Array]]  # state, batch to state, loss
+    temp_bytes: int
+    compile_s: float
+
+
+@dataclasses.dataclass
+class Contender:
+    """A program that carries its own state and trains on one batch."""
+
+    program: Program
+    state: Any
+    batch: Any
+    losses: list[float] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, program: Program, tokens: np.ndarray, targets: np.ndarray) -> "Contender":
+        """From seed 0."""
+        return cls(program, program.start(0), program.put(tokens, targets))
+
+    def advance(self) -> jax.Array:
+        """One step; returns its loss, not yet waited for."""
+        self.state, loss = self.program.advance(self.state, self.batch)
+        return loss
+
+    def time_steps(self, count: int) -> float:
+        """Seconds a step over ``count`` steps, the queue drained before and after."""
+        float(self.advance())
+        start = time.perf_counter()
+        losses = [self.advance() for _ in range(count)]
+        self.losses += [float(loss) for loss in losses]
+        return (time.perf_counter() - start) / count
+
+
+def without_rope_scaling(config: ModelConfig) -> ModelConfig:
+    """The same shapes with plain rotary, as the hand-written step has."""
+
+    def plain(block):
+        rope = dataclasses.replace(block.attention.rope, scaling=None, theta=500_000.0)
+        return dataclasses.replace(block, attention=dataclasses.replace(block.attention, rope=rope))
+
+    return dataclasses.replace(config, blocks=tuple(plain(block) for block in config.blocks))
+
+
+def data(config: ModelConfig, *, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets, uniform over the vocabulary, the same for both sides."""
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (batch, length + 1), np.int32)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def ours(
+    config: ModelConfig,
+    *,
+    batch: int,
+    length: int,
+    remat: str,
+    attention: str,
+    unroll: int = 1,
+    weight_gradients: str = "fp32",
+    learning_rate: float = LEARNING_RATE,
+    options: Options | None = None,
+) -> Program:
+    """This package's step at bf16; recomputation, attention and XLA's options as named."""
+    steps = 1_000_000  # of a schedule that is constant
+    training = TrainingConfig(
+        steps=steps, batch_size=batch, sequence_length=length, remat=Remat(remat), unroll=unroll
+    )
+    optimizer_config = OptimizerConfig(
+        learning_rate=learning_rate,
+        schedule=Schedule.CONSTANT,
+        weight_decay=WEIGHT_DECAY,
+        clip_norm=None,
+    )
+    precision = PrecisionConfig(
+        policy=PolicyName.BF16, weight_gradients=WeightGradients(weight_gradients)
+    )
+    execution = Execution(
+        policy=policy_of(precision),
+        attend=named_attention(AttentionImplementation(attention)),
+        remat=training.remat,
+        unroll=training.unroll,
+    )
+    model = define_model(config, execution)
+    optimizer = make_optimizer(optimizer_config, dims=model.dims, steps=steps)
+    step = make_train_step(
+        make_gradient(model, training=training),
+        optimizer,
+        learning_rate=schedule_of(optimizer_config, steps=steps),
+        precision=precision,
+    )
+
+    def start(seed: int) -> Any:
+        draw = functools.partial(initial_state, model, optimizer, precision=precision, seed=seed)
+        return jax.jit(draw)()
+
+    def put(tokens: np.ndarray, targets: np.ndarray) -> Batch:
+        weights = np.ones(tokens.shape, np.float32)
+        whole = Batch(
+            tokens=tokens, targets=targets, segment_ids=None, positions=None, weights=weights
+        )
+        return jax.device_put(whole)
+
+    began = time.perf_counter()
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=options)
+    shapes = jax.eval_shape(lambda: start(0)), put(*data(config, batch=batch, length=length))
+    compiled = jitted.lower(*shapes).compile()
+    compile_s = time.perf_counter() - began
+
+    def advance(state: Any, inputs: Any) -> tuple[Any, jax.Array]:
+        state, metrics = compiled(state, inputs)
+        return state, metrics.loss
+
+    name = f"ours remat={remat} unroll={unroll} attention={attention}"
+    if weight_gradients != "fp32":
+        name += f" weight_gradients={weight_gradients}"
+    return Program(
+        name=name,
+        start=start,
+        put=put,
+        advance=advance,
+        temp_bytes=_temp_bytes(compiled),
+        compile_s=compile_s,
+    )
+
+
+def plain(
+    config: ModelConfig,
+    *,
+    batch: int,
+    length: int,
+    remat: str,
+    learning_rate: float = LEARNING_RATE,
+) -> Program:
+    """The hand-written step, from our initial weights."""
+    block = config.blocks[0]
+    shape = plain_step.Shape(
+        layers=config.num_layers,
+        width=config.model_dim,
+        heads=block.attention.num_q_heads,
+        kv_heads=block.attention.num_kv_heads,
+        hidden=block.mlp.hidden_dim,
+        vocab=config.vocab_size,
+        batch=batch,
+        length=length,
+    )
+    optimizer, step = plain_step.make_step(
+        shape, remat=remat, learning_rate=learning_rate, weight_decay=WEIGHT_DECAY
+    )
+
+    def start(seed: int) -> Any:
+        params = jax.jit(functools.partial(_plain_weights, config, seed))()
+        return params, jax.jit(optimizer.init)(params)
+
+    began = time.perf_counter()
+    shapes = jax.eval_shape(lambda: start(0)), data(config, batch=batch, length=length)
+    compiled = step.lower(*shapes[0], *shapes[1]).compile()
+    compile_s = time.perf_counter() - began
+
+    def advance(state: Any, inputs: Any) -> tuple[Any, jax.Array]:
+        params, opt_state, loss = compiled(*state, *inputs)
+        return (params, opt_state), loss
+
+    return Program(
+        name=f"plain remat={remat}",
+        start=start,
+        put=lambda tokens, targets: jax.device_put((tokens, targets)),
+        advance=advance,
+        temp_bytes=_temp_bytes(compiled),
+        compile_s=compile_s,
+    )
+
+
+def _plain_weights(config: ModelConfig, seed: int) -> dict[str, Any]:
+    """Our initial weights in the hand-written step's layout."""
+    model = define_model(config, Execution())
+    init_key, _ = jax.random.split(jax.random.key(seed))
+    params = model.initialize(init_key)
+    layers = params["blocks"][0]
+    attention, mlp = layers["attention"], layers["mlp"]
+    n, d = config.num_layers, config.model_dim
+    return {
+        "embed": params["embedding"]["table"],
+        "norm": params["final_norm"]["scale"],
+        "layers": {
+            "q": attention["query"]["weight"].reshape(n, d, -1),
+            "k": attention["key"]["weight"].reshape(n, d, -1),
+            "v": attention["value"]["weight"].reshape(n, d, -1),
+            "o": attention["out"]["weight"].reshape(n, -1, d),
+            "gate": mlp["gate"]["weight"],
+            "up": mlp["up"]["weight"],
+            "down": mlp["down"]["weight"],
+            "norm1": layers["attention_norm"]["scale"],
+            "norm2": layers["mlp_norm"]["scale"],
+        },
+    }
+
+
+def _temp_bytes(compiled: Any) -> int:
+    return int(compiled.memory_analysis().temp_size_in_bytes)
