@@ -4,15 +4,15 @@ python -m experiments.bench.linear_cross_entropy --out experiments/results/linea
 
 "kernel" rows are CUPTI times of one chunk, TFLOP/s of its single product. "loss" rows are
 value and gradient of both inputs, three products; "wall" includes gaps between kernels, and temp is
-the compiler's count of temporaries. A variant that fails or comes after --budget seconds is
+the compiler's count of temporaries. "part" rows are what one device does of a vocabulary that is
+split over several, or of a small one, in both forms: ``auto`` takes the kernel from the least
+part where it is 1.15 times as fast. A variant that fails or comes after --budget seconds is
 recorded as such and the table goes on; the file is written after every row.
 """
 
 import argparse
 import collections
-import dataclasses
 import functools
-import json
 import pathlib
 import statistics
 import time
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.environment import environment
+from experiments.bench.table import Table
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.linear_cross_entropy.hopper_exponentials import Config, exponentials
 
@@ -43,31 +43,10 @@ LOSSES = {
     "hopper, 1 GiB chunks": {"implementation": "hopper", "chunk_bytes": 2**30},
     "hopper, 256 MiB chunks": {"implementation": "hopper", "chunk_bytes": 2**28},
     "xla, z-loss and cap": {"implementation": "xla", **REGULARIZED},
+    "hopper, label smoothing": {"implementation": "hopper", "label_smoothing": 0.1},
+    "xla, label smoothing": {"implementation": "xla", "label_smoothing": 0.1},
 }
-
-
-@dataclasses.dataclass
-class Table:
-    """Rows as they come, kept on disk."""
-
-    out: pathlib.Path | None
-    deadline: float
-    rows: list[dict] = dataclasses.field(default_factory=list)
-
-    def add(self, name: str, measure: Callable[[], dict]) -> None:
-        """Runs one variant; its failure is a row too."""
-        if time.monotonic() > self.deadline:
-            row = {"skipped": "out of time"}
-        else:
-            try:
-                row = measure()
-            except Exception as error:  # one variant's failure must not end the table
-                row = {"failed": repr(error)[:300]}
-        self.rows.append({"name": name, **row})
-        print(json.dumps(self.rows[-1]), flush=True)
-        if self.out:
-            document = {**environment(), "rows": self.rows}
-            self.out.write_text(json.dumps(document, indent=1) + "\n")
+PARTS = (64128, 32064, 16032)  # of 128,256 ids, on 2, 4 and 8 devices
 
 
 def inputs(tokens: tuple[int, int], width: int, vocab: int, table_dtype=jnp.float32):
@@ -157,13 +136,18 @@ def one_chunk(f: Callable, *args: jax.Array) -> dict:
     return {"kernel_ms": ms, "tflops": 2 * CHUNK * WIDTH * VOCAB / ms / 1e9}
 
 
+def part_of_loss(implementation: str, vocab: int) -> dict:
+    f = functools.partial(value_and_gradient, implementation=implementation)
+    return whole_loss(f, inputs(TOKENS, WIDTH, vocab), 3)
+
+
 def whole_loss(f: Callable, arrays: tuple[jax.Array, ...], products: int) -> dict:
     compiled = jax.jit(f).lower(*arrays).compile()
     jax.block_until_ready(compiled(*arrays))
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend counts no memory"
     wall = wall_ms(compiled, *arrays)
-    flop = products * 2 * TOKENS[0] * TOKENS[1] * WIDTH * VOCAB
+    flop = products * 2 * TOKENS[0] * TOKENS[1] * WIDTH * arrays[1].shape[0]
     return {
         "kernels_ms": heaviest_kernels(compiled, *arrays),
         "wall_ms": wall,
@@ -176,10 +160,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for all variants")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
     args = parser.parse_args()
-    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
+    table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=tuple(args.only))
 
-    for vocab, options in ((4096, {}), (50257, REGULARIZED)):
+    for vocab, options in ((4096, {}), (50257, REGULARIZED), (4096, {"label_smoothing": 0.1})):
         table.add(f"check {vocab} {options}", functools.partial(check, vocab, options))
 
     arrays = inputs(TOKENS, WIDTH, VOCAB)
@@ -191,6 +176,9 @@ def main() -> None:
         f = functools.partial(linear_cross_entropy, implementation=name)
         table.add(f"forward alone: {name}", functools.partial(whole_loss, f, arrays, 1))
     del arrays
+    for vocab in PARTS:
+        for name in ("hopper", "xla"):
+            table.add(f"part: {name}, {vocab} ids", functools.partial(part_of_loss, name, vocab))
 
     hidden, weight, *_ = inputs((1, CHUNK), WIDTH, VOCAB, jnp.bfloat16)
     rows = hidden[0]

@@ -182,7 +182,7 @@ def _uniform_total(
     static: Static, loss: ChunkLoss, hidden_ZbCD: jax.Array, row_sum_111D: jax.Array | None
 ) -> jax.Array | float:
     """What a chunk's total lacks."""
-    if loss.uniform_ZbC is None:
+    if loss.uniform_ZbC is None or row_sum_111D is None:
         return 0.0
     sum_ZbC = jnp.sum(hidden_ZbCD.astype(jnp.float32) * row_sum_111D, axis=-1)
     sum_ZbC = over_shards(static, sum_ZbC, jax.lax.psum)
