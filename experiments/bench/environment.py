@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ def environment() -> dict[str, Any]:
             name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")
         },
         "python": sys.version.split()[0],
-        "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", _module(), *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

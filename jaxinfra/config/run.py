@@ -38,7 +38,7 @@ class AttentionImplementation(enum.StrEnum):
 class ContextMethod(enum.StrEnum):
     """How queries meet the keys of other devices on a mesh with a context axis."""
 
-    AUTO = "auto"  # the ring
+    AUTO = "auto"  # the ring; in a pipeline all_gather
     RING = "ring"  # keys travel round the devices, hidden behind attention (Liu et al. 2023)
     ULYSSES = "ulysses"  # all-to-all: heads instead of tokens on each (Jacobs et al. 2023)
     ALL_GATHER = "all_gather"  # all keys on every device (Llama 3, section 3.3.2)
@@ -225,6 +225,20 @@ def _validate_context(run: RunConfig) -> None:
                 )
 
 
+def _validate_context_of_stages(run: RunConfig) -> None:
+    """Stages do different things at a time, and a permutation would wait for all of them."""
+    mesh, method, length = run.mesh, run.training.context_method, run.training.sequence_length
+    if mesh.context == 1 or method is ContextMethod.ULYSSES:
+        return
+    windows = [w for block in run.model.blocks if (w := block.attention.window) is not None]
+    if method is ContextMethod.RING or any(window < length for window in windows):
+        raise ConfigError(
+            f"context_method={method.value} with windows {windows or 'none'} is not "
+            f"supported with pipe={mesh.pipe}: stages would wait for each other's sends; choose "
+            "context_method=ulysses, or all_gather for a model without windows"
+        )
+
+
 def _validate_pipeline(run: RunConfig) -> None:
     mesh, pipeline, groups = run.mesh, run.pipeline, run.model.num_groups
     if mesh.pipe == 1:
@@ -236,11 +250,7 @@ def _validate_pipeline(run: RunConfig) -> None:
             f"{pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; each needs "
             f"one: choose a pipe size or schedule of at most {groups}"
         )
-    if mesh.context > 1:
-        raise ConfigError(
-            f"pipe={mesh.pipe} with context={mesh.context} is not supported; use one of them, with "
-            "replica, fsdp and tensor as you like"
-        )
+    _validate_context_of_stages(run)
     if run.training.unroll > 1:
         raise ConfigError(
             f"unroll={run.training.unroll} with pipe={mesh.pipe}: stages loop over their layers "

@@ -10,7 +10,8 @@ import numpy as np
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.config.run import Remat, TrainingConfig
+from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
+from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.parallel.attend import attention_on
@@ -18,6 +19,7 @@ from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
+from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from tests.sharded import oracle
@@ -37,7 +39,13 @@ class Case:
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     chunks: int = 2
     remat: Remat = Remat.NONE
+    context_method: ContextMethod = ContextMethod.AUTO
     rows: int = ROWS
+
+    @property
+    def batch(self) -> Batch:
+        """In the order in which the mesh's devices hold it."""
+        return in_zigzag(jax.device_get(packed_batch(rows=self.rows)), self.mesh.context)
 
 
 def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinition]:
@@ -47,7 +55,7 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
         rules=state_rules(ShardingConfig()),
     )
     execution = Execution(
-        attend=attention_on(placement),
+        attend=attention_on(placement, method=case.context_method),
         lookup=lookup_on(placement),
         constrain=placement.constraint(),
         remat=case.remat,
@@ -77,7 +85,7 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
     )
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement.batch),
-        packed_batch(rows=case.rows),
+        case.batch,
     )
     key, scale = _key_and_scale(placement)
     lowered = jax.jit(gradient).lower(arguments, batch, key=key, loss_scale=scale)
@@ -93,7 +101,7 @@ def loss_and_gradients(case: Case) -> tuple[np.ndarray, Any]:
     """Whole, on the host."""
     program, placement, model = compiled(case)
     parameters = jax.device_put(drawn(case.model), placement.parameters(model))
-    batch = jax.device_put(packed_batch(rows=case.rows), placement.batch)
+    batch = jax.device_put(case.batch, placement.batch)
     key, scale = _key_and_scale(placement)
     return jax.device_get(program(parameters, batch, key=key, loss_scale=scale))
 

@@ -13,7 +13,9 @@ import pytest
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.config.run import Remat
+from jaxinfra.config.presets.runs import tiny
+from jaxinfra.config.run import ContextMethod, Remat, validate
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.training.recompute import CHEAPEST_FIRST
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
@@ -41,8 +43,11 @@ SAMPLE = {
         schedule=INTERLEAVED,
         remat=Remat.DOTS,
     ),
-    "zb_v, tied": Case(
-        model=with_layers(llama_like, 8), mesh=MeshConfig(pipe=4), micro_batches=8, schedule=ZB_V
+    "zb_v with context, tied": Case(
+        model=with_layers(llama_like, 4),
+        mesh=MeshConfig(pipe=2, context=2),
+        micro_batches=4,
+        schedule=ZB_V,
     ),
 }
 
@@ -86,6 +91,53 @@ def test_every_schedule_and_size_equals_one_device(schedule, pipe, multiple):
 def test_every_schedule_composes_with_other_axes(schedule, mesh):
     model = with_layers(llama_like, 4)
     check(Case(model=model, mesh=mesh, micro_batches=4, schedule=schedule, remat=Remat.DOTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize(
+    ("make", "method", "others"),
+    [
+        (llama_like, ContextMethod.ALL_GATHER, {}),
+        (llama_like, ContextMethod.AUTO, {"fsdp": 2}),
+        (gemma_like, ContextMethod.ULYSSES, {"tensor": 2}),
+    ],
+)
+def test_every_schedule_composes_with_sequences_over_devices(make, schedule, method, others):
+    check(
+        Case(
+            model=with_layers(make, 4 * len(make().blocks)),
+            mesh=MeshConfig(pipe=2, context=2, **others),
+            micro_batches=4,
+            schedule=schedule,
+            context_method=method,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(llama_like, ContextMethod.RING), (gemma_like, ContextMethod.ALL_GATHER)],
+)
+def test_sends_between_devices_of_a_stage_are_refused(make, method):
+    """By the config, and by attention itself. Whoever waits for another stage's send may wait for
+    one that waits in turn.
+    """
+    mesh, base = MeshConfig(pipe=2, context=2), tiny()
+    with pytest.raises(ConfigError, match=f"context_method={method.value} .* pipe=2"):
+        validate(
+            dataclasses.replace(
+                base,
+                model=make(),
+                mesh=mesh,
+                training=dataclasses.replace(
+                    base.training, sequence_length=16, context_method=method
+                ),
+            )
+        )
+    case = Case(model=make(), mesh=mesh, micro_batches=2, context_method=method)
+    with pytest.raises(UnsupportedError, match="use context_method=ulysses"):
+        compiled(case)
 
 
 @pytest.mark.slow

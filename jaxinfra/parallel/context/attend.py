@@ -32,8 +32,8 @@ class ContextAttention:
 
     Args:
         placement: the mesh, and which of its axes shard batch, sequence and heads.
-        method: how keys meet queries; "auto" is the ring. Windowed layers fetch what their window
-            reaches under ring and all_gather alike (``halo``).
+        method: how keys meet queries; "auto" is the ring, and in a pipeline all_gather. Windowed
+            layers fetch what their window reaches under ring and all_gather alike (``halo``).
         implementation: of the attention on one device.
         is_causal: by place in the sequence.
     """
@@ -55,8 +55,10 @@ class ContextAttention:
         """Returns [B, T, N, H] in q's dtype, placed as q.
 
         Raises ConfigError where the sequence does not cut into 2P chunks, or Ulysses' heads into
-        P; UnsupportedError where the implementation cannot compute a device's part.
+        P; UnsupportedError where the implementation cannot compute a device's part, or a pipeline's
+        stage would send from device to device.
         """
+        self._check_stages(config, q_BTNH.shape[1])
         if not self.is_causal and config.window is not None:
             raise UnsupportedError(
                 f"window={config.window} in attention that is not causal: a window here counts "
@@ -73,6 +75,20 @@ class ContextAttention:
             # A kernel does not say over which axes its results vary; nothing is summed over any.
             check_vma=False,
         )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+
+    def _check_stages(self, config: AttentionConfig, length: int) -> None:
+        """In a pipeline, stages do different things at a time. A collective over groups concerns
+        the devices of one stage; a permutation names those of all, and would wait for them.
+        """
+        permutes = self.method is ContextMethod.RING or (
+            _reach(config, length) is not None and self.method is not ContextMethod.ULYSSES
+        )
+        if permutes and self.placement.mesh.shape[MeshAxis.PIPE] > 1:
+            raise UnsupportedError(
+                f"context_method={self.method.value} with window={config.window} in a pipeline: "
+                "its sends would wait for stages that do something else; use "
+                "context_method=ulysses, or all_gather without windows"
+            )
 
     def _local(
         self,
@@ -98,9 +114,18 @@ class ContextAttention:
             return ulysses.heads_to_tokens(out_BTnH, axis)
         part = partial_attention(config, self.implementation)
         length = q_BtnH.shape[1] * num_shards
-        if config.window is not None and config.window < length:
-            return windowed_attention(part, axis, *operands, ids_Bt, left=config.window - 1)
-        if self.method is ContextMethod.ALL_GATHER:
+        reach = _reach(config, length)
+        if reach is not None:
+            return windowed_attention(part, axis, *operands, ids_Bt, left=reach)
+        is_stage = self.placement.mesh.shape[MeshAxis.PIPE] > 1
+        if self.method is ContextMethod.ALL_GATHER or is_stage:
             return gathered_attention(part, axis, *operands, ids_Bt, is_causal=self.is_causal)
         ring = Ring(part=part, axis=axis, num_shards=num_shards, is_causal=self.is_causal)
         return ring_attention(ring, *operands, ids_Bt)
+
+
+def _reach(config: AttentionConfig, length: int) -> int | None:
+    """Keys before its own that a query reaches; None where its window leaves none of them out."""
+    if config.window is None or config.window >= length:
+        return None
+    return config.window - 1
