@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for all variants")
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
     args = parser.parse_args()
-    table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=tuple(args.only))
+    table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
 
     for vocab, options in ((4096, {}), (50257, REGULARIZED), (4096, {"label_smoothing": 0.1})):
         table.add(f"check {vocab} {options}", functools.partial(check, vocab, options))
