@@ -22,7 +22,8 @@ class Table:
         """Runs one variant; its failure is a row too, and so is its coming too late."""
         if not name.startswith(tuple(self.only)):
             return {"skipped": "not asked for"}
-        if time.monotonic() > self.deadline:
+        start = time.monotonic()
+        if start > self.deadline:
             row = {"skipped": "out of time"}
         else:
             try:
@@ -30,7 +31,7 @@ class Table:
             except Exception as error:  # one variant's failure must not end the table
                 row = {"failed": repr(error)[:300]}
         self.rows.append({"name": name, **row})
-        print(json.dumps(self.rows[-1]), flush=True)
+        print(json.dumps(self.rows[-1]), f"{time.monotonic() - start:.1f} s", flush=True)
         if self.out:
             document = {**environment(), "rows": self.rows}
             self.out.write_text(json.dumps(document, indent=1) + "\n")
