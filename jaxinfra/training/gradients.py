@@ -55,6 +55,22 @@ def batch_loss(
         positions=batch.positions,
         dropout_key=dropout_key,
     )
+    return hidden_loss(model, parameters, hidden_BTD, batch, z_loss=z_loss, placement=placement)
+
+
+def hidden_loss(
+    model: ModelDefinition,
+    parameters: Parameters,
+    hidden_BTD: jax.Array,
+    batch: Batch,
+    *,
+    z_loss: float,
+    placement: Placement | None,
+) -> CrossEntropySums:
+    """``batch_loss`` from the normalized output of the last layer on; of ``parameters`` it reads
+    the vocabulary's table.
+    """
+    decoder = model.bind(parameters)
     with jax.named_scope("loss"):
         if placement is not None:
             table_VD = decoder.vocabulary_table

@@ -17,7 +17,6 @@ from jaxinfra.core.axes import MeshAxis
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.rope import RopeTable
 from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.ops.cross_entropy import linear_cross_entropy
 from jaxinfra.parallel.pipeline.executor import HeadSums, StageFunctions, run_pipeline
 from jaxinfra.parallel.pipeline.generate import make_schedule
 from jaxinfra.parallel.pipeline.order import (
@@ -29,7 +28,7 @@ from jaxinfra.parallel.pipeline.order import (
 )
 from jaxinfra.parallel.pipeline.program import make_program
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.gradients import GradientFunction, count_targets, split_batch
+from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
 
 _PIPE = MeshAxis.PIPE.value
 
@@ -78,7 +77,7 @@ def make_pipeline_gradient(
     )
     program = make_program(schedule)
     places = layer_places(model.config.num_groups, schedule.num_positions)
-    functions = stage_functions(model, z_loss=training.z_loss, places=places)
+    functions = stage_functions(model, z_loss=training.z_loss, places=places, placement=placement)
     drops_out = model.config.dropout_rate > 0.0
 
     def of_stage(blocks: Any, shared: Any, micro: _Micro) -> tuple[jax.Array, Any, Any]:
@@ -121,7 +120,9 @@ def make_pipeline_gradient(
     return of_batch
 
 
-def stage_functions(model: ModelDefinition, *, z_loss: float, places: np.ndarray) -> StageFunctions:
+def stage_functions(
+    model: ModelDefinition, *, z_loss: float, places: np.ndarray, placement: Placement
+) -> StageFunctions:
     """A decoder in the pieces that stages run; a layer is one repetition of its block pattern.
 
     Args:
@@ -176,21 +177,10 @@ def stage_functions(model: ModelDefinition, *, z_loss: float, places: np.ndarray
             return model.bind({}).rematerialized(repetition)(x_BTD, weights)
 
     def head(shared: Any, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
-        decoder = model.bind(shared)
-        batch, constrain = micro.batch, model.execution.constrain
-        hidden_BTD = decoder.normalized(x_BTD)
-        with jax.named_scope("loss"):
-            sums = linear_cross_entropy(
-                hidden_BTD,
-                decoder.gathered_table,
-                batch.targets,
-                batch.weights,
-                z_loss=z_loss,
-                logit_soft_cap=config.logit_soft_cap,
-                batch_shards=constrain.batch_shards,
-                sequence_shards=constrain.sequence_shards,
-                num_devices=constrain.num_devices,
-            )
+        hidden_BTD = model.bind(shared).normalized(x_BTD)
+        sums = hidden_loss(
+            model, shared, hidden_BTD, micro.batch, z_loss=z_loss, placement=placement
+        )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 
     return StageFunctions(

@@ -16,6 +16,7 @@ from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat, validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.training import gradients
 from jaxinfra.training.recompute import CHEAPEST_FIRST
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
@@ -138,6 +139,19 @@ def test_sends_between_devices_of_a_stage_are_refused(make, method):
     case = Case(model=make(), mesh=mesh, micro_batches=2, context_method=method)
     with pytest.raises(UnsupportedError, match="use context_method=ulysses"):
         compiled(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshConfig(pipe=4), MeshConfig(pipe=2, fsdp=2, tensor=2), MeshConfig(pipe=2, context=2)],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [llama_like, gpt_like])
+def test_the_last_stage_takes_the_loss_of_own_tokens(monkeypatch, make, mesh):
+    """As it does on Hopper, where a kernel computes it."""
+    monkeypatch.setattr(gradients, "takes_own_tokens", lambda *_, **__: True)
+    check(Case(model=with_layers(make, 4), mesh=mesh, micro_batches=4))
 
 
 @pytest.mark.slow
