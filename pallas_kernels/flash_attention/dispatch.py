@@ -54,17 +54,11 @@ class Call:
         )
 
 
-def why_not(name: str, call: Call, *, differentiable: bool = False) -> str | None:
-    """The reason why an implementation cannot serve a call; None if it can.
-
-    Args:
-        name: one of ``preference.UNMEASURED`` or "reference".
-        call: the call.
-        differentiable: it must be able to compute the gradient too.
-    """
+def why_not(name: str, call: Call) -> str | None:
+    """The reason why one of ``NAMES`` cannot compute a call and its gradient; None if it can."""
     match name:
-        case "hopper" | "hopper+xla":
-            return _why_not_hopper(call, backward=differentiable and name == "hopper")
+        case "hopper":
+            return _why_not_hopper(call)
         case "cudnn":
             return _why_not_split(None) or cudnn.unsupported(
                 call.spec,
@@ -79,17 +73,16 @@ def why_not(name: str, call: Call, *, differentiable: bool = False) -> str | Non
             return None
 
 
-def _why_not_hopper(call: Call, *, backward: bool) -> str | None:
+def _why_not_hopper(call: Call) -> str | None:
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
-    arguments = (call.spec, call.masks, call.q, call.k, call.v)
-    reasons = [_why_not_split(call.mesh_axes), hopper.unsupported(*arguments)]
+    reasons = [
+        _why_not_split(call.mesh_axes),
+        hopper.unsupported(call.spec, call.masks, call.q, call.k, call.v),
+    ]
     if call.spec.right is not None:
         reasons.append(device.miscompiled(device.CAUSAL_ATTENTION))
-    if backward:
-        deterministic = call.backward == "split"
-        reasons.append(hopper.unsupported_backward(*arguments, deterministic=deterministic))
     return next((reason for reason in reasons if reason is not None), None)
 
 
@@ -106,9 +99,6 @@ def _why_not_split(axes: MeshAxes | None) -> str | None:
 
 def choose(implementation: str, call: Call) -> str:
     """The implementation that will run: the named one, or what "auto" prefers on this device.
-
-    "auto" takes what can also compute the gradient: whether one is wanted is not known yet. A named
-    implementation that cannot raises when the gradient is taken.
 
     Raises:
         InputError: no such implementation, or no such backward.
@@ -133,7 +123,7 @@ def choose(implementation: str, call: Call) -> str:
 def _automatic(call: Call) -> str:
     reasons = {}
     for name in preferences(call.spec, call.masks, call.q, call.k, call.v):
-        reason = why_not(name, call, differentiable=True)
+        reason = why_not(name, call)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
             announce(name, device.target().slug, call.describe(), refusals)

@@ -28,7 +28,7 @@ WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
 def unsupported(
     spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> str | None:
-    """Why the forward kernel cannot compute this call; None if it can."""
+    """Why these kernels, forward or backward, cannot compute this call; None if they can."""
     H, Hv = q.shape[3], v.shape[3]
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"dtypes q={q.dtype} k={k.dtype} v={v.dtype} are not all bfloat16 or all float16"
@@ -41,25 +41,6 @@ def unsupported(
         return f"scale={spec.scale} is not positive, so the largest score is not the largest logit"
     if min(q.shape[1], k.shape[1]) == 0:
         return f"lengths T={q.shape[1]} S={k.shape[1]} leave nothing to load"
-    return None
-
-
-def unsupported_backward(
-    spec: AttentionSpec,
-    masks: AttentionMasks,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    deterministic: bool,
-) -> str | None:
-    """Why the backward kernels cannot differentiate this call; None if they can."""
-    del deterministic  # both forms take the same calls
-    reason = unsupported(spec, masks, q, k, v)
-    if reason is not None:
-        return reason
-    if q.shape[3] > WIDEST_BY_KEYS and spec.logit_soft_cap is not None:
-        return f"the backward of heads wider than {WIDEST_BY_KEYS} has no logit soft cap"
     return None
 
 
@@ -107,9 +88,9 @@ def backward(
         config: form for heads up to 128 wide; the table's where None.
 
     Raises:
-        UnsupportedError: ``unsupported_backward`` has a reason, or the tiles exceed shared memory.
+        UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
     """
-    _refuse(unsupported_backward(spec, masks, q, k, v, deterministic=deterministic))
+    _refuse(unsupported(spec, masks, q, k, v))
     H, Hv = q.shape[3], v.shape[3]
     width = BACKWARD_PADDED.get(H, max(H, Hv))
     q, k, v, wide_out, wide_d_out = (_pad_width(x, width) for x in (q, k, v, out, d_out))

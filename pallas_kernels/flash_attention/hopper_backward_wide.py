@@ -27,7 +27,7 @@ from .hopper_geometry import (
     swizzle_bytes,
     tiled,
 )
-from .hopper_tile import mask_tile
+from .hopper_tile import mask_tile, soft_cap
 from .spec import AttentionMasks, AttentionSpec
 
 LOG2E = math.log2(math.e)
@@ -52,7 +52,7 @@ def backward(
     register_operands: bool = False,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``hopper_backward.backward``, for equal widths of 192 or 256 and no soft cap.
+    """As ``hopper_backward.backward``, for equal widths of 192 or 256.
 
     ``register_operands``: a warpgroup multiplies the P or dS that it computed from registers.
     """
@@ -214,9 +214,7 @@ class _Backward(FusedKernel):
                 plgpu.barrier_wait(smem.p_ready)
             plgpu.wgmma(dv_acc, p, smem.qdo.at[1, slot, :, mine])
             if wg == 1:
-                own_ds = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
-                own_ds = own_ds * (x - lax.broadcast_in_dim(row, x.shape, [1]))
-                own_ds = own_ds.astype(self.dtype)
+                own_ds = self.score_gradient(smem, slot, x, row).astype(self.dtype)
                 smem.ds[...] = own_ds
                 plgpu.commit_smem()
                 ds = own_ds if self.register_operands else ds
@@ -251,7 +249,11 @@ class _Backward(FusedKernel):
 
     def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange):
         """P into shared memory, for both warpgroups, and returned."""
-        p = jnp.exp2(s * (self.spec.scale * LOG2E) - lax.broadcast_in_dim(lse, s.shape, [1]))
+        if self.spec.logit_soft_cap is None:
+            s = s * (self.spec.scale * LOG2E)
+        else:
+            s = soft_cap(s, self.spec.scale, self.spec.logit_soft_cap) * LOG2E
+        p = jnp.exp2(s - lax.broadcast_in_dim(lse, s.shape, [1]))
         if self.masked:
             whole = (i >= queries.full_lo) & (i < queries.full_hi)
             mask = functools.partial(self.mask, smem, slot, i, k_tile)
@@ -261,6 +263,19 @@ class _Backward(FusedKernel):
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.p_ready)
         return p
+
+    def score_gradient(self, smem, slot, dp, delta):
+        """dS = P (dP - delta), through the soft cap if there is one."""
+        p = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
+        ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
+        cap = self.spec.logit_soft_cap
+        if cap is None:
+            return ds
+        # The scores are in the other warpgroup, but their logarithm is in P: log2 P = S - logsumexp
+        # to 2**-9, so that tanh = S / cap is known better than P itself.
+        lse = lax.broadcast_in_dim(plgpu.load(smem.rows.at[0, slot], layout=COL), dp.shape, [1])
+        tanh = (jnp.log2(p) + lse) * (1.0 / (cap * LOG2E))
+        return jnp.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
 
     def mask(self, smem, slot, i, k_tile, p):
         """0 where the query of a column does not see the key of a row."""

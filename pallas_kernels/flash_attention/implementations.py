@@ -88,16 +88,15 @@ def _hopper_backward(*arrays, **options) -> tuple[jax.Array | None, ...]:
     return (*hopper.backward(*arrays, **options), None)
 
 
-_XLA_FORWARD = Pass(compute=xla.forward, call=call_traceable)
-_XLA_BACKWARD = Pass(compute=xla.backward, call=call_traceable)
-_HOPPER_FORWARD = Pass(compute=hopper.forward, call=call_opaque)
-_HOPPER_BACKWARD = Pass(compute=_hopper_backward, call=call_opaque)
-
 IMPLEMENTATIONS = {
-    "xla": Implementation(forward=_XLA_FORWARD, backward=_XLA_BACKWARD),
-    "hopper": Implementation(forward=_HOPPER_FORWARD, backward=_HOPPER_BACKWARD),
-    # For "auto" alone: where the Hopper kernels compute a call and cannot differentiate it.
-    "hopper+xla": Implementation(forward=_HOPPER_FORWARD, backward=_XLA_BACKWARD),
+    "xla": Implementation(
+        forward=Pass(compute=xla.forward, call=call_traceable),
+        backward=Pass(compute=xla.backward, call=call_traceable),
+    ),
+    "hopper": Implementation(
+        forward=Pass(compute=hopper.forward, call=call_opaque),
+        backward=Pass(compute=_hopper_backward, call=call_opaque),
+    ),
 }
 """By name. cuDNN differentiates itself, and JAX the reference."""
 

@@ -14,7 +14,7 @@ QUESTION = "dispatch"
 """``tuned/dispatch-DEVICE.json``: a row's case is ``case_of``, its choice {"implementation": name},
 its time that of forward and backward together."""
 
-UNMEASURED = ("cudnn", "hopper", "hopper+xla", "xla")
+UNMEASURED = ("cudnn", "hopper", "xla")
 """The order where no table says better."""
 
 _EXACT = ("dtype", "head_width", "value_width", "mask", "packed")
@@ -47,9 +47,6 @@ def preferences(
     """Implementations from fastest to slowest; all of ``UNMEASURED``, each once."""
     table = tables.find(TUNED, "flash_attention", QUESTION)
     measured = [] if table is None else rank(table, case_of(spec, masks, q, k, v))
-    if "xla" in measured and "hopper" in measured[: measured.index("xla")]:
-        # The same backward as xla's behind a faster forward; nobody measures it apart.
-        measured.insert(measured.index("xla"), "hopper+xla")
     return measured + [name for name in UNMEASURED if name not in measured]
 
 

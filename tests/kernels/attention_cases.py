@@ -31,6 +31,7 @@ class Case:
     cap: float | None = None
     scale: float | None = None
     sinks: bool = False
+    sink_off: bool = False  # the first sink is -inf: none
     bias: tuple[int, ...] | None = None
     outliers: bool = False
     dtypes: tuple[str, ...] = ("float32",)  # in the suite for CPUs; () leaves it to the GPU's
@@ -58,6 +59,7 @@ CASES = (
     Case(name="soft-cap-causal", cap=30.0, causal=True, outliers=True, dtypes=_BF16),
     Case(name="sinks", sinks=True, causal=True, dtypes=_BF16),
     Case(name="sinks-empty-rows", sinks=True, kv_lengths=(0, 70)),
+    Case(name="sinks-and-one-off", sinks=True, sink_off=True, kv_lengths=(0, 70)),
     Case(name="scale", scale=0.7, causal=True, dtypes=()),
     Case(name="scale-negative", scale=-0.3, causal=True),
     Case(name="scale-zero", scale=0.0, dtypes=()),
@@ -78,7 +80,35 @@ CASES = (
     Case(name="mla", H=192, V=128, N=2, causal=True, dtypes=_BF16),
 )  # fmt: skip
 
-NAMED = {case.name: case for case in CASES}
+_GPU = {"dtypes": ()}
+LONG = (
+    Case(name="long-causal", T=515, S=515, N=8, H=128, V=128, causal=True, outliers=True, **_GPU),
+    Case(name="long-more-keys", T=300, S=741, N=2, K=1, causal=True, **_GPU),
+    Case(name="long-more-queries", T=600, S=300, H=128, V=128, causal=True, **_GPU),
+    Case(name="long-window", T=700, S=700, window=(130, 0), outliers=True, **_GPU),
+    Case(name="long-window-both", T=400, S=650, H=128, V=128, window=(170, 90), **_GPU),
+    Case(name="long-packed", T=900, S=900, segments=True, causal=True, H=128, V=128, **_GPU),
+    Case(name="long-lengths", T=500, S=450, q_lengths=(500, 130), kv_lengths=(0, 333), **_GPU),
+    Case(name="long-everything", T=461, S=577, N=6, causal=True, window=(240, 3), segments=True,
+         kv_lengths=(460, 577), q_lengths=(461, 300), cap=4.0, sinks=True, H=128, V=128, **_GPU),
+    Case(name="long-80", T=300, S=430, H=80, V=80, causal=True, window=(150, 0), segments=True,
+         sinks=True, **_GPU),
+    Case(name="long-96", T=411, S=411, H=96, V=96, causal=True, kv_lengths=(300, 411), cap=5.0,
+         outliers=True, **_GPU),
+    Case(name="long-mla", T=330, S=460, H=192, V=128, causal=True, segments=True, sinks=True,
+         **_GPU),
+    Case(name="long-192", T=300, S=300, H=192, V=192, causal=True, window=(140, 0), cap=2.0,
+         **_GPU),
+    Case(name="long-256", T=333, S=400, H=256, V=256, causal=True, window=(190, 0), segments=True,
+         kv_lengths=(390, 400), sinks=True, **_GPU),
+    Case(name="long-256-more-queries", T=300, S=170, N=2, K=1, H=256, V=256, causal=True,
+         outliers=True, **_GPU),
+    Case(name="long-256-soft-cap", T=411, S=411, H=256, V=256, causal=True, window=(300, 0),
+         cap=50.0, scale=0.2, outliers=True, **_GPU),
+)  # fmt: skip
+"""Several tiles in both dims, of every width: for kernels alone, the oracle takes seconds."""
+
+NAMED = {case.name: case for case in (*CASES, *LONG)}
 
 
 def arguments(case: Case, dtype) -> tuple[dict, dict]:
@@ -95,7 +125,9 @@ def arguments(case: Case, dtype) -> tuple[dict, dict]:
 
     arrays = {"query": normal(B, T, N, H), "key": normal(B, S, K, H), "value": normal(B, S, K, V)}
     if case.sinks:
-        arrays["sinks"] = jnp.asarray(rng.standard_normal(N, dtype=np.float32))
+        sinks = rng.standard_normal(N, dtype=np.float32)
+        sinks[0] = -np.inf if case.sink_off else sinks[0]
+        arrays["sinks"] = jnp.asarray(sinks)
     if case.bias is not None:
         arrays["bias"] = normal(*case.bias)
     others = {

@@ -146,7 +146,7 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     call = make_call()
     order = preference.preferences(call.spec, call.masks, call.q, call.k, call.v)
-    assert order == ["xla", "cudnn", "hopper", "hopper+xla"]
+    assert order == ["xla", "cudnn", "hopper"]
 
 
 def test_a_shard_map_over_a_part_of_the_mesh_needs_declared_axes():

@@ -12,10 +12,8 @@ from pallas_kernels.flash_attention import (
     AttentionMasks,
     AttentionSpec,
     dispatch,
-    hopper,
     preference,
 )
-from pallas_kernels.flash_attention.validate import make_spec
 from pallas_kernels.flash_attention.workloads import WORKLOADS, Workload
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
@@ -49,7 +47,7 @@ def chosen(workload: Workload, *, dtype="bfloat16", facts=device.H200, **options
         return dispatch.choose(options.get("implementation", "auto"), call)
 
 
-HOPPER_FIRST = ("hopper", "cudnn", "hopper+xla", "xla")
+HOPPER_FIRST = ("hopper", "cudnn", "xla")
 """As a table that found the Hopper kernels fastest everywhere would rank."""
 
 
@@ -74,16 +72,6 @@ def test_auto_on_other_gpus():
     assert chosen(PLAIN, facts=turing) == "xla"
     other = device.Facts(kind="another vendor's", is_gpu=True)
     assert chosen(PLAIN, facts=other) == "xla"
-
-
-def test_auto_needs_a_gradient(monkeypatch):
-    monkeypatch.setattr(preference, "UNMEASURED", HOPPER_FIRST)
-    monkeypatch.setattr(hopper, "unsupported_backward", lambda *_, **__: "no gradient")
-    assert chosen(PLAIN) == "cudnn"
-    # cuDNN lacks segments: the Hopper forward with the portable backward, which share (out, lse).
-    assert chosen(PACKED) == "hopper+xla"
-    # Named, it computes the forward and refuses the gradient when that is asked for.
-    assert chosen(PLAIN, implementation="hopper") == "hopper"
 
 
 def test_a_compiler_that_miscompiles_is_refused():
@@ -126,15 +114,4 @@ def test_a_kernel_lowers_to_cuda(name):
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_every_workload_lowers_to_cuda(workload):
     lower(workload, gradient=False)
-    arrays = shapes(workload)
-    spec = make_spec(
-        workload.T, workload.S, head_width=workload.H, scale=None, **workload.options()
-    )
-    qkv = (arrays[name] for name in ("query", "key", "value"))
-    masks = AttentionMasks(sinks=arrays.get("sinks"), q_segment_ids=arrays.get("q_segment_ids"))
-    reason = hopper.unsupported_backward(spec, masks, *qkv, deterministic=False)
-    if reason is None:
-        lower(workload, gradient=True)
-    else:
-        with pytest.raises(UnsupportedError, match="backward"):
-            lower(workload, gradient=True)
+    lower(workload, gradient=True)

@@ -1,4 +1,8 @@
-"""The shared cases on a Hopper GPU: its kernels, cuDNN, and the portable path compiled for it."""
+"""The shared cases on a Hopper GPU: its kernels, cuDNN, and the portable path compiled for it.
+
+Of all widths, masks and both 16-bit dtypes, forward and gradients; long ones come first, for they
+take longest.
+"""
 
 import dataclasses
 
@@ -14,10 +18,11 @@ from tests.tolerance import assert_no_worse
 
 pytestmark = pytest.mark.gpu
 
-FLOAT16 = {"causal", "everything", "outliers", "gqa-8", "width-96"}
+FLOAT16 = {"causal", "everything", "gqa-8", "long-causal", "long-everything", "long-80", "long-96",
+           "long-mla", "long-192", "long-256"}  # fmt: skip
 GRID = [
     pytest.param(case, dtype, id=f"{case.name}-{dtype}")
-    for case in cases.CASES
+    for case in (*cases.LONG, *cases.CASES)
     for dtype in ("bfloat16", "float16")
     if dtype == "bfloat16" or case.name in FLOAT16
 ]
@@ -45,7 +50,7 @@ def test_hopper(case, dtype, backward):
     assert_no_worse(got, plain=plain, oracle=oracle, what=f"hopper {case.name}")
 
 
-@pytest.mark.parametrize("name", ["causal", "gqa-8", "packed", "mla"])
+@pytest.mark.parametrize("name", ["long-causal", "long-packed", "long-mla", "long-256"])
 def test_split_backward_repeats_bit_for_bit(name):
     first, second = (
         cases.run(cases.NAMED[name], jnp.bfloat16, implementation="hopper", backward="split")

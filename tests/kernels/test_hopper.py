@@ -203,6 +203,7 @@ def test_backward_blocks_visit_every_key_tile_once(B, K, S):
     [
         Case(T=136, H=256, right=0),
         Case(T=200, H=192, right=0, left=50, segments=True),
+        Case(T=136, H=256, right=0, cap=5.0),
     ],
     ids=str,
 )
@@ -244,7 +245,7 @@ def test_forward_lowers(widths, kind):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kind", ["full", "causal", "window"])
+@pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_backward_lowers(widths, kind, deterministic):
     q, k, v, out = operands(*widths)
