@@ -14,6 +14,7 @@ the device's dense bf16 peak.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import pathlib
@@ -41,7 +42,13 @@ from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import training_flops_per_token
-from jaxinfra.training.xla_options import describe_options, parse_options
+from jaxinfra.training.xla_options import Options, describe_options, parse_options
+
+type Maker = Callable[[Options], Program]
+"""Compiles a variant, under XLA options beside its own."""
+
+# A trace would name a whole CUDA graph where it should name the operation and its scope.
+TRACEABLE: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
 def main() -> None:
@@ -52,9 +59,10 @@ def main() -> None:
     bench = _Bench.of(config, args)
     rows: list[dict[str, Any]] = []
     programs: dict[str, list[tuple[float, Program]]] = {"plain": [], "ours": []}
+    makers: dict[str, Maker] = {}
     for side, make in _variants(config, args):
         try:
-            program = make()
+            program = make({})
             contender = bench.contender(program)
             seconds = contender.time_steps(args.steps)
         except (RuntimeError, ValueError) as error:  # one variant's failure is a row, not the end
@@ -63,6 +71,7 @@ def main() -> None:
             continue
         rows.append(bench.row(side, contender, seconds))
         programs[side].append((seconds, program))
+        makers[program.name] = make
         del contender
     result = {
         "environment": environment(),
@@ -79,6 +88,14 @@ def main() -> None:
     del programs
     if args.rounds:
         result["alternating"] = _alternate(chosen, bench, args)
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    if args.trace is not None:
+        best = {side: makers[chosen[side].name] for side in ("ours", "plain") if side in chosen}
+        result["traces"] = {
+            side: _trace(bench.contender(make(TRACEABLE)), args.trace / side)
+            for side, make in best.items()
+        }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
 
@@ -103,37 +120,36 @@ def _arguments() -> argparse.Namespace:
         metavar="SET",
         help="XLA options of ours: sets such as name=value,name=value, or none",
     )
-    parser.add_argument("--trace", type=pathlib.Path, help="where to trace those that alternate")
+    parser.add_argument("--trace", type=pathlib.Path, help="where to trace the best of each side")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="JSON file")
     return parser.parse_args()
 
 
-def _variants(
-    config: ModelConfig, args: argparse.Namespace
-) -> list[tuple[str, Callable[[], Program]]]:
+def _variants(config: ModelConfig, args: argparse.Namespace) -> list[tuple[str, Maker]]:
     sizes = {"batch": args.batch, "length": args.length}
-    found: list[tuple[str, Callable[[], Program]]] = [
-        ("plain", lambda remat=remat: plain(config, **sizes, remat=remat))
-        for remat in args.plain_remat
+
+    def of_plain(extra: Options, *, remat: str) -> Program:
+        return plain(config, **sizes, remat=remat, options=extra or None)
+
+    def of_ours(extra: Options, *, options: Options, **settings: Any) -> Program:
+        program = ours(config, **sizes, **settings, options=options | extra or None)
+        name = f"{program.name} {describe_options(options)}" if options else program.name
+        return dataclasses.replace(program, name=name)
+
+    found: list[tuple[str, Maker]] = [
+        ("plain", functools.partial(of_plain, remat=remat)) for remat in args.plain_remat
     ]
     for attention, remat, unroll, gradients, settings in itertools.product(
         args.attention, args.remat, args.unroll, args.weight_gradients, args.options
     ):
-        options = {} if settings == "none" else parse_options(settings.split(","))
-
-        def make(attention=attention, remat=remat, unroll=unroll, gradients=gradients, o=options):
-            program = ours(
-                config,
-                **sizes,
-                remat=remat,
-                unroll=unroll,
-                attention=attention,
-                weight_gradients=gradients,
-                options=o or None,
-            )
-            name = f"{program.name} {describe_options(o)}" if o else program.name
-            return dataclasses.replace(program, name=name)
-
+        make = functools.partial(
+            of_ours,
+            attention=attention,
+            remat=remat,
+            unroll=unroll,
+            weight_gradients=gradients,
+            options={} if settings == "none" else parse_options(settings.split(",")),
+        )
         found.append(("ours", make))
     return found
 
@@ -219,10 +235,6 @@ def _alternate(
             f"by at most {difference:.4f} nats",
             flush=True,
         )
-    if args.trace is not None:
-        result["traces"] = {
-            side: _trace(contenders[side], args.trace / side) for side in contenders
-        }
     return result
 
 

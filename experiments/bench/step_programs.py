@@ -167,6 +167,7 @@ def plain(
     length: int,
     remat: str,
     learning_rate: float = LEARNING_RATE,
+    options: Options | None = None,
 ) -> Program:
     """The hand-written step, from our initial weights."""
     block = config.blocks[0]
@@ -190,7 +191,7 @@ def plain(
 
     began = time.perf_counter()
     shapes = jax.eval_shape(lambda: start(0)), data(config, batch=batch, length=length)
-    compiled = step.lower(*shapes[0], *shapes[1]).compile()
+    compiled = step.lower(*shapes[0], *shapes[1]).compile(compiler_options=options)
     compile_s = time.perf_counter() - began
 
     def advance(state: Any, inputs: Any) -> tuple[Any, jax.Array]:

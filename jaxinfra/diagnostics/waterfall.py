@@ -79,6 +79,7 @@ class Waterfall:
             "span_ms": self.span_ms,
             "by_kind_ms": self.by_kind(),
             "by_scope_ms": self.by_scope(),
+            "exposed_ms": [[*names, ms] for names, ms in self.exposed_ms.items()],
             "hidden_ms": {
                 kind: ms - self.by_kind().get(kind, 0.0) for kind, ms in self.total_ms.items()
             },
