@@ -37,11 +37,12 @@ class MeshAxes:
 
     def of(self, event: Event) -> str:
         """Such as ``fsdp`` or ``fsdp x tensor``; ``unknown`` where the program has no such one."""
-        if axes := self._by_name.get(event.hlo_op):
-            return axes
         # Asynchronous ones are launched under the name of what they wrap, which the program's text
-        # leaves out; both say where in the source they come from.
-        found = _KIND.search(event.hlo_op)
+        # leaves out. Where the host's side of the trace does not say what started them, both still
+        # say where in the source they come from.
+        if axes := self._by_name.get(event.hlo_op) or self._by_name.get(event.started_by):
+            return axes
+        found = _KIND.search(event.hlo_op.replace("_", "-"))
         kind = found[0] if found else ""
         if axes := self._by_place.get((kind, event.op_name)):
             return axes

@@ -32,6 +32,7 @@ class Event:
     program: str  # the compiled module
     start_ns: float
     duration_ns: float
+    started_by: str = ""  # of an asynchronous one the instruction that starts it, if known
 
     @property
     def end_ns(self) -> float:
@@ -52,6 +53,7 @@ def device_events(trace: Path, *, device: int = 0) -> list[Event]:
     if plane is None:
         names = ", ".join(p.name for p in profile.planes)
         raise DataError(f"{files[-1]} has no plane /device:GPU:{device}, only {names}")
+    starts = _starts(profile)
     events = []
     for line in plane.lines:
         if not line.name.startswith("Stream"):
@@ -68,9 +70,33 @@ def device_events(trace: Path, *, device: int = 0) -> list[Event]:
                     program=str(stats.get("hlo_module", "")),
                     start_ns=event.start_ns,
                     duration_ns=event.duration_ns,
+                    started_by=starts.get(str(stats.get("hlo_op", "")), ""),
                 )
             )
     return sorted(events, key=lambda event: event.start_ns)
+
+
+_START = re.compile(r"[\w-]+-start(\.\d+)*")
+
+
+def _starts(profile: jax.profiler.ProfileData) -> dict[str, str]:
+    """``{all-gather.271: all-gather-start.50}``: a launch names what an asynchronous operation
+    wraps, the program's text the instruction that starts it; host threads nest one in the other.
+    """
+    found: dict[str, str] = {}
+    for plane in profile.planes:
+        if plane.name != "/host:CPU":
+            continue
+        for line in plane.lines:
+            begun, until = "", 0.0
+            for event in sorted(line.events, key=lambda e: (e.start_ns, -e.duration_ns)):
+                if _START.fullmatch(event.name):
+                    begun, until = event.name, event.start_ns + event.duration_ns
+                elif begun:  # the first thing in it
+                    if event.start_ns < until:
+                        found[event.name] = begun
+                    begun = ""
+    return found
 
 
 def scope_of(op_name: str) -> str:

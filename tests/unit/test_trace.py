@@ -173,6 +173,36 @@ def test_the_command_reads_a_profilers_file(tmp_path, capsys):
     assert "no plane /device:GPU:1, only /device:GPU:0" in capsys.readouterr().err
 
 
+HOST = """
+planes {
+  name: "/host:CPU"
+  lines {
+    name: "py_xla_execute/1"
+    events { metadata_id: 1 offset_ps: 1000000 duration_ps: 3000000 }
+    events { metadata_id: 2 offset_ps: 1500000 duration_ps: 2000000 }
+    events { metadata_id: 3 offset_ps: 1600000 duration_ps: 1000000 }
+    events { metadata_id: 4 offset_ps: 5000000 duration_ps: 1000000 }
+    events { metadata_id: 2 offset_ps: 7000000 duration_ps: 1000000 }
+  }
+  event_metadata { key: 1 value { id: 1 name: "all-gather-start.2" } }
+  event_metadata { key: 2 value { id: 2 name: "all_gather.30.1" } }
+  event_metadata { key: 3 value { id: 3 name: "ncclDevKernel_AllGather" } }
+  event_metadata { key: 4 value { id: 4 name: "reduce-scatter-start.1" } }
+}
+"""
+
+
+def test_an_asynchronous_one_is_known_by_what_started_it(tmp_path):
+    """As host threads nest them; what comes after a start, but not in it, is not its."""
+    device = XSPACE.replace("fusion.7", "all_gather.30.1").replace("jit(step)/mlp/mul", "renamed")
+    serialized = jax.profiler.ProfileData.text_proto_to_serialized_xspace(device + HOST)
+    (tmp_path / "host.xplane.pb").write_bytes(serialized)
+    (gather,) = device_events(tmp_path)
+    assert (gather.hlo_op, gather.started_by) == ("all_gather.30.1", "all-gather-start.2")
+    other = {**PROGRAM[1], "instruction": "all-gather-start.9", "axes": ["tensor"]}
+    assert MeshAxes([*PROGRAM, other]).of(gather) == "fsdp"
+
+
 def test_no_trace(tmp_path):
     with pytest.raises(DataError, match="make one with --profile"):
         device_events(tmp_path)
