@@ -196,6 +196,10 @@ class ActivationPlacement:
         the residual stream takes that over from the weights into it, and norms then reduce over
         elements a whole batch apart.
         """
+        if dims == (BATCH, SEQUENCE, STREAM) and self._scatters_stream:
+            # Named as it is first: the gather would move into the norm before it, to fp32.
+            scattered = self.placement.sharding((BATCH, STREAM_SEQUENCE, STREAM))
+            x = jax.lax.with_sharding_constraint(x, scattered)
         x = jax.lax.with_sharding_constraint(x, self.placement.sharding(dims))
         is_stream = x.ndim == 3 and dims[-1] == STREAM
         # Where the stream is scattered by sequence, a sum and its scatter would no longer meet.

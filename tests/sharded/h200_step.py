@@ -1,7 +1,7 @@
 """Compiles a step for four H200s that are not there, and prints as JSON its collectives, and how
 many activations it holds with the width outermost.
 
-    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded]
+    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded] [--preset NAME]
 
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
 """
@@ -29,9 +29,10 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--o1", action="store_true")
     parser.add_argument("--rounded", action="store_true", help="weights' gradients in bf16")
+    parser.add_argument("--preset", default="llama32_1b", help="whose shapes, of 4 layers")
     args = parser.parse_args()
     devices, facts = compile_only_devices(find_device("h200"), 4)
-    run = runs.pretraining(dataclasses.replace(MODELS["llama32_1b"](), num_layers=LAYERS))
+    run = runs.pretraining(dataclasses.replace(MODELS[args.preset](), num_layers=LAYERS))
     training = dataclasses.replace(
         run.training,
         batch_size=ROWS,

@@ -95,6 +95,11 @@ def test_sequence_parallel_scatters_and_gathers():
     assert in_blocks == 10 * LAYERS * activation * 3 / 4
 
 
+def test_what_a_norm_hands_on_is_gathered_rounded():
+    """At these widths the partitioner would take the gather into the norm, to fp32."""
+    of_blocks(step("tensor=4", "--sequence-parallel", "--preset", "llama31_8b"))
+
+
 def covered(found: list[dict[str, Any]]) -> float:
     """The share of bytes that the schedule puts a matmul or a kernel beside."""
     sent = sum(each["sent_bytes"] for each in found)
@@ -113,6 +118,17 @@ def test_fully_sharded_is_hidden_by_the_better_schedule():
     assert {each["dtype"] for each in better if each["kind"] == "reduce-scatter"} == {"f32"}
     tables = [e for e in better if e["kind"] == "all-gather" and max(e["shape"]) > 100_000]
     assert [each["times"] for each in tables] == [1]
+
+
+def test_rounded_gradients_are_summed_in_half_the_bytes():
+    """Of every matrix and of the vocabulary's table; norms' scales stay fp32, under 1 MiB."""
+    scattered = {
+        arguments: [e for e in step("fsdp=4", *arguments) if e["kind"] == "reduce-scatter"]
+        for arguments in ((), ("--rounded",))
+    }
+    assert {each["dtype"] for each in scattered["--rounded",]} == {"bf16"}
+    whole, half = (sum(each["sent_bytes"] for each in found) for found in scattered.values())
+    assert half == whole / 2
 
 
 def test_gathered_weights_do_not_turn_the_residual_stream():
