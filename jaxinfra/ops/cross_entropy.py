@@ -4,7 +4,9 @@ import jax
 
 from pallas_kernels.linear_cross_entropy import CrossEntropySums as CrossEntropySums
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.api import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
+from pallas_kernels.linear_cross_entropy.chunking import HOPPER_LEAST_IDS as HOPPER_LEAST_IDS
+from pallas_kernels.linear_cross_entropy.chunking import hopper_chunks as hopper_chunks
+from pallas_kernels.linear_cross_entropy.chunking import xla_chunks as xla_chunks
 from pallas_kernels.linear_cross_entropy.hopper import unsupported
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from jaxinfra.ops.cross_entropy import xla_chunks
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
@@ -45,14 +47,14 @@ class Step:
         return self.rows // (self.replica * self.fsdp)
 
     def loss_chunks(self, vocab: int) -> tuple[int, int]:
-        """Chunks of positions that the loss runs in on a CPU, and positions of each: the fewest
-        whose fp32 logits take at most 2 MiB (``linear_cross_entropy``).
-        """
-        positions = self.length // self.context
-        logits = 4 * self.local_rows * positions * vocab
-        wanted = min(max(-(-logits // 2**21), 1), positions)
-        size = -(-positions // wanted)
-        return -(-positions // size), size
+        """Chunks of positions that the loss runs in on a CPU, and positions of each."""
+        chunks = xla_chunks(
+            rows=self.local_rows,
+            length=self.length // self.context,
+            num_ids=vocab,
+            platform="cpu",
+        )
+        return chunks.count, chunks.length
 
     @property
     def gradient_last(self) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ class Traits:
     overlap: bool = True  # collectives of the fsdp and replica axes run beside compute
     casts_weights: bool = True  # fp32 masters are the model, cast to the compute dtype at use
     fused_loss: bool = True  # logits in chunks, their gradient formed in the forward pass
+    loss_kernel: bool = True  # no logits: their exponentials, in bf16, where it is the faster form
     scans_layers: bool = True  # saved activations are copied into a stack over layers
     saves_fp32: bool = True  # elementwise intermediates are kept in fp32 where nothing recomputes
     overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
@@ -56,6 +57,7 @@ MEGATRON_2021 = Traits(
     overlap=False,
     casts_weights=False,
     fused_loss=False,
+    loss_kernel=False,
     scans_layers=False,
     saves_fp32=False,
     sums_apart=False,
@@ -64,6 +66,7 @@ MEGATRON_2021 = Traits(
 
 MEGATRON_2025 = Traits(
     casts_weights=False,
+    loss_kernel=False,
     scans_layers=False,
     saves_fp32=False,
     overlaps_tensor=True,

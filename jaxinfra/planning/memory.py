@@ -6,7 +6,8 @@ import functools
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import Layout, Recompute
-from jaxinfra.planning.operations import LOSS_CHUNK_BYTES, saved_bytes, shards
+from jaxinfra.planning.loss import loss_form
+from jaxinfra.planning.operations import saved_bytes, shards
 from jaxinfra.planning.shapes import Dense, LayerShape, ModelShape, layer_weights
 from jaxinfra.planning.step import device_parameters
 
@@ -119,7 +120,7 @@ def _buffers(shape: ModelShape, layout: Layout, gradients: float) -> float:
     """What the peak holds beyond the other roles: a layer's working set, or the loss's.
 
     The loss runs before the layers' gradients exist, so it only counts where it exceeds them:
-    a chunk of fp32 logits, their 16-bit gradient, the table's gradient and its 16-bit copy.
+    a chunk of logits and their gradient, the table's gradient and its 16-bit copy.
     """
     layer = max(_working_set(layer, shape.model_dim, layout) for layer in shape.layers)
     table = 6.0 * shape.vocab_size * shape.model_dim / layout.tensor
@@ -129,10 +130,8 @@ def _buffers(shape: ModelShape, layout: Layout, gradients: float) -> float:
 
 
 def logits_bytes(shape: ModelShape, layout: Layout) -> float:
-    """fp32 logits and their 16-bit gradient, a chunk at a time where the loss is fused."""
-    whole = 4.0 * layout.micro_tokens * shape.vocab_size
-    chunk = min(whole, LOSS_CHUNK_BYTES) if layout.traits.fused_loss else whole
-    return 1.5 * chunk / layout.tensor
+    """fp32 logits and their 16-bit gradient, or exponentials; of a chunk where it is fused."""
+    return loss_form(shape, layout).chunk_bytes
 
 
 def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:

@@ -6,7 +6,6 @@ micro-batch on this device.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 
 from jaxinfra.core import axes
@@ -22,9 +21,6 @@ from jaxinfra.planning.shapes import (
     Weight,
     layer_weights,
 )
-
-LOSS_CHUNK_BYTES = 2**30
-"""fp32 logits at a time, ``linear_cross_entropy``'s bound on accelerators."""
 
 TENSOR_DIMS = frozenset({axes.MLP, axes.Q_HEADS, axes.KV_HEADS, axes.VOCAB})
 """Logical dims that the tensor axis shards (``parallel/rules.py``)."""
@@ -346,36 +342,6 @@ def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     if layout.sequence_parallel:
         return stream * (34 / tensor + scores)
     return stream * (10 + 24 / tensor + scores)
-
-
-def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
-    """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
-    tokens, tensor = float(layout.micro_tokens), layout.tensor
-    width, vocab = shape.model_dim, shape.vocab_size / tensor
-    logits = tokens * vocab
-    found: list[Operation] = [
-        Matmul("logits", tokens, vocab, width, out=4),
-        Matmul("logits dx", tokens, width, vocab, out=4),
-        Matmul("logits dw", width, vocab, tokens, out=4),
-        # fp32 logits: read for the maximum and the sum, read again and written as 16-bit gradient.
-        Memory("cross entropy", 10.0 * logits),
-    ]
-    if tensor > 1:
-        # Each chunk sums its dx in fp32, after its maxima and its sums of exponentials.
-        chunks = loss_chunks(shape, layout)
-        item = 4.0 if layout.traits.fused_loss else 2.0
-        size = item * tokens * width / chunks
-        found.append(Collective("logits dx", "all-reduce", "tensor", size, count=chunks))
-        found.append(
-            Collective("logits", "all-reduce", "tensor", 4.0 * tokens / chunks, count=2 * chunks)
-        )
-    return found
-
-
-def loss_chunks(shape: ModelShape, layout: Layout) -> int:
-    """Chunks of tokens that the fused loss runs in: of the whole vocabulary, over the axis."""
-    whole = 4.0 * layout.micro_tokens * shape.vocab_size
-    return math.ceil(whole / LOSS_CHUNK_BYTES) if layout.traits.fused_loss else 1
 
 
 def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operation]:

@@ -7,8 +7,9 @@ from jaxinfra.planning.devices import Device
 from jaxinfra.planning.flops import decode_flops, forward_flops, training_flops
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, check
+from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.memory import Memory, logits_bytes, memory
-from jaxinfra.planning.operations import Collective, layer_operations, loss_operations
+from jaxinfra.planning.operations import Collective, layer_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
 from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
 from jaxinfra.planning.shapes import ModelShape

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.flops import training_flops
 from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.operations import (
     Collective,
     Memory,
     Operation,
     embedding_operations,
     layer_operations,
-    loss_operations,
     shards,
 )
 from jaxinfra.planning.shapes import LayerShape, ModelShape, layer_weights

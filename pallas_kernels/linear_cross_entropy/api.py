@@ -13,19 +13,8 @@ from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import hopper, xla
 from .chunked import Static, chunked_loss
+from .chunking import HOPPER_LEAST_IDS, hopper_chunks, xla_chunks
 from .reference import linear_cross_entropy_reference
-
-# fp32 logits of one chunk. On accelerators large enough for matmuls at full rate and small beside a
-# model's weights; on a CPU small enough for its caches (4096 tokens x 4096 ids, gradient of both
-# inputs: 2 MiB chunks took a quarter of the time of one chunk).
-_CHUNK_BYTES = {"cpu": 2**21}
-_ACCELERATOR_CHUNK_BYTES = 2**30
-# bf16 exponentials. With the table in bf16, 16,384 tokens of 128,256 ids stay under 1 GiB.
-_HOPPER_CHUNK_BYTES = 416 * 2**20
-
-HOPPER_LEAST_IDS = 100_000
-"""Vocabularies from which "auto" takes the Hopper form: 1.18 times as fast at 128,256 ids, width
-2048 and 16,384 tokens (experiments/results/linear-cross-entropy-h200.json); not measured below."""
 
 
 class CrossEntropySums(NamedTuple):
@@ -182,9 +171,15 @@ def _static(
 ) -> Static:
     batch, length, _ = hidden.shape
     rows, length, vocab = batch // batch_shards, length // sequence_shards, table.shape[0]
+    if chosen == "hopper":
+        chunks = hopper_chunks(tokens=length, num_ids=vocab, chunk_bytes=chunk_bytes)
+    else:
+        chunks = xla_chunks(
+            rows=rows, length=length, num_ids=vocab, platform=_platform(), chunk_bytes=chunk_bytes
+        )
     static = Static(
         chunk_loss=xla.chunk_loss,
-        chunk_length=length,
+        chunk_length=chunks.length,
         batch_shards=batch_shards,
         sequence_shards=sequence_shards,
         num_ids=vocab,
@@ -194,22 +189,14 @@ def _static(
         vocabulary_axes=vocabulary_axes,
         num_vocabulary_shards=num_vocabulary_shards,
     )
-    if chosen == "hopper":
-        most = max((chunk_bytes or _HOPPER_CHUNK_BYTES) // (2 * vocab), 1)
-        if most > hopper.ROW_TILE:
-            most -= most % hopper.ROW_TILE
-        return static._replace(
-            chunk_loss=hopper.chunk_loss,
-            chunk_length=min(most, length),
-            table_multiple=hopper.TABLE_MULTIPLE,
-            first_apart=True,
-            uniform_apart=label_smoothing > 0.0,
-        )
-    if chunk_bytes is None:
-        chunk_bytes = _CHUNK_BYTES.get(_platform(), _ACCELERATOR_CHUNK_BYTES)
-    # The fewest chunks whose logits fit the bound, of even length.
-    num_chunks = min(max(-(-rows * length * vocab * 4 // chunk_bytes), 1), length)
-    return static._replace(chunk_length=-(-length // num_chunks))
+    if chosen == "xla":
+        return static
+    return static._replace(
+        chunk_loss=hopper.chunk_loss,
+        table_multiple=hopper.TABLE_MULTIPLE,
+        first_apart=True,
+        uniform_apart=label_smoothing > 0.0,
+    )
 
 
 def _platform() -> str:
