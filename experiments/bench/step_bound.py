@@ -27,13 +27,13 @@ from jaxinfra.ops.attention import attention
 from jaxinfra.ops.cross_entropy import linear_cross_entropy
 from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.layout import UNROLLED, Layout, Recompute
+from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.operations import (
     Matmul,
     Memory,
     Operation,
     embedding_operations,
     layer_operations,
-    loss_operations,
 )
 
 BURST = 3  # calls
