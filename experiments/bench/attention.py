@@ -154,6 +154,16 @@ def milliseconds(f, *args, iterations: int) -> float:
     return statistics.median(profiled(f, *args, iterations=iterations))
 
 
+def times_of(f, *args, iterations: int = 8) -> dict[str, float]:
+    """Median time of each kernel of a call in ms, by its place and name."""
+    runs = profiled(f, *args, iterations=iterations, aggregate=False)
+    names = [name for name, _ in runs[0]]
+    return {
+        f"{i}:{name[:80]}": statistics.median(run[i][1] for run in runs)
+        for i, name in enumerate(names)
+    }
+
+
 @contextlib.contextmanager
 def alone(lock: pathlib.Path, limit_s: float):
     """The GPU to itself, and an end to this process if that lasts too long."""
@@ -238,7 +248,7 @@ def parts(dims: list[int]) -> list[list[Case]]:
     halves = [
         [c for c in grid([H]) if c.causal == causal] for H in dims for causal in (True, False)
     ]
-    return [*halves, list(EXTRA), *([case] for case in PACKED)]
+    return [*halves, *([case] for case in (*EXTRA, *PACKED))]
 
 
 def measure_part(part: int, dims: list[int], iterations: int, out: pathlib.Path) -> None:
@@ -287,17 +297,20 @@ def print_ratios(rows: list[dict]) -> None:
         print(f"{case:36} {direction:8} {mine or 0:7.0f} {other or 0:7.0f} {ratio}", flush=True)
 
 
-def print_means(rows: list[dict]) -> None:
-    """Geometric mean and least of ours over cuDNN, per direction."""
+def print_means(rows: list[dict], dims: list[int]) -> None:
+    """Geometric mean and least of ours over cuDNN on the bars' grid, per direction."""
+    names = {case.name for case in grid(dims)}
     for direction in ("fwd", "fwd+bwd"):
         times: dict[str, dict[str, float]] = {}
         for row in rows:
-            if row["direction"] == direction and row["implementation"] != "xla" and "ms" in row:
+            if row["direction"] == direction and row["case"] in names and "ms" in row:
                 times.setdefault(row["case"], {})[row["implementation"]] = row["ms"]
         ratios = [t["cudnn"] / t["hopper"] for t in times.values() if len(t) == 2]
         if ratios:
             mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
-            print(f"{direction}: {len(ratios)} cases, mean {mean:.3f}, least {min(ratios):.3f}")
+            print(
+                f"{direction}: {len(ratios)} of {len(names)} cases, mean {mean:.3f}, least {min(ratios):.3f}"
+            )
 
 
 def main() -> None:
@@ -334,7 +347,7 @@ def main() -> None:
         rows, failures = measure_all(args.dims, args.iterations, args.limit_s)
         result |= {"rows": rows, "failures": failures, "clocks_after": clocks()}
         print_ratios(rows)
-        print_means(rows)
+        print_means(rows, args.dims)
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 

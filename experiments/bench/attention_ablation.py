@@ -24,7 +24,7 @@ import jax
 from experiments.bench import attention
 from experiments.bench.attention import NO_MASKS, Case
 from experiments.bench.environment import clocks, environment
-from pallas_kernels.flash_attention import hopper_forward
+from pallas_kernels.flash_attention import hopper_forward, hopper_forward_block
 from pallas_kernels.flash_attention.hopper_config import ForwardConfig, forward_config
 
 REPEATS = 2
@@ -55,7 +55,7 @@ def forms(case: Case) -> Iterator[tuple[str, ForwardConfig, contextlib.AbstractC
     yield "one tile of K and V in flight", with_change(num_stages=1), nothing
     if case.H in SMALLER_TILES:
         yield "smaller tile", with_change(**SMALLER_TILES[case.H]), nothing
-    all_heads = mock.patch.object(hopper_forward, "heads_per_wave", lambda heads, *_: heads)
+    all_heads = mock.patch.object(hopper_forward_block, "heads_per_wave", lambda heads, *_: heads)
     yield "all heads side by side", shipped, all_heads
     if case.causal:
         order = mock.patch.object(hopper_forward._Forward, "tile_of", shortest_first)
@@ -107,7 +107,7 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         rows = [row for case in cases for row in measure(case, pool)]
     if args.out:
-        result = {"environment": environment(), "clock_mhz_after": clocks(), "rows": rows}
+        result = {"environment": environment(), "clocks_after": clocks(), "rows": rows}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench import attention
-from experiments.bench.attention import NO_MASKS, Case, compiled
-from experiments.bench.attention_tune import times_of
-from experiments.bench.environment import clocks
+from experiments.bench.attention import NO_MASKS, Case, compiled, times_of
+from experiments.bench.environment import clocks, environment
 from pallas_kernels.flash_attention import hopper, hopper_backward, hopper_backward_wide
 from pallas_kernels.flash_attention.hopper_config import BackwardConfig
 
@@ -188,9 +187,9 @@ def main() -> None:
         if code:
             print(f"{path.name}: {code}", flush=True)
         rows += json.loads(path.read_text()) if path.exists() else []
-    result = {"command": " ".join([*command[1:], *sys.argv[1:]]), "clock": clocks()}
     if args.out:
-        args.out.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+        result = {"environment": environment(), "clocks_after": clocks(), "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

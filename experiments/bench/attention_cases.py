@@ -88,7 +88,12 @@ def grid(dims: list[int]) -> list[Case]:
 EXTRA = (
     Case(B=1, T=16384, N=32, K=8, H=128, Hv=128, causal=True, window=1024),
     Case(B=2, T=8192, N=32, K=32, H=192, Hv=128, causal=True),
+    *(
+        Case(B=4, T=4096, N=N, K=N, H=H, Hv=H, causal=True)
+        for H, N in ((80, 32), (96, 32), (192, 16))
+    ),
 )
+"""What the bars do not have: a window, latent attention, other widths."""
 
 PACKED = tuple(
     Case(B=B, T=T, N=N, K=K, H=H, Hv=H, causal=True, packed=True)
