@@ -308,9 +308,8 @@ def print_means(rows: list[dict], dims: list[int]) -> None:
         ratios = [t["cudnn"] / t["hopper"] for t in times.values() if len(t) == 2]
         if ratios:
             mean = math.exp(statistics.fmean(math.log(r) for r in ratios))
-            print(
-                f"{direction}: {len(ratios)} of {len(names)} cases, mean {mean:.3f}, least {min(ratios):.3f}"
-            )
+            cases = f"{len(ratios)} of {len(names)} cases"
+            print(f"{direction}: {cases}, mean {mean:.3f}, least {min(ratios):.3f}", flush=True)
 
 
 def main() -> None:
