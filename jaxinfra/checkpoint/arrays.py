@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,17 @@ class _OrbaxFilter(logging.Filter):
         return record.levelno >= logging.WARNING and not raised_by_result
 
 
-_FILTER = _OrbaxFilter()
+class _UnretrievedFilter(logging.Filter):
+    """Drops asyncio's word on the further writes of a save whose first failure we raise."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "exception was never retrieved" not in record.getMessage() or not record.exc_info:
+            return True
+        frames = traceback.walk_tb(record.exc_info[2])
+        return not any("orbax" in Path(at.f_code.co_filename).parts for at, _ in frames)
+
+
+_FILTER, _UNRETRIEVED = _OrbaxFilter(), _UnretrievedFilter()
 
 
 class _LateCallbacks:
@@ -134,5 +145,6 @@ class _LateCallbacks:
 def silence_orbax() -> None:
     """Keeps Orbax's log to warnings; the absl logger is shared, so only its records go."""
     logging.getLogger("absl").addFilter(_FILTER)  # adding it twice does nothing
+    logging.getLogger("asyncio").addFilter(_UNRETRIEVED)
     if not isinstance(sys.unraisablehook, _LateCallbacks):
         sys.unraisablehook = _LateCallbacks(sys.unraisablehook)

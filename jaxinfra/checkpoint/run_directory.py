@@ -147,11 +147,7 @@ class RunDirectory:
                 f"{self.path} is no run directory: it has no config.json; name one that "
                 "`jaxinfra train` has made"
             )
-        try:
-            values = json.loads(self.config_file.read_text())
-        except ValueError as error:
-            raise ConfigError(f"{self.config_file} is not JSON ({error})") from error
-        return codec.from_dict(RunConfig, values)
+        return read_config(self.config_file)
 
     def read_hf_config(self) -> dict[str, Any] | None:
         """The Hugging Face config of the model it started from; None where there is none."""
@@ -173,6 +169,15 @@ class RunDirectory:
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes the outcome."""
         write_atomically(self.summary_file, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+
+def read_config(file: Path) -> RunConfig:
+    """The config in a file such as a run's config.json; raises ConfigError or OSError."""
+    try:
+        values = json.loads(file.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error})") from error
+    return codec.from_dict(RunConfig, values)
 
 
 def identity(config: RunConfig) -> dict[str, Any]:

@@ -4,11 +4,13 @@ jaxinfra gym --list
 jaxinfra gym 1 9 13
 jaxinfra gym --all --jobs 4
 jaxinfra gym 1 2 -- small --data /texts --set model.num_layers=2
+jaxinfra gym --all -- --config runs/mine/config.json --set model.num_layers=2
 
-What follows -- is the preset and options of jaxinfra train (the gym's own options come before the
-faults then); without it a model of a few thousand parameters is trained on generated text. Jobs
-have 2 processes with one CPU device each, connected through the loopback. The exit code is 0 where
-every fault passed. docs/faults.md explains each.
+What follows -- is the user's own config, as jaxinfra train takes it (the gym's own options come
+before the faults then); the gym chooses the mesh, and how many steps there are between what.
+Without it a model of a few thousand parameters is trained on generated text. Jobs have 2 to 8
+processes with one CPU device each, connected through the loopback. The exit code is 0 where every
+fault passed. docs/faults.md explains each.
 """
 
 import argparse
@@ -19,8 +21,10 @@ import json
 import time
 from pathlib import Path
 
+from jaxinfra.cli import train
+from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.gym import damage, deaths, errors  # entered by import
+from jaxinfra.gym import damage, deaths, errors, own_config  # entered by import
 from jaxinfra.gym.arena import Arena
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
@@ -46,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     options = args.words[len(numbers) :]
     if args.list:
         for number in sorted(FAULTS):
-            print(f"{number:2d}  {FAULTS[number][0]}")
+            print(f"{number:2d}  {FAULTS[number].title}")
         return 0
     unknown = [word for word in numbers if int(word) not in FAULTS]
     if not args.all and not numbers:
@@ -57,6 +61,12 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise ConfigError(f"--jobs {args.jobs} must be at least 1")
     chosen = sorted(FAULTS) if args.all else [int(word) for word in numbers]
+    if options:
+        own_config.require_options(options)
+        parser = Parser(prog="jaxinfra gym ... --", allow_abbrev=False)
+        train.add_arguments(parser)
+        config = train.config_of(parser.parse_args(options))
+        own_config.require_runnable(config, chosen, jobs=args.jobs)
     place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
     if place.exists() and any(place.iterdir()):
         raise ConfigError(f"{place} holds an earlier call's runs; choose another --logs")

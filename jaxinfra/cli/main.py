@@ -39,7 +39,7 @@ _REMEDIES = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, with one-line errors that name the nearest option."""
 
     @override
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
         command = importlib.import_module(f"jaxinfra.cli.{name}")
-        parser = _Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
+        parser = Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
         command.add_arguments(parser)
         return command.run(parser.parse_args(rest))
     except JaxinfraError as error:

@@ -6,6 +6,7 @@ jaxinfra train small --mesh fsdp=4,tensor=2 --zero 1 --sequence-parallel true --
 jaxinfra train --resume runs/small-1
 jaxinfra train --init DIR --data chats.jsonl --chat --lora rank=8,alpha=16,targets=query+value
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
+jaxinfra train --config runs/tiny-1/config.json --seed 2
 """
 
 import argparse
@@ -14,7 +15,7 @@ import os
 from pathlib import Path
 
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.run_directory import RunDirectory, read_config
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import parse_lora
@@ -61,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("preset", nargs="?", help="a preset's name; tiny by default")
     parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="instead of a preset: a run's config.json"
+    )
+    parser.add_argument(
         "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
     )
     parser.add_argument(
@@ -106,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     resume = args.resume is not None or (
         args.continued and RunDirectory(args.run).config_file.is_file()
     )
-    config = _config(args)
+    config = config_of(args)
     profile = None if args.profile is None else parse_profile_range(args.profile)
     if args.dry_run:
         table = placement_table(make_job(config))
@@ -118,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
             f"{cluster.num_processes} processes ({cluster.source}) must share one run directory: "
             "name it with --run"
         )
-    name = args.init.resolve().name if args.init else args.preset or "tiny"
+    preset = args.config.stem if args.config else args.preset or "tiny"
+    name = args.init.resolve().name if args.init else preset
     directory = args.resume or args.run or new_directory(name)
     outcome = train(
         config,
@@ -126,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         resume=resume,
         cache_dir=args.cache or user_cache(),
         profile=profile,
+        ends_process=True,
     )
     if outcome.summary is None:
         return leave(RESUMABLE_EXIT, together=outcome.together, wait=not outcome.input_waits)
@@ -137,24 +143,34 @@ def run(args: argparse.Namespace) -> int:
     return leave(0, together=outcome.together)
 
 
-def _config(args: argparse.Namespace) -> RunConfig:
+def config_of(args: argparse.Namespace) -> RunConfig:
+    """The config that the options describe."""
     begins = {"--init": args.init, "--lora": args.lora, "--chat": args.chat or None}
     given = [name for name, value in begins.items() if value is not None]
     if args.resume is not None:
-        if args.preset or args.run or given:
+        if args.preset or args.config or args.run or given:
             raise ConfigError(
-                "--resume continues a run with its own config: give no preset, no --run, no "
-                f"{', no '.join(begins)}"
+                "--resume continues a run with its own config: give no preset, no --config, no "
+                f"--run, no {', no '.join(begins)}"
             )
         return _with_options(RunDirectory(args.resume).read_config(), args)
+    if args.preset and args.config:
+        raise ConfigError(f"preset {args.preset!r} beside --config {args.config}: give one of them")
     if args.init is None:
         if given:
             raise ConfigError(f"{given[0]} is for a model that is trained already: add --init DIR")
-        return _with_options(run_preset(args.preset or "tiny"), args)
-    if args.preset:
+        start = read_config(args.config) if args.config else run_preset(args.preset or "tiny")
+        if start.init is not None:
+            raise ConfigError(
+                f"{args.config} is of a run that began with the weights of {start.init.path}: give "
+                f"--init {start.init.path} instead of it, and its other settings with --set"
+            )
+        return _with_options(start, args)
+    if args.preset or args.config:
+        named = f"preset {args.preset!r}" if args.preset else f"--config {args.config}"
         raise ConfigError(
-            f"preset {args.preset!r} beside --init {args.init}: the model is that of the "
-            "directory; leave the preset out, and change training with --set"
+            f"{named} beside --init {args.init}: the model is that of the directory; leave it out, "
+            "and change training with --set"
         )
     lora = None if args.lora is None else parse_lora(args.lora)
     start = finetuning_config(read_initial(args.init), lora=lora, chat=args.chat)

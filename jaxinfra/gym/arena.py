@@ -30,6 +30,18 @@ from jaxinfra.training.job import make_job
 
 STEPS = 12
 SAVE_EVERY = 4
+# What the faults are timed by, whatever the user's config says, and what the mesh here asks for.
+SETTINGS = (
+    f"training.steps={STEPS}",
+    "optimizer.warmup_steps=2",  # the steps that there are must learn something
+    "training.evaluate_every=6",
+    f"checkpoint.every={SAVE_EVERY}",
+    "checkpoint.keep_last=2",
+    "reliability.hash_every=4",
+    "sharding.zero=3",
+    "sharding.sequence_parallel=false",
+)
+_COMPILE_FAST = "--xla_backend_optimization_level=0"
 _TIMEOUT_S = 900.0
 _TIMES = ("step_s", "stall_s", "elapsed_s")
 # Phases of a step, which the watchdog bounds.
@@ -121,7 +133,8 @@ class Arena:
     """A directory with the runs of one call of the gym. Several threads may use it at once.
 
     Args:
-        options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text.
+        options: of ``jaxinfra train``: the user's own config; empty for a tiny model and text. What
+            is in ``SETTINGS`` and the mesh are the gym's (``own_config`` refuses what cannot run).
         processes: of an ordinary job, each with one CPU device.
     """
 
@@ -137,15 +150,7 @@ class Arena:
     def settings(self, *settings: str, processes: int | None = None) -> list[str]:
         """The command that trains a run, but for its directory."""
         mesh = f"replica={processes or self.processes}"
-        common = [
-            f"training.steps={STEPS}",
-            "optimizer.warmup_steps=2",  # the steps that there are must learn something
-            "training.evaluate_every=6",
-            f"checkpoint.every={SAVE_EVERY}",
-            "checkpoint.keep_last=2",
-            "reliability.hash_every=4",
-        ]
-        sets = [f"--set={setting}" for setting in (*common, *settings)]
+        sets = [f"--set={setting}" for setting in (*SETTINGS, *settings)]
         cache = ["--cache", str(self.place / "cache")]
         return ["train", *self._options, *sets, "--mesh", mesh, *cache]
 
@@ -185,8 +190,8 @@ class Arena:
         # Jobs here are many, alike and short: even small programs are worth keeping.
         keep = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         changed = {**os.environ, "JAX_PLATFORMS": "cpu", **keep, **environment}
-        if "XLA_FLAGS" not in environment:  # one device a process
-            changed.pop("XLA_FLAGS", None)
+        # One device a process, where nothing else is asked for; a compilation is most of a job.
+        changed["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {_COMPILE_FAST}".strip()
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "jaxinfra", *words],

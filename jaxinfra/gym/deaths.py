@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint import layout, verify
@@ -20,6 +21,7 @@ from jaxinfra.gym.arena import (
 )
 from jaxinfra.gym.verdict import fault
 from jaxinfra.reliability.recorder import read_ring, ring_file
+from jaxinfra.reliability.watchdog import REPORT, TRIP
 
 # Once a step, after it was handed to the devices.
 _SEND = "jaxinfra.training.watch:Watch.send"
@@ -41,6 +43,35 @@ def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
     """In step 7, or later where a slow disk has not yet got all of step 4's checkpoint."""
     saved = arena.place / run / "checkpoints" / layout.step_name(SAVE_EVERY)
     return _kill_at(_SEND, rank=rank, call=7) | {"once": str(saved)}
+
+
+def _hold(arena: Arena, run: str, *, rank: int, step: int) -> dict[str, Any]:
+    """The rank stays in a step until ``_release``: what comes from outside cannot come too late."""
+    return {
+        "rank": rank,
+        "attempt": 0,
+        "target": _SEND,
+        "call": step,
+        "action": "sleep",
+        "value": 0,
+        "once": str(_gate(arena, run)),
+    }
+
+
+def _release(arena: Arena, run: str) -> None:
+    _gate(arena, run).touch()
+
+
+def _gate(arena: Arena, run: str) -> Path:
+    return arena.place / f"{run}.go"
+
+
+def _wait_until_in(job: Job, *, rank: int, phase: str, step: int) -> None:
+    def is_there() -> bool:
+        ring = read_ring(ring_file(job.run / "recorder", rank))
+        return ring is not None and (ring.phase, ring.step) == (phase, step)
+
+    job.wait_until(is_there, f"{phase} of rank {rank} in step {step}")
 
 
 def _survives_kill(arena: Arena, run: str, plan: dict[str, Any], *, resumed_at: int) -> str:
@@ -97,9 +128,11 @@ def _require_all_saved(arena: Arena, run: str) -> str:
 @fault(5, "SIGTERM to one rank")
 def stop_one(arena: Arena) -> str:
     """All save the same step, and exit with 75."""
-    with arena.launch("f5", arena.settings()) as job:
-        job.wait_for_step(5)
+    held = _hold(arena, "f5", rank=1, step=6)
+    with arena.launch("f5", arena.settings(), faults=[held]) as job:
+        _wait_until_in(job, rank=1, phase="step", step=6)
         os.kill(job.pid_of(1), signal.SIGTERM)
+        _release(arena, "f5")
         began = time.monotonic()
         ended = job.end()
         took_s = time.monotonic() - began
@@ -134,7 +167,8 @@ def stop_at_any_time(arena: Arena) -> str:
         command = [*arena.settings(), "--continue"]
         with arena.launch("f6", command, faults=plans, options=["--grace", f"{_GRACE_S:g}"]) as job:
             if phase == "compile":
-                _ask_in_phase(job, rank=1, phase=phase)
+                _wait_until_in(job, rank=1, phase=phase, step=1)
+                os.kill(job.pid_of(1), signal.SIGTERM)
             ended = job.end()
         require(ended.code == 75, f"{moment}: exit {ended.code}: {ended.said[-1500:]}")
         asked_at = max(event.time for event in job.ring_of(1).events if event.name == phase)
@@ -146,15 +180,6 @@ def stop_at_any_time(arena: Arena) -> str:
         require(steps or phase in ("setup", "compile"), f"{moment}: nothing saved")
     _require_code(arena.run("f6", ["--resume"]), 0)
     return f"exit 75 at {', '.join(seen)}; {arena.require_same('f6')}"
-
-
-def _ask_in_phase(job: Job, *, rank: int, phase: str) -> None:
-    def is_there() -> bool:
-        ring = read_ring(ring_file(job.run / "recorder", rank))
-        return ring is not None and ring.phase == phase
-
-    job.wait_until(is_there, f"{phase} of rank {rank}")
-    os.kill(job.pid_of(rank), signal.SIGTERM)
 
 
 @fault(7, "the grace expires in mid-save")
@@ -192,21 +217,28 @@ def grace_expires(arena: Arena) -> str:
 def halt_one(arena: Arena) -> str:
     """Named within the heartbeat and 5 s."""
     heartbeat_s = 5.0
-    setting = f"reliability.heartbeat_s={heartbeat_s}"
-    with arena.launch("f8", arena.settings(setting)) as job:
-        job.wait_for_step(5)
+    command = arena.settings(f"reliability.heartbeat_s={heartbeat_s}")
+    with arena.launch("f8", command, faults=[_hold(arena, "f8", rank=1, step=6)]) as job:
+        _wait_until_in(job, rank=1, phase="step", step=6)
         os.kill(job.pid_of(1), signal.SIGSTOP)
-        began = time.monotonic()
-        report = job.run / "recorder" / "report.txt"
-        job.wait_until(report.exists, "a report", within_s=heartbeat_s + 60)
-        took_s = time.monotonic() - began
-        text = report.read_text().splitlines()[0]
         ended = job.end()
     _require_code(ended, 0)
+    before = arena.place / "f8" / "recorder.1"
+    text = _report_of(before)
     require(text.startswith("rank 1 does not run"), f"the report says: {text}")
-    require(took_s <= heartbeat_s + 5, f"reported after {took_s:.1f} s")
+    took_s = _noticed_at(before) - ring_of(before, 1).beat_time
+    require(took_s <= heartbeat_s + 5, f"noticed {took_s:.1f} s after its last beat")
     same = arena.require_same("f8")
     return f"T: {took_s:.1f} s (heartbeat {heartbeat_s:g} s); W: {text}; {same}"
+
+
+def _report_of(recorder: Path) -> str:
+    """The watchdog's verdict of a session."""
+    return (recorder / REPORT).read_text().splitlines()[0]
+
+
+def _noticed_at(recorder: Path) -> float:
+    return json.loads((recorder / TRIP).read_text())["time"]
 
 
 @fault(9, "a live rank stuck before a collective")
@@ -217,10 +249,9 @@ def stuck_rank(arena: Arena) -> str:
     ended = arena.run("f9", arena.settings(f"reliability.hang_s={hang_s}"), faults=[plan])
     _require_code(ended, 0)
     before = arena.place / "f9" / "recorder.1"
-    text = (before / "report.txt").read_text().splitlines()[0]
+    text = _report_of(before)
     require("rank 1 is absent" in text, f"the report says: {text}")
-    noticed_at = json.loads((before / "trip.json").read_text())["time"]
-    took_s = noticed_at - ring_of(before, 1).since
+    took_s = _noticed_at(before) - ring_of(before, 1).since
     require(took_s <= hang_s + 5, f"noticed after {took_s:.1f} s")
     stacks = [(before / f"rank-{rank:05d}.stacks").read_text() for rank in range(arena.processes)]
     require(all("trainer.py" in stack for stack in stacks), "not all stacks are there")
@@ -274,8 +305,9 @@ def killed_for_memory(arena: Arena) -> str:
     events = group / "memory.events"
     events.write_text("oom 0\noom_kill 0\n")
     options = ["--memory-group", str(group)]
-    with arena.launch("f22", arena.settings(), restarts=0, options=options) as job:
-        job.wait_for_step(5)
+    held = _hold(arena, "f22", rank=1, step=6)
+    with arena.launch("f22", arena.settings(), faults=[held], restarts=0, options=options) as job:
+        _wait_until_in(job, rank=1, phase="step", step=6)
         events.write_text("oom 1\noom_kill 1\n")
         os.kill(job.pid_of(1), signal.SIGKILL)
         ended = job.end()
@@ -286,7 +318,7 @@ def killed_for_memory(arena: Arena) -> str:
     return f"exit 137, W: {text.split(';')[1].strip()}; {arena.require_same('f22')}"
 
 
-@fault(23, "a normal end of 8 ranks")
+@fault(23, "a normal end of 8 ranks", devices=8)
 def normal_end(arena: Arena) -> str:
     """Nobody aborts."""
     ended = arena.run(

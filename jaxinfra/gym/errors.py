@@ -1,6 +1,7 @@
 """Faults 10-14, 19 and 20: processes that go on, and compute wrongly or too slowly."""
 
 import statistics
+from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
@@ -8,7 +9,7 @@ from jaxinfra.gym.arena import Arena, Ended, incidents, ledger, metrics, require
 from jaxinfra.gym.verdict import fault
 
 _BATCH = "jaxinfra.data.packing:PackedWindows.batch"
-_SPIKE = ("reliability.spike_factor=1.08", "reliability.spike_window=4")
+_WINDOW = 4  # losses before a spike can be told
 
 
 @fault(10, "one rank compiles a different program")
@@ -48,8 +49,9 @@ def poison_batch(arena: Arena) -> str:
     step = 10
     action = "jaxinfra.gym.corruption:poison_targets"
     plans = [_poison(arena, step, rank=rank, action=action) for rank in range(arena.processes)]
-    ended = arena.run("f12", arena.settings(*_SPIKE), faults=plans, restarts=0)
+    ended = arena.run("f12", arena.settings(*_spike(arena)), faults=plans, restarts=0)
     _require_done(ended)
+    _require_spike(arena, "f12", step, kind="batch excluded")
     found = the_incident(arena.place / "f12", "batch excluded")
     require(found["step"] == step, f"found {found}")
     without = [entry[0] for entry in ledger(arena.place / "f12") if not entry[-1]]
@@ -58,7 +60,7 @@ def poison_batch(arena: Arena) -> str:
     return f"the ledger lacks samples {found['samples']} alone; {found['text']}; {same}"
 
 
-@fault(13, "a bit flips in one replica's weights")
+@fault(13, "a bit flips in one replica's weights", devices=4)
 def flipped_weight(arena: Arena) -> str:
     """The vote of four copies names it within the interval."""
     plan = {
@@ -88,8 +90,9 @@ def transient(arena: Arena) -> str:
         "at": step,
         "token": RunDirectory(arena.reference()).read_config().model.vocab_size - 1,
     }
-    ended = arena.run("f14", arena.settings(*_SPIKE), faults=[plan], restarts=0)
+    ended = arena.run("f14", arena.settings(*_spike(arena)), faults=[plan], restarts=0)
     _require_done(ended)
+    _require_spike(arena, "f14", step, kind="transient fault")
     found = the_incident(arena.place / "f14", "transient fault")
     require(found["step"] == step, f"found {found}")
     require(not incidents(arena.place / "f14", "batch excluded"), "a good batch was left out")
@@ -116,6 +119,36 @@ def starved(arena: Arena) -> str:
     return f"{named}; the dead worker: {_line(ended, 'rank 1 failed')}"
 
 
+def _spike(arena: Arena) -> tuple[str, str]:
+    """The guard, a little above what an undisturbed loss does."""
+    ratios = _ratios(arena.reference())
+    factor = 1.05 * max(1.0, *ratios.values())
+    return f"reliability.spike_factor={factor:.4f}", f"reliability.spike_window={_WINDOW}"
+
+
+def _ratios(run: Path) -> dict[int, float]:
+    """Of a step's loss to the median of those before it."""
+    losses = {one["step"]: one["loss"] for one in metrics(run) if one.get("loss") is not None}
+    return {
+        step: loss / statistics.median([losses[step - back] for back in range(1, _WINDOW + 1)])
+        for step, loss in losses.items()
+        if all(step - back in losses for back in range(1, _WINDOW + 1))
+    }
+
+
+def _require_spike(arena: Arena, run: str, step: int, *, kind: str) -> None:
+    """A model that has learned nothing yet is as wrong about any text: that is no guard's fault."""
+    if incidents(arena.place / run, kind):
+        return
+    ratio, usual = _ratios(arena.place / run)[step], _ratios(arena.reference())[step]
+    require(
+        ratio > 1.1 * usual,
+        f"the spoilt batch's loss is {ratio:.3f} times the recent median, an undisturbed one's "
+        f"{usual:.3f}: in {step} steps this config learns too little to be surprised; give it a "
+        "higher --learning-rate here",
+    )
+
+
 def _slow(arena: Arena, target: str) -> dict[str, Any]:
     # On a busy machine a step takes seconds, and 200 ms are within what it varies by.
     laps = [record["step_s"] for record in metrics(arena.reference()) if record.get("step_s")]
@@ -131,10 +164,11 @@ def _slow_is_named(arena: Arena, run: str, plan: dict[str, Any], *, cause: str) 
     _require_done(ended)
     found = [(one["rank"], one["cause"]) for one in incidents(arena.place / run, "slow rank")]
     require((1, cause) in found, f"named: {found or 'nobody'}")
-    require(all(rank == 1 for rank, _ in found), f"named: {found}")
-    first = incidents(arena.place / run, "slow rank")[0]
-    require(first["step"] <= 3 + 50, f"named at step {first['step']}")
-    return f"W at step {first['step']}: {first['text']}"
+    # Another cause may be true too: on a machine that is busy elsewhere any rank may be slow.
+    slow = [one for one in incidents(arena.place / run, "slow rank") if one["cause"] == cause]
+    require(all(one["rank"] == 1 for one in slow), f"named: {found}")
+    require(slow[0]["step"] <= 3 + 50, f"named at step {slow[0]['step']}")
+    return f"W at step {slow[0]['step']}: {slow[0]['text']}"
 
 
 def _poison(arena: Arena, step: int, *, rank: int, action: str) -> dict[str, Any]:

@@ -11,15 +11,25 @@ from jaxinfra.gym.arena import Arena
 type Fault = Callable[[Arena], str]
 """Injects a fault, and returns the evidence that nothing was lost, or raises NotProvenError."""
 
-FAULTS: dict[int, tuple[str, Fault]] = {}
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A fault in the list."""
+
+    title: str
+    function: Fault
+    devices: int  # of its largest job, over which a batch is divided
 
 
-def fault(number: int, title: str) -> Callable[[Fault], Fault]:
+FAULTS: dict[int, Entry] = {}
+
+
+def fault(number: int, title: str, *, devices: int = 2) -> Callable[[Fault], Fault]:
     """Enters a function under its number in the list of faults (docs/faults.md)."""
 
     def enter(function: Fault) -> Fault:
         assert number not in FAULTS
-        FAULTS[number] = (title, function)
+        FAULTS[number] = Entry(title=title, function=function, devices=devices)
         return function
 
     return enter
@@ -38,10 +48,10 @@ class Verdict:
 
 def judge(number: int, arena: Arena) -> Verdict:
     """Runs one fault."""
-    title, function = FAULTS[number]
+    entry = FAULTS[number]
     began = time.monotonic()
     try:
-        evidence, passed = function(arena), True
+        evidence, passed = entry.function(arena), True
     except JaxinfraError as error:
         evidence, passed = str(error), False
     except Exception as error:  # whatever a fault did, the next ones are still to be judged
@@ -49,7 +59,7 @@ def judge(number: int, arena: Arena) -> Verdict:
         evidence, passed = f"{error!r} at {where.filename}:{where.lineno}", False
     return Verdict(
         number=number,
-        title=title,
+        title=entry.title,
         passed=passed,
         evidence=evidence,
         seconds=time.monotonic() - began,

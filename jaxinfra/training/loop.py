@@ -51,6 +51,7 @@ def train(
     resume: bool,
     cache_dir: Path,
     profile: ProfileRange | None = None,
+    ends_process: bool = False,
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
@@ -62,13 +63,14 @@ def train(
     Args:
         cache_dir: where tokenized corpora and compiled programs are kept between runs.
         profile: steps to trace.
+        ends_process: the caller exits next, so that a signal after the end changes nothing.
 
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
     """
     began = time.perf_counter()
-    with stop_on_signals() as stop, contextlib.ExitStack() as resources:
+    with stop_on_signals(ends_process=ends_process) as stop, contextlib.ExitStack() as resources:
         try:
             with stop.at_once(nothing_to_save=True):
                 cluster = connect()

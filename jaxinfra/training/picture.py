@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     """Training loss by step (and its moving average), held-out loss where it was measured.
 
     A step whose loss was not finite (None) is a gap.
     """
+    # Here and not above: it takes a second, of every start of every process, for one's end.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     steps, losses = _curve(records, "loss")

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
+import jax
+
 from jaxinfra.reliability.exchange import Exchange, Row, Table
 
 RESUMABLE_EXIT = 75
@@ -124,10 +126,15 @@ class Agreement:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals(*, ends_process: bool = False) -> Iterator[StopRequest]:
     """Within, SIGINT and SIGTERM are noted instead of ending the process.
 
     A second SIGINT raises KeyboardInterrupt: somebody does not want to wait for the save.
+
+    Args:
+        ends_process: what follows is the exit. A SIGTERM that comes then, as from a launcher which
+            sees that another process has stopped, must not make another exit code of it; it is
+            ignored after a request and in a job of several.
     """
     request = StopRequest()
     handlers = dict.fromkeys(_ASKING, request.note)
@@ -137,6 +144,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
         with _nudges(request):
             yield request
     finally:
+        if ends_process and (request or jax.distributed.is_initialized()):
+            before[signal.SIGTERM] = signal.SIG_IGN
         for number, handler in before.items():
             signal.signal(number, handler)
 

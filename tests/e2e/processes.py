@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import jax
+
 from jaxinfra.cli.main import main
 
+# Small programs that run for a second and compile for several: half of that without LLVM's passes.
+COMPILE_FAST = "--xla_backend_optimization_level=0"
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [__name__, *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate"))]
@@ -112,7 +116,9 @@ def _child(
     for descriptor, suffix in zip((1, 2), _SUFFIXES, strict=True):
         file = os.open(log.with_suffix(suffix), os.O_WRONLY)
         os.dup2(file, descriptor)
-    os.environ.update(environment)
+    flags = f"{environment.get('XLA_FLAGS', '')} {COMPILE_FAST}"
+    os.environ.update(environment | {"XLA_FLAGS": flags})
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if before is not None:
         before()
     sys.exit(main(arguments))

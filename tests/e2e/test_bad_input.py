@@ -225,16 +225,20 @@ def test_evaluate_a_step_that_is_not_there(bench, whole):
     assert_refused(bench, arguments, ["no checkpoint of step 7", "16, 20"])
 
 
+# Compiled for one test each.
+SMALL = {"training__accumulation": 1, "model__num_layers": 1, "model__dropout_rate": 0.0}
+
+
 def test_a_model_that_no_device_holds_is_told_in_one_line(bench):
     """Started again it would fail again: exit 1, and no 74 where there are others."""
     too_wide = "--set=model.blocks.0.mlp.hidden_dim=1000000000000"
     words = ["Out of memory", "jaxinfra plan", "--remat"]
-    assert_refused(bench, [*bench.new("run"), too_wide], words)
+    assert_refused(bench, [*bench.new("run", **SMALL), too_wide], words)
 
 
 def test_a_run_that_diverges_says_so_and_keeps_its_last_good_state(bench):
     options = ["--learning-rate", "1e30", "--set=training.max_bad_steps=3"]
-    ended = bench.run([*bench.new("run"), *options])
+    ended = bench.run([*bench.new("run", **SMALL), *options])
     assert ended.code == 1
     (line,) = ended.lines()
     assert "3 steps in a row had a loss or a gradient that is not finite" in line

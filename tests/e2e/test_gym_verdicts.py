@@ -163,7 +163,8 @@ def test_the_verdict_fails_where_the_product_is_broken(tmp_path, number):
         )
     broken = tmp_path / "jaxinfra" / file
     broken.write_text(broken.read_text().replace(text, other))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
         [sys.executable, "-m", "jaxinfra", "gym", "--logs", str(tmp_path / "logs"), str(number)],
         cwd=tmp_path,

@@ -15,6 +15,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from e2e.faults import signal_at, terminal
+from e2e.processes import COMPILE_FAST
 from e2e.runs import STEPS, checkpoints, make_text, metrics, without_times
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 def test_as_people_start_it(bench, whole):
     """``python -m jaxinfra``, with nothing imported before: the run of the other tests."""
     words = [sys.executable, "-m", "jaxinfra", *map(str, bench.new("run"))]
-    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    flags = {**os.environ, "XLA_FLAGS": COMPILE_FAST}  # as the other tests' processes
+    ended = subprocess.run(words, cwd=ROOT, env=flags, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     assert without_times(bench / "run") == without_times(whole)
 
@@ -231,7 +233,8 @@ def test_evaluate_on_another_text(bench, whole, tmp_path):
 
 
 def test_profile_has_names_that_people_read(bench):
-    arguments = [*bench.new("run"), "--profile", "3:5", "--mesh", "fsdp=2"]
+    short = bench.new("run", training__steps=6, training__accumulation=1, model__num_layers=1)
+    arguments = [*short, "--profile", "3:5", "--mesh", "fsdp=2"]
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     ended = bench.run(arguments, environment=two)
     assert ended.code == 0, ended

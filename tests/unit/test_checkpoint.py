@@ -1,8 +1,11 @@
 """Saving and restoring: bitwise, on any mesh, refusing what does not match."""
 
+import asyncio
 import dataclasses
+import gc
 import logging
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxinfra.checkpoint import Checkpointer, load, verify
+from jaxinfra.checkpoint.arrays import silence_orbax
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.core.errors import CheckpointError
 
@@ -291,6 +295,21 @@ def test_orbax_is_quiet(checkpointer, caplog):
         checkpointer.save(1, {"w": jnp.ones(3)}, data_state={})
         checkpointer.restore(abstract({"w": jnp.ones(3)}))
     assert [record.getMessage() for record in caplog.records] == []
+
+
+@pytest.mark.parametrize(("file", "told"), [("/lib/orbax/write.py", 0), ("/lib/other.py", 1)])
+def test_further_failures_of_one_save_are_not_told(caplog, file, told):
+    """We raise the first; asyncio would print a traceback for each of the others."""
+    silence_orbax()
+    found: dict[str, Any] = {}
+    exec(compile("async def fail():\n    raise OSError(28, 'full')", file, "exec"), found)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(found["fail"]())
+    loop.run_until_complete(asyncio.wait([task]))
+    loop.close()
+    del task
+    gc.collect()
+    assert len([record for record in caplog.records if record.name == "asyncio"]) == told
 
 
 @pytest.mark.gpu

@@ -33,6 +33,17 @@ def test_a_signal_is_noted_and_the_handlers_return():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_after_the_end_does_not_change_the_exit():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with stop_on_signals(ends_process=True) as stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def signal_self(number: signal.Signals) -> None:
     """Nothing that catches failures catches the request to stop."""
     with contextlib.suppress(Exception):
