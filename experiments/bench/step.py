@@ -91,10 +91,10 @@ def main() -> None:
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
     if args.trace is not None:
-        best = {side: makers[chosen[side].name] for side in ("ours", "plain") if side in chosen}
         result["traces"] = {
-            side: _trace(bench.contender(make(TRACEABLE)), args.trace / side)
-            for side, make in best.items()
+            side: _trace(bench.contender(_traceable(program, makers)), args.trace / side)
+            for side, program in chosen.items()
+            if side in ("ours", "plain")
         }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -236,6 +236,12 @@ def _alternate(
             flush=True,
         )
     return result
+
+
+def _traceable(program: Program, makers: dict[str, Maker]) -> Program:
+    if describe_options(TRACEABLE) in program.name:
+        return program
+    return makers[program.name](TRACEABLE)
 
 
 def _trace(contender: Contender, directory: pathlib.Path) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from experiments.bench.step_programs import Program, ours, plain, without_rope_s
 from jaxinfra.config.presets import MODELS
 from jaxinfra.data.sources import scan
 from jaxinfra.data.tokenizer import train_bpe
+from jaxinfra.training.xla_options import parse_options
 
 LEARNING_RATE = 3e-4
 VOCABULARY = 8192  # ids that the text uses, of the model's
@@ -34,12 +35,15 @@ def main() -> None:
     parser.add_argument("--preset", default="llama32_1b", choices=sorted(MODELS))
     parser.add_argument("--data", default="stdlib", help="a directory, a file, or stdlib")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="at least 2")
     parser.add_argument("--remat", default="none")
-    parser.add_argument("--unroll", type=int, default=16)
+    parser.add_argument("--unroll", type=int, default=1)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument(
+        "--options", default="", metavar="SET", help="XLA's, of ours: name=value,..."
+    )
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     args = parser.parse_args()
     config = without_rope_scaling(MODELS[args.preset]())
@@ -48,18 +52,26 @@ def main() -> None:
     programs = {
         "plain": plain(config, **sizes, remat="dots"),
         "ours": ours(
-            config, **sizes, remat=args.remat, unroll=args.unroll, attention=args.attention
+            config,
+            **sizes,
+            remat=args.remat,
+            unroll=args.unroll,
+            attention=args.attention,
+            options=parse_options(args.options.split(",")) if args.options else None,
         ),
     }
-    losses = {
-        side: [train(program, ids, seed, args) for seed in range(args.seeds)]
-        for side, program in programs.items()
-    }
+    losses: dict[str, list[list[float]]] = {side: [] for side in programs}
     result = {"environment": environment(), "settings": vars(args) | {"out": None}}
-    result |= {"clocks_after": clocks(), **compare(losses), "losses": losses}
-    print(json.dumps({k: v for k, v in result.items() if k != "losses"}, indent=1, default=str))
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    for seed in range(args.seeds):
+        for side, program in programs.items():
+            losses[side].append(train(program, ids, seed, args))
+        if seed == 0:
+            continue
+        compared = compare(losses)
+        print(compared, flush=True)
+        if args.out:
+            found = result | {"clocks_after": clocks(), **compared, "losses": losses}
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def tokens_of(data: str, *, vocab_size: int, args: argparse.Namespace) -> np.ndarray:
