@@ -94,7 +94,8 @@ def flash_attention(
     Layout and argument names follow ``jax.nn.dot_product_attention``. Differences: positions are
     aligned bottom-right (query t with key t + S - T) where T != S; the logsumexp is float32 and
     differentiable; segment ids, a soft cap and sinks exist; bias is added after the cap, so that it
-    can mask; a row that sees no key is 0.
+    can mask; a row that sees no key is 0. Keys and values that are hidden must be finite all the
+    same: a weight of 0 does not silence a NaN.
 
     Algorithms: FlashAttention-2 (Dao 2023); on Hopper FlashAttention-3 (Shah et al. 2024).
 

@@ -42,7 +42,7 @@ bounds = st.none() | st.integers(0, 12)
 
 
 @hypothesis.given(st.integers(1, 9), st.integers(1, 9), bounds, bounds, st.booleans())
-@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.settings(deadline=None, max_examples=60)
 def test_bounds_that_hide_nothing_are_left_out(T, S, left, right, is_causal):
     spec = make_spec(
         T, S, head_width=4, scale=None, is_causal=is_causal, local_window_size=(left, right),
