@@ -1,7 +1,10 @@
 """Prefill and decode of a model with random weights, timed for the roofline."""
 
+import contextlib
 import dataclasses
 import functools
+import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,9 +37,65 @@ def random(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
 
 
-def seconds(f: Callable, *args: Any) -> float:
-    """Of one call."""
-    return timing.measure({"it": (f, args)}, rounds=2, iterations=4)["it"].median_ms / 1e3
+class Clock:
+    """Times calls; or only compiles them, so that all can be compiled side by side first."""
+
+    def __init__(self) -> None:
+        self._compiles_only = False
+
+    @contextlib.contextmanager
+    def compiling_only(self) -> Iterator[None]:
+        """Within, nothing runs and times are infinite. Programs are kept in a folder."""
+        settings = {
+            "jax_compilation_cache_dir": tempfile.mkdtemp(),
+            "jax_persistent_cache_min_compile_time_secs": 0,
+        }
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        self._compiles_only = True
+        try:
+            yield
+        finally:
+            self._compiles_only = False
+
+    def seconds(self, f: Callable, *args: Any) -> float:
+        """Of one call's kernels."""
+        if self._compiles_only:
+            return self._compile(f, *args)
+        return timing.measure({"it": (f, args)}, rounds=2, iterations=4)["it"].median_ms / 1e3
+
+    def wall(self, f: Callable, *args: Any) -> float:
+        """Of a call on the host's clock, queued behind others of its kind."""
+        if self._compiles_only:
+            return self._compile(f, *args)
+        jax.block_until_ready(f(*args))
+        count = 5
+        start = time.perf_counter()
+        jax.block_until_ready([f(*args) for _ in range(count)])
+        return (time.perf_counter() - start) / count
+
+    def wall_of_decode(self, weights, state, tokens, config: StepConfig) -> float:
+        """Of a token as the server would call it: each step takes the last one's state."""
+        if self._compiles_only:
+            decode.lower(weights, state, tokens, config=config).compile()
+            return math.inf
+        tokens, state = decode(weights, state, tokens, config=config)
+        jax.block_until_ready(tokens)
+        count = 6
+        start = time.perf_counter()
+        for _ in range(count):
+            tokens, state = decode(weights, state, tokens, config=config)
+        jax.block_until_ready(tokens)
+        return (time.perf_counter() - start) / count
+
+    @staticmethod
+    def _compile(f: Callable, *args: Any) -> float:
+        jitted: Any = f if hasattr(f, "lower") else jax.jit(f)
+        jitted.lower(*args).compile()
+        return math.inf
+
+
+CLOCK = Clock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +153,7 @@ def prefilled(name: str, preset: str, batch: int, length: int, device: Device) -
     args = (model.weights, *model.rows(batch, length))
     f = functools.partial(prefill, config=model.step, num_slots=length)
     work = roofline.prefill_work(model.shape, device, batch=batch, length=length)
-    return timed(name, "prefill", work, seconds(f, *args), wall(f, *args))
+    return timed(name, "prefill", work, CLOCK.seconds(f, *args), CLOCK.wall(f, *args))
 
 
 def decoded(name: str, preset: str, batch: int, context: int, device: Device) -> dict[str, Any]:
@@ -109,11 +168,11 @@ def decoded(name: str, preset: str, batch: int, context: int, device: Device) ->
     several = jax.jit(functools.partial(decode_several, config=model.step))
     # The program copies the cache once, which a server does not: the difference has no copy.
     longer, shorter = (
-        seconds(several, model.weights, state, tokens, jnp.int32(count))
+        CLOCK.seconds(several, model.weights, state, tokens, jnp.int32(count))
         for count in (2 * DECODED, DECODED)
     )
     work = roofline.decode_work(model.shape, device, batch=batch, context=context)
-    host = wall_of_decode(model.weights, state, tokens, model.step)
+    host = CLOCK.wall_of_decode(model.weights, state, tokens, model.step)
     return timed(name, "decode", work, (longer - shorter) / DECODED, host)
 
 
@@ -124,15 +183,6 @@ def timed(name: str, group: str, work: Work, taken: float, wall_s: float) -> dic
     }
 
 
-def wall(f: Callable, *args: Any) -> float:
-    """Seconds of a call on the host's clock, queued behind others of its kind."""
-    jax.block_until_ready(f(*args))
-    count = 5
-    start = time.perf_counter()
-    jax.block_until_ready([f(*args) for _ in range(count)])
-    return (time.perf_counter() - start) / count
-
-
 def decode_several(weights, state, tokens, count, *, config: StepConfig) -> jax.Array:
     """Tokens after ``count`` steps in one program."""
 
@@ -141,15 +191,3 @@ def decode_several(weights, state, tokens, count, *, config: StepConfig) -> jax.
         return decode(weights, state, tokens, config=config)
 
     return lax.fori_loop(0, count, one, (tokens, state))[0]
-
-
-def wall_of_decode(weights, state, tokens, config: StepConfig) -> float:
-    """Seconds a token as the server would call it: each step takes the last one's state."""
-    tokens, state = decode(weights, state, tokens, config=config)
-    jax.block_until_ready(tokens)
-    count = 6
-    start = time.perf_counter()
-    for _ in range(count):
-        tokens, state = decode(weights, state, tokens, config=config)
-    jax.block_until_ready(tokens)
-    return (time.perf_counter() - start) / count
