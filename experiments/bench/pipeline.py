@@ -261,14 +261,9 @@ def variants(args: argparse.Namespace, micro_batches: int) -> list[Variant]:
     return [alone, *piped, fsdp]
 
 
-def main() -> None:
-    names = [schedule.value for schedule in PipelineSchedule]
-    parser = argparse.ArgumentParser(prog="jaxinfra bench pipeline", description=__doc__)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[16])
-    order = ["1f1b", "zb_h1", "interleaved", "gpipe", "zb_v"]
-    parser.add_argument("--schedules", nargs="+", default=order, choices=names)
-    parser.add_argument("--chunks", type=int, default=2, help="a stage, interleaved")
-    sizes = {"layers": 32, "width": 3072, "hidden": 8192, "heads": 24, "kv-heads": 8}
+def add_sizes(parser: argparse.ArgumentParser, *, layers: int) -> None:
+    """Options of the model, and of how it is run."""
+    sizes = {"layers": layers, "width": 3072, "hidden": 8192, "heads": 24, "kv-heads": 8}
     # A vocabulary of 128,256 would make the last stage half as long again as the others.
     sizes |= {"head-dim": 128, "vocab": 32000, "length": 4096, "rows": 1, "repeats": 3}
     for name, size in sizes.items():
@@ -276,6 +271,16 @@ def main() -> None:
     parser.add_argument("--policy", default="bf16")
     parser.add_argument("--remat", default="dots", choices=[remat.value for remat in Remat])
     parser.add_argument("--attention", default="auto")
+
+
+def main() -> None:
+    names = [schedule.value for schedule in PipelineSchedule]
+    parser = argparse.ArgumentParser(prog="jaxinfra bench pipeline", description=__doc__)
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[16])
+    order = ["1f1b", "zb_h1", "interleaved", "gpipe", "zb_v"]
+    parser.add_argument("--schedules", nargs="+", default=order, choices=names)
+    parser.add_argument("--chunks", type=int, default=2, help="a stage, interleaved")
+    add_sizes(parser, layers=32)
     parser.add_argument("--budget-s", type=float, default=110.0, help="start nothing after it")
     parser.add_argument("--jobs", type=int, default=8, help="programs compiled at a time")
     parser.add_argument("--only", nargs="+", help='variants, such as "1f1b m=16"; default: all')
