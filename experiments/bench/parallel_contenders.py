@@ -37,7 +37,7 @@ OPTIONS: dict[str, Options] = {
     "O1": {"optimization_level": "O1"},
     "hiding": {"xla_gpu_enable_latency_hiding_scheduler": True},
     "doubled": {"xla_gpu_enable_while_loop_double_buffering": True},
-    # Larger messages, as the product sets itself where layers are unrolled; and XLA's own.
+    # XLA's own size of messages; ours before, and since: a layer's weights, a layer's gradients.
     "separate": {
         "xla_gpu_all_gather_combine_threshold_bytes": 30 * 2**20,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 30 * 2**20,
@@ -46,7 +46,7 @@ OPTIONS: dict[str, Options] = {
         "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
     },
-    "near": {  # a layer's weights, a layer's gradients: each beside the matmuls of the next
+    "near": {
         "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
     },
