@@ -57,13 +57,15 @@ def run(args: argparse.Namespace) -> int:
     again = command
     if command[0] == "train":
         command, again, run_directory = train_commands(command)
+    if args.requeue:
+        require_slurm(os.environ)
     program = [sys.executable, "-m", "jaxinfra"]
     logs = args.logs or (
         Path("launch-logs")
         if run_directory is None
         else run_directory.with_name(run_directory.name + ".launch")
     )
-    code = Supervisor(
+    supervisor = Supervisor(
         program + command,
         again=program + again,
         num_processes=args.processes,
@@ -73,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
         place=_place(args),
         environment=_without_cluster(),
         memory_group=args.memory_group,
-    ).run()
-    if args.requeue and code == RESUMABLE:
+    )
+    code = supervisor.run()
+    # Killed because the grace was too short it can be continued too, from an older checkpoint.
+    if args.requeue and (code == RESUMABLE or (supervisor.was_asked and code > 2)):
         requeue(os.environ)
     return code
 
@@ -128,11 +132,21 @@ def _without_cluster() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
-def requeue(environment: Mapping[str, str]) -> None:
-    """Puts this Slurm job back into the queue; of several nodes the first one does so."""
-    job = environment.get("SLURM_JOB_ID")
-    scontrol = shutil.which("scontrol")
-    if job is None or scontrol is None:
+def require_slurm(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError where ``requeue`` could not work: before the job runs, not after it."""
+    if environment.get("SLURM_JOB_ID") is None or shutil.which("scontrol") is None:
         raise ConfigError("--requeue works under Slurm only: no SLURM_JOB_ID, or no scontrol")
-    if environment.get("SLURM_NODEID", "0") == "0":
-        subprocess.run([scontrol, "requeue", job], check=True)
+
+
+def requeue(environment: Mapping[str, str]) -> None:
+    """Puts this Slurm job back into the queue; of several nodes the first one does so.
+
+    Where Slurm refuses, that is said, and the job's own exit code stays what it is.
+    """
+    if environment.get("SLURM_NODEID", "0") != "0":
+        return
+    words = ["scontrol", "requeue", environment["SLURM_JOB_ID"]]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = " ".join(ended.stderr.split())
+        print(f"jaxinfra launch: not requeued: {' '.join(words)}: {said}", file=sys.stderr)

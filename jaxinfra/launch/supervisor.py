@@ -96,6 +96,11 @@ class Supervisor:
         self._tails: list[Tail] = []
         self._attempts: list[dict[str, Any]] = []
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether a signal asked the job to stop."""
+        return self._asked is not None
+
     def run(self) -> int:
         """Until the job ends, stops or fails for good; returns its exit code."""
         handlers = {

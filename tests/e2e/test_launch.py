@@ -78,7 +78,7 @@ def test_the_first_process_alone_writes_the_run(arena):
     summary = json.loads((run / "summary.json").read_text())
     causes = summary["wall_s_by_cause"]
     # Wall time from the start of the process's work to the summary, all of it accounted for.
-    assert sum(causes.values()) == pytest.approx(summary["wall_s"], rel=0.1)
+    assert sum(causes.values()) == pytest.approx(summary["wall_s"], abs=0.5)
     assert 0 < summary["goodput"] < 1
 
 

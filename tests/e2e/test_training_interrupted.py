@@ -16,6 +16,7 @@ from e2e.processes import start
 from e2e.runs import STEPS, Bench, assert_same_run, checkpoints, metrics
 
 from jaxinfra.reliability.faults import VARIABLE
+from jaxinfra.reliability.goodput import read_sessions
 from jaxinfra.reliability.recorder import read_ring, ring_file
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
@@ -150,6 +151,13 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
     assert resumed.code == 0, resumed
     assert_same_run(run, whole)
     assert checkpoints(run) == checkpoints(whole)
+    # All wall time has a cause, that of killed sessions and the time between them too.
+    sessions = read_sessions(run / "goodput.jsonl")
+    spent = sum(
+        sum(session["seconds"].values()) - session["seconds"]["lost"] for session in sessions
+    )
+    assert len(sessions) > 3
+    assert spent == pytest.approx(sessions[-1]["time"] - sessions[0]["began"], abs=0.5)
 
 
 @pytest.mark.parametrize("num_runs", [1, pytest.param(25, marks=pytest.mark.slow)])

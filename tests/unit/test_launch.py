@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxinfra.cli.launch import requeue, train_commands
+from jaxinfra.cli.main import main
 from jaxinfra.core.errors import ConfigError, LostPeerError
 from jaxinfra.launch.cluster import Cluster, detect_cluster, expand_nodes
 from jaxinfra.launch.ending import Ending, count_memory_kills, first_failure
@@ -282,19 +283,48 @@ def test_one_rank_that_stops_early_stops_the_others(tmp_path):
     assert (code, len(report)) == (75, 1)
 
 
-def test_a_stopped_slurm_job_is_requeued_once(tmp_path, monkeypatch):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    scontrol.chmod(0o755)
+# Exit code, whether a signal had asked the job to stop, whether it goes back into the queue.
+REQUEUED = [(75, True, True), (137, True, True), (0, True, False), (1, True, False)]
+REQUEUED += [(137, False, False)]
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Slurm's, which writes what it was asked for; it refuses job 666."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n[ $2 != 666 ] || {{ echo No >&2; exit 1; }}\n'
+    )
+    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "123")
+    return tmp_path / "asked"
+
+
+def test_a_stopped_slurm_job_is_requeued_once(scontrol, monkeypatch, capsys):
     for node in ("1", "0"):
         monkeypatch.setenv("SLURM_NODEID", node)
         requeue(os.environ)
-    assert (tmp_path / "asked").read_text() == "requeue 123\n"
-    monkeypatch.delenv("SLURM_JOB_ID")
-    with pytest.raises(ConfigError, match="under Slurm only"):
-        requeue(os.environ)
+    assert scontrol.read_text() == "requeue 123\n"
+    monkeypatch.setenv("SLURM_JOB_ID", "666")
+    requeue(os.environ)
+    assert "not requeued: scontrol requeue 666: No" in capsys.readouterr().err
+
+
+def test_requeue_is_refused_before_the_job_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    words = ["launch", "-n", "1", "--requeue", "--logs", str(tmp_path / "logs"), "--", "evaluate"]
+    assert main(words) == 1
+    assert "under Slurm only" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(("code", "asked", "is_requeued"), REQUEUED)
+def test_what_can_be_continued_is_requeued(scontrol, monkeypatch, code, asked, is_requeued):
+    monkeypatch.setattr(Supervisor, "run", lambda self: code)
+    monkeypatch.setattr(Supervisor, "was_asked", asked)
+    assert main(["launch", "-n", "1", "--requeue", "--", "evaluate"]) == code
+    assert scontrol.exists() == is_requeued
 
 
 def test_a_training_command_continues_when_it_is_started_again():
