@@ -7,5 +7,7 @@ from .flash_attention import flash_attention_fp8 as flash_attention_fp8
 from .flash_attention import flash_attention_gradient as flash_attention_gradient
 from .flash_attention import merge_partials as merge_partials
 from .flash_attention import quantize_fp8 as quantize_fp8
+from .norm import layer_norm as layer_norm
 from .norm import rms_norm as rms_norm
+from .softmax import log_softmax as log_softmax
 from .softmax import softmax as softmax

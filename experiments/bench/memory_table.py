@@ -1,4 +1,4 @@
-"""Makes the tables that softmax's and rms_norm's ``implementation="auto"`` follow.
+"""Makes the tables that ``implementation="auto"`` of softmaxes and norms follows.
 
 python -m experiments.bench.memory_table experiments/results/memory-bound-h200.json
 
@@ -10,15 +10,16 @@ import json
 import pathlib
 from collections.abc import Collection
 
+from experiments.bench.memory_cases import OPS
 from pallas_kernels.common import device, rows, tables
 from pallas_kernels.norm import api as norm
 from pallas_kernels.softmax import api as softmax
 
-FOLDERS = {"softmax": softmax.TUNED, "rms_norm": norm.TUNED}
+FOLDERS = {"softmax": softmax.TUNED, "norm": norm.TUNED}
 
 
 def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
-    """The dispatch table of what ``experiments.bench.memory_bound`` wrote, for one op.
+    """The dispatch table of what ``experiments.bench.memory_bound`` wrote, for one folder of ops.
 
     Raises:
         ValueError: a kernel's results were wrong, or other from call to call.
@@ -27,22 +28,23 @@ def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
         row["name"]
         for row in result["rows"]
         if row["name"].startswith("check ")
+        and row["name"].split()[1] not in skip
         and "skipped" not in row
         and not (row.get("ok") and row.get("repeats"))
     ]
     if wrong:
         raise ValueError(f"wrong or unsteady results: {'; '.join(wrong)}; a table of them is void")
-    directions = {op: "forward", f"{op}_gradient": "gradient"}
-    directions = {name: text for name, text in directions.items() if name not in skip}
+    names = {name for name, case in OPS.items() if case.folder == op and name not in skip}
     measured = []
     for row in result["rows"]:
         name, _, form = row["name"].rpartition(" ")
         name, _, shape = name.partition(" ")
-        if name not in directions or form not in ("hopper", "xla") or "ms" not in row:
+        if name not in names or form not in ("hopper", "xla") or "ms" not in row:
             continue
         num_rows, num_columns = (int(size) for size in shape.split("x"))
         case: dict[str, tables.Value] = {
-            "direction": directions[name],
+            "form": name.removesuffix("_gradient"),
+            "direction": "gradient" if name.endswith("_gradient") else "forward",
             "rows": num_rows,
             "columns": num_columns,
             "dtype": "bfloat16",
@@ -65,8 +67,7 @@ def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("measured", type=pathlib.Path)
-    kernels = [name + end for name in FOLDERS for end in ("", "_gradient")]
-    parser.add_argument("--skip", nargs="*", default=(), choices=kernels)
+    parser.add_argument("--skip", nargs="*", default=(), choices=list(OPS))
     args = parser.parse_args()
     result = json.loads(args.measured.read_text())
     for op, folder in FOLDERS.items():

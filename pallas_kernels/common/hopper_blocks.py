@@ -2,13 +2,12 @@
 
 Nothing is read ahead. Ten small blocks share a multiprocessor, and while one reduces others load
 and store; the hardware starts the next where one ends. Where a row fits a warpgroup's registers
-this is closer to a copy's rate than ``hopper_rows``, whose copy engine reads and writes at 90% of
+this is closer to a copy's rate than ``hopper_stream``, whose copy engine reads and writes at 90% of
 it (norm/NOTES.md).
 
 Dims: R row, C column, A row or part in a warpgroup, M column of a part, P part of a row.
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -17,93 +16,58 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .errors import UnsupportedError
-from .hopper_rows import Combine, Formula, Row, lane_layout, tile_layout
-from .hopper_rows_config import LANES, LONGEST_WHOLE_ROW, WARPS
-
-LONGEST_ROW = 8192
-"""Columns: 64 to a thread."""
-
-
-def why_not(shape: tuple[int, int]) -> str | None:
-    """Why rows of this shape have no such kernel; None if they have."""
-    rows, columns = shape
-    if not 0 < columns <= LONGEST_ROW:
-        return f"rows of 1 to {LONGEST_ROW} columns fit a warpgroup, not {columns}"
-    whole = columns <= LONGEST_WHOLE_ROW
-    multiple = LANES if whole else LANES * WARPS
-    if columns % multiple:
-        return f"{columns} columns are not a multiple of {multiple}"
-    if whole and rows % WARPS:
-        return f"{rows} rows of {columns} columns are not a multiple of {WARPS} rows"
-    return None
+from .hopper_formula import Formula, Parts, to_columns
+from .hopper_rows_config import WARPS, Blocks, lane_layout, tile_layout
 
 
 def block_rows(
     formula: Formula,
     inputs_RC: Sequence[jax.Array],
     *,
-    num_statistics: int,
+    config: Blocks,
     vectors_C: Sequence[jax.Array] = (),
-    most_turns: int = 1,
-) -> jax.Array:
-    """Applies a formula without accumulators to every row.
-
-    Args:
-        formula, inputs_RC, num_statistics: as in ``hopper_rows.stream_rows``.
-        vectors_C: fp32, the same for all rows; a block reads them once.
-        most_turns: units that a block does one after another, which spares reading the vectors.
-
-    Raises:
-        UnsupportedError: such rows have no such kernel.
-    """
+) -> tuple[jax.Array, ...]:
+    """The results of a formula without sums; arguments as in ``hopper_rows.apply_rows``."""
+    assert formula.num_sums == 0
     rows, columns = inputs_RC[0].shape
     dtype = inputs_RC[0].dtype
-    reason = why_not((rows, columns))
-    if reason is not None:
-        raise UnsupportedError(f"{reason} in the Hopper kernels over rows; plain JAX takes any")
-    whole = columns <= LONGEST_WHOLE_ROW
-    if whole:
-        most = max(1, LONGEST_WHOLE_ROW // columns)
-        batch = next(r for r in range(most, 0, -1) if rows % (WARPS * r) == 0)
-        shape, vector_shape = (WARPS * batch, columns), (1, columns)
+    if config.rows_per_warp:
+        shape, vector_shape = (WARPS * config.rows_per_warp, columns), (1, columns)
     else:
         shape = vector_shape = (WARPS, columns // WARPS)
     units = rows * columns // (shape[0] * shape[1])
-    turns = next(t for t in range(most_turns, 0, -1) if units % t == 0)
-    vector = next(
-        v for v in (16 // dtype.itemsize, 4, 2, 1) if shape[1] % (LANES * v) == 0
-    )  # columns that a thread holds side by side
-    layout = tile_layout(vector)
+    turns = next(t for t in range(config.most_turns, 0, -1) if units % t == 0)
+    layout = tile_layout(config.vector)
+    parts = Parts(whole=bool(config.rows_per_warp))
+    num_operands = len(inputs_RC) + len(vectors_C)
 
     def body(*refs):
-        inputs, per_column = refs[: len(inputs_RC)], refs[len(inputs_RC) : -2]
-        out, parts = refs[-2:]
+        inputs, per_column = refs[: len(inputs_RC)], refs[len(inputs_RC) : num_operands]
+        outs, exchange = refs[num_operands:-1], refs[-1]
         first = lax.axis_index("block") * turns
         held = [_load_vector(ref, shape, layout) for ref in per_column]
 
         def turn(i, _):
-            def load(j):
-                x = plgpu.load(inputs[j].at[first + i], layout=layout, optimized=False)
-                return x.astype(jnp.float32)
-
-            row = Row(
-                load=load,
-                vector=lambda j: held[j],
-                gather=functools.partial(_gather, parts.at[lax.rem(i, 2)], num_statistics),
-                whole=whole,
-            )
-            result, _ = formula(row, ())
-            out[first + i] = result.astype(dtype)
+            tiles = [
+                plgpu.load(x.at[first + i], layout=layout, optimized=False).astype(jnp.float32)
+                for x in inputs
+            ]
+            numbers = formula.fold(tiles.__getitem__, held.__getitem__)
+            if not parts.whole:
+                numbers = _exchange(exchange.at[lax.rem(i, 2)], numbers)
+            totals = [to_columns(x, shape) for x in formula.join(parts, *numbers)]
+            results, _ = formula.finish(tiles.__getitem__, held.__getitem__, totals)
+            for out, result in zip(outs, results, strict=True):
+                out[first + i] = result.astype(dtype)
             return ()
 
         lax.fori_loop(0, turns, turn, ())
 
     tiled = (units, *shape)
-    return plgpu.kernel(
+    outs = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(tiled, dtype),
-        scratch_types=(plgpu.SMEM((2, num_statistics, WARPS), jnp.float32),),
+        out_type=(jax.ShapeDtypeStruct(tiled, dtype),) * formula.num_results,
+        scratch_types=(plgpu.SMEM((2, formula.num_numbers, WARPS), jnp.float32),),
         grid=(units // turns,),
         grid_names=("block",),
         num_threads=1,
@@ -111,9 +75,8 @@ def block_rows(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=256
         ),
-    )(
-        *(x.reshape(tiled) for x in inputs_RC), *(v.reshape(vector_shape) for v in vectors_C)
-    ).reshape(rows, columns)
+    )(*(x.reshape(tiled) for x in inputs_RC), *(v.reshape(vector_shape) for v in vectors_C))
+    return tuple(out.reshape(rows, columns) for out in outs)
 
 
 def _load_vector(ref, shape: tuple[int, int], layout) -> jax.Array:
@@ -123,12 +86,10 @@ def _load_vector(ref, shape: tuple[int, int], layout) -> jax.Array:
     return lax.broadcast_in_dim(x_M, shape, [1])
 
 
-def _gather(ref, num_statistics: int, combine: Combine, *parts_A: jax.Array):
+def _exchange(ref, numbers: tuple[jax.Array, ...]) -> list[jax.Array]:
     """Through shared memory; in turns, so that one barrier is enough."""
-    for j, part_A in enumerate(parts_A):
-        ref[j, pl.ds(0, WARPS)] = part_A
+    for j, number_A in enumerate(numbers):
+        ref[j, pl.ds(0, WARPS)] = number_A
     plgpu.commit_smem()
     layout = lane_layout(WARPS)
-    return combine(
-        *(plgpu.load(ref.at[j], layout=layout, optimized=False) for j in range(num_statistics))
-    )
+    return [plgpu.load(ref.at[j], layout=layout, optimized=False) for j in range(len(numbers))]

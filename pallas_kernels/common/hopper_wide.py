@@ -3,17 +3,19 @@
 A block of four warpgroups holds a whole row of 32,768 columns, a cluster of blocks a longer one.
 The copy engine fills a ring of chunks ahead; a warpgroup folds each chunk of its share into a few
 numbers a row, all exchange these, and a second turn over the chunks writes the result straight from
-registers, which frees each chunk for the next row. What limits wide rows is that exchange: the
-fewer blocks share a row the better. Of 132 multiprocessors 120 can form clusters of four or eight;
-a grid that asks for more runs a second wave (norm/NOTES.md).
+registers, which frees each chunk for the next row. What belongs to a column, a scale or a sum over
+rows, stays in registers. What limits wide rows is that exchange: the fewer blocks share a row the
+better. Of 132 multiprocessors 120 can form clusters of four or eight; a grid that asks for more
+runs a second wave (norm/NOTES.md).
 
-Dims: R row, C column, A part of a row in a warpgroup, M column of a part, P part of a row.
+Dims: R row, C column, A part of a row in a warpgroup, M column of a tile, P part of a row.
 """
 
 import dataclasses
 import functools
+import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,69 +25,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_rows import cluster_fence, lane_layout, tile_layout
-from .hopper_rows_config import WARPS
+from .hopper_formula import Formula, Parts, to_columns
+from .hopper_rows_config import WARPS, Wide, lane_layout, tile_layout
 
-WARPGROUPS = 4
-TILE = 512  # columns of a warp's part that are in registers at a time, 16 a thread
-PIECE = WARPGROUPS * WARPS * TILE
-"""Columns of a row that a block works on at a time."""
 TURNS = 4  # exchanges that may overlap: one is still read while the second next is written
-
-type Load = Callable[[int], jax.Array]
-"""Input or vector i as fp32 [A, M]."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Formula:
-    """What is done to a row."""
-
-    fold: Callable[[Load, Load, tuple[jax.Array, ...] | None], tuple[jax.Array, ...]]
-    """(inputs, vectors, numbers so far) to numbers of each part, [A] each."""
-    combine: Callable[..., tuple[jax.Array, ...]]  # numbers of all parts, [P] each, to scalars
-    finish: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]
-    """(inputs, vectors, scalars, accumulators) to (result, accumulators)."""
-    num_statistics: int
-    num_accumulators: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
-    """How a row lies on blocks."""
-
-    cluster: int = 1  # blocks that share a row
-    tiles: int = 1  # of a chunk: what arrives and is freed at once
-    chunks: int = 1  # of a block's share of a row
-    slots: int = 4  # chunks in shared memory
-    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
-
-    @property
-    def columns(self) -> int:
-        """Of the rows that fit."""
-        return self.cluster * self.chunks * self.tiles * PIECE
-
-    @property
-    def num_clusters(self) -> int:
-        """That run at the same time."""
-        return {1: 132, 2: 66, 4: 30, 8: 15}[self.cluster]
 
 
 def wide_rows(
     formula: Formula,
     inputs_RC: Sequence[jax.Array],
     *,
-    config: Config,
+    config: Wide,
     vectors_C: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, ...]:
-    """Applies a formula to every row.
-
-    Args:
-        inputs_RC: of one 16-bit dtype; C is ``config.columns``.
-        vectors_C: fp32, the same for all rows, kept in shared memory.
-
-    Returns:
-        The result, of the inputs' shape and dtype, and the accumulators' partial sums, fp32 [N, C].
-    """
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Results and partial sums; arguments as in ``hopper_rows.apply_rows``."""
     (num_rows, columns), dtype = inputs_RC[0].shape, inputs_RC[0].dtype
     assert columns == config.columns, (columns, config)
     needed = config.chunks * (2 if config.ahead else 1)
@@ -98,32 +51,40 @@ def wide_rows(
     shape = (num_rows, *kernel.row_shape)
     partial = jax.ShapeDtypeStruct((kernel.num_workers, *kernel.row_shape), jnp.float32)
     num_operands = len(inputs_RC) + len(vectors_C)
+    num_outs = formula.num_results + formula.num_sums
 
     def body(*refs):
+        operands, outs = refs[:num_operands], refs[num_operands:]
         gmem = types.SimpleNamespace(
-            inputs=refs[: len(inputs_RC)],
-            vectors=refs[len(inputs_RC) : num_operands],
-            out=refs[num_operands],
-            partials=refs[num_operands + 1 : num_operands + 1 + formula.num_accumulators],
+            inputs=operands[: len(inputs_RC)],
+            vectors=operands[len(inputs_RC) :],
+            results=outs[: formula.num_results],
+            sums=outs[formula.num_results : num_outs],
         )
-        smem = dict(zip(scratch, refs[num_operands + 1 + formula.num_accumulators :], strict=True))
+        smem = dict(zip(scratch, outs[num_outs:], strict=True))
         kernel.run(gmem, types.SimpleNamespace(**smem))
 
-    out, *partials = plgpu.kernel(
+    outs = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(shape, dtype), *[partial] * formula.num_accumulators),
+        out_type=(
+            *[jax.ShapeDtypeStruct(shape, dtype)] * formula.num_results,
+            *[partial] * formula.num_sums,
+        ),
         scratch_types=tuple(scratch.values()),
         grid=(kernel.num_workers,),
         grid_names=("worker",),
         cluster=(config.cluster,),
         cluster_names=("cluster",),
-        num_threads=WARPGROUPS,
+        num_threads=config.warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=256
         ),
     )(*(x.reshape(shape) for x in inputs_RC), *(v.reshape(kernel.row_shape) for v in vectors_C))
-    return out.reshape(num_rows, columns), *(x.reshape(-1, columns) for x in partials)
+    return (
+        tuple(x.reshape(num_rows, columns) for x in outs[: formula.num_results]),
+        tuple(x.reshape(-1, columns) for x in outs[formula.num_results :]),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +92,7 @@ class _Wide:
     """The kernel of one call; methods are its phases, written once per trace."""
 
     f: Formula
-    c: Config
+    c: Wide
     num_rows: int
     dtype: jnp.dtype
     num_inputs: int
@@ -139,48 +100,46 @@ class _Wide:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        return self.c.cluster, WARPGROUPS, self.c.chunks, self.c.tiles, WARPS, TILE
+        return self.c.cluster, self.c.warpgroups, self.c.chunks, self.c.tiles, WARPS, self.c.tile
 
     @property
     def num_workers(self) -> int:
-        return min(self.c.num_clusters, self.num_rows)
+        return self.num_rows if self.c.row_a_block else min(self.c.num_clusters, self.num_rows)
 
     @property
     def num_parts(self) -> int:
-        return self.c.cluster * WARPGROUPS * WARPS
-
-    @property
-    def layout(self):
-        """16 bytes side by side of a 16-bit input; less where fp32 vectors would conflict."""
-        return tile_layout(4 if self.num_vectors else 8)
+        return self.c.cluster * self.c.warpgroups * WARPS
 
     def scratch(self) -> dict[str, Any]:
         c = self.c
-        chunk = (c.tiles, WARPS, TILE)
+        chunk = (c.tiles, WARPS, c.tile)
         buffers: dict[str, Any] = {
-            f"input{j}": plgpu.SMEM((WARPGROUPS, c.slots, *chunk), self.dtype)
+            f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, *chunk), self.dtype)
             for j in range(self.num_inputs)
         }
-        for j in range(self.num_vectors):
-            buffers[f"vector{j}"] = plgpu.SMEM((WARPGROUPS, c.chunks, *chunk), jnp.float32)
-        buffers["parts"] = plgpu.SMEM((TURNS, self.f.num_statistics, self.num_parts), jnp.float32)
+        for j in range(0 if c.held else self.num_vectors):
+            buffers[f"vector{j}"] = plgpu.SMEM((c.warpgroups, c.chunks, *chunk), jnp.float32)
+        buffers["numbers"] = plgpu.SMEM((TURNS, self.f.num_numbers, self.num_parts), jnp.float32)
         buffers["full"] = plgpu.Barrier(
-            num_arrivals=self.num_inputs, num_barriers=WARPGROUPS * c.slots
+            num_arrivals=self.num_inputs, num_barriers=c.warpgroups * c.slots
         )
-        if self.num_vectors:
-            buffers["vectors_full"] = plgpu.Barrier(num_arrivals=self.num_vectors)
+        if self.num_vectors and not c.held:
+            buffers["vectors_full"] = plgpu.Barrier(
+                num_arrivals=self.num_vectors * c.warpgroups * c.chunks
+            )
         # Two in turns: the others may arrive for a row before this block has waited for the last.
         if c.cluster > 1:
             buffers["exchanged"] = plgpu.ClusterBarrier(
-                collective_axes=("cluster",), num_barriers=2, num_arrivals=WARPGROUPS
+                collective_axes=("cluster",), num_barriers=2, num_arrivals=c.warpgroups
             )
         else:
-            buffers["exchanged"] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2)
+            buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=2)
         return buffers
 
     def run(self, gmem, smem) -> None:
         """One warpgroup."""
         c, f = self.c, self.f
+        layout = tile_layout(c.vector)
         worker = lax.axis_index("worker")
         me = types.SimpleNamespace(wg=lax.axis_index("wg"), rank=lax.axis_index("cluster"))
         count = lax.div(self.num_rows - worker + self.num_workers - 1, self.num_workers)
@@ -206,14 +165,19 @@ class _Wide:
         def input_of(slot, tile):
             def load(j):
                 ref = getattr(smem, f"input{j}").at[me.wg, slot, tile]
-                return plgpu.load(ref, layout=self.layout, optimized=False).astype(jnp.float32)
+                return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
             return load
 
+        held = {}
+
         def vector_of(chunk, tile):
+            if c.held:
+                return lambda j: held[j, chunk, tile]
+
             def load(j):
                 ref = getattr(smem, f"vector{j}").at[me.wg, chunk, tile]
-                return plgpu.load(ref, layout=self.layout, optimized=False)
+                return plgpu.load(ref, layout=layout, optimized=False)
 
             return load
 
@@ -223,61 +187,71 @@ class _Wide:
                 _, _, slot = place(i * c.chunks + chunk)
                 plgpu.barrier_wait(smem.full.at[me.wg * c.slots + slot])
                 for tile in range(c.tiles):
-                    numbers = f.fold(input_of(slot, tile), vector_of(chunk, tile), numbers)
+                    more = f.fold(input_of(slot, tile), vector_of(chunk, tile))
+                    seen = chunk * c.tiles + tile
+                    numbers = f.merge(seen, c.tile, numbers, more) if numbers else more
             assert numbers is not None
             self.send(smem, me, i, numbers)
 
-        def finish(i, accumulators):
-            scalars = f.combine(*self.receive(smem, i))
+        def finish(i, sums):
+            totals = f.join(Parts(whole=False), *self.receive(smem, i))
+            totals = [to_columns(x, (WARPS, c.tile)) for x in totals]
             kept = []
             for chunk in range(c.chunks):
                 q = i * c.chunks + chunk
                 row, _, slot = place(q)
                 for tile in range(c.tiles):
-                    sums = accumulators[len(kept) : len(kept) + f.num_accumulators]
-                    result, sums = f.finish(
-                        input_of(slot, tile), vector_of(chunk, tile), scalars, sums
+                    results, addends = f.finish(
+                        input_of(slot, tile), vector_of(chunk, tile), totals
                     )
-                    kept += sums
-                    gmem.out[row, me.rank, me.wg, chunk, tile] = result.astype(self.dtype)
+                    mine = sums[len(kept) : len(kept) + f.num_sums]
+                    kept += [s + a for s, a in zip(mine, addends, strict=True)]
+                    for out, result in zip(gmem.results, results, strict=True):
+                        out[row, me.rank, me.wg, chunk, tile] = result.astype(self.dtype)
                 plgpu.commit_smem()  # all warps have read the slot
                 fetch_if_any(q + c.slots)
             return tuple(kept)
 
         for q in range(c.slots):
             fetch_if_any(jnp.int32(q))
-        if self.num_vectors:
+        if c.held:
+            for j, v in enumerate(gmem.vectors):
+                for chunk in range(c.chunks):
+                    for tile in range(c.tiles):
+                        ref = v.at[me.rank, me.wg, chunk, tile]
+                        held[j, chunk, tile] = plgpu.load(ref, layout=layout, optimized=False)
+        elif self.num_vectors:
             self.fetch_vectors(gmem, smem, me)
-        zero = plgpu.layout_cast(jnp.zeros((WARPS, TILE), jnp.float32), self.layout)
-        accumulators = (zero,) * (f.num_accumulators * c.chunks * c.tiles)
+        zero = plgpu.layout_cast(jnp.zeros((WARPS, c.tile), jnp.float32), layout)
+        sums = (zero,) * (f.num_sums * c.chunks * c.tiles)
         if c.ahead:
             fold(jnp.int32(0))
 
-            def step(i, accumulators):
+            def step(i, sums):
                 fold(i + 1)
-                return finish(i, accumulators)
+                return finish(i, sums)
 
-            accumulators = lax.fori_loop(0, count - 1, step, accumulators)
-            accumulators = finish(count - 1, accumulators)
+            sums = lax.fori_loop(0, count - 1, step, sums)
+            sums = finish(count - 1, sums)
         else:
 
-            def step(i, accumulators):
+            def step(i, sums):
                 fold(i)
-                return finish(i, accumulators)
+                return finish(i, sums)
 
-            accumulators = lax.fori_loop(0, count, step, accumulators)
-        for k, value in enumerate(accumulators):
-            tile, j = divmod(k, f.num_accumulators)
-            place_of = (worker, me.rank, me.wg, *divmod(tile, c.tiles))
-            gmem.partials[j][place_of] = value
+            sums = lax.fori_loop(0, count, step, sums)
+        for k, value in enumerate(sums):
+            tile, j = divmod(k, f.num_sums)
+            gmem.sums[j][worker, me.rank, me.wg, *divmod(tile, c.tiles)] = value
 
     def fetch_vectors(self, gmem, smem, me) -> None:
         @pl.when(me.wg == 0)
         def _():
-            for j, v in enumerate(gmem.vectors):
+            shares = itertools.product(range(self.c.warpgroups), range(self.c.chunks))
+            for (wg, chunk), j in itertools.product(shares, range(self.num_vectors)):
                 plgpu.copy_gmem_to_smem(
-                    v.at[me.rank],
-                    getattr(smem, f"vector{j}"),
+                    gmem.vectors[j].at[me.rank, wg, chunk],
+                    getattr(smem, f"vector{j}").at[wg, chunk],
                     smem.vectors_full,
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
@@ -286,28 +260,28 @@ class _Wide:
 
     def send(self, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
         """This warpgroup's numbers to all blocks of the row."""
-        mine = pl.ds((me.rank * WARPGROUPS + me.wg) * WARPS, WARPS)
+        mine = pl.ds((me.rank * self.c.warpgroups + me.wg) * WARPS, WARPS)
         turn = lax.rem(i, TURNS)
         for j, number_A in enumerate(numbers):
-            smem.parts[turn, j, mine] = number_A
+            smem.numbers[turn, j, mine] = number_A
         plgpu.commit_smem()
         if self.c.cluster > 1:
-            for j in range(self.f.num_statistics):
-                _to_cluster(smem.parts.at[turn, j, mine], self.c.cluster)
-            cluster_fence()
+            for j in range(self.f.num_numbers):
+                _to_cluster(smem.numbers.at[turn, j, mine], self.c.cluster)
+            _cluster_fence()
         plgpu.barrier_arrive(smem.exchanged.at[lax.rem(i, 2)])
 
     def receive(self, smem, i) -> list[jax.Array]:
         plgpu.barrier_wait(smem.exchanged.at[lax.rem(i, 2)])
         if self.c.cluster > 1:
-            cluster_fence()
+            _cluster_fence()
         return [
             plgpu.load(
-                smem.parts.at[lax.rem(i, TURNS), j],
+                smem.numbers.at[lax.rem(i, TURNS), j],
                 layout=lane_layout(self.num_parts),
                 optimized=False,
             )
-            for j in range(self.f.num_statistics)
+            for j in range(self.f.num_numbers)
         ]
 
 
@@ -335,3 +309,13 @@ def _to_cluster(ref, num_blocks: int) -> None:
         mgpu_utils.inline_ptx(ptx, mgpu_utils.memref_ptr(ref), has_side_effects=True)
 
     copy(ref)
+
+
+def _cluster_fence() -> None:
+    """Orders shared memory accesses of one thread against those of the cluster's other blocks."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        mgpu_utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+
+    fence()

@@ -27,17 +27,20 @@ _FARTHEST = {"columns": 1.0, "rows": 2.0}
 class Case:
     """One direction of a call, as rows."""
 
-    op: str
+    op: str  # the folder of kernels
+    form: str  # what of it: "rms_norm", "layer_norm+residual"
     direction: str  # "forward" or "gradient"
     rows: int
     columns: int
     dtype: str
     num_inputs: int  # arrays of [rows, columns] that the kernel reads
-    num_vectors: int  # arrays of [columns] that it reads
+    num_vectors: int = 0  # arrays of [columns] that it reads
+    num_sums: int = 0  # arrays of [columns] that it sums over rows
 
     def fields(self) -> dict[str, tables.Value]:
         """What the fastest implementation depends on."""
         return {
+            "form": self.form,
             "direction": self.direction,
             "rows": self.rows,
             "columns": self.columns,
@@ -63,7 +66,7 @@ def choose(implementation: str, case: Case, *, tuned: pathlib.Path, num_devices:
         return "hopper" if reason is None and _was_faster(case, tuned) else "xla"
     if reason is not None:
         raise UnsupportedError(
-            f"implementation='hopper' cannot compute the {case.direction} of this {case.op}: "
+            f"implementation='hopper' cannot compute the {case.direction} of this {case.form}: "
             f"{reason}. implementation='xla' can"
         )
     return "hopper"
@@ -81,9 +84,9 @@ def why_not_hopper(case: Case, *, num_devices: int = 1) -> str | None:
     try:
         config_for(
             (case.rows, case.columns),
-            jnp.dtype(case.dtype).itemsize,
             num_inputs=case.num_inputs,
             num_vectors=case.num_vectors,
+            num_sums=case.num_sums,
         )
     except UnsupportedError as error:
         return str(error)
@@ -98,7 +101,7 @@ def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
     times: dict[tuple[float, int, int], dict[str, float]] = {}
     for row in table.rows:
         other, name = dict(row.case), str(dict(row.choice)["implementation"])
-        if any(other[exact] != fields[exact] for exact in ("direction", "dtype")):
+        if any(other[exact] != fields[exact] for exact in ("form", "direction", "dtype")):
             continue
         rows, columns = _count(other["rows"]), _count(other["columns"])
         apart = {

@@ -1,4 +1,4 @@
-"""The public function: validates, chooses who computes each direction.
+"""The public functions: they validate and choose who computes each direction.
 
 Dims: R row, C column.
 """
@@ -11,12 +11,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
-from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper
-from .reference import rms_norm_reference
+from .formulas import Norm
+from .reference import layer_norm_reference, rms_norm_reference
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
+
+type Arrays = tuple[jax.Array, ...]
 
 
 def rms_norm(
@@ -24,9 +26,10 @@ def rms_norm(
     scale: jax.Array,
     *,
     epsilon: float,
+    residual: jax.Array | None = None,
     implementation: str = "auto",
     num_devices: int = 1,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """``x / sqrt(mean(x**2) + epsilon) * scale`` over the last dim (arXiv 1910.07467).
 
     Computed in fp32, in the dtype of ``x``. The gradient reads ``x`` and computes the root again.
@@ -35,84 +38,149 @@ def rms_norm(
         x: [..., C], floats.
         scale: [C], floats; its gradient is summed in fp32.
         epsilon: added to the mean of squares, at least 0; static.
+        residual: as x; added to it before, rounded to its dtype. The sum is returned too.
         implementation: "hopper" (Mosaic GPU, bf16, one pass over memory), "xla", or "reference",
             whose gradient is JAX's own; "auto" takes hopper in the directions and near the shapes
             where it was measured to be 1.15 times as fast as XLA (``tuned``), else xla.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
+    Returns:
+        The norm, or with a residual (norm of the sum, sum).
+
     Raises:
         InputError: shapes, dtypes or epsilon that make no norm, or an unknown implementation.
         UnsupportedError: the Hopper kernels are named and cannot compute this call.
     """
-    rows.check_input("rms_norm", x)
-    if scale.shape != x.shape[-1:] or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise InputError(
-            f"scale is {scale.dtype}{list(scale.shape)}; x asks for floats [{x.shape[-1]}]"
-        )
+    return _checked("rms_norm", x, (scale,), epsilon, residual, implementation, num_devices)
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    epsilon: float,
+    residual: jax.Array | None = None,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``(x - mean) / sqrt(variance + epsilon) * scale + bias`` over the last dim (1607.06450).
+
+    Args:
+        bias: [C], floats, or none.
+        x, scale, epsilon, residual, implementation, num_devices: as in ``rms_norm``.
+
+    Returns:
+        As ``rms_norm``.
+
+    Raises:
+        InputError, UnsupportedError: as ``rms_norm``.
+    """
+    vectors = (scale,) if bias is None else (scale, bias)
+    return _checked("layer_norm", x, vectors, epsilon, residual, implementation, num_devices)
+
+
+def _checked(
+    op: str,
+    x: jax.Array,
+    vectors: Arrays,
+    epsilon: float,
+    residual: jax.Array | None,
+    implementation: str,
+    num_devices: int,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    rows.check_input(op, x)
+    for name, vector in zip(("scale", "bias"), vectors, strict=False):
+        if vector.shape != x.shape[-1:] or not jnp.issubdtype(vector.dtype, jnp.floating):
+            raise InputError(
+                f"{name} is {vector.dtype}{list(vector.shape)}; x asks for floats [{x.shape[-1]}]"
+            )
     if not 0.0 <= epsilon < float("inf"):
         raise InputError(f"epsilon={epsilon}; it must be finite and not negative")
-    if implementation == "reference":
-        return rms_norm_reference(x, scale, epsilon=epsilon)
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise InputError(
+            f"residual is {residual.dtype}{list(residual.shape)}; it is added to x, "
+            f"{x.dtype}{list(x.shape)}, and must be like it"
+        )
+    inputs = (x,) if residual is None else (x, residual)
     x_RC = rows.as_rows(x)
+    norm = Norm(
+        columns=x_RC.shape[1], epsilon=epsilon, centered=op == "layer_norm",
+        biased=len(vectors) == 2, residual=residual is not None, dtype=x.dtype,
+    )  # fmt: skip
+    if implementation == "reference":
+        return _as_asked(norm, _plain(norm, inputs, vectors))
 
     def chosen(direction: str) -> str:
+        is_forward = direction == "forward"
         case = rows.Case(
-            op="rms_norm", direction=direction, rows=x_RC.shape[0], columns=x_RC.shape[1],
-            dtype=x.dtype.name, num_inputs=1 if direction == "forward" else 2, num_vectors=1,
+            op="norm", form=op + ("+residual" if norm.residual else ""), direction=direction,
+            rows=x_RC.shape[0], columns=x_RC.shape[1], dtype=x.dtype.name,
+            num_inputs=len(inputs) + (not is_forward), num_sums=0 if is_forward else len(vectors),
+            num_vectors=len(vectors) if is_forward else 1,
         )  # fmt: skip
         return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
-    y_RC = _rms_norm(chosen("forward"), chosen("gradient"), epsilon, *vary_alike((x_RC, scale)))
-    return y_RC.reshape(x.shape)
+    inputs = tuple(rows.as_rows(a) for a in inputs)
+    results = _norm(chosen("forward"), chosen("gradient"), norm, inputs, vectors)
+    return _as_asked(norm, tuple(a.reshape(x.shape) for a in results))
+
+
+def _as_asked(norm: Norm, results: Arrays) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return (results[0], results[1]) if norm.residual else results[0]
+
+
+def _plain(norm: Norm, inputs: Arrays, vectors: Arrays) -> Arrays:
+    x = sum(inputs[1:], inputs[0])
+    reference = layer_norm_reference if norm.centered else rms_norm_reference
+    y = reference(x, *vectors, epsilon=norm.epsilon)
+    return (y, x) if norm.residual else (y,)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _rms_norm(
-    forward: str, backward: str, epsilon: float, x_RC: jax.Array, scale_C: jax.Array
-) -> jax.Array:
+def _norm(forward: str, backward: str, norm: Norm, inputs: Arrays, vectors: Arrays) -> Arrays:
     del backward
     if forward == "hopper":
-        return _hopper(epsilon)(x_RC, scale_C.astype(jnp.float32))
-    return rms_norm_reference(x_RC, scale_C, epsilon=epsilon)
-
-
-type _Inputs = tuple[jax.Array, jax.Array]
+        return _hopper(norm)(inputs, tuple(v.astype(jnp.float32) for v in vectors))
+    return _plain(norm, inputs, vectors)
 
 
 def _keep_inputs(
-    forward: str, backward: str, epsilon: float, x_RC: jax.Array, scale_C: jax.Array
-) -> tuple[jax.Array, _Inputs]:
-    return _rms_norm(forward, backward, epsilon, x_RC, scale_C), (x_RC, scale_C)
+    forward: str, backward: str, norm: Norm, inputs: Arrays, vectors: Arrays
+) -> tuple[Arrays, tuple[jax.Array, Arrays]]:
+    results = _norm(forward, backward, norm, inputs, vectors)
+    return results, (results[1] if norm.residual else inputs[0], vectors)
 
 
 def _from_inputs(
-    forward: str, backward: str, epsilon: float, kept: _Inputs, d_y_RC: jax.Array
-) -> _Inputs:
+    forward: str, backward: str, norm: Norm, kept: tuple[jax.Array, Arrays], d_results: Arrays
+) -> tuple[Arrays, Arrays]:
     del forward
-    x_RC, scale_C = kept
+    x_RC, vectors = kept
     if backward == "hopper":
-        d_x_RC, d_scale_C = _hopper_gradient(epsilon)(x_RC, scale_C.astype(jnp.float32), d_y_RC)
-        return d_x_RC, d_scale_C.astype(scale_C.dtype)
-    _, vjp = jax.vjp(functools.partial(rms_norm_reference, epsilon=epsilon), x_RC, scale_C)
-    d_x_RC, d_scale_C = vjp(d_y_RC)
-    return d_x_RC, d_scale_C
+        d_x_RC, *d_vectors = _hopper_gradient(norm)(
+            (x_RC, *d_results), vectors[0].astype(jnp.float32)
+        )
+    else:
+        reference = layer_norm_reference if norm.centered else rms_norm_reference
+        of = functools.partial(reference, epsilon=norm.epsilon)
+        d_x_RC, *d_vectors = jax.vjp(of, x_RC, *vectors)[1](d_results[0])
+        d_x_RC = sum(d_results[1:], d_x_RC)
+    d_vectors = tuple(d.astype(v.dtype) for d, v in zip(d_vectors, vectors, strict=True))
+    return (d_x_RC,) * (1 + norm.residual), d_vectors
 
 
-_rms_norm.defvjp(_keep_inputs, _from_inputs)
+_norm.defvjp(_keep_inputs, _from_inputs)
 
 
 # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
-def _hopper(epsilon: float):
+def _hopper(norm: Norm):
     return jax.custom_batching.sequential_vmap(
-        results_vary(lambda x_RC, scale_C: hopper.rms_norm(x_RC, scale_C, epsilon=epsilon))
+        lambda inputs, vectors: hopper.norm(norm, inputs, vectors)
     )
 
 
-def _hopper_gradient(epsilon: float):
+def _hopper_gradient(norm: Norm):
     return jax.custom_batching.sequential_vmap(
-        results_vary(
-            lambda x_RC, scale_C, d_y_RC: hopper.rms_norm_gradient(
-                x_RC, scale_C, d_y_RC, epsilon=epsilon
-            )
-        )
+        lambda inputs, scale_C: hopper.norm_gradient(norm, inputs, scale_C)
     )

@@ -1,4 +1,4 @@
-"""The formula in plain jnp; the contract of every implementation.
+"""The formulas in plain jnp; the contract of every implementation.
 
 Dims: C column, the last.
 """
@@ -14,5 +14,22 @@ def rms_norm_reference(x: jax.Array, scale_C: jax.Array, *, epsilon: float) -> j
     """
     wide = x.astype(jnp.float32)
     root = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    scale = jnp.expand_dims(scale_C.astype(jnp.float32), range(x.ndim - 1))
-    return (wide * root * scale).astype(x.dtype)
+    return (wide * root * _columns(scale_C, x)).astype(x.dtype)
+
+
+def layer_norm_reference(
+    x: jax.Array, scale_C: jax.Array, bias_C: jax.Array | None = None, *, epsilon: float
+) -> jax.Array:
+    """``(x - mean) / sqrt(variance + epsilon) * scale + bias`` over the last dim (1607.06450).
+
+    In fp32, rounded to the dtype of ``x`` at the end.
+    """
+    wide = x.astype(jnp.float32)
+    apart = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    root = jax.lax.rsqrt(jnp.mean(apart * apart, axis=-1, keepdims=True) + epsilon)
+    y = apart * root * _columns(scale_C, x)
+    return (y if bias_C is None else y + _columns(bias_C, x)).astype(x.dtype)
+
+
+def _columns(vector_C: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.expand_dims(vector_C.astype(jnp.float32), range(x.ndim - 1))

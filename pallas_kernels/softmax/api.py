@@ -1,24 +1,31 @@
-"""The public function: validates, chooses who computes each direction.
+"""The public functions: they validate and choose who computes each direction.
 
 Dims: R row, C column.
 """
 
 import functools
 import pathlib
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common import rows
-from pallas_kernels.common.varying import results_vary
+from pallas_kernels.common.errors import InputError
 
 from . import hopper
-from .reference import softmax_gradient_reference, softmax_reference
+from .reference import log_softmax_reference, softmax_gradient_reference, softmax_reference
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
 
 
 def softmax(
-    x: jax.Array, *, axis: int = -1, implementation: str = "auto", num_devices: int = 1
+    x: jax.Array,
+    *,
+    axis: int = -1,
+    where: jax.Array | None = None,
+    implementation: str = "auto",
+    num_devices: int = 1,
 ) -> jax.Array:
     """``exp(x - max) / sum`` over the last dim, computed in fp32, in the dtype of ``x``.
 
@@ -27,51 +34,121 @@ def softmax(
     Args:
         x: [..., C], floats.
         axis: the last one.
+        where: bool, broadcast to x: the columns that count; others give 0.
         implementation: "hopper" (Mosaic GPU, bf16, one pass over memory), "xla", or "reference",
             whose gradient is JAX's own; "auto" takes hopper in the directions and near the shapes
             where it was measured to be 1.15 times as fast as XLA (``tuned``), else xla.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
     Raises:
-        InputError: not floats, another axis than the last, or an unknown implementation.
+        InputError: not floats, another axis than the last, a mask that is not bool or does not
+            broadcast, or an unknown implementation.
         UnsupportedError: the Hopper kernels are named and cannot compute this call.
     """
     rows.check_input("softmax", x, axis)
+    if where is not None:
+        where = _mask(where, x)
     if implementation == "reference":
-        return softmax_reference(x)
-    x_RC = rows.as_rows(x)
+        return softmax_reference(x, where)
+    forms = "softmax" if where is None else "masked_softmax", "softmax"
+    chosen = _chosen(forms, x, implementation, num_devices, num_inputs=1 + (where is not None))
+    masks = () if where is None else (rows.as_rows(where),)
+    return _softmax(*chosen, rows.as_rows(x), masks).reshape(x.shape)
 
-    def chosen(direction: str) -> str:
+
+def log_softmax(
+    x: jax.Array, *, axis: int = -1, implementation: str = "auto", num_devices: int = 1
+) -> jax.Array:
+    """``x - max - log(sum(exp(x - max)))`` over the last dim; all else as in ``softmax``.
+
+    Its gradient is computed from ``x``: the result in 16 bits is too coarse to be exponentiated.
+    """
+    rows.check_input("log_softmax", x, axis)
+    if implementation == "reference":
+        return log_softmax_reference(x)
+    forms = "log_softmax", "log_softmax"
+    chosen = _chosen(forms, x, implementation, num_devices, num_inputs=1)
+    return _log_softmax(*chosen, rows.as_rows(x)).reshape(x.shape)
+
+
+def _mask(where: jax.Array, x: jax.Array) -> jax.Array:
+    if where.dtype != jnp.bool:
+        raise InputError(f"where is {where.dtype}{list(where.shape)}; it must be bool")
+    try:
+        return jnp.broadcast_to(where, x.shape)
+    except ValueError as error:
+        raise InputError(
+            f"where of {list(where.shape)} does not broadcast to x of {list(x.shape)}"
+        ) from error
+
+
+def _chosen(
+    forms: tuple[str, str], x: jax.Array, implementation: str, num_devices: int, *, num_inputs: int
+) -> tuple[str, str]:
+    """Who computes the forward and the gradient, by their forms in the table."""
+    x_RC = jax.eval_shape(rows.as_rows, x)
+
+    def of(form: str, direction: str, num_inputs: int) -> str:
         case = rows.Case(
-            op="softmax", direction=direction, rows=x_RC.shape[0], columns=x_RC.shape[1],
-            dtype=x.dtype.name, num_inputs=1 if direction == "forward" else 2, num_vectors=0,
+            op="softmax", form=form, direction=direction, rows=x_RC.shape[0],
+            columns=x_RC.shape[1], dtype=x.dtype.name, num_inputs=num_inputs,
         )  # fmt: skip
         return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
-    return _softmax(chosen("forward"), chosen("gradient"), x_RC).reshape(x.shape)
+    return of(forms[0], "forward", num_inputs), of(forms[1], "gradient", 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _softmax(forward: str, backward: str, x_RC: jax.Array) -> jax.Array:
+def _softmax(
+    forward: str, backward: str, x_RC: jax.Array, masks_RC: tuple[jax.Array, ...]
+) -> jax.Array:
     del backward
-    return _hopper(x_RC) if forward == "hopper" else softmax_reference(x_RC)
+    if forward == "hopper":
+        return _hopper(x_RC, *(mask_RC.astype(x_RC.dtype) for mask_RC in masks_RC))
+    return softmax_reference(x_RC, *masks_RC)
 
 
-def _keep_result(forward: str, backward: str, x_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y_RC = _softmax(forward, backward, x_RC)
-    return y_RC, y_RC
+def _keep_result(forward: str, backward: str, x_RC: jax.Array, masks_RC: tuple[jax.Array, ...]):
+    y_RC = _softmax(forward, backward, x_RC, masks_RC)
+    return y_RC, (y_RC, len(masks_RC))
 
 
 def _from_result(
-    forward: str, backward: str, y_RC: jax.Array, d_y_RC: jax.Array
-) -> tuple[jax.Array]:
+    forward: str, backward: str, kept: tuple[jax.Array, int], d_y_RC: jax.Array
+) -> tuple[Any, ...]:
     del forward
+    y_RC, num_masks = kept
     gradient = _hopper_gradient if backward == "hopper" else softmax_gradient_reference
-    return (gradient(y_RC, d_y_RC),)
+    return gradient(y_RC, d_y_RC), (None,) * num_masks
 
 
 _softmax.defvjp(_keep_result, _from_result)
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _log_softmax(forward: str, backward: str, x_RC: jax.Array) -> jax.Array:
+    del backward
+    return _hopper_log(x_RC) if forward == "hopper" else log_softmax_reference(x_RC)
+
+
+def _keep_input(forward: str, backward: str, x_RC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _log_softmax(forward, backward, x_RC), x_RC
+
+
+def _from_input(
+    forward: str, backward: str, x_RC: jax.Array, d_y_RC: jax.Array
+) -> tuple[jax.Array]:
+    del forward
+    if backward == "hopper":
+        return (_hopper_log_gradient(x_RC, d_y_RC),)
+    (d_x_RC,) = jax.vjp(log_softmax_reference, x_RC)[1](d_y_RC)
+    return (d_x_RC,)
+
+
+_log_softmax.defvjp(_keep_input, _from_input)
+
 # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
-_hopper = jax.custom_batching.sequential_vmap(results_vary(hopper.softmax))
-_hopper_gradient = jax.custom_batching.sequential_vmap(results_vary(hopper.softmax_gradient))
+_hopper = jax.custom_batching.sequential_vmap(hopper.softmax)
+_hopper_gradient = jax.custom_batching.sequential_vmap(hopper.softmax_gradient)
+_hopper_log = jax.custom_batching.sequential_vmap(functools.partial(hopper.softmax, log=True))
+_hopper_log_gradient = jax.custom_batching.sequential_vmap(hopper.log_softmax_gradient)

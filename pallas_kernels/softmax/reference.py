@@ -7,16 +7,29 @@ import jax
 import jax.numpy as jnp
 
 
-def softmax_reference(x: jax.Array) -> jax.Array:
+def softmax_reference(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     """``exp(x - max) / sum`` over the last dim in fp32, rounded to the dtype of ``x`` at the end.
 
-    A row of nothing but -inf, or with inf or NaN in it, is NaN.
+    Columns that are not ``where`` do not count and give 0. A row of nothing else but -inf, or with
+    inf or NaN in it, is NaN in the columns that count.
     """
-    return jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    if where is None:
+        return jax.nn.softmax(wide, axis=-1).astype(x.dtype)
+    y = jax.nn.softmax(jnp.where(where, wide, -jnp.inf), axis=-1)
+    return jnp.where(where, y, 0.0).astype(x.dtype)
 
 
 def softmax_gradient_reference(y: jax.Array, d_y: jax.Array) -> jax.Array:
-    """``y * (d_y - sum(y * d_y))`` in fp32, rounded to the dtype of ``y``, the softmax."""
+    """``y * (d_y - sum(y * d_y))`` in fp32, rounded to the dtype of ``y``, the softmax.
+
+    Masked columns have a y of 0 and so a gradient of 0.
+    """
     dtype = y.dtype
     y, d_y = y.astype(jnp.float32), d_y.astype(jnp.float32)
     return (y * (d_y - jnp.sum(y * d_y, axis=-1, keepdims=True))).astype(dtype)
+
+
+def log_softmax_reference(x: jax.Array) -> jax.Array:
+    """``x - max - log(sum(exp(x - max)))`` over the last dim in fp32, rounded at the end."""
+    return jax.nn.log_softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype)

@@ -13,8 +13,9 @@ from pallas_kernels.common import device, rows, tables
 REFUSALS = [
     ({"shape": (8, 100)}, "100 columns are not a multiple of 32"),
     ({"shape": (6, 128)}, "6 rows of 128 columns are not a multiple of 4 rows"),
-    ({"shape": (2, 5000)}, "5000 columns are not a multiple of"),
-    ({"shape": (2, 262144)}, "of 1 to 131072 columns"),
+    ({"shape": (2, 5000)}, "5000 columns are not a multiple of 128"),
+    ({"shape": (2, 9216)}, "9216 columns are too many, or no multiple of 2048"),
+    ({"shape": (2, 524288)}, "of 1 to 262144 columns"),
     ({"shape": (0, 128)}, "there must be rows"),
     ({"dtype": jnp.float32}, "x is float32; the kernel was checked in bfloat16"),
     ({"num_devices": 2}, "spread over 2 devices and the kernel runs on one"),
@@ -41,11 +42,14 @@ def num_kernels(f: Callable, *args) -> int:
     return text.count("@mosaic_gpu")
 
 
-def table(op: str, ms: dict[str, tuple[float, float]], shape=(4096, 2048)) -> tables.Table:
-    """(hopper, xla) times of each direction at one shape."""
+def table(
+    op: str, form: str, ms: dict[str, tuple[float, float]], shape=(4096, 2048)
+) -> tables.Table:
+    """(hopper, xla) times of each direction of one form at one shape."""
     measured = [
         tables.Row.of(
             case={
+                "form": form,
                 "direction": direction,
                 "rows": shape[0],
                 "columns": shape[1],

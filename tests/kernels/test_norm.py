@@ -1,8 +1,9 @@
-"""RMSNorm against float64; the kernels in the interpreter, their real form lowered for CUDA.
+"""RMSNorm and LayerNorm against float64; kernels in the interpreter, their real form lowered.
 
 Rows of one block run here, as in ``test_softmax``.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from experiments.bench.memory_table import FOLDERS, table_of
-from pallas_kernels import InputError, UnsupportedError, rms_norm
-from pallas_kernels.common import device, hopper_wide, tables
-from pallas_kernels.norm import api, hopper
+from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
+from pallas_kernels.common import device, hopper_rows, tables
+from pallas_kernels.common.hopper_rows_config import Wide
+from pallas_kernels.norm import api
 from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, Workload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.tolerance import assert_no_worse
@@ -23,92 +25,143 @@ from tests.tolerance import assert_no_worse
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
 
 
-def inputs(shape):
+def inputs(shape, offset=0.0):
+    """x, residual, scale, bias; gradients of the norm and of the sum. The offset is x's mean."""
     made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1))
-    return made["x"], made["scale"], made["d_y"]
+    keys = jax.random.split(jax.random.key(2), 3)
+    residual, d_sum = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
+    bias = jax.random.normal(keys[2], shape[1:], jnp.float32)
+    x = (made["x"].astype(jnp.float32) + offset).astype(jnp.bfloat16)
+    return (x, residual), (made["scale"], bias), (made["d_y"], d_sum)
 
 
-def evaluate(x, scale, d_y, *, epsilon=EPSILON, **options):
-    f = jax.jit(functools.partial(rms_norm, epsilon=epsilon, **options))
-    y, vjp = jax.vjp(f, x, scale)
-    return y, *vjp(d_y)
+def evaluate(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON, **options):
+    """The norm, the sum if there is a residual; gradients of xs, of the scale, of the bias."""
+    xs, ds = (xs, ds) if residual else (xs[:1], ds[:1])
+
+    def call(xs, vectors):
+        more = {"residual": xs[1]} if residual else {}
+        y = f(xs[0], *vectors, epsilon=epsilon, **more, **options)
+        return y if residual else (y,)
+
+    y, vjp = jax.vjp(jax.jit(call), xs, vectors if f is layer_norm else vectors[:1])
+    return y, vjp(ds)
 
 
-def exact(x, scale, d_y, *, epsilon=EPSILON):
-    x, scale, d_y = wide(x), wide(scale), wide(d_y)
-    unit = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
-    root = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
-    slope = (scale * d_y * unit).mean(axis=-1, keepdims=True)
-    return unit * scale, root * (scale * d_y - unit * slope), (d_y * unit).sum(axis=0)
+def exact(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON):
+    xs, ds = (xs, ds) if residual else (xs[:1], ds[:1])
+    x = wide(xs[0] + xs[1]) if residual else wide(xs[0])
+    scale, d_y = wide(vectors[0]), wide(ds[0])
+    centered = x - x.mean(axis=-1, keepdims=True) if f is layer_norm else x
+    root = 1 / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + epsilon)
+    unit = centered * root
+    g = scale * d_y
+    d_x = root * (g - unit * (g * unit).mean(axis=-1, keepdims=True))
+    y, d_vectors = unit * scale, [(d_y * unit).sum(axis=0)]
+    if f is layer_norm:
+        y = y + wide(vectors[1])
+        d_x -= root * g.mean(axis=-1, keepdims=True)
+        d_vectors.append(d_y.sum(axis=0))
+    if residual:
+        return (y, x), ((d_x + wide(ds[1]),) * 2, tuple(d_vectors))
+    return (y,), ((d_x,), tuple(d_vectors))
 
 
-@pytest.mark.parametrize(
-    ("shape", "epsilon"),
-    [((8, 32), EPSILON), ((3, 2048), EPSILON), ((2, 8192), 2.0)],
-    ids=str,
-)
-def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon):
-    case = inputs(shape)
+FORMS = [
+    {"f": rms_norm},
+    {"f": layer_norm},
+    {"f": rms_norm, "residual": True},
+    {"f": layer_norm, "residual": True},
+]
+NAMES = ["rms_norm", "layer_norm", "rms_norm+residual", "layer_norm+residual"]
+# The last has all that the others have, but for RMSNorm's root.
+WHICH = [
+    pytest.param(form, id=name, marks=[pytest.mark.slow] * (name != NAMES[-1]))
+    for form, name in zip(FORMS, NAMES, strict=True)
+]
+
+
+@pytest.mark.parametrize("form", WHICH)
+@pytest.mark.parametrize(("shape", "epsilon"), [((8, 32), EPSILON), ((2, 2048), 2.0)], ids=str)
+def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
+    case, form = inputs(shape), {**form, "epsilon": epsilon}
     with interpreted_hopper():
-        got = evaluate(*case, epsilon=epsilon, implementation="hopper")
-    plain = evaluate(*case, epsilon=epsilon, implementation="reference")
-    assert_no_worse(got, plain=plain, oracle=exact(*case, epsilon=epsilon))
+        got = evaluate(*case, **form, implementation="hopper")
+    plain = evaluate(*case, **form, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(*case, **form))
 
 
-def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch):
-    monkeypatch.setattr(hopper_wide.Config, "num_clusters", 2)
-    monkeypatch.setattr(hopper_wide, "TILE", 64)
-    monkeypatch.setattr(hopper_wide, "PIECE", 1024)
-    config = hopper_wide.Config(tiles=1, chunks=2, slots=3)
-    case = x, scale, d_y = inputs((5, 2048))
+@pytest.mark.parametrize("form", WHICH)
+def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, form):
+    """Two workers, rows in four tiles; vectors in registers, then in shared memory."""
+    monkeypatch.setattr(Wide, "num_clusters", 2)
+    held = Wide(tile=32, tiles=2, chunks=2, slots=4, vector=1, ahead=True)
+    configs = iter((held, dataclasses.replace(held, slots=3, held=False, ahead=False)) * 2)
+    monkeypatch.setattr(hopper_rows, "config_for", lambda *_, **__: next(configs))
+    case = inputs((3, 2048))
     with interpreted_hopper():
-        y = hopper.rms_norm(x, scale, epsilon=EPSILON, config=config)
-        gradients = hopper.rms_norm_gradient(x, scale, d_y, epsilon=EPSILON, config=config)
-    plain = evaluate(*case, implementation="reference")
-    assert_no_worse((y, *gradients), plain=plain, oracle=exact(*case))
+        got = evaluate(*case, **form, implementation="hopper")
+    plain = evaluate(*case, **form, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(*case, **form))
 
 
+@pytest.mark.parametrize("shape", [(4, 128), (2, 2048)], ids=str)
+def test_a_large_mean_cancels_nothing(shape):
+    """A mean of 1000 deviations: sums of squares about 0 would leave no digit of the variance."""
+    case = inputs(shape, offset=3000.0)
+    with interpreted_hopper():
+        got = evaluate(*case, f=layer_norm, implementation="hopper")
+    plain = evaluate(*case, f=layer_norm, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(*case, f=layer_norm))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=NAMES)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_xla_form_is_no_worse_than_the_plain_form(dtype):
-    x, scale, d_y = inputs((5, 77))
-    case = x.astype(dtype), scale, d_y.astype(dtype)
-    got = evaluate(*case, implementation="xla")
-    plain = evaluate(*case, implementation="reference")
-    assert_no_worse(got, plain=plain, oracle=exact(*case))
+def test_xla_form_is_no_worse_than_the_plain_form(dtype, form):
+    xs, vectors, ds = inputs((5, 77))
+    case = tuple(x.astype(dtype) for x in xs), vectors, tuple(d.astype(dtype) for d in ds)
+    got = evaluate(*case, **form, implementation="xla")
+    plain = evaluate(*case, **form, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(*case, **form))
 
 
 def test_scale_in_bf16_vmap_and_leading_dims():
-    x, scale, d_y = inputs((8, 64))
+    (x, _), (scale, _), (d_y, _) = inputs((8, 64))
     scale = scale.astype(jnp.bfloat16)
     x, d_y = (a.reshape(2, 4, 64) for a in (x, d_y))
-    f = functools.partial(evaluate, implementation="hopper")
+
+    def f(x, scale, d_y, implementation="hopper"):
+        (y,), ((d_x,), (d_scale,)) = evaluate((x,), (scale,), (d_y,), implementation=implementation)
+        return y, d_x, d_scale
+
     with interpreted_hopper():
         y, d_x, d_scale = f(x, scale, d_y)
         mapped = jax.vmap(f, in_axes=(0, None, 0))(x, scale, d_y)
     assert d_scale.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(y), np.asarray(mapped[0]))
     np.testing.assert_array_equal(np.asarray(d_x), np.asarray(mapped[1]))
-    plain = evaluate(x, scale, d_y, implementation="reference")
-    rows = [a.reshape(8, 64) for a in (x, d_y)]
-    oracle = exact(rows[0], scale, rows[1])
-    assert_no_worse(d_scale, plain=plain[2], oracle=oracle[2])
+    plain = f(x, scale, d_y, implementation="reference")
+    oracle = exact((x.reshape(8, 64),), (scale,), (d_y.reshape(8, 64),))
+    assert_no_worse(d_scale, plain=plain[2], oracle=oracle[1][1][0])
 
 
 def abstract(shape, dtype=jnp.bfloat16):
     x = jax.ShapeDtypeStruct(shape, dtype)
-    return x, jax.ShapeDtypeStruct(shape[-1:], jnp.float32), x
+    vector = jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
+    return (x, x), (vector, vector), (x, x)
 
 
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3]], ids=[NAMES[0], NAMES[3]])
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
-def test_lowers(workload):
-    f = functools.partial(evaluate, implementation="hopper")
+def test_lowers(workload, form):
+    f = functools.partial(evaluate, **form, implementation="hopper")
     assert num_kernels(f, *abstract((workload.rows, workload.columns))) == 2
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
 def test_refuses(change, words):
     shape, dtype = change.get("shape", (8, 128)), change.get("dtype", jnp.bfloat16)
-    x, scale, _ = abstract(shape, dtype)
+    (x, _), (scale, _), _ = abstract(shape, dtype)
     f = functools.partial(rms_norm, epsilon=EPSILON, num_devices=change.get("num_devices", 1))
     with device.compiling_for(change.get("facts", device.H200)):
         with pytest.raises(UnsupportedError, match=words) as refusal:
@@ -143,7 +196,7 @@ def test_wrong_arguments(x, scale, options, words):
     ids=["gradient", "both", "neither"],
 )
 def test_auto_follows_the_table(monkeypatch, tmp_path, ms, num):
-    tables.save(table("rms_norm", ms), tmp_path / "dispatch-nvidia-h200.json")
+    tables.save(table("norm", "rms_norm", ms), tmp_path / "dispatch-nvidia-h200.json")
     monkeypatch.setattr(api, "TUNED", tmp_path)
     assert num_kernels(lambda *case: evaluate(*case), *abstract((4096, 2048))) == num
 
@@ -170,4 +223,4 @@ def test_shipped_tables_are_what_was_measured(op):
 def test_no_table_is_made_of_wrong_results():
     result = {"rows": [{"name": "check rms_norm 8x32", "ok": False, "repeats": True}]}
     with pytest.raises(ValueError, match="check rms_norm 8x32"):
-        table_of(result, "rms_norm")
+        table_of(result, "norm")

@@ -1,7 +1,7 @@
 """Softmax against float64; the kernels in the interpreter, their real form lowered for CUDA.
 
 Blocks of a cluster exchange by inline code, which the interpreter lacks: rows of one block run
-here; longer ones lower here and are checked by the benchmark on a GPU.
+here; longer ones lower here and are checked by the benchmark on a GPU, and by ``test_rows_gpu``.
 """
 
 import functools
@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import InputError, UnsupportedError, softmax
-from pallas_kernels.common import device, hopper_wide, tables
+from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
+from pallas_kernels.common import device, tables
+from pallas_kernels.common.hopper_rows_config import Wide
 from pallas_kernels.softmax import api, hopper
+from pallas_kernels.softmax.reference import log_softmax_reference, softmax_gradient_reference
 from pallas_kernels.softmax.workloads import WORKLOADS, Workload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.tolerance import assert_no_worse
@@ -24,40 +26,85 @@ def inputs(shape):
     return made["x"], made["d_y"]
 
 
-def evaluate(x, d_y, **options):
-    y, vjp = jax.vjp(jax.jit(functools.partial(softmax, **options)), x)
+def evaluate(x, d_y, *, f=softmax, **options):
+    y, vjp = jax.vjp(jax.jit(functools.partial(f, **options)), x)
     return y, *vjp(d_y)
 
 
-def exact(x, d_y):
+def exact(x, d_y, *, f=softmax):
     x, d_y = wide(x), wide(d_y)
     power = np.exp(x - x.max(axis=-1, keepdims=True))
     y = power / power.sum(axis=-1, keepdims=True)
+    if f is log_softmax:
+        return np.log(y), d_y - y * d_y.sum(axis=-1, keepdims=True)
     return y, y * (d_y - (y * d_y).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("shape", [(8, 32), (3, 2048), (2, 8192)], ids=str)
-def test_kernels_are_no_worse_than_the_plain_form(shape):
+@pytest.mark.parametrize(
+    ("f", "shape"),
+    [
+        (softmax, (8, 32)),
+        (softmax, (3, 2048)),
+        pytest.param(softmax, (2, 8192), marks=pytest.mark.slow),
+        (log_softmax, (8, 32)),
+        (log_softmax, (3, 2048)),
+    ],
+)
+def test_kernels_are_no_worse_than_the_plain_form(shape, f):
     x, d_y = inputs(shape)
     with interpreted_hopper():
-        got = evaluate(x, d_y, implementation="hopper")
-    plain = evaluate(x, d_y, implementation="reference")
-    assert_no_worse(got, plain=plain, oracle=exact(x, d_y))
+        got = evaluate(x, d_y, f=f, implementation="hopper")
+    plain = evaluate(x, d_y, f=f, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, ahead):
-    """Two workers, four rows and one: chunks take turns in the slots."""
-    monkeypatch.setattr(hopper_wide.Config, "num_clusters", 2)
-    monkeypatch.setattr(hopper_wide, "TILE", 64)
-    monkeypatch.setattr(hopper_wide, "PIECE", 1024)
-    config = hopper_wide.Config(tiles=1, chunks=2, slots=5 if ahead else 3, ahead=ahead)
-    x, d_y = inputs((5, 2048))
+    """Two workers, two rows and one: chunks take turns in the slots."""
+    monkeypatch.setattr(Wide, "num_clusters", 2)
+    config = Wide(tile=64, chunks=2, slots=5 if ahead else 3, ahead=ahead, vector=2)
+    x, d_y = inputs((3, 2048))
     x = x.at[1, :700].set(-jnp.inf)
+    y = softmax(x, implementation="reference")
     with interpreted_hopper():
-        got = hopper.softmax(x, config=config)
-    plain = softmax(x, implementation="reference")
-    assert_no_worse(got, plain=plain, oracle=exact(x, d_y)[0])
+        got = (
+            hopper.softmax(x, config=config),
+            hopper.softmax_gradient(y, d_y, config=config),
+            hopper.log_softmax_gradient(x, d_y, config=config),
+        )
+    plain = (
+        y,
+        softmax_gradient_reference(y, d_y),
+        jax.vjp(log_softmax_reference, x)[1](d_y)[0],
+    )
+    dot = (wide(y) * wide(d_y)).sum(axis=-1, keepdims=True)
+    softmaxed = exact(x, d_y)[0]
+    oracle = (
+        softmaxed,
+        wide(y) * (wide(d_y) - dot),
+        wide(d_y) - softmaxed * wide(d_y).sum(axis=-1, keepdims=True),
+    )
+    assert_no_worse(got, plain=plain, oracle=oracle)
+
+
+@pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
+def test_where(shape):
+    """Columns that do not count give 0, and so does their gradient; a row of no others is 0."""
+    x, d_y = inputs(shape)
+    where = jax.random.bernoulli(jax.random.key(3), 0.4, shape).at[1].set(False)
+    with interpreted_hopper():
+        got = evaluate(x, d_y, where=where, implementation="hopper")
+    plain = evaluate(x, d_y, where=where, implementation="reference")
+    ordinary = np.delete(np.arange(shape[0]), 1)
+    masked = np.where(np.asarray(where), wide(x), -np.inf)[ordinary]
+    power = np.exp(masked - masked.max(axis=-1, keepdims=True))
+    y = power / power.sum(axis=-1, keepdims=True)
+    d = wide(d_y)[ordinary]
+    oracle = y, y * (d - (y * d).sum(axis=-1, keepdims=True))
+    rows = tuple(a[ordinary] for a in got)
+    assert_no_worse(rows, plain=tuple(a[ordinary] for a in plain), oracle=oracle)
+    for result in got:
+        assert jnp.all(jnp.where(where, 0.0, result.astype(jnp.float32)) == 0.0)
 
 
 @pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
@@ -85,22 +132,26 @@ def test_vmap_and_leading_dims():
     np.testing.assert_array_equal(np.asarray(whole[0]), np.asarray(mapped))
 
 
+@pytest.mark.parametrize("f", [softmax, log_softmax])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_xla_form_is_no_worse_than_the_plain_form(dtype):
+def test_xla_form_is_no_worse_than_the_plain_form(dtype, f):
     x, d_y = (a.astype(dtype) for a in inputs((5, 77)))
-    got = evaluate(x, d_y, implementation="xla")
-    plain = evaluate(x, d_y, implementation="reference")
-    assert_no_worse(got, plain=plain, oracle=exact(x, d_y))
+    got = evaluate(x, d_y, f=f, implementation="xla")
+    plain = evaluate(x, d_y, f=f, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(x, d_y, f=f))
 
 
 @pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
 def test_lowers(workload):
     x = jax.ShapeDtypeStruct((workload.rows, workload.columns), jnp.bfloat16)
 
-    def both(x, d_y):
-        return evaluate(x, d_y, implementation="hopper")
+    where = jax.ShapeDtypeStruct(x.shape, jnp.bool)
 
-    assert num_kernels(both, x, x) == 2
+    def all_forms(x, d_y, where):
+        both = [evaluate(x, d_y, f=f, implementation="hopper") for f in (softmax, log_softmax)]
+        return both, softmax(x, where=where, implementation="hopper")
+
+    assert num_kernels(all_forms, x, x, where) == 5
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
@@ -125,9 +176,11 @@ def test_refuses(change, words):
         (jnp.zeros((4, 32)), {"axis": 0}, "axis=0 of shape .* over the last dim"),
         (jnp.zeros((4, 32), jnp.int32), {}, "x is int32"),
         (jnp.zeros(()), {}, "one dim or more"),
+        (jnp.zeros((4, 32)), {"where": jnp.ones((4, 32))}, "where is float32.* must be bool"),
+        (jnp.zeros((4, 32)), {"where": jnp.ones(5, bool)}, "does not broadcast"),
         (jnp.zeros((4, 32)), {"implementation": "triton"}, "choose auto, hopper, xla, reference"),
     ],
-    ids=["axis", "integers", "scalar", "name"],
+    ids=["axis", "integers", "scalar", "mask of floats", "mask's shape", "name"],
 )
 def test_wrong_arguments(x, options, words):
     with pytest.raises(InputError, match=words):
@@ -143,7 +196,7 @@ MEASURED = {"forward": (1.0, 1.1), "gradient": (1.0, 1.2)}
     ids=["measured", "near", "few rows", "wide rows"],
 )
 def test_auto_follows_the_table(monkeypatch, tmp_path, shape, num):
-    tables.save(table("softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
+    tables.save(table("softmax", "softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
     monkeypatch.setattr(api, "TUNED", tmp_path)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == num

@@ -1,0 +1,130 @@
+"""Calls of the ops over rows: kernel, XLA, fewest bytes. Dims: R row, C column.
+
+Arguments by letter: x and r bf16 [R, C], d and e gradients of results, y the softmax of x, m a mask
+of every second column or so, s and b fp32 [C].
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.rows import Workload
+from pallas_kernels.norm import hopper as norm
+from pallas_kernels.norm.formulas import Norm
+from pallas_kernels.norm.reference import layer_norm_reference, rms_norm_reference
+from pallas_kernels.norm.workloads import EPSILON, arrays
+from pallas_kernels.softmax import hopper as softmax
+from pallas_kernels.softmax.reference import (
+    log_softmax_reference,
+    softmax_gradient_reference,
+    softmax_reference,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One direction of one form."""
+
+    folder: str  # of pallas_kernels
+    kernel: Callable  # takes config too
+    xla: Callable
+    letters: str  # arguments
+    num_bytes: int  # an element of [R, C]: each input read once, each result written once
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def make_inputs(workload: Workload) -> dict[str, jax.Array]:
+    """All arguments by letter."""
+    made = arrays(workload, jax.random.key(0))
+    x, keys = made["x"], jax.random.split(jax.random.key(7), 4)
+    return {
+        "x": x,
+        "d": made["d_y"],
+        "s": made["scale"],
+        "y": softmax_reference(x),
+        "r": jax.random.normal(keys[0], x.shape, x.dtype),
+        "e": jax.random.normal(keys[1], x.shape, x.dtype),
+        "m": jax.random.bernoulli(keys[2], 0.5, x.shape),
+        "b": 0.1 * jax.random.normal(keys[3], x.shape[1:], jnp.float32),
+    }
+
+
+def _norms(op: str, *, residual: bool) -> tuple[Callable, Callable, Callable, Callable]:
+    """Kernel and XLA, forward and gradient."""
+    layer = op == "layer_norm"
+    reference = layer_norm_reference if layer else rms_norm_reference
+    num_inputs = 1 + residual
+
+    def form(x: jax.Array) -> Norm:
+        return Norm(
+            columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual
+        )
+
+    def kernel(*args: jax.Array, config=None):
+        return norm.norm(form(args[0]), args[:num_inputs], args[num_inputs:], config=config)
+
+    def xla(*args: jax.Array):
+        x = sum(args[1:num_inputs], args[0])
+        y = reference(x, *args[num_inputs:], epsilon=EPSILON)
+        return (y, x) if residual else (y,)
+
+    def kernel_gradient(scale, *inputs: jax.Array, config=None):
+        return norm.norm_gradient(form(inputs[0]), inputs, scale, config=config)
+
+    def xla_gradient(scale, x, d_y, *d_x: jax.Array):
+        vectors = (scale, jnp.zeros_like(scale)) if layer else (scale,)
+        got, *rest = jax.vjp(functools.partial(reference, epsilon=EPSILON), x, *vectors)[1](d_y)
+        return sum(d_x, got), *rest
+
+    return kernel, xla, kernel_gradient, xla_gradient
+
+
+def _masked(x: jax.Array, where: jax.Array, *, config=None) -> jax.Array:
+    return softmax.softmax(x, where.astype(x.dtype), config=config)
+
+
+def _log_gradient(x: jax.Array, d_y: jax.Array) -> jax.Array:
+    return jax.vjp(log_softmax_reference, x)[1](d_y)[0]
+
+
+def _all_norms() -> dict[str, Op]:
+    ops = {}
+    for residual in (False, True):
+        for op, vectors in (("rms_norm", "s"), ("layer_norm", "sb")):
+            kernel, xla, kernel_gradient, xla_gradient = _norms(op, residual=residual)
+            name = op + "+residual" * residual
+            ops[name] = Op(
+                folder="norm", kernel=kernel, xla=xla, letters="xr"[: 1 + residual] + vectors,
+                num_bytes=8 if residual else 4,
+            )  # fmt: skip
+            ops[name + "_gradient"] = Op(
+                folder="norm", kernel=kernel_gradient, xla=xla_gradient,
+                letters="sxde"[: 3 + residual], num_bytes=8 if residual else 6,
+            )  # fmt: skip
+    return ops
+
+
+OPS = {
+    "softmax": Op(
+        folder="softmax", kernel=softmax.softmax, xla=softmax_reference, letters="x", num_bytes=4
+    ),
+    "softmax_gradient": Op(
+        folder="softmax", kernel=softmax.softmax_gradient, xla=softmax_gradient_reference,
+        letters="yd", num_bytes=6,
+    ),
+    **_all_norms(),
+    "log_softmax": Op(
+        folder="softmax", kernel=functools.partial(softmax.softmax, log=True),
+        xla=log_softmax_reference, letters="x", num_bytes=4,
+    ),
+    "log_softmax_gradient": Op(
+        folder="softmax", kernel=softmax.log_softmax_gradient, xla=_log_gradient, letters="xd",
+        num_bytes=6,
+    ),
+    "masked_softmax": Op(
+        folder="softmax", kernel=_masked, xla=softmax_reference, letters="xm", num_bytes=5
+    ),
+}  # fmt: skip

@@ -1,0 +1,75 @@
+"""What a kernel over rows computes, in whichever way the rows pass through a Hopper GPU.
+
+A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
+joins the numbers of all parts into totals of the row, and finishes each part with these. One
+formula serves ``hopper_blocks``, ``hopper_stream`` and ``hopper_wide``.
+
+Dims: A row or part that a warpgroup holds, M column of a part, P part of a row.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+type Load = Callable[[int], jax.Array]
+"""Input or vector i as fp32 [A, M]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """How the numbers of a row's parts are brought together: along the last dim, P."""
+
+    whole: bool  # rows in one part: nothing is brought together
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """[..., P] to [...]."""
+        return x if self.whole else jnp.sum(x, axis=-1)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """[..., P] to [...]."""
+        return x if self.whole else jnp.max(x, axis=-1)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """[..., P] to [...]."""
+        return x if self.whole else jnp.sum(x, axis=-1) * (1.0 / x.shape[-1])
+
+    def spread(self, total: jax.Array, x: jax.Array) -> jax.Array:
+        """[...] to x's [..., P]."""
+        return total if self.whole else lax.broadcast_in_dim(total, x.shape, range(total.ndim))
+
+    def size(self, columns: int, x: jax.Array) -> int:
+        """Columns of a part."""
+        return columns if self.whole else columns // x.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Formula:
+    """What is done to a row."""
+
+    fold: Callable[[Load, Load], tuple[jax.Array, ...]]
+    """(inputs, vectors) to numbers of each part, [A] each."""
+    merge: Callable[..., tuple[jax.Array, ...]]
+    """(k, columns, numbers of k tiles of a part, numbers of one more) to those of k + 1, [A]."""
+    join: Callable[..., tuple[jax.Array, ...]]
+    """(parts, *numbers of all parts [..., P]) to totals [...]."""
+    finish: Callable[..., tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]
+    """(inputs, vectors, totals [A, M]) to (results, what is summed over rows), [A, M] each."""
+    num_numbers: int
+    num_results: int = 1
+    num_sums: int = 0
+
+
+def add(
+    seen: int, columns: int, numbers_A: tuple[jax.Array, ...], more_A: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Merges numbers that are sums."""
+    del seen, columns
+    return tuple(map(jnp.add, numbers_A, more_A))
+
+
+def to_columns(total: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A total of each row, [A] or a scalar, as [A, M]."""
+    return lax.broadcast_in_dim(total, shape, range(total.ndim))

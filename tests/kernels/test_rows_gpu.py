@@ -1,0 +1,62 @@
+"""Softmaxes and norms on a Hopper GPU, where blocks of a cluster exchange, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import log_softmax, softmax
+from pallas_kernels.common import device
+from tests.kernels import test_norm as norms
+from tests.kernels import test_softmax as softmaxes
+from tests.tolerance import assert_no_worse
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hopper():
+    if device.target().capability != (9, 0):
+        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
+
+
+@pytest.mark.parametrize("columns", [8192, 12288, 32768, 131072, 262144])
+@pytest.mark.parametrize("f", [softmax, log_softmax])
+def test_softmax(columns, f):
+    x, d_y = softmaxes.inputs((300, columns))
+    got = softmaxes.evaluate(x, d_y, f=f, implementation="hopper")
+    plain = softmaxes.evaluate(x, d_y, f=f, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=softmaxes.exact(x, d_y, f=f))
+
+
+@pytest.mark.parametrize("columns", [128, 4096, 131072])
+def test_where(columns):
+    x, _ = softmaxes.inputs((64, columns))
+    where = jax.random.bernoulli(jax.random.key(3), 0.4, x.shape).at[1].set(False)
+    f = functools.partial(softmax, x, where=where)
+    got, plain = f(implementation="hopper"), f(implementation="reference")
+    rows = np.delete(np.arange(64), 1)
+    masked = np.where(np.asarray(where), np.asarray(x, np.float64), -np.inf)[rows]
+    power = np.exp(masked - masked.max(axis=-1, keepdims=True))
+    oracle = power / power.sum(axis=-1, keepdims=True)
+    assert_no_worse(got[rows], plain=plain[rows], oracle=oracle)
+    assert not jnp.any(got[1])
+
+
+@pytest.mark.parametrize("columns", [4096, 8192, 12288, 32768, 131072])
+@pytest.mark.parametrize("form", norms.FORMS, ids=norms.NAMES)
+def test_norm_and_gradient(columns, form):
+    case = norms.inputs((300, columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    plain = norms.evaluate(*case, **form, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
+
+
+def test_a_large_mean_cancels_nothing():
+    case = norms.inputs((64, 131072), offset=3000.0)
+    form = {"f": norms.layer_norm}
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    plain = norms.evaluate(*case, **form, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
