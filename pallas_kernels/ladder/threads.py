@@ -87,7 +87,7 @@ def shared(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
     """1024 threads bring tiles of A and B to shared memory once, and read them 32 times there."""
     tile, depth, num_groups = 32, 32, 8
     share = tile // num_groups
-    M, N, K = check_operands(a_MK, b_KN, tile_m=tile, tile_n=tile, tile_k=depth)
+    *_, K = check_operands(a_MK, b_KN, tile_m=tile, tile_n=tile, tile_k=depth)
 
     def body(a_gmem, b_gmem, c_gmem, a_smem, b_smem, filled, emptied):
         mine = pl.ds(lax.axis_index("group") * share, share)
@@ -109,16 +109,31 @@ def shared(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
         acc_MN = lax.fori_loop(0, K // depth, step, zeros((share, tile), ALONG))
         c_gmem[my_rows, pl.ds(column, tile)] = acc_MN.astype(a_MK.dtype)
 
+    staged = ((depth, tile), (depth, tile))
+    return _staged(body, a_MK, b_KN, tile=(tile, tile), staged=staged, num_groups=num_groups)
+
+
+def _staged(
+    body: Callable[..., None],
+    a_MK: jax.Array,
+    b_KN: jax.Array,
+    *,
+    tile: tuple[int, int],
+    staged: tuple[tuple[int, ...], tuple[int, ...]],
+    num_groups: int,
+) -> jax.Array:
+    """A block of ``num_groups`` warpgroups a tile, shared memory of two shapes for A and B, and two
+    barriers where the groups meet.
+    """
+    M, N = a_MK.shape[0], b_KN.shape[1]
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((M, N), a_MK.dtype),
         scratch_types=(
-            plgpu.SMEM((depth, tile), jnp.float32),
-            plgpu.SMEM((depth, tile), jnp.float32),
-            plgpu.Barrier(num_arrivals=num_groups),
-            plgpu.Barrier(num_arrivals=num_groups),
+            *(plgpu.SMEM(shape, jnp.float32) for shape in staged),
+            *(plgpu.Barrier(num_arrivals=num_groups) for _ in range(2)),
         ),
-        grid=(M // tile, N // tile),
+        grid=(M // tile[0], N // tile[1]),
         grid_names=("m", "n"),
         num_threads=num_groups,
         thread_name="group",
@@ -162,7 +177,7 @@ def prefetched(a_MK: jax.Array, b_KN: jax.Array, *, patch=PATCH) -> jax.Array:
 def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
     num_groups, rows, columns, depth = 2, 64, 128, 16
     tile_m, share = num_groups * rows, depth // num_groups
-    M, N, K = check_operands(a_MK, b_KN, tile_m=tile_m, tile_n=columns, tile_k=depth)
+    *_, K = check_operands(a_MK, b_KN, tile_m=tile_m, tile_n=columns, tile_k=depth)
     num_steps = K // depth
 
     def body(a_gmem, b_gmem, c_gmem, a_smem, b_smem, filled, emptied):
@@ -210,21 +225,8 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             acc_MN, *_ = lax.fori_loop(0, num_steps, step_ahead, (acc_MN, *fetch(0)))
         c_gmem[my_rows, my_columns] = acc_MN.astype(a_MK.dtype)
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((M, N), a_MK.dtype),
-        scratch_types=(
-            plgpu.SMEM((num_stages, depth, tile_m), jnp.float32),
-            plgpu.SMEM((num_stages, depth, columns), jnp.float32),
-            plgpu.Barrier(num_arrivals=num_groups),
-            plgpu.Barrier(num_arrivals=num_groups),
-        ),
-        grid=(M // tile_m, N // columns),
-        grid_names=("m", "n"),
-        num_threads=num_groups,
-        thread_name="group",
-        compiler_params=PARAMS,
-    )(a_MK, b_KN)
+    staged = ((num_stages, depth, tile_m), (num_stages, depth, columns))
+    return _staged(body, a_MK, b_KN, tile=(tile_m, columns), staged=staged, num_groups=num_groups)
 
 
 RUNGS: tuple[Callable[[jax.Array, jax.Array], jax.Array], ...] = (
