@@ -25,7 +25,7 @@ def _hopper():
 @pytest.mark.parametrize("columns", [8192, 12288, 32768, 131072, 262144])
 @pytest.mark.parametrize("f", [softmax, log_softmax])
 def test_softmax(columns, f):
-    x, d_y = softmaxes.inputs((300, columns))
+    x, d_y = softmaxes.inputs((150, columns))
     got = softmaxes.evaluate(x, d_y, f=f, implementation="hopper")
     plain = softmaxes.evaluate(x, d_y, f=f, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=softmaxes.exact(x, d_y, f=f))
@@ -48,7 +48,7 @@ def test_where(columns):
 @pytest.mark.parametrize("columns", [4096, 8192, 12288, 32768, 131072])
 @pytest.mark.parametrize("form", norms.FORMS, ids=norms.NAMES)
 def test_norm_and_gradient(columns, form):
-    case = norms.inputs((300, columns))
+    case = norms.inputs((150, columns))
     got = norms.evaluate(*case, **form, implementation="hopper")
     plain = norms.evaluate(*case, **form, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
