@@ -167,11 +167,12 @@ def measure(args: argparse.Namespace, prepared: Prepared, parameters: Any) -> di
         jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
-        directory = str(args.trace / variant.name.replace(" ", "-"))
-        with jax.profiler.trace(directory, profiler_options=options):
+        directory = args.trace / variant.name.replace(" ", "-")
+        with jax.profiler.trace(str(directory), profiler_options=options):
             start = time.perf_counter()
             jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
             row["traced_step_s"] = time.perf_counter() - start
+        (directory / "environment.json").write_text(json.dumps(environment()))
     return row
 
 

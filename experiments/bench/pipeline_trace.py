@@ -155,7 +155,8 @@ def main() -> None:
     if args.picture:
         draw(result, args.picture)
     if args.out:
-        report = {"environment": environment(), **result}
+        traced = json.loads((args.trace / "environment.json").read_text())
+        report = {"environment": traced, "read_by": environment()["command"], **result}
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -72,11 +72,13 @@ def test_the_bubble_is_read_from_a_trace(tmp_path, monkeypatch):
     directory = tmp_path / "1f1b-m=8"
     directory.mkdir()
     (directory / "t.xplane.pb").write_bytes(gpu_trace(timeline, schedule.kind))
+    (directory / "environment.json").write_text('{"device": "made up"}')
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
     arguments = [str(directory), "--picture", str(picture), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["pipeline_trace", *arguments])
     pipeline_trace.main()
     found = json.loads(out.read_text())
+    assert found["environment"] == {"device": "made up"}
     assert [len(stage["actions"]) for stage in found["stages"]] == [16] * 4
     work = [stage["work_ms"] for stage in found["stages"]]
     np.testing.assert_allclose(work, [24, 24, 24, 28], rtol=0.01)
