@@ -55,6 +55,9 @@ def main() -> None:
     best = max(rows, key=lambda row: row.get("gain", 0))
     kept = best["options"] if best.get("gain", 0) >= LEAST_GAIN else {}
     print(f"keep: {describe_options(kept)}")
+    if kept:
+        named = json.dumps(describe_options(kept).split(", "))
+        print(f"in a run: jaxinfra train ... --set 'training.xla_options={named}'")
     if args.out:
         report = {"environment": environment(), "settings": settings(args), "rows": rows}
         report |= {"kept": kept, "clocks_after": clocks()}

@@ -113,8 +113,8 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     profile = None if args.profile is None else parse_profile_range(args.profile)
     if args.dry_run:
-        table = placement_table(make_job(config))
-        print(f"{codec.to_json(config)}\n{table}")
+        job = make_job(config)
+        print(f"{codec.to_json(job.config)}\n{placement_table(job)}")
         return 0
     cluster = detect_cluster(os.environ)
     if cluster is not None and not (args.resume or args.run):
