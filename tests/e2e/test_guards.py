@@ -5,6 +5,7 @@ with several processes.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from e2e.processes import Ended
@@ -41,7 +42,7 @@ def train(bench: Bench, name: str, *, devices: int, faults: list[dict], **settin
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared) -> dict[int, str]:
+def undisturbed(shared) -> dict[int, Path]:
     for devices in (2, 4):
         train(shared, f"undisturbed{devices}", devices=devices, faults=[])
     return {devices: shared / f"undisturbed{devices}" for devices in (2, 4)}
@@ -51,33 +52,38 @@ def samples_of(step: int) -> list[int]:
     return list(range((step - 1) * BATCH, step * BATCH))
 
 
-def assert_like_excluded(bench: Bench, name: str, step: int) -> None:
-    """The state is that of a run which never trained on that batch, and the ledger lacks it."""
-    excluded = {"reliability__exclude_steps": f"[{step}]"}
-    train(bench, "excluded", devices=2, faults=[], **excluded)
-    assert state_sums(bench / name, STEPS) == state_sums(bench / "excluded", STEPS)
-    assert ledger(bench / name) == ledger(bench / "excluded")
-    assert [entry[0] for entry in ledger(bench / name) if not entry[-1]] == [step]
+@pytest.fixture(scope="module")
+def excluded(shared) -> Path:
+    """A run that never trains on the batch of step 10."""
+    train(shared, "excluded", devices=2, faults=[], reliability__exclude_steps="[10]")
+    return shared / "excluded"
 
 
-def test_what_is_not_finite_is_skipped_and_located(bench):
+def assert_like_excluded(run: Path, excluded: Path) -> None:
+    """The state is that of the run without the batch, and the ledger lacks it."""
+    assert state_sums(run, STEPS) == state_sums(excluded, STEPS)
+    assert ledger(run) == ledger(excluded)
+    assert [entry[0] for entry in ledger(run) if not entry[-1]] == [10]
+
+
+def test_what_is_not_finite_is_skipped_and_located(bench, excluded):
     action = "jaxinfra.gym.corruption:poison_weights"
-    fault = {"target": BATCHES, "samples": samples_of(7)[-1:], "action": action}
+    fault = {"target": BATCHES, "samples": samples_of(10)[-1:], "action": action}
     train(bench, "run", devices=2, faults=[fault])
     (found,) = incidents(bench / "run", "not finite")
-    assert (found["step"], found["ranks"], found["cause"]) == (7, [0], "batch")
+    assert (found["step"], found["ranks"], found["cause"]) == (10, [0], "batch")
     assert found["tensors"][0].startswith("layer 0: blocks/0/")
-    assert_like_excluded(bench, "run", 7)
+    assert_like_excluded(bench / "run", excluded)
 
 
-def test_a_bad_batch_is_found_and_left_out(bench):
+def test_a_bad_batch_is_found_and_left_out(bench, excluded):
     action = "jaxinfra.gym.corruption:poison_targets"
     fault = {"target": BATCHES, "samples": samples_of(10)[:1], "action": action, "token": 299}
     train(bench, "run", devices=2, faults=[fault], **SPIKE)
     (found,) = incidents(bench / "run", "batch excluded")
     assert (found["step"], found["samples"]) == (10, [72, 79])
     assert len(incidents(bench / "run", "went back")) == 2, "to see it again, and to leave it out"
-    assert_like_excluded(bench, "run", 10)
+    assert_like_excluded(bench / "run", excluded)
     # What was undone is not in the metrics, and is in the ledger of time.
     steps = [line["step"] for line in metrics(bench / "run") if "heldout_loss" not in line]
     assert steps == list(range(1, STEPS + 1))
