@@ -2,7 +2,8 @@
 
 A name is a base and what differs from its settings, joined by "+": ``fsdp+unroll16+O1`` is fully
 sharded, 16 layers a loop body, under XLA's options of the name O1. ``rounded`` sums weights'
-gradients over devices in bf16, as plain JAX does. ``NAME=VALUE`` is an XLA option by itself.
+gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes (and
+so rounds too). ``NAME=VALUE`` is an XLA option by itself.
 """
 
 import contextlib
@@ -117,6 +118,9 @@ def contender(name: str, setting: Setting) -> Contender:
         elif change.startswith("unroll"):
             unroll = int(change.removeprefix("unroll"))
         elif change == "rounded":
+            gradients = WeightGradients.COMPUTE
+        elif change == "kept":
+            sharding = dataclasses.replace(sharding, keep_gathered=True)
             gradients = WeightGradients.COMPUTE
         elif change in list(Remat):
             remat = change

@@ -47,6 +47,9 @@ class ShardingConfig:
     # Over the tensor axis, between its projections: the residual stream by sequence, with norms,
     # dropout and residual sums (Korthikanti et al. 2022).
     sequence_parallel: bool = False
+    # At stage 3, a layer's weights gathered for the forward pass stay, in the compute dtype, until
+    # its backward pass, which then does not gather them again.
+    keep_gathered: bool = False
 
     def __post_init__(self) -> None:
         if self.zero not in (1, 2, 3):

@@ -9,7 +9,7 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
-from jaxinfra.config.precision import PrecisionConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -191,6 +191,8 @@ def _validate_sharding(run: RunConfig) -> None:
             f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "
             "some, as in --mesh fsdp=8"
         )
+    if sharding.keep_gathered:
+        _validate_keep_gathered(run)
     if sharding.sequence_parallel:
         if mesh.tensor == 1:
             raise ConfigError(
@@ -203,6 +205,26 @@ def _validate_sharding(run: RunConfig) -> None:
                 f"{mesh.tensor}, which sequence_parallel asks for; make it a multiple of "
                 f"{mesh.context * mesh.tensor}"
             )
+
+
+def _validate_keep_gathered(run: RunConfig) -> None:
+    sharding, mesh, precision = run.sharding, run.mesh, run.precision
+    if mesh.fsdp == 1 or sharding.zero < 3:
+        raise ConfigError(
+            f"keep_gathered keeps weights that are gathered, and with fsdp={mesh.fsdp}, zero="
+            f"{sharding.zero} none are; leave it out, or give --mesh fsdp=N at stage 3"
+        )
+    if mesh.pipe > 1:
+        raise ConfigError(
+            f"keep_gathered would keep a stage's weights of every micro-batch in flight with "
+            f"pipe={mesh.pipe}; leave it out"
+        )
+    rounds = precision.weight_gradients is WeightGradients.COMPUTE
+    if precision.policy is not PolicyName.FP32 and not rounds:
+        raise ConfigError(
+            f"keep_gathered multiplies with weights in {precision.policy}, and their gradients "
+            "come back in it; say so with --set precision.weight_gradients=compute"
+        )
 
 
 def _validate_context(run: RunConfig) -> None:

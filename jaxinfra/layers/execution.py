@@ -52,6 +52,14 @@ def take_rows(
     return policy.to_compute(table_VD.at[ids_BT].get(mode="fill", fill_value=jnp.nan))
 
 
+class Gather(Protocol):
+    """A weight brought together of which a device holds a part; its gradient goes back to parts."""
+
+    def __call__(self, weight: jax.Array, dims: Dims) -> jax.Array:
+        """Returns the weight as projections multiply with it, in the compute dtype."""
+        ...
+
+
 class Constrain(Protocol):
     """Where activations lie."""
 
@@ -113,5 +121,6 @@ class Execution:
     attend: Attend = attention
     lookup: Lookup = take_rows
     constrain: Constrain = _Anywhere()
+    gather: Gather | None = None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat = Remat.NONE
     unroll: int = 1

@@ -12,6 +12,8 @@ from jaxinfra.layers.lora import Adapter
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
 """Names of the projections' outputs for recomputation policies; the MLP's wide ones apart."""
+GATHERED = "gathered_weight"
+"""Name of what ``Execution.gather`` returns: kept whatever is recomputed."""
 
 
 class Projection(nnx.Module):
@@ -40,7 +42,9 @@ class Projection(nnx.Module):
     ):
         self.name = name
         self.spec = spec
+        self.dims = dims
         self.policy = execution.policy
+        self.gather = execution.gather
         param = execution.policy.param
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape, param), axes=dims)
         self.bias = (
@@ -52,7 +56,10 @@ class Projection(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the map; result in the compute dtype."""
-        y = self.policy.einsum(self.spec, x, self.weight[...])
+        weight = self.weight[...]
+        if self.gather is not None:
+            weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
+        y = self.policy.einsum(self.spec, x, weight)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self.policy.to_accum(self.bias[...])

@@ -21,7 +21,7 @@ from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
-from jaxinfra.layers.projection import HIDDEN, PROJECTION
+from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
@@ -30,10 +30,10 @@ type KVCache = tuple[LayerCache, ...]
 """One entry a block of the pattern, each with a leading L dim: [L, B, S, K, H]."""
 
 _SAVED_NAMES = {
-    Remat.DOTS: (PROJECTION, HIDDEN, *ATTENTION_NAMES),
-    Remat.MLP: (PROJECTION, *ATTENTION_NAMES),
-    Remat.NAMED: ATTENTION_NAMES,
-    Remat.FULL: (),
+    Remat.DOTS: (GATHERED, PROJECTION, HIDDEN, *ATTENTION_NAMES),
+    Remat.MLP: (GATHERED, PROJECTION, *ATTENTION_NAMES),
+    Remat.NAMED: (GATHERED, *ATTENTION_NAMES),
+    Remat.FULL: (GATHERED,),
 }
 
 

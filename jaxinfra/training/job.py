@@ -25,6 +25,7 @@ from jaxinfra.numerics.policy import policy_of
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.gather import gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -186,6 +187,7 @@ def make_job(
         ),
         lookup=lookup_on(placement),
         constrain=placement.constraint(),
+        gather=gather_on(placement, keep=config.sharding.keep_gathered, compute=policy.compute),
         remat=training.remat,
         unroll=training.unroll,
     )

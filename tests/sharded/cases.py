@@ -32,10 +32,11 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import policy_of
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.gather import gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -217,10 +218,15 @@ def build(
         mesh=make_mesh(mesh, devices=devices), rules=state_rules(sharding or ShardingConfig())
     )
     execution = Execution(
-        policy=POLICIES[precision.policy],
+        policy=policy_of(precision),
         attend=attention_on(placement, method=context_method),
         lookup=lookup_on(placement),
         constrain=placement.constraint(),
+        gather=gather_on(
+            placement,
+            keep=bool(sharding and sharding.keep_gathered),
+            compute=policy_of(precision).compute,
+        ),
         remat=remat,
         unroll=unroll,
     )

@@ -12,20 +12,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.run import Remat
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.program import Collective, collectives
 from tests.sharded.cases import Built, build, gpt_like, llama_like, packed_batch
 
+ACCUMULATIONS = [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))]
 ITEM = 4  # bytes of an fp32 parameter, gradient or moment
 
 
 @functools.cache
-def built(mesh: str, zero: int = 3, accumulation: int = 1, batch_size: int = 32) -> Built:
+def built(
+    mesh: str, zero: int = 3, accumulation: int = 1, batch_size: int = 32, *, keep: bool = False
+) -> Built:
     return build(
         llama_like(),
         mesh=parse_mesh(mesh),
-        sharding=ShardingConfig(zero=zero),
+        sharding=ShardingConfig(zero=zero, keep_gathered=keep),
+        remat=Remat.FULL if keep else Remat.NONE,
         accumulation=accumulation,
         batch_size=batch_size,
     )
@@ -68,14 +73,14 @@ def test_bytes_on_a_device(mesh, zero):
     start = jax.eval_shape(built(mesh, zero).initialize)
     counters = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(start))
     counters -= 3 * whole
-    arguments = compiled(mesh, zero).memory_analysis().argument_size_in_bytes
+    arguments = compiled(mesh, zero, 2).memory_analysis().argument_size_in_bytes
     unused = _dropped_arguments(mesh, zero)
     assert arguments == state + batch + counters - unused
 
 
 def _dropped_arguments(mesh: str, zero: int) -> int:
     """Bytes of arguments that the step does not read."""
-    kept = compiled(mesh, zero).input_shardings[0]
+    kept = compiled(mesh, zero, 2).input_shardings[0]
     state = jax.eval_shape(built(mesh, zero).initialize)
     leaves = jax.tree.leaves((state, packed_batch(rows=32)))
     return sum(
@@ -89,7 +94,7 @@ def _is_none(node: Any) -> bool:
     return node is None
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 def test_stage_1_scatters_gradients_once_and_gathers_parameters_once(accumulation):
     """2 D (N-1)/N bytes, the all-reduce's own, whatever the number of micro-batches."""
     found = [each for each in collectives(compiled("fsdp=8", 1, accumulation)) if each.shape]
@@ -152,7 +157,7 @@ def test_two_levels_scatter_first():
     assert by_kind == {"reduce-scatter": whole * 3 / 4, "all-reduce": 2 * (whole / 4) / 2}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
 @pytest.mark.parametrize("zero", [2, 3])
 def test_sharded_gradients_are_summed_in_every_micro_batch(zero, accumulation):
     """A device that keeps 1/N of the gradients has no room to sum all of them first: the price of
@@ -230,6 +235,19 @@ def test_memory_does_not_grow_with_accumulation(mesh, zero):
         rows[accumulation] = sum(leaf.nbytes for leaf in jax.tree.leaves(batch)) / 8
     growth = temporaries[8] - temporaries[2]
     assert growth <= 2 * (rows[8] - rows[2])
+
+
+def test_kept_weights_are_gathered_once():
+    """Though all else is recomputed. Norms' scales are still gathered where they are used."""
+    case = built("fsdp=8", 3, 2, 16, keep=True)
+    shapes = jax.eval_shape(case.initialize), packed_batch(rows=16)
+    found = collectives(case.step.lower(*shapes).compile())
+    gathered = [each for each in found if each.kind == "all-gather" and each.dtype == "f32"]
+    matrices = [each for each in gathered if len(each.shape) > 1 and "jvp(layer)" in each.scope]
+    table = llama_like().vocab_size * llama_like().model_dim
+    scales = (2 * llama_like().num_layers + 1) * llama_like().model_dim
+    elements = sum(math.prod(each.shape) * each.times for each in matrices)
+    assert elements == 2 * (num_parameters() - table - scales), "once a micro-batch"
 
 
 def test_what_the_specs_say():

@@ -1,0 +1,45 @@
+"""Weights gathered over the ``fsdp`` axis once for both passes.
+
+Left to the compiler, a projection's weight is gathered where it is multiplied with, and what the
+backward pass needs of it is the share that a device holds: it gathers again. Here the gathered
+weight is a value of its own, which recomputation keeps (``layers.projection.GATHERED``).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.core.axes import EMBED, Dims
+from jaxinfra.layers.execution import Gather
+from jaxinfra.parallel.place import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class KeptWeights:
+    """Gathers in the compute dtype; the gradient arrives in it, and is reduce-scattered in it."""
+
+    placement: Placement
+    compute: jnp.dtype
+
+    def __call__(self, weight: jax.Array, dims: Dims) -> jax.Array:
+        """Returns the weight, whole along the model's width."""
+        share = self.placement.sharding(dims)
+        whole = self.placement.sharding(tuple(None if dim == EMBED else dim for dim in dims))
+        param = weight.dtype
+
+        @jax.custom_vjp
+        def gathered(weight: jax.Array) -> jax.Array:
+            rounded = jax.lax.with_sharding_constraint(weight.astype(self.compute), share)
+            return jax.lax.with_sharding_constraint(rounded, whole)
+
+        def scattered(_: None, d_weight: jax.Array) -> tuple[jax.Array]:
+            return (jax.lax.with_sharding_constraint(d_weight, share).astype(param),)
+
+        gathered.defvjp(lambda weight: (gathered(weight), None), scattered)
+        return gathered(weight)
+
+
+def gather_on(placement: Placement, *, keep: bool, compute: jnp.dtype) -> Gather | None:
+    """``KeptWeights``, where the config asks for them."""
+    return KeptWeights(placement=placement, compute=compute) if keep else None
