@@ -20,8 +20,7 @@ from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.program import collectives
 from jaxinfra.training.batch_order import in_zigzag
 from tests.sharded.cases import build, llama_like, packed_batch
-from tests.sharded.test_meshes import exact, run, single
-from tests.tolerance import assert_no_worse
+from tests.sharded.test_meshes import assert_as_one_device, run
 
 MESHES = {
     "context2": MeshConfig(context=2),
@@ -51,10 +50,8 @@ MORE = [
     ids=lambda value: "" if isinstance(value, dict) else str(value),
 )
 def test_step_equals_one_device(case, mesh, method, how):
-    _, plain = single(case)
     _, result = run(case, MESHES[mesh], context_method=method, **how)
-    got, plain, oracle = (whole[:3] for whole in (result, plain, exact(case)))
-    assert_no_worse(got, plain=plain, oracle=oracle, what=f"{case} on {mesh} by {method}")
+    assert_as_one_device(result[:3], case, what=f"{case} on {mesh} by {method}")
 
 
 def test_a_step_sends_keys_round_and_sums_gradients_and_nothing_else():

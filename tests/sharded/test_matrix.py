@@ -1,6 +1,6 @@
 """Every subset of the axes, times what a step can be: one device's loss and every gradient.
 
-Bounds as in ``test_meshes``: against float64, at most twice one device's fp32 error, plus two ulp.
+Bounds as in ``test_meshes``: against float64, twice one device's fp32 error, plus two ulp.
 Rows are packed documents throughout. The models bring grouped queries and tied embeddings (tied),
 whole heads, biases, untied tables and accumulation (untied), windows, soft caps and sandwich norms
 (capped). A sample runs by default, all of them with
@@ -14,8 +14,7 @@ import pytest
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
 from jaxinfra.config.run import ContextMethod, Remat
-from tests.sharded.test_meshes import CASES, exact, run, single
-from tests.tolerance import assert_no_worse
+from tests.sharded.test_meshes import CASES, assert_as_one_device, run
 
 # All subsets of four axes that eight devices have room for.
 MESHES = (
@@ -68,8 +67,7 @@ def matrix() -> list[tuple[str, str, int]]:
 
 ALL = matrix()
 SAMPLE = {
-    ("tied", "fsdp=8", 2),  # ZeRO 2
-    ("capped", "replica=2,fsdp=4", 1),  # ZeRO 1
+    ("tied", "replica=2,fsdp=4", 2),  # ZeRO 2
     ("untied", "replica=2,tensor=4", 1),  # sequence parallel, accumulated
     ("capped", "fsdp=2,tensor=4", 3),  # ZeRO 1, sequence parallel
     ("untied", "replica=2,fsdp=2,tensor=2", 5),  # ZeRO 2, sequence parallel, accumulated
@@ -92,8 +90,6 @@ def test_the_sample_is_of_the_matrix():
 )
 def test_equals_one_device(case, mesh, number):
     how = hows(parse_mesh(mesh))[number]
-    _, plain = single(case)
     _, result = run(case, parse_mesh(mesh), **how)
     # The update goes by element, and is held by ``test_meshes``.
-    got, plain, oracle = (whole[:3] for whole in (result, plain, exact(case)))
-    assert_no_worse(got, plain=plain, oracle=oracle, what=f"{case} on {mesh} with {how}")
+    assert_as_one_device(result[:3], case, what=f"{case} on {mesh} with {how}")
