@@ -3,8 +3,8 @@
 The compiler cannot split a kernel. A device gathers the vocabulary's table along its width, in the
 compute dtype, takes the loss of its tokens, and sums over the devices follow: two scalars forward,
 and backward the table's gradient, reduce-scattered in its own dtype over the axes that split the
-table. Where the table's rows are split too, devices that share the vocabulary sum three numbers a
-token on the way, and the parts of hidden's gradient, in its dtype.
+table. Where the table's rows are split too, devices that share the vocabulary exchange five numbers
+a token on the way, and sum the parts of hidden's gradient, in its dtype.
 
 Dims: B batch, T position, D model width, V vocabulary; lower case of one device.
 """

@@ -63,11 +63,15 @@ def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
 def _collectives(form: LossForm, *, tokens: float, width: int, fused: bool) -> list[Operation]:
     """Over the axis that splits the vocabulary: numbers of each token, and dx."""
     if form.kernel:
-        # Three numbers for the target's logit, then the sum; dx whole, in 16 bits.
+        # Three numbers for the target's logit, a maximum, a sum; dx whole, in 16 bits.
         return [
             Collective("logits dx", "all-reduce", "tensor", 2.0 * tokens * width),
             Collective(
-                "logits", "all-reduce", "tensor", 8.0 * tokens / form.chunks, count=2 * form.chunks
+                "logits",
+                "all-reduce",
+                "tensor",
+                4.0 * tokens * 5 / 3 / form.chunks,
+                count=3 * form.chunks,
             ),
         ]
     # Each chunk sums its dx in fp32, after its maxima and its sums of exponentials.

@@ -13,8 +13,8 @@ one chunk, before the loop: more code, but no matmul is wasted and the table's g
 product instead of zeros.
 
 The vocabulary may be spread over mesh axes (``vocabulary_axes``, inside ``shard_map``): a device
-then has some rows of the table and all of its tokens' hidden states. Three numbers a token are
-summed over the axes, the logits never are.
+then has some rows of the table and all of its tokens' hidden states. A few numbers a token are
+exchanged, the logits never are.
 
 Dims: B batch, T position, Z shard of the batch times shard of the positions, b row within a shard,
 C position within a chunk, D model width, V vocabulary.
@@ -78,6 +78,12 @@ class Static(NamedTuple):
 def over_shards(static: Static, x: jax.Array, reduce: Callable) -> jax.Array:
     """``reduce(x, axes)`` over the devices that share the vocabulary; x where one has it all."""
     return reduce(x, static.vocabulary_axes) if static.vocabulary_axes else x
+
+
+def logsumexp(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Over devices."""
+    largest = jax.lax.pmax(x, axes)
+    return largest + jnp.log(jax.lax.psum(jnp.exp(x - largest), axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

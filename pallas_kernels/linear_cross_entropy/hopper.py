@@ -8,8 +8,8 @@ the gradient, is zeroed in ``M`` and added apart in fp32: one row of the table a
 gradient a token. Besides the three matmuls no pass touches [R, V].
 
 Label smoothing adds the same number to the gradients of all of a row's logits: products with the
-sum of the table's rows (``ChunkLoss.uniform_ZbC``). Where devices share the vocabulary, all take
-the target's logit of the one that has it as the reference, so their sums add up as they are.
+sum of the table's rows (``ChunkLoss.uniform_ZbC``). Where devices share the vocabulary, all begin
+with the target's logit of the one that has it.
 
 Dims: R row (a token), V vocabulary id, D model width.
 """
@@ -22,7 +22,7 @@ from jax import lax
 
 from pallas_kernels.common import device
 
-from .chunked import ChunkLoss, Static, over_shards
+from .chunked import ChunkLoss, Static, logsumexp, over_shards
 from .hopper_exponentials import DEFAULT, ROW_MULTIPLE, WIDTH_MULTIPLE, exponentials
 
 TABLE_MULTIPLE = WIDTH_MULTIPLE
@@ -89,7 +89,12 @@ def chunk_loss(
     )
 
     sums_R = jnp.where(counted_R, sums_R, 1.0)
-    lse_R = jnp.where(counted_R, reference_R, 0.0) + jnp.log(sums_R)
+    reference_R = jnp.where(counted_R, reference_R, 0.0)
+    lse_R = reference_R + jnp.log(sums_R)
+    if static.vocabulary_axes:
+        # References may have risen on some devices and not on others.
+        lse_R = logsumexp(lse_R, static.vocabulary_axes)
+        sums_R = jnp.exp(lse_R - reference_R)
     nll_R = lse_R - jnp.where(exists_R, target_R, 0.0)
     # A row that does not count adds 0 whatever its nll is.
     nll_R = jnp.where(counted_R, weights_R * nll_R, 0.0)
@@ -145,7 +150,8 @@ def _of_the_device_that_has_it(
 ) -> tuple[jax.Array, jax.Array]:
     """The target's logit, and whether any device has it.
 
-    Where none has, the mean of a logit of each: no higher than the logsumexp, so no sum vanishes.
+    Where none has, the mean of a logit of each: no higher than the logsumexp, so not all sums
+    vanish.
     """
     at_target_R, found_R, any_R = over_shards(
         static,
@@ -167,11 +173,10 @@ def _in_range(
     """
 
     def compute(reference_R):
-        matrix, sums_R = exponentials(
+        return exponentials(
             x_RD, table_VD, reference_R, num_ids=static.num_ids,
             logit_soft_cap=static.logit_soft_cap, with_matrix=with_matrix,
         )  # fmt: skip
-        return matrix, over_shards(static, sums_R, lax.psum)
 
     def too_large(sums_R):
         return sums_R > math.exp(HIGHEST)

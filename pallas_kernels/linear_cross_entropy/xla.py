@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dot import einsum_f32
 
-from .chunked import ChunkLoss, Static, over_shards
+from .chunked import ChunkLoss, Static, logsumexp, over_shards
 
 
 def chunk_loss(
@@ -52,9 +52,3 @@ def chunk_loss(
     if slope_ZbCV is not None:
         d_logits_ZbCV = d_logits_ZbCV * slope_ZbCV
     return ChunkLoss(total_Z, nll_Z, d_logits_ZbCV.astype(hidden_ZbCD.dtype))
-
-
-def logsumexp(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Over devices."""
-    largest = jax.lax.pmax(x, axes)
-    return largest + jnp.log(jax.lax.psum(jnp.exp(x - largest), axes))

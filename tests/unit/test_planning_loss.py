@@ -67,7 +67,7 @@ def test_form_and_chunks_are_the_codes(layout, vocab):
 
 
 def test_what_devices_that_share_the_vocabulary_tell_each_other():
-    """Of the kernel, 16 bytes a token, and dx once in 16 bits; of XLA's form, dx in fp32."""
+    """Of the kernel, 20 bytes a token, and dx once in 16 bits; of XLA's form, dx in fp32."""
     shape = dataclasses.replace(LLAMA, vocab_size=262_144)
     layout = Layout(batch=4, length=4096, tensor=2)
     tokens, width = layout.micro_tokens, shape.model_dim
@@ -79,7 +79,7 @@ def test_what_devices_that_share_the_vocabulary_tell_each_other():
             if isinstance(each, Collective)
         )
 
-    assert sent(layout) == pytest.approx(tokens * (2 * width + 16))
+    assert sent(layout) == pytest.approx(tokens * (2 * width + 20))
     traits = dataclasses.replace(layout.traits, loss_kernel=False)
     portable = dataclasses.replace(layout, traits=traits)
     assert sent(portable) == pytest.approx(tokens * (4 * width + 8))
