@@ -2,20 +2,21 @@
 
 python -m experiments.bench.memory_bound --out experiments/results/memory-bound-h200.json
 
-"check" rows give relative errors against fp32 beside those of XLA's bf16 form. Other rows are CUPTI
-kernel times; GB/s counts each input read once and each output written once, and "of_copy" divides
-it by the copy of the same process and shape (``as_words``). "plain" rows are what XLA alone
+"check" rows give relative errors against XLA in fp32 beside those of its bf16 form. Other rows are
+CUPTI kernel times; GB/s counts each input read once and each output written once, and "of_copy"
+divides it by the copy of the same process and shape (``as_words``). "plain" rows are what XLA alone
 computes and no kernel is written for. What fails, or comes after --budget seconds, is recorded as
 such and the table goes on; the file is written after every row.
 """
 
 import argparse
 import concurrent.futures
+import dataclasses
 import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -27,77 +28,82 @@ from experiments.bench.table import Table
 from pallas_kernels.common.hopper_rows_config import Config, Stream, Wide
 from pallas_kernels.common.rows import BARS, OTHERS, Workload
 
-CHECKED_ROWS = 1056
 BAR_OPS = ("softmax", "rms_norm", "rms_norm_gradient", "softmax_gradient")
-VARIANTS: dict[tuple[str, int], dict[str, Config]] = {
-    ("softmax", 4096): {"streamed": Stream(num_stages=3)},
-    ("softmax_gradient", 4096): {"streamed": Stream(num_stages=3)},
+_GRADIENTS: dict[str, Wide] = {
+    "ahead": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1, ahead=True),
+    "scale in memory": Wide(cluster=2, chunks=2, slots=4, vector=4, in_memory=2),
+    "scale in registers": Wide(cluster=2, chunks=2, slots=6),
+    "scale in registers, ahead": Wide(cluster=2, chunks=2, slots=6, ahead=True),
+}
+VARIANTS: dict[tuple[str, int], Mapping[str, Config]] = {
     ("softmax", 32768): {
-        "4 slots": Wide(tiles=2, chunks=2, slots=4),
-        "5 slots": Wide(tiles=2, chunks=2, slots=5),
-        "5 slots, ahead": Wide(tiles=2, chunks=2, slots=5, ahead=True),
         "a row a block": Wide(chunks=4, slots=4, row_a_block=True),
         "a row a block of 2": Wide(warpgroups=2, tiles=2, chunks=4, slots=4, row_a_block=True),
-        "a row a block of 2 at once": Wide(warpgroups=2, tiles=8, slots=1, row_a_block=True),
-    },
-    ("rms_norm", 32768): {
-        "4 slots": Wide(tiles=2, chunks=2, slots=4),
+        "5 slots, ahead": Wide(tiles=2, chunks=2, slots=5, ahead=True),
+        "4 slots, ahead": Wide(tiles=2, chunks=2, slots=4, ahead=True),
         "5 slots": Wide(tiles=2, chunks=2, slots=5),
+        "4 slots": Wide(tiles=2, chunks=2, slots=4),
     },
-    ("rms_norm", 131072): {"6 slots": Wide(cluster=4, tiles=2, chunks=2, slots=6, ahead=True)},
-    ("rms_norm_gradient", 32768): {
-        "not ahead": Wide(cluster=2, tile=256, tiles=2, chunks=2, slots=6),
-        "2 warpgroups": Wide(cluster=2, warpgroups=2, tiles=2, chunks=2, slots=6, ahead=True),
-        "scale in memory": Wide(cluster=2, chunks=2, slots=5, vector=4, held=False),
-    },
+    ("rms_norm", 32768): {"5 slots": Wide(tiles=2, chunks=2, slots=5)},
+    ("rms_norm_gradient", 32768): _GRADIENTS,
     ("rms_norm_gradient", 131072): {
-        "not ahead": Wide(cluster=8, tile=256, tiles=2, chunks=2, slots=6),
-        "5 slots": Wide(cluster=8, tile=256, tiles=2, chunks=2, slots=5, ahead=True),
-        "2 warpgroups": Wide(cluster=8, warpgroups=2, tiles=2, chunks=2, slots=6, ahead=True),
-        "2 warpgroups, not ahead": Wide(cluster=8, warpgroups=2, tiles=2, chunks=2, slots=6),
-        "scale in memory": Wide(cluster=8, chunks=2, slots=4, vector=4, held=False),
+        name: dataclasses.replace(config, cluster=8) for name, config in _GRADIENTS.items()
     },
+    ("softmax_gradient", 4096): {"streamed": Stream(num_stages=3)},
 }
 
 
-def relative(got: jax.Array, want: jax.Array) -> float:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+@jax.jit
+def relative(got: list[jax.Array], want: list[jax.Array]) -> list[jax.Array]:
+    """Of each array, the norm of the error over the norm."""
+    return [
+        jnp.linalg.norm(g.astype(jnp.float32) - w) / jnp.linalg.norm(w)
+        for g, w in zip(got, want, strict=True)
+    ]
 
 
-class Programs:
-    """Compiles in the background what will be asked for, in that order."""
-
-    def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(12)
-        self._compiled: dict[object, concurrent.futures.Future] = {}
-
-    def want(self, key: object, f: Callable, args: list[jax.ShapeDtypeStruct]) -> None:
-        """Puts a program into the queue."""
-        self._compiled[key] = self._pool.submit(lambda: jax.jit(f).lower(*args).compile())
-
-    def get(self, key: object) -> jax.stages.Compiled:
-        """A program, when it is ready."""
-        return self._compiled[key].result()
-
-    def stop(self) -> None:
-        """Forgets what is still in the queue."""
-        self._pool.shutdown(cancel_futures=True)
+@jax.jit
+def equal(got: list[jax.Array], again: list[jax.Array]) -> jax.Array:
+    """Whether two lists of arrays are equal to the last bit."""
+    return jnp.stack([jnp.all(a == b) for a, b in zip(got, again, strict=True)]).all()
 
 
-def check(
-    programs: Programs, keys: list[object], args: list[jax.Array], exact: list[jax.Array]
-) -> dict:
-    """Errors against the fp32 form, beside those of XLA's bf16 form."""
-    kernel, xla, wide = (programs.get(key) for key in keys)
-    got, plain = jax.tree.leaves(kernel(*args)), jax.tree.leaves(xla(*args))
-    want = jax.tree.leaves(wide(*exact))
-    errors = [relative(g, w) for g, w in zip(got, want, strict=True)]
-    plain_errors = [relative(p, w) for p, w in zip(plain, want, strict=True)]
+type Program = concurrent.futures.Future[jax.stages.Compiled]
+
+
+def compiled(
+    workload: Workload, names: list[str], variants: bool, deadline: float
+) -> dict[tuple[str, str], Program]:
+    """All programs of a group by op and form, "fp32" XLA's; none is left to compile meanwhile."""
+    made = jax.eval_shape(make_inputs, workload)
+    programs = {}
+
+    def program(f: Callable, args: list) -> jax.stages.Compiled:
+        if time.monotonic() > deadline:
+            raise TimeoutError("out of time")
+        return jax.jit(f).lower(*args).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        for name in names:
+            args = pick(made, OPS[name].letters)
+            for form, f in forms_of(name, workload.columns, variants).items():
+                programs[name, form] = pool.submit(program, f, args)
+            wide = [jax.ShapeDtypeStruct(x.shape, widened(x)) for x in args]
+            programs[name, "fp32"] = pool.submit(program, OPS[name].xla, wide)
+    return programs
+
+
+def check(programs: list[Program], args: list[jax.Array]) -> dict:
+    """Errors of the first program against the third's, beside those of the second."""
+    kernel, xla, wide = (program.result() for program in programs)
+    want = jax.tree.leaves(wide(*(x.astype(widened(x)) for x in args)))
+    got = jax.tree.leaves(kernel(*args))
+    errors = [float(e) for e in relative(got, want)]
+    same = bool(equal(got, jax.tree.leaves(kernel(*args))))
+    del got
+    plain_errors = [float(e) for e in relative(jax.tree.leaves(xla(*args)), want)]
     # Sums in fp32 of the same numbers: XLA's own may be its oracle to the last bit.
     ok = all(e <= 2 * p + 1e-6 for e, p in zip(errors, plain_errors, strict=True))
-    again = jax.tree.leaves(kernel(*args))
-    same = all(bool(jnp.array_equal(a, b)) for a, b in zip(got, again, strict=True))
     return {"errors": errors, "xla": plain_errors, "ok": ok, "repeats": same}
 
 
@@ -125,68 +131,49 @@ def forms_of(name: str, columns: int, with_variants: bool) -> dict[str, Callable
     return forms
 
 
-def groups(with_variants: bool) -> Iterator[tuple[Workload, list[str], bool]]:
+def groups() -> Iterator[tuple[Workload, list[str]]]:
     """Shapes and ops in order of importance: what comes late may find no time left."""
     others = [name for name in OPS if name not in BAR_OPS]
     for workload in BARS:
-        yield workload, list(BAR_OPS), with_variants
-    yield BARS[0], others, False
-    yield BARS[1], others, False
-    for workload in OTHERS:
-        yield workload, list(OPS), False
-    yield BARS[2], others, False
+        yield workload, list(BAR_OPS)
+    for workload in BARS[:2]:
+        yield workload, others
+    for workload in reversed(OTHERS):
+        yield workload, list(BAR_OPS)
+    for workload in (OTHERS[-1], BARS[2]):
+        yield workload, others
 
 
 def widened(x):
     return jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
 
 
-def want_all(programs: Programs, with_variants: bool) -> None:
-    for workload, names, variants in groups(with_variants):
-        checked = Workload(rows=CHECKED_ROWS, columns=workload.columns)
-        for name in names:
-            letters = OPS[name].letters
-            for form, f in forms_of(name, workload.columns, variants).items():
-                for shape in (checked, workload):
-                    made = jax.eval_shape(make_inputs, shape)
-                    args = [made[letter] for letter in letters]
-                    programs.want((name, form, shape), f, args)
-            made = jax.eval_shape(make_inputs, checked)
-            wide = [jax.ShapeDtypeStruct(made[k].shape, widened(made[k])) for k in letters]
-            programs.want((name, "fp32", checked), OPS[name].xla, wide)
-
-
-def measure_group(
-    table: Table, programs: Programs, workload: Workload, names: list[str], variants: bool
-) -> None:
+def measure_group(table: Table, workload: Workload, names: list[str], variants: bool) -> None:
     """Copy, XLA, kernels and their variants at one shape."""
     elements = workload.rows * workload.columns
-    checked = Workload(rows=CHECKED_ROWS, columns=workload.columns)
-    few, made = make_inputs(checked), make_inputs(workload)
+    programs = compiled(workload, names, variants, table.deadline)
+    made = make_inputs(workload)
     words = jax.jit(as_words)(made["x"])
     copied = table.add(
         f"copy {workload.name}", lambda: rate(lambda x: x + 1, [words], 4 * elements, None)
     ).get("gb_s")
     for name in names:
         op = OPS[name]
-        args = pick(few, op.letters)
-        exact = [x.astype(widened(x)) for x in args]
+        args = pick(made, op.letters)
         for form in forms_of(name, workload.columns, variants):
             if form != "xla":
-                keys: list[object] = [(name, f, checked) for f in (form, "xla", "fp32")]
-                label = f"check {name} {checked.name}" + f" {form}" * (form != "hopper")
-                table.add(label, functools.partial(check, programs, keys, args, exact))
-
-            key = (name, form, workload)
+                three = [programs[name, f] for f in (form, "xla", "fp32")]
+                label = f"check {name} {workload.name}" + f" {form}" * (form != "hopper")
+                table.add(label, functools.partial(check, three, args))
+            get = programs[name, form].result
             num_bytes = op.num_bytes * elements
-            measure = functools.partial(
-                rate_of, functools.partial(programs.get, key),
-                functools.partial(pick, made, op.letters), num_bytes, copied,
-            )  # fmt: skip
-            table.add(f"{name} {workload.name} {form}", measure)
+            table.add(
+                f"{name} {workload.name} {form}",
+                functools.partial(rate_of, get, lambda args=args: args, num_bytes, copied),
+            )
 
 
-def pick(made: dict[str, jax.Array], letters: str) -> list[jax.Array]:
+def pick(made: dict, letters: str) -> list:
     return [made[letter] for letter in letters]
 
 
@@ -210,13 +197,10 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="other forms of the kernels too")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    programs = Programs()
-    want_all(programs, args.variants)
-    for i, group in enumerate(groups(args.variants)):
-        measure_group(table, programs, *group)
+    for i, (workload, names) in enumerate(groups()):
+        measure_group(table, workload, names, args.variants)
         if i + 1 == len(BARS):
             measure_plain(table)
-    programs.stop()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Wide:
     slots: int = 4  # chunks in shared memory
     vector: int = 8
     ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
-    held: bool = True  # vectors are in registers, not in shared memory
+    in_memory: int = 0  # tiles whose vectors are in shared memory; those before are in registers
     row_a_block: bool = False  # as many blocks as rows, instead of one a multiprocessor
 
     @property
@@ -143,27 +143,29 @@ def config_for(
 
 
 def _wide(columns: int, num_inputs: int, num_vectors: int, num_sums: int) -> Wide:
-    """The fewest blocks a row whose registers hold vectors and sums, 64 numbers a thread."""
+    """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
+    most_held = 48 if num_sums else 64  # numbers a thread holds from row to row; more spill
     for cluster in (1, 2, 4, 8):
         part = columns // (cluster * 4 * WARPS)
-        # 16 columns a thread at a time; 8 leave room for sums.
-        tile = next((t for t in (512, 384, 256, 128)[2 * (num_sums > 0) :] if part % t == 0), 0)
+        tile = next((t for t in (512, 384, 256, 128) if part % t == 0), 0)
         if not tile or columns % (cluster * 4 * WARPS * tile):
             continue
-        held = (num_vectors + num_sums) * part <= 64 * LANES
-        if not held and num_sums * part > 64 * LANES:
+        num_tiles, a_tile = part // tile, tile // LANES
+        left = most_held - num_tiles * a_tile * num_sums
+        if left < 0:
             continue
-        num_tiles = part // tile
-        tiles = next(t for t in (1024 // (tile * num_inputs), 2, 1) if t and num_tiles % t == 0)
-        vectors = 0 if held else num_vectors * 4 * columns // cluster
-        slot = num_inputs * 2 * tiles * tile * 4 * WARPS
-        slots = min((SMEM_BYTES - 8192 - vectors) // slot, 7)
+        held = min(left // (a_tile * num_vectors), num_tiles) if num_vectors else num_tiles
+        vectors = (num_tiles - held) * num_vectors * 4 * 4 * WARPS * tile
+        tiles = 2 if num_inputs == 1 and num_tiles % 2 == 0 else 1
         chunks = num_tiles // tiles
-        if slots <= chunks:
+        slot = num_inputs * 2 * tiles * 4 * WARPS * tile
+        slots = min((SMEM_BYTES - 6144 - vectors) // slot, 7)
+        if (slots - chunks) * slot < (80 * 1024 if cluster < 8 else slot):
             continue
         return Wide(
-            cluster=cluster, tile=tile, tiles=tiles, chunks=chunks, slots=slots, held=held,
-            vector=8 if held and tile % 256 == 0 else 4, ahead=cluster > 1 and slots > 2 * chunks,
+            cluster=cluster, tile=tile, tiles=tiles, chunks=chunks, slots=slots,
+            in_memory=num_tiles - held, vector=8 if held == num_tiles and tile % 256 == 0 else 4,
+            ahead=cluster > 1 and num_sums == 0 and slots > 2 * chunks,
         )  # fmt: skip
     raise _refused(f"{columns} columns are too many, or no multiple of 2048,")
 

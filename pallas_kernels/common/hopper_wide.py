@@ -117,15 +117,17 @@ class _Wide:
             f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, *chunk), self.dtype)
             for j in range(self.num_inputs)
         }
-        for j in range(0 if c.held else self.num_vectors):
-            buffers[f"vector{j}"] = plgpu.SMEM((c.warpgroups, c.chunks, *chunk), jnp.float32)
+        if c.in_memory:
+            shape = (c.warpgroups, c.in_memory, WARPS, c.tile)
+            for j in range(self.num_vectors):
+                buffers[f"vector{j}"] = plgpu.SMEM(shape, jnp.float32)
         buffers["numbers"] = plgpu.SMEM((TURNS, self.f.num_numbers, self.num_parts), jnp.float32)
         buffers["full"] = plgpu.Barrier(
             num_arrivals=self.num_inputs, num_barriers=c.warpgroups * c.slots
         )
-        if self.num_vectors and not c.held:
+        if self.num_vectors and c.in_memory:
             buffers["vectors_full"] = plgpu.Barrier(
-                num_arrivals=self.num_vectors * c.warpgroups * c.chunks
+                num_arrivals=self.num_vectors * c.warpgroups * c.in_memory
             )
         # Two in turns: the others may arrive for a row before this block has waited for the last.
         if c.cluster > 1:
@@ -170,13 +172,15 @@ class _Wide:
             return load
 
         held = {}
+        num_held = c.chunks * c.tiles - c.in_memory
 
         def vector_of(chunk, tile):
-            if c.held:
-                return lambda j: held[j, chunk, tile]
+            k = chunk * c.tiles + tile
+            if k < num_held:
+                return lambda j: held[j, k]
 
             def load(j):
-                ref = getattr(smem, f"vector{j}").at[me.wg, chunk, tile]
+                ref = getattr(smem, f"vector{j}").at[me.wg, k - num_held]
                 return plgpu.load(ref, layout=layout, optimized=False)
 
             return load
@@ -214,13 +218,10 @@ class _Wide:
 
         for q in range(c.slots):
             fetch_if_any(jnp.int32(q))
-        if c.held:
-            for j, v in enumerate(gmem.vectors):
-                for chunk in range(c.chunks):
-                    for tile in range(c.tiles):
-                        ref = v.at[me.rank, me.wg, chunk, tile]
-                        held[j, chunk, tile] = plgpu.load(ref, layout=layout, optimized=False)
-        elif self.num_vectors:
+        for j, k in itertools.product(range(self.num_vectors), range(num_held)):
+            ref = gmem.vectors[j].at[me.rank, me.wg, *divmod(k, c.tiles)]
+            held[j, k] = plgpu.load(ref, layout=layout, optimized=False)
+        if self.num_vectors and c.in_memory:
             self.fetch_vectors(gmem, smem, me)
         zero = plgpu.layout_cast(jnp.zeros((WARPS, c.tile), jnp.float32), layout)
         sums = (zero,) * (f.num_sums * c.chunks * c.tiles)
@@ -247,11 +248,16 @@ class _Wide:
     def fetch_vectors(self, gmem, smem, me) -> None:
         @pl.when(me.wg == 0)
         def _():
-            shares = itertools.product(range(self.c.warpgroups), range(self.c.chunks))
-            for (wg, chunk), j in itertools.product(shares, range(self.num_vectors)):
+            c = self.c
+            num_tiles = c.chunks * c.tiles
+            tiles = itertools.product(
+                range(self.num_vectors), range(c.warpgroups), range(c.in_memory)
+            )
+            for j, wg, k in tiles:
+                place = divmod(num_tiles - c.in_memory + k, c.tiles)
                 plgpu.copy_gmem_to_smem(
-                    gmem.vectors[j].at[me.rank, wg, chunk],
-                    getattr(smem, f"vector{j}").at[wg, chunk],
+                    gmem.vectors[j].at[me.rank, wg, *place],
+                    getattr(smem, f"vector{j}").at[wg, k],
                     smem.vectors_full,
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )

@@ -93,10 +93,10 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
 
 @pytest.mark.parametrize("form", WHICH)
 def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, form):
-    """Two workers, rows in four tiles; vectors in registers, then in shared memory."""
+    """Two workers, rows in four tiles; vectors in registers, then three quarters in memory."""
     monkeypatch.setattr(Wide, "num_clusters", 2)
     held = Wide(tile=32, tiles=2, chunks=2, slots=4, vector=1, ahead=True)
-    configs = iter((held, dataclasses.replace(held, slots=3, held=False, ahead=False)) * 2)
+    configs = iter((held, dataclasses.replace(held, slots=3, in_memory=3, ahead=False)) * 2)
     monkeypatch.setattr(hopper_rows, "config_for", lambda *_, **__: next(configs))
     case = inputs((3, 2048))
     with interpreted_hopper():
