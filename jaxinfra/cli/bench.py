@@ -18,7 +18,7 @@ from jaxinfra.core.errors import ConfigError, nearest
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
     "attention": "flash attention forward and backward, beside cuDNN",
-    "memory_bound": "softmax and RMSNorm, forward and gradient, beside XLA and a copy",
+    "memory_bound": "softmaxes and norms, forward and gradient, beside XLA and a copy",
     "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
     "roofline": "this device's ceilings, and kernels, prefill and decode under them",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
