@@ -2,8 +2,8 @@
 
 A name is a base and what differs from its settings, joined by "+": ``fsdp+unroll16+O1`` is fully
 sharded, 16 layers a loop body, under XLA's options of the name O1. ``rounded`` sums weights'
-gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes (and
-so rounds too). ``NAME=VALUE`` is an XLA option by itself.
+gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes,
+and rounds too. ``NAME=VALUE`` is an XLA option by itself.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Compiles a step for four H200s that are not there, and prints as JSON its collectives, and how
 many activations it holds with the width outermost.
 
-    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded] [--preset NAME]
+    python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded]
+        [--preset NAME]
 
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
 """
