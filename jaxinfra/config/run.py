@@ -59,6 +59,7 @@ class TrainingConfig:
     attention: AttentionImplementation = AttentionImplementation.AUTO
     context_method: ContextMethod = ContextMethod.AUTO
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
+    label_smoothing: float = 0.0  # of the target's probability, spread over all ids; not evaluated
     seed: int = 0
     log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step
     evaluate_every: int | None = None  # steps; None: at the end only
@@ -95,6 +96,10 @@ class TrainingConfig:
             )
         if self.z_loss < 0:
             raise ConfigError(f"z_loss={self.z_loss} must not be negative")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ConfigError(
+                f"label_smoothing={self.label_smoothing} must be at least 0 and below 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """The loss of one micro-batch on one device: its chunks, operations and buffers.
 
 The form is the one that ``linear_cross_entropy`` takes on a Hopper GPU: its kernel where a device
-has enough ids, in bf16 and outside of pipelines; else fp32 logits by XLA.
+has enough ids, in bf16; else fp32 logits by XLA.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ def loss_form(shape: ModelShape, layout: Layout) -> LossForm:
     if not layout.traits.fused_loss:
         return LossForm(kernel=False, chunks=1, chunk_bytes=6.0 * tokens * vocab / layout.tensor)
     bf16 = layout.bytes_a_parameter.compute == "bf16"
-    if layout.traits.loss_kernel and bf16 and layout.pipe == 1 and ids >= HOPPER_LEAST_IDS:
+    if layout.traits.loss_kernel and bf16 and ids >= HOPPER_LEAST_IDS:
         chunks = hopper_chunks(tokens=tokens, num_ids=ids)
         return LossForm(kernel=True, chunks=chunks.count, chunk_bytes=2.0 * chunks.length * ids)
     rows = layout.micro_rows

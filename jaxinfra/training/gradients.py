@@ -25,7 +25,7 @@ class GradientFunction(Protocol):
         self, parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
     ) -> tuple[jax.Array, Parameters]:
         """Mean nll in nats a counted token of the whole batch, and gradients in the parameters'
-        dtypes, of the mean objective (nll and z-loss) times ``loss_scale``.
+        dtypes, of the mean objective (nll, smoothed, and z-loss) times ``loss_scale``.
 
         Args:
             key: of this step; dropout folds its own from it.
@@ -40,6 +40,7 @@ def batch_loss(
     batch: Batch,
     *,
     z_loss: float,
+    label_smoothing: float = 0.0,
     dropout_key: jax.Array | None = None,
     placement: Placement | None = None,
 ) -> CrossEntropySums:
@@ -55,7 +56,15 @@ def batch_loss(
         positions=batch.positions,
         dropout_key=dropout_key,
     )
-    return hidden_loss(model, parameters, hidden_BTD, batch, z_loss=z_loss, placement=placement)
+    return hidden_loss(
+        model,
+        parameters,
+        hidden_BTD,
+        batch,
+        z_loss=z_loss,
+        label_smoothing=label_smoothing,
+        placement=placement,
+    )
 
 
 def hidden_loss(
@@ -65,6 +74,7 @@ def hidden_loss(
     batch: Batch,
     *,
     z_loss: float,
+    label_smoothing: float,
     placement: Placement | None,
 ) -> CrossEntropySums:
     """``batch_loss`` from the normalized output of the last layer on; of ``parameters`` it reads
@@ -84,6 +94,7 @@ def hidden_loss(
                     compute=model.execution.policy.compute,
                     gradient=model.execution.policy.gradient,
                     z_loss=z_loss,
+                    label_smoothing=label_smoothing,
                     logit_soft_cap=model.config.logit_soft_cap,
                 )
         return linear_cross_entropy(
@@ -92,6 +103,7 @@ def hidden_loss(
             batch.targets,
             batch.weights,
             z_loss=z_loss,
+            label_smoothing=label_smoothing,
             logit_soft_cap=model.config.logit_soft_cap,
             batch_shards=model.execution.constrain.batch_shards,
             sequence_shards=model.execution.constrain.sequence_shards,
@@ -128,6 +140,7 @@ def make_gradient(
                 parameters,
                 batch,
                 z_loss=training.z_loss,
+                label_smoothing=training.label_smoothing,
                 dropout_key=key if drops_out else None,
                 placement=placement,
             )

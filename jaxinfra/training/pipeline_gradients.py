@@ -77,7 +77,13 @@ def make_pipeline_gradient(
     )
     program = make_program(schedule)
     places = layer_places(model.config.num_groups, schedule.num_positions)
-    functions = stage_functions(model, z_loss=training.z_loss, places=places, placement=placement)
+    functions = stage_functions(
+        model,
+        z_loss=training.z_loss,
+        label_smoothing=training.label_smoothing,
+        places=places,
+        placement=placement,
+    )
     drops_out = model.config.dropout_rate > 0.0
 
     def of_stage(blocks: Any, shared: Any, micro: _Micro) -> tuple[jax.Array, Any, Any]:
@@ -121,7 +127,12 @@ def make_pipeline_gradient(
 
 
 def stage_functions(
-    model: ModelDefinition, *, z_loss: float, places: np.ndarray, placement: Placement
+    model: ModelDefinition,
+    *,
+    z_loss: float,
+    label_smoothing: float,
+    places: np.ndarray,
+    placement: Placement,
 ) -> StageFunctions:
     """A decoder in the pieces that stages run; a layer is one repetition of its block pattern.
 
@@ -179,7 +190,13 @@ def stage_functions(
     def head(shared: Any, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
         hidden_BTD = model.bind(shared).normalized(x_BTD)
         sums = hidden_loss(
-            model, shared, hidden_BTD, micro.batch, z_loss=z_loss, placement=placement
+            model,
+            shared,
+            hidden_BTD,
+            micro.batch,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            placement=placement,
         )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 

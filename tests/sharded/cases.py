@@ -207,6 +207,7 @@ def build(
     unroll: int = 1,
     accumulation: int = 1,
     z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
     batch_size: int = 8,
     sequence_length: int = 16,
     context_method: ContextMethod = ContextMethod.AUTO,
@@ -238,6 +239,7 @@ def build(
         sequence_length=sequence_length,
         accumulation=accumulation,
         z_loss=z_loss,
+        label_smoothing=label_smoothing,
     )
     step = make_train_step(
         make_gradient(model, training=training, placement=placement),

@@ -48,9 +48,16 @@ def logits(config: ModelConfig, parameters: Any, batch: Batch) -> Any:
 
 @_doubled
 def loss_and_gradients(
-    config: ModelConfig, parameters: Any, batch: Batch, *, z_loss: float
+    config: ModelConfig,
+    parameters: Any,
+    batch: Batch,
+    *,
+    z_loss: float,
+    label_smoothing: float = 0.0,
 ) -> tuple[Any, Any]:
-    """Mean nll over counted targets, and the gradient of it plus z-loss by every parameter."""
+    """Mean nll over counted targets, and the gradient of it, smoothed, plus z-loss by every
+    parameter.
+    """
 
     def loss(parameters):
         logits_BTV = _logits(config, parameters, batch)
@@ -60,7 +67,10 @@ def loss_and_gradients(
         nll = lse - logits_BTV[rows, columns, np.asarray(batch.targets)]
         weights = np.asarray(batch.weights, np.float64)
         total = weights.sum()
-        return jnp.sum(weights * (nll + z_loss * lse**2)) / total, jnp.sum(weights * nll) / total
+        smoothed = nll + label_smoothing * (lse - nll - jnp.mean(logits_BTV, axis=-1))
+        return jnp.sum(weights * (smoothed + z_loss * lse**2)) / total, jnp.sum(
+            weights * nll
+        ) / total
 
     (_, nll), gradients = jax.value_and_grad(loss, has_aux=True)(parameters)
     return nll, gradients

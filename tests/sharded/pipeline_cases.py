@@ -26,6 +26,7 @@ from tests.sharded import oracle
 from tests.sharded.cases import COMPILER_OPTIONS, packed_batch
 
 ROWS = 32  # of the whole batch: up to 16 micro-batches on two data shards
+LABEL_SMOOTHING = 0.1
 Z_LOSS = 0.01
 
 
@@ -68,6 +69,7 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
         accumulation=case.micro_batches,
         remat=case.remat,
         z_loss=Z_LOSS,
+        label_smoothing=LABEL_SMOOTHING,
     )
     if case.mesh.pipe > 1:
         gradient = make_pipeline_gradient(
@@ -126,4 +128,5 @@ def alone(config: ModelConfig, micro_batches: int, remat: Remat, rows: int) -> A
 @functools.cache
 def exact(config: ModelConfig, rows: int) -> Any:
     """The same in float64, from the papers' formulas."""
-    return oracle.loss_and_gradients(config, drawn(config), packed_batch(rows=rows), z_loss=Z_LOSS)
+    batch, how = packed_batch(rows=rows), {"z_loss": Z_LOSS, "label_smoothing": LABEL_SMOOTHING}
+    return oracle.loss_and_gradients(config, drawn(config), batch, **how)

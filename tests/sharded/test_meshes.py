@@ -35,7 +35,7 @@ MESHES = {
     "tensor2": MeshConfig(tensor=2),
 }
 CASES = {
-    "tied": (llama_like, {"z_loss": 0.01}),
+    "tied": (llama_like, {"z_loss": 0.01, "label_smoothing": 0.1}),
     "untied": (gpt_like, {"accumulation": 4, "batch_size": 32}),
     "capped": (gemma_like, {}),
 }
@@ -93,7 +93,11 @@ def exact(case: str):
     parameters, _ = single(case)
     batch = packed_batch(rows=options.get("batch_size", 8))
     loss, gradients = oracle.loss_and_gradients(
-        make(), parameters, batch, z_loss=options.get("z_loss", 0.0)
+        make(),
+        parameters,
+        batch,
+        z_loss=options.get("z_loss", 0.0),
+        label_smoothing=options.get("label_smoothing", 0.0),
     )
     gradients, norm = oracle.clipped(gradients, OPTIMIZER.clip_norm)
     assert norm > OPTIMIZER.clip_norm, "clipping is part of what is compared"

@@ -144,6 +144,7 @@ WRONG_SETTINGS = {
     "training.evaluate_every=0": r"evaluate_every=0 must be at least 1, or none",
     "training.accumulation=5": r"batch_size=8 is not a multiple of accumulation=5",
     "training.z_loss=-1": r"z_loss=-1.0 must not be negative",
+    "training.label_smoothing=1": r"label_smoothing=1\.0 must be at least 0 and below 1",
     "checkpoint.every=0": r"every=0 .* must be at least 1",
     "checkpoint.keep_last=0": r"keep_last=0 must be at least 1",
     "checkpoint.keep_best=-1": r"keep_best=-1 not negative",
