@@ -167,7 +167,10 @@ def _wide(columns: int, num_inputs: int, num_vectors: int, num_sums: int) -> Wid
             in_memory=num_tiles - held, vector=8 if held == num_tiles and tile % 256 == 0 else 4,
             ahead=cluster > 1 and num_sums == 0 and slots > 2 * chunks,
         )  # fmt: skip
-    raise _refused(f"{columns} columns are too many, or no multiple of 2048,")
+    if columns % 2048:
+        raise _refused(f"{columns} columns are not a multiple of 2048")
+    what = f"{num_inputs} inputs, {num_vectors} vectors and {num_sums} sums"
+    raise _refused(f"{columns} columns of {what} fit no registers and shared memory")
 
 
 def _refused(why: str) -> UnsupportedError:

@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
 from pallas_kernels.common import device, tables
 from pallas_kernels.common.hopper_rows_config import Wide
+from pallas_kernels.common.rows import BARS
 from pallas_kernels.softmax import api, hopper
 from pallas_kernels.softmax.reference import log_softmax_reference, softmax_gradient_reference
 from pallas_kernels.softmax.workloads import WORKLOADS, Workload, arrays
@@ -147,11 +148,16 @@ def test_lowers(workload):
 
     where = jax.ShapeDtypeStruct(x.shape, jnp.bool)
 
-    def all_forms(x, d_y, where):
-        both = [evaluate(x, d_y, f=f, implementation="hopper") for f in (softmax, log_softmax)]
-        return both, softmax(x, where=where, implementation="hopper")
+    def both(x, d_y):
+        return evaluate(x, d_y, implementation="hopper")
 
-    assert num_kernels(all_forms, x, x, where) == 5
+    def other_forms(x, d_y, where):
+        log = evaluate(x, d_y, f=log_softmax, implementation="hopper")
+        return log, softmax(x, where=where, implementation="hopper")
+
+    assert num_kernels(both, x, x) == 2
+    if workload in BARS[:2]:
+        assert num_kernels(other_forms, x, x, where) == 3
 
 
 @pytest.mark.parametrize(("change", "words"), REFUSALS, ids=str)
