@@ -183,6 +183,12 @@ def refusal(shape: ModelShape, layout: Layout) -> str | None:
     # Causal attention is balanced by giving each device one early and one late piece (zig-zag).
     if layout.context > 1 and layout.length % (2 * layout.context):
         return f"length={layout.length} does not divide into 2 x context={layout.context} pieces"
+    windows = [layer.attention.window or layout.length for layer in shape.layers]
+    if layout.pipe > 1 and layout.context > 1 and min(windows) < layout.length:
+        return (
+            f"pipe={layout.pipe} x context={layout.context} with a window of {min(windows)} is "
+            "trained by context_method=ulysses alone, which is not planned; use one of the axes"
+        )
     if layout.expert > 1 and layout.data * layout.context % layout.expert:
         return (
             f"expert={layout.expert} does not divide replica x fsdp x context = "

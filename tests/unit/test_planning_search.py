@@ -206,6 +206,13 @@ def test_experts_must_divide():
         check(find_model("mixtral_8x7b"), layout(expert=16, fsdp=16))
 
 
+def test_stages_do_not_send_what_a_window_reaches():
+    windowed = find_model("gemma2_9b")
+    check(windowed, layout(length=4096, pipe=2, context=2))
+    with pytest.raises(ConfigError, match=r"window of 4096 .* context_method=ulysses alone"):
+        check(windowed, layout(length=8192, pipe=2, context=2))
+
+
 def test_plan_json_has_the_promised_keys():
     values = make_plan(EIGHT_B, layout(fsdp=8), H200).as_dict(tokens=1e12)
     assert {"params_total", "params_active", "flops_per_token", "kv_bytes_per_token", "mesh"} <= {
