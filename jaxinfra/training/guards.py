@@ -105,8 +105,7 @@ class Guards:
 
     def hash_is_due(self, step: int) -> bool:
         """Whether to compare copies after a step, where there are any."""
-        every = self._config.hash_every
-        return self._hash.compares and every is not None and step > 0 and step % every == 0
+        return self._hash.compares and is_due(step, self._config.hash_every)
 
     @property
     def hashes_before_saves(self) -> bool:
@@ -169,6 +168,11 @@ class Guards:
         if first.is_tie:
             return f"{first.tensor}{more} is not the same on {devices} (ranks {ranks})"
         return f"{first.tensor}{more} on {devices} (rank {ranks}) is not what the other copies are"
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether what is done every so many steps is to be done after this one."""
+    return every is not None and step > 0 and step % every == 0
 
 
 def judge_loss(doubt: Doubt, loss: float) -> Judged:

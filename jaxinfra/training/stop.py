@@ -93,9 +93,11 @@ class Agreement:
         """
         return self._request.at_once() if self._exchange is None else contextlib.nullcontext()
 
-    def nothing_to_save(self) -> contextlib.AbstractContextManager[None]:
-        """Within, a signal ends this process at once, and its leaving ends the others."""
-        return self._request.at_once(nothing_to_save=True)
+    def with_unsaved(self, *, steps: bool) -> contextlib.AbstractContextManager[None]:
+        """Within, a signal ends this process at once, and that ends the others; not where ``steps``
+        were done that would be lost.
+        """
+        return contextlib.nullcontext() if steps else self._request.at_once(nothing_to_save=True)
 
     @property
     def signal(self) -> signal.Signals | None:

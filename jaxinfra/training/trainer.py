@@ -1,7 +1,6 @@
 """The impure loop: what happens between the pure steps of a run that is set up."""
 
 import collections
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from jaxinfra.training.guards import (
     DivergedError,
     Doubt,
     Guards,
+    is_due,
     judge_loss,
     require_progress,
     same_program,
@@ -104,22 +104,16 @@ class Trainer:
         self._profiler = profiler
         self._stop = stop
         self._watch = watch
-        self._is_first = jax.process_index() == 0
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
-        self._compiling = True
+        self.has_trained = False  # whether a step of this session is done
         self._input_waits = False
         self._train_step: Callable[..., Any] = job.train_step
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether a step of this session is done."""
-        return not self._compiling
 
     def run(self) -> Outcome:
         """To the end, or until asked to stop; raises where the last state cannot be saved."""
@@ -141,7 +135,7 @@ class Trainer:
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
 
     def _draw(self) -> None:
-        if self._log.records and self._is_first:
+        if self._log.records and jax.process_index() == 0:
             draw_loss(self._log.records, self._run.picture_file)
 
     def _summarize(self) -> dict[str, Any]:
@@ -162,7 +156,7 @@ class Trainer:
             except Doubt as doubt:
                 self._go_back(doubt)
             except Stopped:
-                if self._compiling:
+                if not self.has_trained:
                     raise  # this session has done nothing yet
                 self._input_waits = True  # for a batch: what is done is recorded and saved
 
@@ -172,15 +166,15 @@ class Trainer:
             self._record(keep=0)
             self._watch.probe(self._step)
         began = time.perf_counter()
-        with self._stop.nothing_to_save() if self._compiling else contextlib.nullcontext():
+        with self._stop.with_unsaved(steps=self.has_trained):
             self._pending.append(self._next())
-            if self._compiling:
+            if not self.has_trained:
                 jax.block_until_ready(self._pending[-1].metrics)
         self._step += 1
-        if self._compiling and self._pending[-1].metrics is not None:
+        if not self.has_trained and self._pending[-1].metrics is not None:
             self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
             self._record(keep=0)
-            self._compiling = False
+            self.has_trained = True
         self._record(keep=1)  # the device works on this step while the host reads the last
         self._watch_copies()
         self._evaluate_and_save()
@@ -201,8 +195,8 @@ class Trainer:
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
-                host_s = self._watch.phase("compile" if self._compiling else "step", step + 1)
-                if self._compiling:
+                host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
+                if not self.has_trained:
                     self._train_step = same_program(
                         self._job, self._state, placed, record=self._watch.program
                     )
@@ -224,7 +218,7 @@ class Trainer:
         while len(self._pending) > keep:
             pending = self._pending.popleft()
             step = pending.step
-            if not self._compiling:
+            if self.has_trained:
                 self._watch.phase("wait", step)
             values = jax.device_get(pending.metrics)
             record = {"step": step, **step_record(values)}
@@ -320,8 +314,8 @@ class Trainer:
     def _evaluate_and_save(self) -> None:
         """What is due after the newest step."""
         step, last = self._step, self._step == self._training.steps
-        evaluation_is_due = last or _due(step, self._training.evaluate_every)
-        save_is_due = last or _due(step, self._job.config.checkpoint.every)
+        evaluation_is_due = last or is_due(step, self._training.evaluate_every)
+        save_is_due = last or is_due(step, self._job.config.checkpoint.every)
         if not (evaluation_is_due or save_is_due):
             return
         self._record(keep=0)
@@ -404,7 +398,3 @@ class Trainer:
             self._require_equal_copies()
             self._save()
             self._saver.wait()
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step > 0 and step % every == 0

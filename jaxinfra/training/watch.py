@@ -15,6 +15,7 @@ from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import excluded_steps, record_incident
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.training.guards import is_due
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.stop import Agreement
 
@@ -81,8 +82,7 @@ class Watch:
 
     def probe_is_due(self, step: int) -> bool:
         """Whether to time this process's own devices before a step."""
-        every = self._config.probe_every
-        return self._probe is not None and every is not None and step > 0 and step % every == 0
+        return self._probe is not None and is_due(step, self._config.probe_every)
 
     def probe(self, step: int) -> None:
         """Times them; the devices must be idle."""
