@@ -1,96 +1,85 @@
-"""FP8 attention on a Hopper GPU beside our bf16 kernel: error against fp32, and kernel time.
+"""FP8 attention on a Hopper GPU beside our bf16 kernel: kernel time, and error by its sources.
 
 python -m experiments.bench.attention_fp8 --out experiments/results/attention-fp8-h200.json
 
-FLOPs of causal cases count half; kernel times, medians, in turns within one process. Quantizing
-is timed apart: a server quantizes keys and values once, when they enter the cache.
+FLOPs of causal cases count half; kernel times are medians. A process measures one case (bf16, FP8
+and quantizing in turns) or, with --variants, one form of the kernel on the longest cases; they
+compile side by side and have the GPU one after the other. Quantizing is timed apart: a server
+quantizes keys and values once, when they enter the cache.
+
+Errors are of the output against fp64 from the bf16 operands. Beside the kernel's stand those of
+rounding alone, computed without it: of the operands, and of operands and probabilities.
 """
 
 import argparse
 import concurrent.futures
-import dataclasses
 import functools
 import json
+import math
+import os
 import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from experiments.bench.attention import alone
+from experiments.bench.attention_cases import Case
 from experiments.bench.environment import environment
 from pallas_kernels.common import timing
 from pallas_kernels.flash_attention import hopper, hopper_fp8
-from pallas_kernels.flash_attention.fp8_operands import quantize_fp8
+from pallas_kernels.flash_attention.fp8_operands import E4M3, dequantized, quantize_fp8
 from pallas_kernels.flash_attention.hopper_config import Fp8Config
-from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
+from pallas_kernels.flash_attention.hopper_fp8_forward import P_SHIFT
+from pallas_kernels.flash_attention.spec import AttentionMasks
 
 NO_MASKS = AttentionMasks()
-CHECK_LENGTH = 4096  # of the error's cases: the oracle holds T x S scores
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """Shapes and mask of one call."""
-
-    B: int
-    T: int
-    N: int
-    K: int
-    H: int
-    causal: bool
-
-    @property
-    def name(self) -> str:
-        """As the table shows it."""
-        mask = "causal" if self.causal else "full"
-        return f"b{self.B} s{self.T} h{self.N}/{self.K} d{self.H} {mask}"
-
-    @property
-    def spec(self) -> AttentionSpec:
-        """The static part of the call."""
-        return AttentionSpec(scale=self.H**-0.5, right=0 if self.causal else None)
-
-    @property
-    def flop(self) -> float:
-        """Of both products."""
-        return 4 * self.B * self.N * self.T**2 * self.H / (2 if self.causal else 1)
-
-    def arrays(self, *, outliers: bool = False) -> list[jax.Array]:
-        """q, k, v."""
-        keys = jax.random.split(jax.random.key(self.T), 4)
-        arrays = [
-            jax.random.normal(key, (self.B, self.T, n, self.H), jnp.bfloat16)
-            for key, n in zip(keys[:3], (self.N, self.K, self.K), strict=True)
-        ]
-        if outliers:  # a few channels much larger than the rest, as trained models have
-            large = jax.random.uniform(keys[3], (self.H,)) < 0.05
-            arrays = [jnp.where(large, 8 * x, x).astype(x.dtype) for x in arrays]
-        return arrays
-
-
+LIMIT_S = 25  # that a process may have the GPU
+ERRORS = "errors of "  # begins the name of a process that measures them
 CASES = [
-    Case(B=B, T=T, N=32, K=K, H=H, causal=causal)
+    Case(B=B, T=T, N=32, K=K, H=H, Hv=H, causal=causal)
     for H, K in ((128, 8), (128, 32), (64, 8))
     for causal in (False, True)
     for B, T in ((4, 4096), (2, 8192), (1, 16384))
 ]
+CHECKED = [
+    Case(B=1, T=T, N=2, K=1, H=128, Hv=128, causal=causal)
+    for T, causal in ((1024, False), (16384, False), (16384, True))
+]
 TABLE: dict[str, Fp8Config | None] = {"fp8": None}
+AHEAD = functools.partial(Fp8Config, num_stages=3, promote_every=16, ahead=True)
 VARIANTS: dict[str, Fp8Config | None] = {
-    "kv192 never promoted": Fp8Config(block_kv=192, promote_every=0),
-    "kv192": Fp8Config(block_kv=192),
-    "kv192 every 8": Fp8Config(block_kv=192, promote_every=8),
-    "kv192 no turns": Fp8Config(block_kv=192, ping_pong=False),
-    "kv224 never promoted": Fp8Config(block_kv=224, promote_every=0),
-    "kv224": Fp8Config(block_kv=224),
-    "kv224 no turns": Fp8Config(block_kv=224, ping_pong=False),
-    "kv128": Fp8Config(num_stages=3),
-    "kv96 of 192": Fp8Config(block_kv=96, num_warpgroups=3),
+    "ahead": AHEAD(),
+    "ahead, no turns": AHEAD(ping_pong=False),
+    "ahead, no turns, no pin": AHEAD(ping_pong=False, overlap=False),
+    "ahead, no turns, by pairs": AHEAD(ping_pong=False, unroll=True),
+    "ahead, kv96": AHEAD(block_kv=96),
+    "ahead, kv96, no turns": AHEAD(block_kv=96, ping_pong=False),
+    "ahead, kv64 of 192, no turns": AHEAD(block_kv=64, num_warpgroups=3, ping_pong=False),
+    "kv192, no turns, no pin": Fp8Config(
+        block_kv=192, promote_every=16, ping_pong=False, overlap=False
+    ),
+    "kv128, no turns, no pin": Fp8Config(
+        num_stages=3, promote_every=16, ping_pong=False, overlap=False
+    ),
+    "kv96 of 192, no turns, no pin": Fp8Config(
+        block_kv=96, num_warpgroups=3, promote_every=32, ping_pong=False, overlap=False
+    ),
 }
-CHECKED = ("fp8", "kv192 never promoted", "kv192", "kv192 every 8", "kv224", "kv96 of 192")
-"""Of which errors are measured: the others add in the same order as one of these."""
+PROMOTED: dict[str, Fp8Config | None] = {
+    f"promoted every {n} tiles of 128" if n else "never promoted": AHEAD(
+        promote_every=n, ping_pong=False
+    )
+    for n in (0, 4, 16)
+}
+"""Of which errors are measured: the other forms add in the same order as one of these."""
 
 
-def plain(q, k, v, *, spec):
-    """Attention from the definition in fp32, one query head at a time."""
+def by_head(q, k, v, *, spec, round_p: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Attention from the definition in the operands' dtype, one query head at a time."""
     T, N = q.shape[1:3]
     group = N // k.shape[2]
 
@@ -98,15 +87,23 @@ def plain(q, k, v, *, spec):
         s = jnp.einsum("bth,bsh->bts", q[:, :, n], k[:, :, n // group], precision="highest")
         if spec.right == 0:
             s = jnp.where(jnp.tril(jnp.ones((T, T), bool))[None], s, -jnp.inf)
-        p = jax.nn.softmax(s * spec.scale)
-        return jnp.einsum("bts,bsh->bth", p, v[:, :, n // group], precision="highest")
+        p = jnp.exp(spec.scale * (s - s.max(axis=2, keepdims=True)))
+        out = jnp.einsum("bts,bsh->bth", round_p(p), v[:, :, n // group], precision="highest")
+        return out / p.sum(axis=2)[..., None]
 
     return jnp.moveaxis(jax.lax.map(head, jnp.arange(N)), 0, 2)
 
 
-def relative(got, want) -> float:
-    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+def as_stored(p: jax.Array) -> jax.Array:
+    """Probabilities relative to their row's maximum, rounded as the kernel rounds them."""
+    unit = 2.0**P_SHIFT
+    return (p * unit).astype(E4M3).astype(p.dtype) / unit
+
+
+def with_outliers(arrays: list[jax.Array]) -> list[jax.Array]:
+    """A few channels much larger than the rest, as trained models have."""
+    large = jax.random.uniform(jax.random.key(1), arrays[0].shape[-1:]) < 0.05
+    return [jnp.where(large, 8 * x, x).astype(x.dtype) for x in arrays]
 
 
 def bf16(q, k, v, *, spec):
@@ -117,65 +114,128 @@ def fp8(operands, *, spec, config=None):
     return hopper_fp8.forward(operands, spec=spec, dtype=jnp.bfloat16, config=config)[0]
 
 
-def errors(case: Case, configs: dict[str, Fp8Config | None], emit) -> None:
-    """Of fp8 and of bf16, against fp32 from the same bf16 operands."""
-    for outliers in (False, True):
-        arrays = case.arrays(outliers=outliers)
-        operands = jax.jit(quantize_fp8)(*arrays)
-        exact = [x.astype(jnp.float32) for x in arrays]
-        want = jax.jit(functools.partial(plain, spec=case.spec))(*exact)
-        row = {"case": case.name, "outliers": outliers}
-        error = relative(jax.jit(functools.partial(bf16, spec=case.spec))(*arrays), want)
-        emit({**row, "implementation": "bf16", "relative_error": error})
-        for name, config in configs.items():
-            f = jax.jit(functools.partial(fp8, spec=case.spec, config=config))
-            error = relative(f(operands), want)
-            emit({**row, "implementation": name, "relative_error": error})
-
-
-def times(case: Case, configs: dict[str, Fp8Config | None], pool, emit) -> None:
-    """Kernel times of the case, all implementations in turns."""
-    arrays = case.arrays()
-    operands = jax.jit(quantize_fp8)(*arrays)
-    spec = case.spec
-    work = {
-        "bf16": (jax.jit(functools.partial(bf16, spec=spec)), tuple(arrays)),
-        "quantize": (jax.jit(quantize_fp8), tuple(arrays)),
+def errors(case: Case, configs: dict[str, Fp8Config | None], lock: pathlib.Path, emit) -> None:
+    """Of rounding alone, of the kernel, and of bf16, against fp64 from the same bf16 operands."""
+    exactly = functools.partial(by_head, spec=case.spec)
+    plain = jax.jit(functools.partial(exactly, round_p=lambda p: p))
+    rounded = jax.jit(functools.partial(exactly, round_p=as_stored))
+    forms = {
+        name: jax.jit(functools.partial(fp8, spec=case.spec, config=config))
+        for name, config in configs.items()
     }
-    for name, config in configs.items():
-        work[name] = (jax.jit(functools.partial(fp8, spec=spec, config=config)), (operands,))
-    list(pool.map(lambda item: item[0].lower(*item[1]).compile(), work.values()))
-    for name, timed in timing.measure(work, rounds=3, iterations=4).items():
-        row = {"case": case.name, "implementation": name, "ms": timed.median_ms}
-        if name != "quantize":
-            row["tflops"] = case.flop / timed.median_ms / 1e9
-        emit(row)
+    in_16_bits = jax.jit(functools.partial(bf16, spec=case.spec))
+    quantize = jax.jit(quantize_fp8)
+
+    def measure(arrays: list[jax.Array], outliers: bool) -> None:
+        operands = quantize(*arrays)
+        with jax.enable_x64(True):
+            want = plain(*(x.astype(jnp.float64) for x in arrays))
+            size = math.sqrt(float((want**2).sum()))
+
+        def report(name: str, got: jax.Array) -> None:
+            with jax.enable_x64(True):
+                error = math.sqrt(float(((got.astype(jnp.float64) - want) ** 2).sum())) / size
+            emit({"case": case.name, "outliers": outliers, "implementation": name,
+                  "relative_error": error})  # fmt: skip
+
+        back = dequantized(operands)
+        report("rounding of operands", plain(*back))
+        report("rounding of operands and probabilities", rounded(*back))
+        for name, form in forms.items():
+            report(name, form(operands))
+        report("bf16", in_16_bits(*arrays))
+
+    arrays = case.arrays()[:3]
+    shapes = jax.eval_shape(quantize_fp8, *arrays)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # compiled before the GPU is taken
+        list(pool.map(lambda f: f.lower(shapes).compile(), forms.values()))
+    in_16_bits.lower(*arrays).compile()
+    with alone(lock, limit_s=LIMIT_S):
+        measure(arrays, outliers=False)
+        measure(with_outliers(arrays), outliers=True)
+
+
+def times(cases: list[Case], forms: dict[str, Fp8Config | None], lock, emit) -> None:
+    """Kernel times of each case, its implementations in turns; of several forms bf16 is one."""
+    work = []
+    for case in cases:
+        arrays = tuple(case.arrays()[:3])
+        operands = jax.jit(quantize_fp8)(*arrays)
+        programs = {}
+        if forms == TABLE:
+            programs["bf16"] = (jax.jit(functools.partial(bf16, spec=case.spec)), arrays)
+            programs["quantize"] = (jax.jit(quantize_fp8), arrays)
+        for name, config in forms.items():
+            f = jax.jit(functools.partial(fp8, spec=case.spec, config=config))
+            programs[name] = (f, (operands,))
+        work.append((case, programs))
+    lowered = [f.lower(*args) for _, programs in work for f, args in programs.values()]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda program: program.compile(), lowered))
+    with alone(lock, limit_s=LIMIT_S):
+        for case, programs in work:
+            for name, timed in timing.measure(programs, rounds=3, iterations=4).items():
+                row = {"case": case.name, "implementation": name, "ms": timed.median_ms}
+                if name != "quantize":
+                    row["tflops"] = case.flop / timed.median_ms / 1e9
+                emit(row)
+
+
+def one_process(part: str, cases: list[Case], out: pathlib.Path) -> None:
+    """What a process measures; every row is on disk before the next is."""
+
+    def emit(row: dict) -> None:
+        print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), sep=" | ",
+              flush=True)  # fmt: skip
+        with out.open("a") as f:
+            f.write(json.dumps(row) + "\n")
+
+    lock = out.parent / "lock"
+    length = max((case.T for case in cases), default=0)
+    if part.startswith(ERRORS):
+        for case in CHECKED:
+            if part == ERRORS + case.name:
+                errors(case, PROMOTED, lock, emit)
+    elif part in VARIANTS:
+        longest = [case for case in cases if length == case.T]
+        times(longest, {part: VARIANTS[part]}, lock, emit)
+    else:
+        times([case for case in cases if case.name == part], TABLE, lock, emit)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", action="store_true", help="tiles other than the table's")
-    parser.add_argument("--only", help="cases whose name contains this")
+    parser.add_argument("--variants", action="store_true", help="forms other than the table's too")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--no-errors", action="store_true")
     parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    configs = VARIANTS if args.variants else TABLE
-    rows: list[dict] = []
-
-    def emit(row: dict) -> None:
-        rows.append(row)
-        print(*(f"{x:.4g}" if isinstance(x, float) else x for x in row.values()), sep=" | ",
-              flush=True)  # fmt: skip
-        if args.out:
-            result = {"environment": environment(), "rows": rows}
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-
-    cases = [case for case in CASES if not args.only or args.only in case.name]
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for case in cases:
-            times(case, configs, pool, emit)
-    for case in cases:
-        if case.T <= CHECK_LENGTH or (args.variants and not case.causal):
-            errors(case, {name: configs[name] for name in configs if name in CHECKED}, emit)
+    cases = [case for case in CASES if args.only in case.name]
+    if args.part:
+        one_process(args.part[0], cases, pathlib.Path(args.part[1]))
+        return
+    parts = [case.name for case in cases] + (list(VARIANTS) if args.variants else [])
+    parts += [] if args.no_errors else [ERRORS + case.name for case in CHECKED]
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with tempfile.TemporaryDirectory() as folder:
+        base = [sys.executable, "-m", "experiments.bench.attention_fp8", "--only", args.only]
+        outs = [pathlib.Path(folder) / f"{i}.jsonl" for i in range(len(parts))]
+        children = [
+            subprocess.Popen([*base, "--part", part, str(out)], env=env)
+            for part, out in zip(parts, outs, strict=True)
+        ]
+        failed = []
+        for part, child in zip(parts, children, strict=True):
+            if child.wait():
+                failed.append(part)
+            if args.out:
+                lines = [path.read_text().splitlines() for path in outs if path.exists()]
+                rows = [json.loads(line) for part_lines in lines for line in part_lines]
+                result = {"environment": environment(), "rows": rows}
+                args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if failed:
+        sys.exit(f"no complete result of: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

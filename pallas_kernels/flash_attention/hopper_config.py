@@ -104,6 +104,8 @@ class Fp8Config:
     num_polynomial: int = 0  # strips of 8 keys whose exponentials bypass the special function unit
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
     promote_every: int = 4  # tiles after which the tensor cores' sum is added to one in fp32
+    unroll: bool = False
+    ahead: bool = False  # scores of the next tile are computed under the softmax of this one
 
     @property
     def block_q(self) -> int:
@@ -119,7 +121,8 @@ class Fp8Config:
         """Shared memory of one block."""
         kv = self.num_stages * self.block_kv * (head_dim + value_dim)
         row_bytes = head_dim + 4 * value_dim + 4 * (1 + 1 + 8)  # q, sum, logsumexp, scale, pin
-        return kv + self.block_q * row_bytes + BARRIER_BYTES
+        scales = 2 * self.num_stages * 4 * 32
+        return kv + self.block_q * row_bytes + scales + BARRIER_BYTES
 
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:

@@ -22,19 +22,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_config import ForwardConfig
+from .hopper_forward_block import ForwardBlock
 from .hopper_geometry import (
     TileRange,
     geometry_of,
-    heads_per_wave,
-    key_tiles,
     pad_rows,
     swizzle_bytes,
     tiled,
 )
-from .hopper_kernel import Kernel
 from .hopper_product import Product, StagedProduct
 from .hopper_segments import tile_ranges, token_ids
-from .hopper_tile import exp2_tile, mask_tile, soft_cap, sum_strips
+from .hopper_tile import exp2_tile, soft_cap, sum_strips
 from .spec import AttentionMasks, AttentionSpec
 
 LOG2E = math.log2(math.e)
@@ -107,8 +105,10 @@ def forward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Forward(Kernel):
+class _Forward(ForwardBlock):
     """The kernel of one call."""
+
+    OPERAND_BYTES = 2
 
     c: ForwardConfig
     sinks: bool
@@ -150,90 +150,42 @@ class _Forward(Kernel):
             buffers["p"] = plgpu.SMEM(shape, self.dtype, transforms=tile)
         return buffers
 
-    def run(self, gmem, smem) -> None:
-        """One block: its tile's coordinates, then a role for each warpgroup."""
-        g, c = self.g, self.c
-        wg, (head, q_tile) = lax.axis_index("wg"), self.tile_of(lax.axis_index("tile"))
-        b, n = lax.div(head, g.N), lax.rem(head, g.N)
-        q0 = q_tile * c.block_q
-        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv)
+    def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
+        """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
+        rows = pl.ds(row0, 64)
+        q_smem = smem.q.at[w, pl.ds(0, 64)]
+        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full)
         if self.segmented:
-            keys = keys.meet(gmem.ranges, b, q_tile)
-        keys = keys.ordered(at_least_one=True)
+            plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full)
 
-        @pl.when(wg < c.num_warpgroups)
-        def _():
-            plgpu.set_max_registers(240 if c.num_warpgroups == 2 else 160, action="increase")
-            self.compute(gmem, smem, b, n, q0, keys)
+    def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
+        slot, rows = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
+        full = smem.k_full.at[slot]
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, rows], smem.kv_ids.at[slot], full)
 
-        @pl.when(wg == c.num_warpgroups)
-        def _():
-            # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what a multiprocessor has: asking
-            # for more does not fail, it waits for ever.
-            plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
-            self.load(gmem, smem, b, n, q0, keys)
-
-    def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Head, of all batch entries', and query tile of a block.
-
-        Longest first (the last queries, under a causal mask), inside a wave of heads.
-        """
-        g = self.g
-        wave = heads_per_wave(g.B * g.N, g.group, 2 * g.S * (g.H + g.Hv))
-        in_wave = lax.rem(block, wave * self.num_q_tiles)
-        head = lax.div(block, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
-        return head, self.num_q_tiles - 1 - lax.div(in_wave, wave)
-
-    def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
-        """Queries once, then keys and values into the ring, as compute warpgroups empty it."""
-        g, c = self.g, self.c
-        kv_head = lax.div(n, g.group)
-        for w in range(c.num_warpgroups):
-            rows = pl.ds(q0 + 64 * w, 64)
-            q_smem = smem.q.at[w, pl.ds(0, 64)]
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full)
-            if self.segmented:
-                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full)
-
-        def step(i, _):
-            slot = lax.rem(i, c.num_stages)
-            rows = pl.ds((keys.hi - 1 - i) * c.block_kv, c.block_kv)
-            full = smem.k_full.at[slot]
-            plgpu.barrier_wait(smem.k_empty.at[slot])
-            plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
-            if self.segmented:
-                plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, rows], smem.kv_ids.at[slot], full)
-            plgpu.barrier_wait(smem.v_empty.at[slot])
-            plgpu.copy_gmem_to_smem(
-                gmem.v.at[b, rows, kv_head], smem.v.at[slot], smem.v_full.at[slot]
-            )
-
-        lax.fori_loop(0, keys.hi - keys.lo, step, None)
-        for slot in range(c.num_stages):
-            plgpu.barrier_wait(smem.k_empty.at[slot])
-            plgpu.barrier_wait(smem.v_empty.at[slot])
+    def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copy of the values of a tile, which arrives at ``v_full``."""
+        slot, rows = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, rows, kv_head], smem.v.at[slot], smem.v_full.at[slot])
 
     def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
-        g, c = self.g, self.c
+        g = self.g
         wg = lax.axis_index("wg")
         row0 = q0 + 64 * wg
-        for slot in range(c.num_stages):
-            plgpu.barrier_arrive(smem.k_empty.at[slot])
-            plgpu.barrier_arrive(smem.v_empty.at[slot])
-        if c.ping_pong:
-            pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
-        plgpu.barrier_wait(smem.q_full)
-        attend = functools.partial(self.attend, smem, row0, keys)
-        if self.interpretable:
-            o, peak, total = attend(StagedProduct(smem, g.Hv))
-        else:
-            o, peak, total = pl.run_scoped(
-                lambda acc: attend(Product(smem, acc)), plgpu.ACC((64, g.Hv), jnp.float32)
-            )
-        if c.ping_pong:
-            pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
+        def attend():
+            if self.interpretable:
+                return self.attend(smem, row0, keys, StagedProduct(smem, g.Hv))
+            return pl.run_scoped(
+                lambda acc: self.attend(smem, row0, keys, Product(smem, acc)),
+                plgpu.ACC((64, g.Hv), jnp.float32),
+            )
+
+        o, peak, total = self.with_turns(smem, attend)
         total = total.sum(axis=1)
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
         if self.sinks:
@@ -300,20 +252,8 @@ class _Forward(Kernel):
 
         p, peak, total, _, o = scores(jnp.int32(0), product.start, None, self.masked, peak, total)
         carry = (p.astype(self.dtype), peak, total, o)
-        first, count = jnp.int32(1), keys.hi - keys.lo
-        masked_step = functools.partial(step, masked=True)
-        full_step = functools.partial(step, masked=False)
-        if self.masked:
-            after_right = jnp.maximum(keys.hi - keys.full_hi, 1)
-            after_full = jnp.maximum(keys.hi - keys.full_lo, 1)
-            carry = lax.fori_loop(first, after_right, masked_step, carry)
-            carry = lax.fori_loop(after_right, after_full, full_step, carry)
-            if self.segmented or self.spec.left is not None:
-                carry = lax.fori_loop(after_full, count, masked_step, carry)
-        else:
-            carry = lax.fori_loop(first, count, full_step, carry)
-        p, peak, total, o = carry
-        slot = lax.rem(count - 1, c.num_stages)
+        p, peak, total, o = self.walk(keys, step, carry)
+        slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
         o = product.finish(product.issue(o, p, slot), slot)
         return o, peak, total
 
@@ -332,16 +272,8 @@ class _Forward(Kernel):
 
     def mask(self, smem, slot, s, row0, col0, q_ids):
         """-inf where the query of a row does not see the key of a column."""
-        aligned = row0 + self.g.diagonal - col0
-        left, right = self.spec.left, self.spec.right
         if self.segmented:
             kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=COL)
             q_ids = lax.broadcast_in_dim(q_ids, s.shape, [0])
             s = jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, s.shape, [1]), s, -jnp.inf)
-        return mask_tile(
-            s,
-            fill=-jnp.inf,
-            diag_max=None if right is None else aligned + right,
-            diag_min=None if left is None else aligned - left,
-            num_cols=self.g.S - col0 if self.ragged else None,
-        )
+        return self.mask_positions(s, row0, col0)

@@ -73,16 +73,20 @@ def forward(
     )
     largest = operands.v_scale.max(axis=1, keepdims=True)
     ratio = jnp.maximum(operands.v_scale / largest, LEAST_RATIO)
-    scales = jnp.stack([operands.k_scale, jnp.log2(ratio), 1.0 / ratio], axis=-1).swapaxes(1, 2)
+    scales = [operands.k_scale, jnp.log2(ratio), 1.0 / ratio, jnp.zeros_like(ratio)]
+    scales = jnp.stack(scales, axis=-1).swapaxes(1, 2)
     scales = jnp.repeat(scales, KEYS_PER_SCALE // config.granule, axis=2)
     blocks = config.block_kv // config.granule
     last = ((0, 0), (0, 0), (0, -scales.shape[2] % blocks), (0, 0))
+    scales = jnp.pad(scales, last, mode="edge")
+    tile_scales = scales.reshape(*scales.shape[:2], -1, 4 * blocks)
+    unused = hopper_fp8_forward.SCALES_PER_TILE - 4 * blocks
     return hopper_fp8_forward.forward(
         pad_rows(operands.q),
         pad_rows(operands.k),
         natural(operands.v_t) if interpretable else operands.v_t,
         q_scale,
-        jnp.pad(scales, last, mode="edge"),
+        jnp.pad(tile_scales, ((0, 0),) * 3 + ((0, unused),)),
         largest[:, 0],
         T=T,
         S=S,

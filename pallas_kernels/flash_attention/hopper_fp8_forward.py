@@ -22,17 +22,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_config import Fp8Config
+from .hopper_forward_block import ForwardBlock
 from .hopper_fp8_layout import as_operand
 from .hopper_fp8_product import StagedSum, Sum
 from .hopper_geometry import (
     Geometry,
     TileRange,
-    heads_per_wave,
-    key_tiles,
     swizzle_bytes,
     tiled,
 )
-from .hopper_tile import exp2_tile, mask_tile, max_strips, sum_strips
+from .hopper_tile import STRIP, exp2_tile, max_strips, sum_strips
 from .spec import AttentionSpec
 
 LOG2E = math.log2(math.e)
@@ -44,6 +43,8 @@ NO_MAXIMUM = -1e30
 # reference maximum may lag by 2**RESCALE_ABOVE, so that no entry exceeds 2**8; e4m3 ends at 448.
 P_SHIFT = 5.0
 RESCALE_ABOVE = 3.0
+# The copy engine writes at multiples of 128 bytes.
+SCALES_PER_TILE = 32
 
 
 def forward(
@@ -69,8 +70,9 @@ def forward(
         v_t: [B, K, Hv, S''] with S'' >= S a multiple of 64, its keys in the order of
             ``hopper_fp8_layout`` (as they are, for the interpreter).
         q_scale: fp32 [B, N, whole query tiles]: what a row's scores are multiplied with.
-        tile_scales: fp32 [B, K, J, 3]: of a key block, the factor of its scores, log2 of its
-            values' scale over the head's largest one, and that ratio's inverse.
+        tile_scales: fp32 [B, K, key tiles, 32]: four numbers for each of a tile's key blocks: the
+            factor of its scores, log2 of its values' scale over the head's largest one, that
+            ratio's inverse, and nothing.
         v_scale: fp32 [B, K]: the largest scale of a head's values.
         T, S: lengths.
         spec: positional masks.
@@ -83,7 +85,10 @@ def forward(
     """
     (B, _, N, H), K, Hv = q.shape, k.shape[2], v_t.shape[2]
     g = Geometry(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv)
-    kernel = _Forward(g=g, spec=spec, c=config, dtype=dtype, interpretable=interpretable)
+    kernel = _Forward(
+        g=g, spec=spec, c=config, dtype=dtype, q_tile=config.block_q, kv_tile=config.block_kv,
+        segmented=False, interpretable=interpretable,
+    )  # fmt: skip
     operands = {"q": q, "k": k, "v": v_t, "q_scale": q_scale, "scales": tile_scales}
     operands["v_scale"] = v_scale
     names = tuple(operands)
@@ -111,28 +116,12 @@ def forward(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Forward:
-    """The kernel of one call; methods are its phases, written once per trace."""
+class _Forward(ForwardBlock):
+    """The kernel of one call."""
 
-    g: Geometry
-    spec: AttentionSpec
+    OPERAND_BYTES = 1
+
     c: Fp8Config
-    dtype: jnp.dtype
-    interpretable: bool
-
-    @property
-    def num_q_tiles(self) -> int:
-        return -(-self.g.T // self.c.block_q)
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile is partly empty."""
-        return self.g.S % self.c.block_kv != 0
-
-    @property
-    def masked(self) -> bool:
-        """Whether any tile can need a mask."""
-        return self.spec.left is not None or self.spec.right is not None or self.ragged
 
     def scratch(self) -> dict:
         g, c = self.g, self.c
@@ -150,10 +139,12 @@ class _Forward:
                 plgpu.SMEM((wgs, 2, 64, g.Hv), self.dtype, transforms=tiled(swizzle_bytes(g.Hv))),
             ),
             "q_scale": plgpu.SMEM((wgs, 64), jnp.float32),
+            # Read after their key tile's slot is free: so each lives for two turns of the ring.
+            "scales": plgpu.SMEM((2 * c.num_stages, SCALES_PER_TILE), jnp.float32),
             "lse": plgpu.SMEM((wgs, 64), jnp.float32),
             "pin": plgpu.SMEM((wgs, 64, 8), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=2 * wgs),
-            "k_full": ring(),
+            "k_full": ring(num_arrivals=2),
             "v_full": ring(),
             "k_empty": ring(num_arrivals=wgs),
             "v_empty": ring(num_arrivals=wgs),
@@ -163,78 +154,43 @@ class _Forward:
             buffers["p"] = plgpu.SMEM((wgs, 64, c.block_kv), E4M3, transforms=by_keys)
         return buffers
 
-    def run(self, gmem, smem) -> None:
-        """One block: its tile's coordinates, then a role for each warpgroup."""
-        g, c = self.g, self.c
-        wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        # Longest first (the last queries, under a causal mask), inside a wave of heads.
-        wave = heads_per_wave(g.B * g.N, g.group, g.S * (g.H + g.Hv))
-        in_wave = lax.rem(tile, wave * self.num_q_tiles)
-        head = lax.div(tile, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
-        q_tile = self.num_q_tiles - 1 - lax.div(in_wave, wave)
-        b, n = lax.div(head, g.N), lax.rem(head, g.N)
-        q0 = q_tile * c.block_q
-        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv).ordered(at_least_one=True)
+    def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
+        """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
+        rows = pl.ds(row0, 64)
+        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[w], smem.q_full)
+        plgpu.copy_gmem_to_smem(gmem.q_scale.at[b, n, rows], smem.q_scale.at[w], smem.q_full)
 
-        @pl.when(wg < c.num_warpgroups)
-        def _():
-            plgpu.set_max_registers(240 if c.num_warpgroups == 2 else 160, action="increase")
-            self.compute(gmem, smem, b, n, q0, keys)
+    def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
+        c = self.c
+        slot, rows = lax.rem(i, c.num_stages), pl.ds(tile * c.block_kv, c.block_kv)
+        full = smem.k_full.at[slot]
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
+        scales = smem.scales.at[lax.rem(i, 2 * c.num_stages)]
+        plgpu.copy_gmem_to_smem(gmem.scales.at[b, kv_head, tile], scales, full)
 
-        @pl.when(wg == c.num_warpgroups)
-        def _():
-            plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
-            self.load(gmem, smem, b, n, q0, keys)
-
-    def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
-        """Queries once, then keys and values into the ring, as compute warpgroups empty it."""
-        g, c = self.g, self.c
-        kv_head = lax.div(n, g.group)
-        for w in range(c.num_warpgroups):
-            rows = pl.ds(q0 + 64 * w, 64)
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[w], smem.q_full)
-            plgpu.copy_gmem_to_smem(gmem.q_scale.at[b, n, rows], smem.q_scale.at[w], smem.q_full)
-
-        def step(i, _):
-            slot = lax.rem(i, c.num_stages)
-            cols = pl.ds((keys.hi - 1 - i) * c.block_kv, c.block_kv)
-            plgpu.barrier_wait(smem.k_empty.at[slot])
-            plgpu.copy_gmem_to_smem(
-                gmem.k.at[b, cols, kv_head], smem.k.at[slot], smem.k_full.at[slot]
-            )
-            plgpu.barrier_wait(smem.v_empty.at[slot])
-            plgpu.copy_gmem_to_smem(
-                gmem.v.at[b, kv_head, :, cols], smem.v.at[slot], smem.v_full.at[slot]
-            )
-
-        lax.fori_loop(0, keys.hi - keys.lo, step, None)
-        for slot in range(c.num_stages):
-            plgpu.barrier_wait(smem.k_empty.at[slot])
-            plgpu.barrier_wait(smem.v_empty.at[slot])
+    def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copy of the values of a tile, which arrives at ``v_full``."""
+        slot, cols = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
+        plgpu.copy_gmem_to_smem(
+            gmem.v.at[b, kv_head, :, cols], smem.v.at[slot], smem.v_full.at[slot]
+        )
 
     def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
-        g, c = self.g, self.c
+        g = self.g
         wg = lax.axis_index("wg")
         row0 = q0 + 64 * wg
-        for slot in range(c.num_stages):
-            plgpu.barrier_arrive(smem.k_empty.at[slot])
-            plgpu.barrier_arrive(smem.v_empty.at[slot])
-        if c.ping_pong:
-            pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
-        plgpu.barrier_wait(smem.q_full)
-        scales = gmem.scales.at[b, lax.div(n, g.group)]
-        attend = functools.partial(self.attend, smem, scales, row0, keys)
-        if self.interpretable:
-            o, peak, total = attend(StagedSum(smem, g.Hv))
-        else:
-            o, peak, total = pl.run_scoped(
-                lambda acc: attend(Sum(smem, acc)),
+
+        def attend():
+            if self.interpretable:
+                return self.attend(smem, row0, keys, StagedSum(smem, g.Hv))
+            return pl.run_scoped(
+                lambda acc: self.attend(smem, row0, keys, Sum(smem, acc)),
                 plgpu.ACC((64, g.Hv), jnp.float32),
             )
-        if c.ping_pong:
-            pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
+        o, peak, total = self.with_turns(smem, attend)
         total = total.sum(axis=1)
         factor = jnp.where(total == 0.0, 0.0, gmem.v_scale[b, lax.div(n, g.group)] / total)
         out_smem = smem.out.at[wg, 0]
@@ -246,7 +202,7 @@ class _Forward:
         plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, n, pl.ds(row0, 64)])
         plgpu.wait_smem_to_gmem(0)
 
-    def attend(self, smem, scales, row0, keys: TileRange, product):
+    def attend(self, smem, row0, keys: TileRange, product):
         """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
         c = self.c
         wg = lax.axis_index("wg")
@@ -257,8 +213,6 @@ class _Forward:
         def scores(i, between, then, masked: bool, peak, total):
             """Issues QK and what ``between`` issues; the softmax; ``then`` must follow it."""
             slot = lax.rem(i, c.num_stages)
-            tile = keys.hi - 1 - i
-            factors = self.factors(scales, tile)
             # Waits come before the accumulator exists: its zeros then cost no instruction.
             plgpu.barrier_wait(smem.k_full.at[slot])
             if c.ping_pong:
@@ -271,9 +225,10 @@ class _Forward:
                     plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if then is None else 1)
                 if masked:
-                    s = self.mask(s, row0, tile * c.block_kv)
+                    s = self.mask_positions(s, row0, (keys.hi - 1 - i) * c.block_kv)
                 plgpu.barrier_arrive(smem.k_empty.at[slot])
-                p, *rest = self.softmax(s, peak, total, q_scale, factors, masked)
+                scales = smem.scales.at[lax.rem(i, 2 * c.num_stages)]
+                p, *rest = self.softmax(s, peak, total, q_scale, scales, masked)
                 if then is not None and c.overlap:
                     # A store keeps the softmax ahead of the wait for PV; the assembler moves
                     # plain arithmetic behind it.
@@ -294,55 +249,105 @@ class _Forward:
             o = product.rescale(o, part, slot, alpha)
             return as_operand(p, natural=self.interpretable), peak, total, o
 
+        if c.ahead:
+            return self.attend_ahead(smem, row0, keys, product, peak, total, q_scale)
         p, peak, total, *_ = scores(jnp.int32(0), lambda: None, None, self.masked, peak, total)
         carry = (as_operand(p, natural=self.interpretable), peak, total, product.start())
-        first, count = jnp.int32(1), keys.hi - keys.lo
-        walk = functools.partial(self.walk, product)
-        masked_step = functools.partial(step, masked=True)
-        full_step = functools.partial(step, masked=False)
-        if self.masked:
-            after_right = jnp.maximum(keys.hi - keys.full_hi, 1)
-            after_full = jnp.maximum(keys.hi - keys.full_lo, 1)
-            carry = walk(first, after_right, masked_step, carry)
-            carry = walk(after_right, after_full, full_step, carry)
-            if self.spec.left is not None:
-                carry = walk(after_full, count, masked_step, carry)
-        else:
-            carry = walk(first, count, full_step, carry)
-        p, peak, total, o = carry
-        slot = lax.rem(count - 1, c.num_stages)
+        promoted = functools.partial(self.promoted, product)
+        p, peak, total, o = self.walk(keys, step, carry, promoted)
+        slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
         plgpu.barrier_wait(smem.v_full.at[slot])
         return product.last(o, p, slot), peak, total
 
-    def walk(self, product, first, last, step, carry):
+    def attend_ahead(self, smem, row0, keys: TileRange, product, peak, total, q_scale):
+        c = self.c
+        wg = lax.axis_index("wg")
+
+        def qk(acc, slot):
+            plgpu.wgmma(acc, smem.q.at[wg], smem.k.at[slot].transpose((1, 0)))
+
+        def first(s_acc):
+            qk(s_acc, 0)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        plgpu.barrier_wait(smem.k_full.at[0])
+        s = pl.run_scoped(first, plgpu.ACC((64, c.block_kv), jnp.float32))
+        plgpu.barrier_arrive(smem.k_empty.at[0])
+
+        def turn(i, s, between, then, masked: bool, peak, total):
+            slot = lax.rem(i + 1, c.num_stages)
+            plgpu.barrier_wait(smem.k_full.at[slot])
+            if c.ping_pong:
+                plgpu.barrier_wait(smem.turn.at[wg])
+
+            def body(s_acc, *more):
+                qk(s_acc, slot)
+                between(*more)
+                if c.ping_pong:
+                    plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
+                x = s
+                if masked:
+                    x = self.mask_positions(x, row0, (keys.hi - 1 - i) * c.block_kv)
+                scales = smem.scales.at[lax.rem(i, 2 * c.num_stages)]
+                p, *rest = self.softmax(x, peak, total, q_scale, scales, masked)
+                if c.overlap:
+                    smem.pin[wg] = rest[1]
+                p, *rest = lax.optimization_barrier((p, *rest))
+                following = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+                part = () if then is None else product.collect(*more)
+                return p, following, *rest, part
+
+            more = () if then is None else product.accumulators
+            return pl.run_scoped(body, plgpu.ACC((64, c.block_kv), jnp.float32), *more)
+
+        def step(i, carry, masked: bool):
+            p, s, peak, total, o = carry
+            slot = lax.rem(i - 1, c.num_stages)
+            plgpu.barrier_wait(smem.v_full.at[slot])
+            issue = functools.partial(product.issue, p, slot)
+            p, s, peak, total, alpha, part = turn(i, s, issue, product, masked, peak, total)
+            o = product.rescale(o, part, slot, alpha)
+            return as_operand(p, natural=self.interpretable), s, peak, total, o
+
+        p, s, peak, total, *_ = turn(jnp.int32(0), s, lambda: None, None, self.masked, peak, total)
+        carry = (as_operand(p, natural=self.interpretable), s, peak, total, product.start())
+        promoted = functools.partial(self.promoted, product)
+        p, _, peak, total, o = self.walk(keys, step, carry, promoted)
+        slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
+        plgpu.barrier_wait(smem.v_full.at[slot])
+        return product.last(o, p, slot), peak, total
+
+    @property
+    def ahead(self) -> bool:
+        return self.c.ahead
+
+    def promoted(self, product, first, last, step, carry):
         """The steps first .. last, with the sum promoted after every few."""
         every = self.c.promote_every
+        loop = _by_pairs if self.c.unroll and not step.keywords["masked"] else lax.fori_loop
         if self.interpretable or not every:
-            return lax.fori_loop(first, last, step, carry)
+            return loop(first, last, step, carry)
 
         def some(j, carry):
             start = first + j * every
-            *rest, o = lax.fori_loop(start, jnp.minimum(start + every, last), step, carry)
+            *rest, o = loop(start, jnp.minimum(start + every, last), step, carry)
             return (*rest, product.promote(o))
 
         return lax.fori_loop(0, lax.div(last - first + (every - 1), every), some, carry)
 
-    def factors(self, scales, tile) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-        """Of each key block of a tile: factor of the scores, log2 ratio of values, its inverse."""
-        count = self.c.block_kv // self.c.granule
-        return [tuple(scales[tile * count + j, i] for i in range(3)) for j in range(count)]
-
-    def softmax(self, s, peak, total, q_scale, factors, masked: bool):
+    def softmax(self, s, peak, total, q_scale, scales, masked: bool):
         """Probabilities relative to the running maximum, and what the maximum's growth costs."""
-        blocks = [
-            lax.slice(s, (0, j * self.c.granule), (64, (j + 1) * self.c.granule))
-            for j in range(len(factors))
-        ]
+        count, width = self.c.block_kv // self.c.granule, self.c.granule
+        blocks = [lax.slice(s, (0, j * width), (64, (j + 1) * width)) for j in range(count)]
+        factors = [tuple(scales[4 * j + i] for i in range(3)) for j in range(count)]
         units = [q_scale * key_factor for key_factor, *_ in factors]
-        top = peak
-        for block, unit in zip(blocks, units, strict=True):
-            # By strips first: a row's maximum is otherwise one chain of dependent instructions.
-            top = jnp.maximum(top, max_strips(block).max(axis=1) * unit)
+        # By strips, then blocks: one exchange between threads and no long chain of maxima.
+        reach = [
+            max_strips(block) * lax.broadcast_in_dim(unit, (64, STRIP), [0])
+            for block, unit in zip(blocks, units, strict=True)
+        ]
+        top = jnp.maximum(peak, functools.reduce(jnp.maximum, reach).max(axis=1))
         top = jnp.where(top - peak > RESCALE_ABOVE, top, peak)
         alpha = jnp.exp2(peak - top)
         total = total * lax.broadcast_in_dim(alpha, total.shape, [0])
@@ -357,14 +362,14 @@ class _Forward:
             parts.append(part)
         return jnp.concatenate(parts, axis=1), top, total, alpha
 
-    def mask(self, s, row0, col0):
-        """-inf where the query of a row does not see the key of a column."""
-        aligned = row0 + self.g.diagonal - col0
-        left, right = self.spec.left, self.spec.right
-        return mask_tile(
-            s,
-            fill=-jnp.inf,
-            diag_max=None if right is None else aligned + right,
-            diag_min=None if left is None else aligned - left,
-            num_cols=self.g.S - col0 if self.ragged else None,
-        )
+
+def _by_pairs(first, last, step, carry):
+    """``lax.fori_loop`` with two steps a turn: the second uses registers as the first left them."""
+
+    def pair(j, carry):
+        i = first + 2 * j
+        return step(i + 1, step(i, carry))
+
+    pairs = lax.div(last - first, jnp.int32(2))
+    carry = lax.fori_loop(0, pairs, pair, carry)
+    return lax.fori_loop(first + 2 * pairs, last, step, carry)
