@@ -2,16 +2,14 @@
 
     python -m experiments.pictures.roofline_stored
 
-Roofs are XLA's product and copy in the ladder's run; kernels are of the runs named in ``SOURCES``,
-on machines of one kind and at other clocks, so shares of a roof are good to a few percent. Prefill
-and decode are the planner's predictions: hollow. ``jaxinfra bench roofline`` measures everything in
-one process; with its results, ``experiments.pictures.roofline`` draws this picture, and this file
-can go.
+Roofs and prefill are of ``jaxinfra bench roofline``, a run that ended before decoding and the
+ladder; kernels are of the runs named in ``SOURCES``, on machines of one kind and at other clocks,
+so shares of a roof are good to a few percent. Decode is the planner's prediction: hollow. With
+results of a whole run, ``experiments.pictures.roofline`` draws this picture, and this file can go.
 """
 
 import dataclasses
 import json
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +23,7 @@ from pallas_kernels.ladder import RUNGS
 
 SOURCES = ("ladder", "attention", "memory-bound", "linear-cross-entropy")
 THREADS = "fp32"
-# 132 multiprocessors, 128 multiply-adds a cycle, at the 1980 MHz of the ladder's run: not measured.
-THREADS_FLOPS = 132 * 128 * 2 * 1.98e9
-PROMPTS, DECODES = (128, 2048), (1, 16, 256)
+DECODES = (1, 16, 256)
 CONTEXT = 2048
 
 
@@ -42,21 +38,18 @@ def named(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
 
 def document() -> dict[str, Any]:
     """In the form of ``jaxinfra bench roofline``."""
-    ladder = stored("ladder")
-    product = statistics.median(row["xla_tflops"] for row in ladder if row.get("size") == 8192)
-    ceilings = {
-        "bf16": 1e12 * product,
-        THREADS: THREADS_FLOPS,
-        "copy": 1e9 * named(ladder, "access")["width"]["xla"]["gb_s"],
-    }
+    run = json.loads((ROOT / "experiments/results/roofline-h200.json").read_text())
+    ceilings = run["ceilings"]
     device = roofline.with_ceilings(
         find_device("h200"),
-        flops={"bf16": ceilings["bf16"], THREADS: THREADS_FLOPS},
-        hbm_bytes_per_s=ceilings["copy"],
+        flops={name: peak for name, peak in ceilings.items() if name not in ("copy", "read")},
+        hbm_bytes_per_s=max(ceilings["copy"], ceilings["read"]),
     )
+    ladder = stored("ladder")
     rows = [point.as_json(device) for point in (*rungs(ladder), *kernels(ladder))]
-    rows += [{**point.as_json(device), "predicted": True} for point in phases()]
-    return {"device": "NVIDIA H200", "ceilings": ceilings, "points": rows}
+    rows += [point for point in run["points"] if point.get("group") == "prefill"]
+    rows += [{**point.as_json(device), "predicted": True} for point in decodes()]
+    return {"device": run["device"], "ceilings": ceilings, "points": rows}
 
 
 def rungs(ladder: list[dict[str, Any]]) -> Iterator[Point]:
@@ -116,12 +109,9 @@ def kernels(ladder: list[dict[str, Any]]) -> Iterator[Point]:
     )
 
 
-def phases() -> Iterator[Point]:
-    """Prefill and decode of Llama-3.2-1B in bf16, as the planner's rates have them."""
+def decodes() -> Iterator[Point]:
+    """Decode of Llama-3.2-1B in bf16, as the planner's rates have it."""
     device, shape = find_device("h200"), shape_of(MODELS["llama32_1b"](), name="1.2B")
-    for length in PROMPTS:
-        work = roofline.prefill_work(shape, device, batch=1, length=length)
-        yield _predicted(f"1.2B prefill 1 x {length}", "prefill", work, device)
     for batch in DECODES:
         work = roofline.decode_work(shape, device, batch=batch, context=CONTEXT)
         yield _predicted(f"1.2B decode {batch} after {CONTEXT}", "decode", work, device)

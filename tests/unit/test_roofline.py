@@ -153,11 +153,21 @@ def test_the_picture_shows_every_point(tmp_path):
     assert "4.40 TB/s" in text
 
 
-def test_the_page_tells_what_the_ladder_stored():
-    ladder = roofline_stored.stored("ladder")
+def test_the_page_tells_what_is_stored():
     page = (roofline_stored.ROOT / "docs/roofline.md").read_text()
-    last = list(roofline_stored.rungs(ladder))[-1]
-    assert last.name == "clustered"
-    assert f"| {last.work.intensity:.0f} | {last.flops_per_s / 1e12:.0f} TFLOP/s |" in page
-    elu = roofline_stored.named(ladder, "elu")["rows"]["value and gradient by hand"]
-    assert f"| {elu['gb_s']:.0f} | 97% |" in page
+    points = {point["name"]: point for point in roofline_stored.document()["points"]}
+
+    def told(name, number):
+        point = points[name]
+        row = f"| {point['intensity']:.{number[0]}f} | {point[number[1]]:.0f}"
+        share = f"| {point['of_attainable']:.0%} |"
+        return [line for line in page.splitlines() if row in line and share in line]
+
+    for name in ("clustered", "attention", "attention with backward"):
+        assert len(told(name, (0, "tflops"))) == 1, name
+    for length in ("1 x 128", "1 x 2048", "8 x 2048"):
+        assert len(told(f"llama32_1b prefill {length}", (0, "tflops"))) == 1, length
+    assert len(told("softmax 8192 x 32768", (2, "gb_per_s"))) == 1
+    assert len(told("rms_norm 8192 x 32768", (1, "gb_per_s"))) == 1
+    assert len(told("elu and gradient", (2, "gb_per_s"))) == 1
+    assert points["1.2B decode 1 after 2048"]["predicted"]
