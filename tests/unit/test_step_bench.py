@@ -5,9 +5,6 @@ import pytest
 
 from experiments.bench.step_bound import product
 from experiments.bench.step_curve import WINDOW, compare
-from experiments.pictures.step import stored
-from jaxinfra.diagnostics.trace import Event
-from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.planning.operations import Matmul
 
 
@@ -36,23 +33,3 @@ def test_products_have_the_steps_shapes_and_results(name, out):
     function, *operands = product(Matmul(name, 24, 16, 8, out=out))
     result = jax.eval_shape(function, *operands)
     assert (result.shape, result.dtype.itemsize) == ((24, 16), out)
-
-
-def test_a_stored_trace_is_the_waterfall_it_was():
-    names = ("mlp/dot", "transpose(jvp(mlp))/dot", "optimizer/add")
-    events = [
-        Event(
-            kernel=f"nvjet_{i}",
-            hlo_op=f"op_{i}",
-            op_name=f"jit(train_step)/{name}",
-            program="step",
-            start_ns=3e6 * i,
-            duration_ns=2e6,
-        )
-        for i, name in enumerate(names)
-    ]
-    was = explain(events, steps=1)
-    read = stored(was.as_json(top=3))
-    assert read.by_scope() == was.by_scope() == {"mlp": 2, "mlp backward": 2, "optimizer": 2}
-    assert read.exposed_ms == was.exposed_ms
-    assert read.by_kind()["idle"] == pytest.approx(2)
