@@ -3,7 +3,7 @@
     python -m experiments.bench.pipeline_ticks            # the 3B shapes of `bench pipeline`
 
 ``loop`` is the executor's: a loop of one turn or none. ``cond`` is ``lax.cond``, through which XLA
-copies what is carried. ``masked`` does everything in every tick and throws away what was not due:
+may copy what is carried. ``masked`` does everything in every tick and throws away what was not due:
 one of two actions here, more than that in a pipeline, whose stages also wait.
 """
 

@@ -317,8 +317,8 @@ class _Run:
 def _when[T](predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
     """``function(carry)`` if the predicate holds, else the carry: a loop of one turn or none.
 
-    XLA changes a loop's carry in place, where it copies what goes through a conditional: here all
-    saved activations and gradients, in every tick.
+    XLA changes a loop's carry in place. What goes through a conditional it may copy, and has: here
+    all saved activations and gradients, in every tick.
     """
     turns = predicate.astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, carry: function(carry), carry)
