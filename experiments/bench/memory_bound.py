@@ -30,20 +30,21 @@ from pallas_kernels.common.rows import BARS, OTHERS, Workload
 
 BAR_OPS = ("softmax", "rms_norm", "rms_norm_gradient", "softmax_gradient")
 _GRADIENTS: dict[str, Wide] = {
-    "ahead": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1, ahead=True),
-    "scale in memory": Wide(cluster=2, chunks=2, slots=4, vector=4, in_memory=2),
+    "half": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1),
+    "half, ahead": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1, ahead=True),
     "scale in registers": Wide(cluster=2, chunks=2, slots=6),
     "scale in registers, ahead": Wide(cluster=2, chunks=2, slots=6, ahead=True),
 }
 VARIANTS: dict[tuple[str, int], Mapping[str, Config]] = {
     ("softmax", 32768): {
-        "a row a block": Wide(chunks=4, slots=4, row_a_block=True),
+        "6 slots": Wide(tiles=2, chunks=2, slots=6),
         "a row a block of 2": Wide(warpgroups=2, tiles=2, chunks=4, slots=4, row_a_block=True),
         "5 slots, ahead": Wide(tiles=2, chunks=2, slots=5, ahead=True),
         "4 slots, ahead": Wide(tiles=2, chunks=2, slots=4, ahead=True),
         "5 slots": Wide(tiles=2, chunks=2, slots=5),
         "4 slots": Wide(tiles=2, chunks=2, slots=4),
     },
+    ("softmax", 131072): {"6 slots": Wide(cluster=2, tiles=2, chunks=4, slots=6)},
     ("rms_norm", 32768): {"5 slots": Wide(tiles=2, chunks=2, slots=5)},
     ("rms_norm_gradient", 32768): _GRADIENTS,
     ("rms_norm_gradient", 131072): {

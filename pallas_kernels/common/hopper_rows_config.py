@@ -144,6 +144,10 @@ def config_for(
 
 def _wide(columns: int, num_inputs: int, num_vectors: int, num_sums: int) -> Wide:
     """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
+    if columns == 32768 and num_inputs == 1 and not num_vectors:
+        # Softmax: three blocks share a multiprocessor. 95.8% of a copy, where one that goes on from
+        # row to row reaches 89.5% (norm/NOTES.md).
+        return Wide(chunks=4, slots=4, row_a_block=True)
     most_held = 48 if num_sums else 64  # numbers a thread holds from row to row; more spill
     for cluster in (1, 2, 4, 8):
         part = columns // (cluster * 4 * WARPS)
@@ -155,11 +159,15 @@ def _wide(columns: int, num_inputs: int, num_vectors: int, num_sums: int) -> Wid
         if left < 0:
             continue
         held = min(left // (a_tile * num_vectors), num_tiles) if num_vectors else num_tiles
+        if num_sums and held < num_tiles:
+            held = 0  # beside sums, half a scale in registers is slower than none
         vectors = (num_tiles - held) * num_vectors * 4 * 4 * WARPS * tile
         tiles = 2 if num_inputs == 1 and num_tiles % 2 == 0 else 1
         chunks = num_tiles // tiles
         slot = num_inputs * 2 * tiles * 4 * WARPS * tile
-        slots = min((SMEM_BYTES - 6144 - vectors) // slot, 7)
+        exchanged = 256 * cluster * (4 if num_sums or num_inputs > 1 else 2)
+        slots = (SMEM_BYTES - 1024 - exchanged - vectors) // slot
+        slots = min(slots, max(6, chunks + 3) if num_inputs == 1 else 6)
         if (slots - chunks) * slot < (80 * 1024 if cluster < 8 else slot):
             continue
         return Wide(

@@ -275,6 +275,9 @@ class _Wide:
             for j in range(self.f.num_numbers):
                 _to_cluster(smem.numbers.at[turn, j, mine], self.c.cluster)
             _cluster_fence()
+            if self.c.cluster > 4:
+                # Thread 8 b arrives at block b: from the fifth on, not of the warp that has copied.
+                plgpu.commit_smem()
         plgpu.barrier_arrive(smem.exchanged.at[lax.rem(i, 2)])
 
     def receive(self, smem, i) -> list[jax.Array]:

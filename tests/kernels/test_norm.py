@@ -219,25 +219,41 @@ def test_auto_follows_the_table(monkeypatch, tmp_path, ms, num):
 
 
 def test_the_shipped_table():
-    def num(rows, columns):
-        return num_kernels(lambda *case: evaluate(*case), *abstract((rows, columns)))
+    def num(rows, columns, **form):
+        f = functools.partial(evaluate, **form)
+        return num_kernels(f, *abstract((rows, columns)))
 
-    assert num(8192, 32768) == 1  # the forward
+    assert num(8192, 32768) == 2
     assert num(32768, 4096) == 1  # the gradient
-    assert num(4096, 131072) == 0
+    assert num(4096, 131072) == 1  # the forward
+    assert num(32768, 4096, **FORMS[3]) == 2
+
+
+# Two calls gave two sums: blocks 5 to 8 of a cluster were told of numbers before these had come.
+# Mended since, not measured since.
+UNSTEADY = ("rms_norm_gradient 4096x131072",)
 
 
 @pytest.mark.parametrize("op", FOLDERS)
 def test_shipped_tables_are_what_was_measured(op):
-    """But for softmax's forward, which has changed since."""
     result = json.loads((RESULTS / "memory-bound-h200.json").read_text())
     shipped = tables.load(FOLDERS[op] / "dispatch-nvidia-h200.json")
-    made = table_of(result, op, skip=("softmax",))
+    made = table_of(result, op, skip=UNSTEADY)
     assert set(made.rows) == set(shipped.rows)
     assert dict(made.environment) == dict(shipped.environment)
+
+
+MEASURED_NOTHING = {
+    "device": "NVIDIA H200",
+    "clocks": "",
+    "command": "",
+    "date": "",
+    "versions": {},
+}
 
 
 def test_no_table_is_made_of_wrong_results():
     result = {"rows": [{"name": "check rms_norm 8x32", "ok": False, "repeats": True}]}
     with pytest.raises(ValueError, match="check rms_norm 8x32"):
         table_of(result, "norm")
+    assert not table_of({**MEASURED_NOTHING, **result}, "norm", skip=["rms_norm 8x32"]).rows

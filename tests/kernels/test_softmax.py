@@ -216,14 +216,12 @@ def test_auto_without_a_table(monkeypatch, tmp_path):
 
 
 def test_the_shipped_table():
-    """The gradient at 4,096 and 32,768 columns; the forward is not measured since it changed."""
-
-    def num(rows, columns, f):
+    def num(rows, columns, f, *others):
         x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
-        return num_kernels(f, x, x)
+        return num_kernels(f, x, x, *others)
 
-    for rows, columns in ((32768, 4096), (8192, 32768)):
-        assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 1
-        assert num(rows, columns, lambda x, _: softmax(x)) == 0
-    for rows, columns in ((4096, 131072), (1048576, 128)):
-        assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 0
+    for rows, columns in ((32768, 4096), (8192, 32768), (4096, 131072)):
+        assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 2
+    assert num(1048576, 128, lambda x, d_y: evaluate(x, d_y)) == 1  # the gradient
+    where = jax.ShapeDtypeStruct((32768, 4096), jnp.bool)
+    assert num(32768, 4096, lambda x, _, where: softmax(x, where=where), where) == 0
