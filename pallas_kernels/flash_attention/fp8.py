@@ -25,7 +25,7 @@ from .validate import DTYPES, make_spec
 type Fp8Implementation = Literal["auto", "hopper", "xla", "reference"]
 NAMES = ("hopper", "xla", "reference")
 UNMEASURED = (
-    "its error was not measured on a GPU since its sums are promoted; name it to use it, or run "
+    "its accuracy tests have not passed on a GPU yet; name it to use it, or run "
     "tests/kernels/test_attention_fp8_gpu.py"
 )
 
@@ -55,8 +55,8 @@ def flash_attention_fp8(
         is_causal: a query sees no key after its own position, aligned bottom-right.
         local_window_size: as in ``flash_attention``.
         implementation: "hopper" (d 64 and 128), "xla" (portable, linear memory) or "reference"
-            (the formula, T x S memory). "auto" is "xla", and logs it, until the kernel's error has
-            been measured.
+            (the formula, T x S memory). "auto" is "xla", and logs it, until the kernel's accuracy
+            tests have passed on a GPU.
         return_residual: also return the logsumexp of each row's scores.
         dtype: of the result: bfloat16, float16 or float32 (bfloat16 or float16 on Hopper).
         mesh_axes: as in ``flash_attention``.

@@ -19,7 +19,6 @@ from .hopper_config import NUM_DS
 from .hopper_geometry import (
     TileRange,
     key_tile_of,
-    keys_in_reach,
     query_tiles,
 )
 from .hopper_tile import mask_tile
@@ -37,8 +36,7 @@ class BackwardBlock(BackwardPlan):
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g, c = self.g, self.c
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        keys = keys_in_reach(self.spec, g, KEYS)
-        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles, keys)
+        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles)
         queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, QUERIES)
         if self.segmented:
             queries = queries.meet(gmem.ranges, b, k_tile)

@@ -23,7 +23,6 @@ from .hopper_geometry import (
     TileRange,
     geometry_of,
     key_tile_of,
-    keys_in_reach,
     query_tiles,
     swizzle_bytes,
     tiled,
@@ -117,8 +116,7 @@ class _Backward(FusedKernel):
         """One block: its tile's coordinates, then a role for each warpgroup."""
         g = self.g
         wg, tile = lax.axis_index("wg"), lax.axis_index("tile")
-        keys = keys_in_reach(self.spec, g, KEYS)
-        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles, keys)
+        b, kv_head, k_tile = key_tile_of(tile, g, self.num_k_tiles)
         queries = query_tiles(self.spec, g, k_tile * KEYS, KEYS, QUERIES)
         if self.segmented:
             queries = queries.meet(gmem.ranges, b, k_tile)

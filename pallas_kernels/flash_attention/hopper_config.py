@@ -104,8 +104,6 @@ class Fp8Config:
     num_polynomial: int = 0  # strips of 8 keys whose exponentials bypass the special function unit
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
     promote_every: int = 4  # tiles after which the tensor cores' sum is added to one in fp32
-    unroll: bool = False
-    ahead: bool = False  # scores of the next tile are computed under the softmax of this one
 
     @property
     def block_q(self) -> int:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_config import ForwardConfig, Fp8Config
-from .hopper_geometry import TileRange, heads_per_wave, key_tiles, keys_in_reach
+from .hopper_geometry import TileRange, heads_per_wave, key_tiles
 from .hopper_kernel import Kernel
 from .hopper_tile import mask_tile
 
@@ -27,11 +27,6 @@ class ForwardBlock(Kernel):
     OPERAND_BYTES: ClassVar[int]  # of an element of keys and values
 
     c: ForwardConfig | Fp8Config
-
-    @property
-    def ahead(self) -> bool:
-        """Whether scores are computed a tile ahead, of the last tile's successor too."""
-        return False
 
     def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """The role of a compute warpgroup."""
@@ -78,8 +73,7 @@ class ForwardBlock(Kernel):
         Longest first (the last queries, under a causal mask), inside a wave of heads.
         """
         g = self.g
-        reach = keys_in_reach(self.spec, g, self.q_tile)
-        wave = heads_per_wave(g.B * g.N, g.group, self.OPERAND_BYTES * reach * (g.H + g.Hv))
+        wave = heads_per_wave(g.B * g.N, g.group, self.OPERAND_BYTES * g.S * (g.H + g.Hv))
         in_wave = lax.rem(block, wave * self.num_q_tiles)
         head = lax.div(block, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
         return head, self.num_q_tiles - 1 - lax.div(in_wave, wave)
@@ -98,11 +92,7 @@ class ForwardBlock(Kernel):
             plgpu.barrier_wait(smem.v_empty.at[slot])
             self.copy_values(gmem, smem, b, kv_head, tile, i)
 
-        count = keys.hi - keys.lo
-        lax.fori_loop(0, count, step, None)
-        if self.ahead:
-            plgpu.barrier_wait(smem.k_empty.at[lax.rem(count, c.num_stages)])
-            self.copy_keys(gmem, smem, b, kv_head, jnp.maximum(keys.lo - 1, 0), count)
+        lax.fori_loop(0, keys.hi - keys.lo, step, None)
         for slot in range(c.num_stages):
             plgpu.barrier_wait(smem.k_empty.at[slot])
             plgpu.barrier_wait(smem.v_empty.at[slot])

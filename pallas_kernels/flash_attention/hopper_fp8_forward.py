@@ -249,8 +249,6 @@ class _Forward(ForwardBlock):
             o = product.rescale(o, part, slot, alpha)
             return as_operand(p, natural=self.interpretable), peak, total, o
 
-        if c.ahead:
-            return self.attend_ahead(smem, row0, keys, product, peak, total, q_scale)
         p, peak, total, *_ = scores(jnp.int32(0), lambda: None, None, self.masked, peak, total)
         carry = (as_operand(p, natural=self.interpretable), peak, total, product.start())
         promoted = functools.partial(self.promoted, product)
@@ -259,79 +257,15 @@ class _Forward(ForwardBlock):
         plgpu.barrier_wait(smem.v_full.at[slot])
         return product.last(o, p, slot), peak, total
 
-    def attend_ahead(self, smem, row0, keys: TileRange, product, peak, total, q_scale):
-        c = self.c
-        wg = lax.axis_index("wg")
-
-        def qk(acc, slot):
-            plgpu.wgmma(acc, smem.q.at[wg], smem.k.at[slot].transpose((1, 0)))
-
-        def first(s_acc):
-            qk(s_acc, 0)
-            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-
-        plgpu.barrier_wait(smem.k_full.at[0])
-        s = pl.run_scoped(first, plgpu.ACC((64, c.block_kv), jnp.float32))
-        plgpu.barrier_arrive(smem.k_empty.at[0])
-
-        def turn(i, s, between, then, masked: bool, peak, total):
-            slot = lax.rem(i + 1, c.num_stages)
-            plgpu.barrier_wait(smem.k_full.at[slot])
-            if c.ping_pong:
-                plgpu.barrier_wait(smem.turn.at[wg])
-
-            def body(s_acc, *more):
-                qk(s_acc, slot)
-                between(*more)
-                if c.ping_pong:
-                    plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
-                x = s
-                if masked:
-                    x = self.mask_positions(x, row0, (keys.hi - 1 - i) * c.block_kv)
-                scales = smem.scales.at[lax.rem(i, 2 * c.num_stages)]
-                p, *rest = self.softmax(x, peak, total, q_scale, scales, masked)
-                if c.overlap:
-                    smem.pin[wg] = rest[1]
-                p, *rest = lax.optimization_barrier((p, *rest))
-                following = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-                plgpu.barrier_arrive(smem.k_empty.at[slot])
-                part = () if then is None else product.collect(*more)
-                return p, following, *rest, part
-
-            more = () if then is None else product.accumulators
-            return pl.run_scoped(body, plgpu.ACC((64, c.block_kv), jnp.float32), *more)
-
-        def step(i, carry, masked: bool):
-            p, s, peak, total, o = carry
-            slot = lax.rem(i - 1, c.num_stages)
-            plgpu.barrier_wait(smem.v_full.at[slot])
-            issue = functools.partial(product.issue, p, slot)
-            p, s, peak, total, alpha, part = turn(i, s, issue, product, masked, peak, total)
-            o = product.rescale(o, part, slot, alpha)
-            return as_operand(p, natural=self.interpretable), s, peak, total, o
-
-        p, s, peak, total, *_ = turn(jnp.int32(0), s, lambda: None, None, self.masked, peak, total)
-        carry = (as_operand(p, natural=self.interpretable), s, peak, total, product.start())
-        promoted = functools.partial(self.promoted, product)
-        p, _, peak, total, o = self.walk(keys, step, carry, promoted)
-        slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
-        plgpu.barrier_wait(smem.v_full.at[slot])
-        return product.last(o, p, slot), peak, total
-
-    @property
-    def ahead(self) -> bool:
-        return self.c.ahead
-
     def promoted(self, product, first, last, step, carry):
         """The steps first .. last, with the sum promoted after every few."""
         every = self.c.promote_every
-        loop = _by_pairs if self.c.unroll and not step.keywords["masked"] else lax.fori_loop
         if self.interpretable or not every:
-            return loop(first, last, step, carry)
+            return lax.fori_loop(first, last, step, carry)
 
         def some(j, carry):
             start = first + j * every
-            *rest, o = loop(start, jnp.minimum(start + every, last), step, carry)
+            *rest, o = lax.fori_loop(start, jnp.minimum(start + every, last), step, carry)
             return (*rest, product.promote(o))
 
         return lax.fori_loop(0, lax.div(last - first + (every - 1), every), some, carry)
@@ -361,15 +295,3 @@ class _Forward(ForwardBlock):
             total += sum_strips(part) * inverse
             parts.append(part)
         return jnp.concatenate(parts, axis=1), top, total, alpha
-
-
-def _by_pairs(first, last, step, carry):
-    """``lax.fori_loop`` with two steps a turn: the second uses registers as the first left them."""
-
-    def pair(j, carry):
-        i = first + 2 * j
-        return step(i + 1, step(i, carry))
-
-    pairs = lax.div(last - first, jnp.int32(2))
-    carry = lax.fori_loop(0, pairs, pair, carry)
-    return lax.fori_loop(first + 2 * pairs, last, step, carry)

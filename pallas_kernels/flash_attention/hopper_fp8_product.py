@@ -18,9 +18,9 @@ ROW = WGMMA.reduce(1)
 class Sum:
     """The sum P V in an accumulator that lives as long as the tile, and from time to time in fp32.
 
-    8-bit matmuls add with about 14 bits and round down, so that an error grows with every step:
-    16% of the output after 16384 keys of random data. The accumulator is therefore emptied into a
-    sum in shared memory, of which every thread owns what it owns of the accumulator.
+    8-bit matmuls add with about 14 bits and round down, so that an error grows with every step.
+    The accumulator is therefore emptied into a sum in shared memory, of which every thread owns
+    what it owns of the accumulator.
     """
 
     accumulators = ()

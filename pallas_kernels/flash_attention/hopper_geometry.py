@@ -112,13 +112,6 @@ def key_tiles(
     return TileRange(lo, full_lo, full_hi, hi)
 
 
-def keys_in_reach(spec: AttentionSpec, g: Geometry, rows: int) -> int:
-    """How many keys this many neighbouring queries see, or queries see this many keys."""
-    if spec.left is None or spec.right is None:
-        return g.S
-    return min(g.S, spec.left + spec.right + rows)
-
-
 def query_tiles(
     spec: AttentionSpec, g: Geometry, k0: jax.Array, kv_tile: int, q_tile: int
 ) -> TileRange:
@@ -146,18 +139,16 @@ def _ceil(x: jax.Array, tile: int) -> jax.Array:
 
 
 def key_tile_of(
-    tile: jax.Array, g: Geometry, num_k_tiles: int, keys: int
+    tile: jax.Array, g: Geometry, num_k_tiles: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Batch entry, key/value head and key tile of block ``tile`` of a backward.
-
-    Blocks in flight use about ``keys`` keys of a head.
 
     Blocks of the same head in flight read the same queries and add to the same dQ at about the
     same time, which L2 then serves: so heads go in waves, not all of them side by side. Within a
     wave the first keys come first, which under a causal mask are seen by the most queries.
     """
     heads = g.B * g.K
-    wanted = min(heads, max(1, WAVE_KEYS // keys))
+    wanted = min(heads, max(1, WAVE_KEYS // g.S))
     wave = max(n for n in range(1, wanted + 1) if heads % n == 0)
     first, inside = lax.div(tile, wave * num_k_tiles), lax.rem(tile, wave * num_k_tiles)
     head = first * wave + lax.rem(inside, wave)

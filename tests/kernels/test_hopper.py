@@ -192,7 +192,7 @@ def test_backward_blocks_visit_every_key_tile_once(B, K, S):
     g = Geometry(B=B, T=8, S=S, N=K, K=K, H=64, Hv=64)
     num_tiles = 5
     tiles = jnp.arange(B * K * num_tiles)
-    b, head, tile = hopper_geometry.key_tile_of(tiles, g, num_tiles, S)
+    b, head, tile = hopper_geometry.key_tile_of(tiles, g, num_tiles)
     assert len(set(zip(b.tolist(), head.tolist(), tile.tolist(), strict=True))) == len(tiles)
     assert (max(b), max(head), max(tile)) == (B - 1, K - 1, num_tiles - 1)
 
