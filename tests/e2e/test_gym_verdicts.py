@@ -84,14 +84,14 @@ BREAKS = {
         "training/step.py",
         "return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)",
         "return new",
-        "",
+        "'ranks': [0, 1]",
     ),
     12: ("training/guards.py", "    if loss != doubt.loss:\n", "    if True:\n", ""),
     13: (
         "reliability/hashes.py",
         "                if odd:\n",
         "                if False:\n",
-        "",
+        "0 incidents 'went back'",
     ),
     14: ("training/guards.py", "    if loss != doubt.loss:\n", "    if False:\n", ""),
     15: (
@@ -104,7 +104,7 @@ BREAKS = {
         "checkpoint/manifest.py",
         "for name in sorted(expected.keys() - actual.keys())",
         "for name in ()",
-        "",
+        "doctor said",
     ),
     17: (
         "training/trainer.py",
