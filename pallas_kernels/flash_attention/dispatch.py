@@ -123,13 +123,23 @@ def choose(implementation: str, call: Call) -> str:
 def _automatic(call: Call) -> str:
     reasons = {}
     for name in preferences(call.spec, call.masks, call.q, call.k, call.v):
-        reason = why_not(name, call)
+        reason = why_not(name, call) or _unproven(name, call)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
             announce(name, device.target().slug, call.describe(), refusals)
             return name
         reasons[name] = reason
     raise AssertionError("xla serves every call")
+
+
+def _unproven(name: str, call: Call) -> str | None:
+    """What an implementation computes when named, and no GPU has compared with the reference."""
+    if name == "hopper" and call.spec.logit_soft_cap and call.q.shape[3] > hopper.WIDEST_BY_KEYS:
+        return (
+            f"its gradient under a soft cap, of heads wider than {hopper.WIDEST_BY_KEYS}, has run "
+            "in the interpreter alone"
+        )
+    return None
 
 
 @functools.cache

@@ -33,7 +33,9 @@ def shapes(workload: Workload, dtype="bfloat16"):
 def chosen(workload: Workload, *, dtype="bfloat16", facts=device.H200, **options) -> str:
     arrays = shapes(workload, dtype)
     call = dispatch.Call(
-        spec=AttentionSpec(scale=0.1, right=0 if workload.causal else None),
+        spec=AttentionSpec(
+            scale=0.1, right=0 if workload.causal else None, logit_soft_cap=workload.soft_cap
+        ),
         masks=AttentionMasks(
             q_segment_ids=arrays.get("q_segment_ids"), kv_segment_ids=arrays.get("kv_segment_ids")
         ),
@@ -60,6 +62,12 @@ def test_auto_on_hopper(monkeypatch):
     assert chosen(PLAIN) == "hopper"
     assert chosen(PACKED) == "hopper"
     assert chosen(PLAIN, dtype="float32") == "xla"
+
+
+def test_auto_waits_for_a_gpu_where_none_compared_a_kernel():
+    gemma = BY_NAME["gemma-2-9b, local"]
+    assert chosen(gemma) == "xla"
+    assert chosen(gemma, implementation="hopper") == "hopper"
 
 
 def test_auto_on_other_gpus():
