@@ -16,7 +16,7 @@ from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat, validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.training import gradients
+from jaxinfra.training import gradients, pipeline_gradients
 from jaxinfra.training.recompute import CHEAPEST_FIRST
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
@@ -146,7 +146,8 @@ def test_sends_between_devices_of_a_stage_are_refused(make, method):
 )
 @pytest.mark.parametrize("make", [llama_like, gpt_like])
 def test_the_last_stage_takes_the_loss_of_own_tokens(monkeypatch, make, mesh):
-    """As it does on Hopper, where a kernel computes it."""
+    """As a step without stages does on Hopper, where a kernel computes it."""
+    monkeypatch.setattr(pipeline_gradients, "LOSS_OF_OWN_TOKENS", True)
     monkeypatch.setattr(gradients, "takes_own_tokens", lambda *_, **__: True)
     check(Case(model=with_layers(make, 4), mesh=mesh, micro_batches=4))
 
