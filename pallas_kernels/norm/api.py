@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper
 from .formulas import Norm
@@ -122,7 +123,7 @@ def _checked(
         return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
     inputs = tuple(rows.as_rows(a) for a in inputs)
-    results = _norm(chosen("forward"), chosen("gradient"), norm, inputs, vectors)
+    results = _norm(chosen("forward"), chosen("gradient"), norm, *vary_alike((inputs, vectors)))
     return _as_asked(norm, tuple(a.reshape(x.shape) for a in results))
 
 
@@ -176,11 +177,11 @@ _norm.defvjp(_keep_inputs, _from_inputs)
 # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
 def _hopper(norm: Norm):
     return jax.custom_batching.sequential_vmap(
-        lambda inputs, vectors: hopper.norm(norm, inputs, vectors)
+        results_vary(lambda inputs, vectors: hopper.norm(norm, inputs, vectors))
     )
 
 
 def _hopper_gradient(norm: Norm):
     return jax.custom_batching.sequential_vmap(
-        lambda inputs, scale_C: hopper.norm_gradient(norm, inputs, scale_C)
+        results_vary(lambda inputs, scale_C: hopper.norm_gradient(norm, inputs, scale_C))
     )

@@ -5,6 +5,7 @@ Dims: R row, C column.
 
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper
 from .reference import log_softmax_reference, softmax_gradient_reference, softmax_reference
@@ -53,7 +55,7 @@ def softmax(
     forms = "softmax" if where is None else "masked_softmax", "softmax"
     chosen = _chosen(forms, x, implementation, num_devices, num_inputs=1 + (where is not None))
     masks = () if where is None else (rows.as_rows(where),)
-    return _softmax(*chosen, rows.as_rows(x), masks).reshape(x.shape)
+    return _softmax(*chosen, *vary_alike((rows.as_rows(x), masks))).reshape(x.shape)
 
 
 def log_softmax(
@@ -147,8 +149,13 @@ def _from_input(
 
 _log_softmax.defvjp(_keep_input, _from_input)
 
-# vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
-_hopper = jax.custom_batching.sequential_vmap(hopper.softmax)
-_hopper_gradient = jax.custom_batching.sequential_vmap(hopper.softmax_gradient)
-_hopper_log = jax.custom_batching.sequential_vmap(functools.partial(hopper.softmax, log=True))
-_hopper_log_gradient = jax.custom_batching.sequential_vmap(hopper.log_softmax_gradient)
+
+def _looped(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
+    return jax.custom_batching.sequential_vmap(results_vary(kernel))
+
+
+_hopper = _looped(hopper.softmax)
+_hopper_gradient = _looped(hopper.softmax_gradient)
+_hopper_log = _looped(functools.partial(hopper.softmax, log=True))
+_hopper_log_gradient = _looped(hopper.log_softmax_gradient)

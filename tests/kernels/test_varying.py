@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import rms_norm, softmax
+from pallas_kernels import layer_norm, log_softmax, rms_norm, softmax
 from pallas_kernels.common import device
 
 P = PartitionSpec
@@ -23,7 +23,25 @@ def of_rows(x, scale, implementation):
     return softmax(x, implementation=implementation)
 
 
-@pytest.mark.parametrize("op", [norm, of_rows])
+def summed_norm(x, scale, implementation):
+    how = {"epsilon": 1e-6, "implementation": implementation}
+    return sum(layer_norm(x, scale, scale, residual=x, **how))
+
+
+def masked(x, scale, implementation):
+    return softmax(x, where=scale > 0, implementation=implementation)
+
+
+def logarithms(x, scale, implementation):
+    del scale
+    return log_softmax(x, implementation=implementation)
+
+
+NUM_SUMS = {norm: 1, summed_norm: 2, of_rows: 0, masked: 0, logarithms: 0}
+"""Sums over devices in the gradient: of the scale's and the bias' alone."""
+
+
+@pytest.mark.parametrize("op", NUM_SUMS)
 def test_cotangents_of_rows_are_not_summed(op):
     """As in plain JAX: only the scale's gradient is a sum over devices."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
@@ -46,4 +64,4 @@ def test_cotangents_of_rows_are_not_summed(op):
         assert ("mosaic_gpu" in text) == (implementation == "hopper")
         return text.count("stablehlo.all_reduce")
 
-    assert sums("hopper") == sums("xla") == (1 if op is norm else 0)
+    assert sums("hopper") == sums("xla") == NUM_SUMS[op]

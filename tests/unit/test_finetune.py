@@ -197,7 +197,7 @@ REFUSED = {
     "--chat is for a model": ["tiny", "--chat"],
     "holds adapters, not a whole model": ["--init", "lora"],
     "is no run directory": ["--init", "cache"],
-    "give no preset, no --run, no --init": ["--resume", "full", "--lora", "rank=2"],
+    "give no preset, no --config, no --run, no --init": ["--resume", "full", "--lora", "rank=2"],
 }
 
 
