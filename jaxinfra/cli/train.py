@@ -134,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
         ends_process=True,
     )
     if outcome.summary is None:
-        return leave(RESUMABLE_EXIT, together=outcome.together, wait=not outcome.input_waits)
+        # All is saved, and threads that read ahead may be waiting for a disk that hangs.
+        return leave(RESUMABLE_EXIT, together=outcome.together, wait=False)
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
         if cluster is None and not args.no_sample:

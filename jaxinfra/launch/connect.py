@@ -71,10 +71,10 @@ def leave(code: int, *, together: bool, wait: bool = True) -> int:
         wait: for this process's own threads, as Python does at its exit.
     """
     connected = jax.distributed.is_initialized()
+    if connected and together:
+        jax.distributed.shutdown()
     if not wait or (connected and not together):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    if connected:
-        jax.distributed.shutdown()
     return code

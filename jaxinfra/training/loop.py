@@ -148,7 +148,7 @@ class _Session:
                 f"continue with jaxinfra train --resume {run.path}"
             )
             step = max(layout.steps(run.checkpoints), default=0)
-            return Outcome(summary=None, step=step, input_waits=True)
+            return Outcome(summary=None, step=step)
 
     def _set_up(self) -> Trainer:
         config, run, progress, resources = self.config, self.run, self.progress, self.resources

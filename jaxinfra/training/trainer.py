@@ -48,7 +48,6 @@ class Outcome:
     summary: dict[str, Any] | None  # None where it was asked to stop before the end
     step: int
     was_complete: bool = False  # before the call, which did nothing
-    input_waits: bool = False  # it was stopped in a wait for data, and its readers wait on
     together: bool = False  # all processes of the job end here
 
 
@@ -108,7 +107,6 @@ class Trainer:
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
-        self._input_waits = False
         self._train_step: Callable[..., Any] = job.train_step
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
@@ -131,7 +129,7 @@ class Trainer:
                 f"stopped by {self._stop.signal.name} at step {self._step}, saved; continue with "
                 f"jaxinfra train --resume {self._run.path}"
             )
-            return Outcome(summary=None, step=self._step, input_waits=self._input_waits)
+            return Outcome(summary=None, step=self._step)
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
 
     def _draw(self) -> None:
@@ -158,7 +156,7 @@ class Trainer:
             except Stopped:
                 if not self.has_trained:
                     raise  # this session has done nothing yet
-                self._input_waits = True  # for a batch: what is done is recorded and saved
+                # What is done is recorded and saved in the next turn.
 
     def _advance(self) -> None:
         """One step, and what is due after it."""

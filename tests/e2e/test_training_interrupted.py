@@ -108,6 +108,13 @@ def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
         ended = running.end()
     assert ended.code == RESUMABLE_EXIT, ended
     assert "stopped by SIGTERM" in (ended.stderr or ended.stdout), ended
+    # Its reader is ahead, and hangs where the steps have not come yet.
+    asks = {"target": "jaxinfra.training.watch:Watch.send", "call": 4, "action": "signal"}
+    asks["value"] = int(TERM)
+    with start(*bench.resume("run"), log=bench.log(), environment=armed(stall, asks)) as running:
+        ended = running.end()
+    assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
+    assert "stopped by SIGTERM at step 4, saved" in ended.stdout
     with start(*bench.resume("run"), log=bench.log(), environment=armed(stall)) as running:
         running.wait_until(lambda said: "\nstep 5/" in said)  # the sixth is shown once it stops
         running.signal(TERM)
@@ -119,8 +126,8 @@ def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
     assert_same_run(run, whole)
 
 
-def armed(fault: dict[str, object]) -> dict[str, str]:
-    return {VARIABLE: json.dumps([fault])}
+def armed(*faults: dict[str, object]) -> dict[str, str]:
+    return {VARIABLE: json.dumps(faults)}
 
 
 def in_phase(run: Path, phase: str) -> bool:
