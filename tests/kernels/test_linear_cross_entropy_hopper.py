@@ -94,12 +94,16 @@ def test_loss_and_gradients_are_no_worse_than_the_plain_form(options, num_chunks
     assert_no_worse(got, plain=plain, oracle=exact(arrays, **chosen), what=options)
 
 
-@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.gpu
 def test_devices_that_share_the_vocabulary_get_the_same_loss(monkeypatch):
     """Two devices with 150 ids each, padded to 192: sums and hidden's gradient are parts.
 
-    The second's references are higher, as if its sums had been too large.
+    The second's references are higher, as if its sums had been too large. Not in the interpreter,
+    which keeps all devices' barriers in one place: it fails now and then, where one device's kernel
+    ends before another's.
     """
+    if jax.device_count() < 2:
+        pytest.skip("needs two devices")
     arrays, chosen = inputs(), OPTIONS["smoothed"]
     in_range = hopper._in_range
 
