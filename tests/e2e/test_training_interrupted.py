@@ -116,11 +116,12 @@ def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
     assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
     assert "stopped by SIGTERM at step 4, saved" in ended.stdout
     with start(*bench.resume("run"), log=bench.log(), environment=armed(stall)) as running:
-        running.wait_until(lambda said: "\nstep 5/" in said)  # the sixth is shown once it stops
+        running.wait_until(lambda said: "\nstep 5/" in said)
         running.signal(TERM)
         ended = running.end()
     assert (ended.code, ended.stderr) == (RESUMABLE_EXIT, ""), ended
-    assert "stopped by SIGTERM at step 6, saved" in ended.stdout
+    # The signal may come before the sixth step; the seventh has no data.
+    assert any(f"stopped by SIGTERM at step {step}, saved" in ended.stdout for step in (5, 6))
     resumed = bench.run(bench.resume("run"))
     assert (resumed.code, resumed.stderr) == (0, ""), resumed
     assert_same_run(run, whole)
