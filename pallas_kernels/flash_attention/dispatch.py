@@ -123,7 +123,7 @@ def choose(implementation: str, call: Call) -> str:
 def _automatic(call: Call) -> str:
     reasons = {}
     for name in preferences(call.spec, call.masks, call.q, call.k, call.v):
-        reason = why_not(name, call) or _unproven(name, call)
+        reason = why_not(name, call)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
             announce(name, device.target().slug, call.describe(), refusals)
@@ -132,18 +132,8 @@ def _automatic(call: Call) -> str:
     raise AssertionError("xla serves every call")
 
 
-def _unproven(name: str, call: Call) -> str | None:
-    """What an implementation computes when named, and no GPU has compared with the reference."""
-    if name == "hopper" and call.spec.logit_soft_cap and call.q.shape[3] > hopper.WIDEST_BY_KEYS:
-        return (
-            f"its gradient under a soft cap, of heads wider than {hopper.WIDEST_BY_KEYS}, has run "
-            "in the interpreter alone"
-        )
-    return None
-
-
 @functools.cache
-def announce(name: str, device_kind: str, case: str, refusals: str) -> None:
+def announce(name: str, device_kind: str, case: str, refusals: str | None) -> None:
     """Logs a choice; the cache makes it once for each distinct case."""
     because = f" ({refusals})" if refusals else ""
     _logger.info("flash_attention on %s uses %s for %s%s", device_kind, name, case, because)

@@ -24,10 +24,6 @@ from .validate import DTYPES, make_spec
 
 type Fp8Implementation = Literal["auto", "hopper", "xla", "reference"]
 NAMES = ("hopper", "xla", "reference")
-UNMEASURED = (
-    "its accuracy tests have not passed on a GPU yet; name it to use it, or run "
-    "tests/kernels/test_attention_fp8_gpu.py"
-)
 
 
 def flash_attention_fp8(
@@ -55,8 +51,8 @@ def flash_attention_fp8(
         is_causal: a query sees no key after its own position, aligned bottom-right.
         local_window_size: as in ``flash_attention``.
         implementation: "hopper" (d 64 and 128), "xla" (portable, linear memory) or "reference"
-            (the formula, T x S memory). "auto" is "xla", and logs it, until the kernel's accuracy
-            tests have passed on a GPU.
+            (the formula, T x S memory). "auto" is "hopper" where it can compute the call, else
+            "xla"; the choice and its reason are logged.
         return_residual: also return the logsumexp of each row's scores.
         dtype: of the result: bfloat16, float16 or float32 (bfloat16 or float16 on Hopper).
         mesh_axes: as in ``flash_attention``.
@@ -110,8 +106,9 @@ def _choose(name: str, spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dt
         B, T, N, H = operands.q.shape
         S, K = operands.k.shape[1:3]
         case = f"e4m3 b{B} t{T} s{S} heads {N}/{K} width {H}/{operands.v_t.shape[2]}"
-        announce("xla", device.target().slug, case, f"not hopper: {reason or UNMEASURED}")
-        return "xla"
+        chosen = "hopper" if reason is None else "xla"
+        announce(chosen, device.target().slug, case, reason and f"not hopper: {reason}")
+        return chosen
     if reason is not None:
         raise UnsupportedError(
             f"implementation='hopper' cannot compute this FP8 attention: {reason}. These can: xla, "

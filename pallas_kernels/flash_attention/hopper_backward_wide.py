@@ -150,7 +150,8 @@ class _Backward(FusedKernel):
             # One query tile more than there are: its first product is computed and dropped.
             n = kv_head * g.group + jnp.minimum(lax.div(it, per_head), g.group - 1)
             slot = lax.rem(it, NUM_STAGES)
-            rows = pl.ds((queries.lo + lax.rem(it, per_head)) * QUERIES, QUERIES)
+            i = jnp.maximum(queries.hi - 1 - lax.rem(it, per_head), 0)
+            rows = pl.ds(i * QUERIES, QUERIES)
             full = smem.full.at[slot]
             plgpu.barrier_wait(smem.empty.at[slot])
             for kind, (matrix, row) in enumerate(((gmem.q, gmem.lse), (gmem.do, gmem.delta))):
@@ -191,7 +192,9 @@ class _Backward(FusedKernel):
     def accumulate(
         self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
     ):
-        """The loop over heads of the group and query tiles."""
+        """The loop over heads of the group and query tiles, from the last: under a causal mask the
+        blocks of a head then read the same tiles at the same time.
+        """
         mine = pl.ds(wg * self.half, self.half)
         per_head = queries.hi - queries.lo
 
@@ -201,8 +204,8 @@ class _Backward(FusedKernel):
             right = smem.qdo.at[wg, slot].transpose((1, 0))
             return _product((KEYS, QUERIES), smem.kv.at[wg], right, meanwhile)
 
-        def step(i, x, head):
-            it = head * per_head + i - queries.lo
+        def step(before, x, head):
+            it, i = head * per_head + before, queries.hi - 1 - before
             slot = lax.rem(it, NUM_STAGES)
             row = plgpu.load(smem.rows.at[wg, slot], layout=COL)
 
@@ -238,7 +241,7 @@ class _Backward(FusedKernel):
             return first_product(lax.rem(it + 1, NUM_STAGES), leave)
 
         def one_head(head, x):
-            return lax.fori_loop(queries.lo, queries.hi, functools.partial(step, head=head), x)
+            return lax.fori_loop(0, per_head, functools.partial(step, head=head), x)
 
         lax.fori_loop(0, self.g.group, one_head, first_product(0))
         plgpu.barrier_arrive(smem.empty.at[lax.rem(per_head * self.g.group, NUM_STAGES)])

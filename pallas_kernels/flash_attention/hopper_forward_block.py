@@ -19,6 +19,9 @@ from .hopper_geometry import TileRange, heads_per_wave, key_tiles
 from .hopper_kernel import Kernel
 from .hopper_tile import mask_tile
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, a block each. Where there are others, a prefetch comes early or late."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBlock(Kernel):
@@ -93,9 +96,28 @@ class ForwardBlock(Kernel):
             self.copy_values(gmem, smem, b, kv_head, tile, i)
 
         lax.fori_loop(0, keys.hi - keys.lo, step, None)
+        if not self.interpretable:  # the interpreter knows no prefetch
+            self.prefetch(gmem, lax.axis_index("tile") + MULTIPROCESSORS)
         for slot in range(c.num_stages):
             plgpu.barrier_wait(smem.k_empty.at[slot])
             plgpu.barrier_wait(smem.v_empty.at[slot])
+
+    def prefetch(self, gmem, block: jax.Array) -> None:
+        """Into L2, what a later block reads first; by its positions, for ids would be waited for.
+
+        The blocks of this kernel end at about the same time, so that this multiprocessor will run
+        that block or one beside it: its wait for memory is then the short one for L2.
+        """
+        g, c = self.g, self.c
+        count = g.B * g.N * self.num_q_tiles
+        there = block < count
+        head, q_tile = self.tile_of(jnp.minimum(block, count - 1))
+        b, n, q0 = lax.div(head, g.N), lax.rem(head, g.N), q_tile * c.block_q
+        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv).ordered(at_least_one=True)
+        first = pl.ds((keys.hi - 1) * c.block_kv, c.block_kv)
+        for w in range(c.num_warpgroups):
+            plgpu.async_prefetch(gmem.q.at[b, pl.ds(q0 + 64 * w, 64), n], predicate=there)
+        plgpu.async_prefetch(gmem.k.at[b, first, lax.div(n, g.group)], predicate=there)
 
     def with_turns(self, smem, attend: Callable[[], Any]) -> Any:
         """``attend`` when the queries are there, every slot free, and the first turn given."""

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .fp8_operands import KEYS_PER_SCALE
 from .hopper_config import Fp8Config
 from .hopper_forward_block import ForwardBlock
 from .hopper_fp8_layout import as_operand
@@ -127,7 +128,9 @@ class _Forward(ForwardBlock):
         g, c = self.g, self.c
         ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
         by_head = tiled(swizzle_bytes(g.H, itemsize=1), itemsize=1)
-        by_keys = tiled(swizzle_bytes(c.block_kv, itemsize=1), itemsize=1)
+        # The copy engine's tiles must divide the values' keys, which come in blocks of 64.
+        values = -(-g.S // KEYS_PER_SCALE) * KEYS_PER_SCALE
+        by_keys = tiled(swizzle_bytes(c.block_kv, values, itemsize=1), itemsize=1)
         wgs = c.num_warpgroups
         buffers = {
             "q": plgpu.SMEM((wgs, 64, g.H), E4M3, transforms=by_head),

@@ -180,7 +180,7 @@ def run(case: Case, dtype, *, residual: bool = True, **options) -> dict[str, jax
 
 
 def oracle(
-    case: Case, input_dtype, *, dtype=np.float64, residual: bool = True
+    case: Case, input_dtype, *, dtype=np.float64, residual: bool = True, **options
 ) -> dict[str, np.ndarray]:
     """The same results in NumPy, from the inputs as rounded to ``input_dtype``."""
     arrays, others = arguments(case, input_dtype)
@@ -210,6 +210,7 @@ def oracle(
         sinks=arrays.get("sinks"),
         bias=arrays.get("bias"),
         dtype=dtype,
+        **options,
     )
     if not residual:
         del result["lse"]
@@ -230,3 +231,21 @@ def expected(case: Case, dtype_name: str, *, residual: bool = True):
     dtype = jnp.dtype(dtype_name)
     plain = run(case, dtype, residual=residual, implementation="reference")
     return plain, oracle(case, dtype, residual=residual)
+
+
+@functools.cache
+def sink_gradients(case: Case, dtype_name: str) -> list[np.ndarray]:
+    """d_sinks by the definition, of probabilities rounded at four positions of their mantissas.
+
+    A few numbers, each a sum over all queries in which some rows weigh much: how one plain
+    implementation's rounding happens to add up says little of what rounding may do to them. What
+    a kernel rounds are the probabilities times a row's sum.
+    """
+
+    def rounded_at(factor: float):
+        return lambda x: (x * factor).astype(jnp.dtype(dtype_name)).astype(np.float64) / factor
+
+    return [
+        oracle(case, jnp.dtype(dtype_name), rounded=rounded_at(2.0 ** (i / 4)))["d_sinks"]
+        for i in range(4)
+    ]

@@ -26,8 +26,25 @@ def visible(B, T, S, *, left, right, q_ids, kv_ids, q_lengths, kv_lengths):
     return seen
 
 
-def attention(q, k, v, d_out, d_lse, seen, *, scale, cap=None, sinks=None, bias=None, dtype):
+def attention(
+    q,
+    k,
+    v,
+    d_out,
+    d_lse,
+    seen,
+    *,
+    scale,
+    cap=None,
+    sinks=None,
+    bias=None,
+    dtype,
+    rounded=lambda x: x,
+):
     """Results and gradients in ``dtype``, float64 for the oracle.
+
+    ``rounded`` is applied to probabilities before their product with the values and to out, which
+    the gradients read, as in a pass that keeps both in 16 bits.
 
     Returns a dict: out, lse, dq, dk, dv and, where given, d_sinks, d_bias. A row without keys has
     out 0, lse -inf (or the sink) and no gradient.
@@ -70,7 +87,7 @@ def attention(q, k, v, d_out, d_lse, seen, *, scale, cap=None, sinks=None, bias=
             some = total > 0
             lse = np.where(some, m + np.log(np.where(some, total, 1)), -np.inf)
             p = np.where(some, np.exp(scores - np.where(some, lse, 0)), 0)
-            out = p @ v[b, :, kv]
+            out = rounded(rounded(p) @ v[b, :, kv])
             delta = (out * d_out[b, :, n]).sum(axis=1, keepdims=True)
             delta = np.where(some, delta - d_lse[b, :, n, None], 0)
             ds = p * (d_out[b, :, n] @ v[b, :, kv].T - delta)

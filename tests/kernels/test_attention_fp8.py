@@ -165,9 +165,10 @@ def shapes(H, T=2048, B=2, N=8, K=2):
     return jax.eval_shape(quantize_fp8, q, k, k)
 
 
-LOWERED = [(128, 2048, {}), (64, 1999, {"is_causal": True})]
+LOWERED = [(128, 2048, {}), (64, 1999, {"is_causal": True}), (64, 300, {})]
 OTHERS = [(64, 2048, {"local_window_size": (99, 0)}), (128, 1999, {"local_window_size": (99, 0)}),
-          (64, 2048, {}), (128, 1999, {"is_causal": True})]  # fmt: skip
+          (64, 2048, {}), (128, 1999, {"is_causal": True}), (128, 300, {}),
+          (64, 40, {})]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -181,13 +182,15 @@ def test_kernel_lowers_to_cuda(H, T, options):
     assert text.count("custom_call @mosaic_gpu") == 1
 
 
-def test_auto_waits_for_a_measurement_and_says_so(caplog):
+@pytest.mark.parametrize(
+    ("H", "choice"), [(128, "hopper for e4m3 b2 t2048"), (96, "xla for e4m3 .*not hopper: .*96/96")]
+)
+def test_auto_takes_the_kernel_where_it_can_and_says_so(H, choice, caplog):
     caplog.set_level(logging.INFO, logger="pallas_kernels")
     with device.compiling_for(device.H200):
-        text = str(jax.make_jaxpr(flash_attention_fp8)(shapes(128)))
-    assert "mpmd_map" not in text
-    assert "uses xla for e4m3 b2 t2048" in caplog.records[0].getMessage()
-    assert "accuracy tests have not passed" in caplog.records[0].getMessage()
+        text = str(jax.make_jaxpr(flash_attention_fp8)(shapes(H)))
+    assert ("mpmd_map" in text) == choice.startswith("hopper")
+    assert re.search(f"uses {choice}", caplog.records[0].getMessage())
 
 
 @pytest.mark.parametrize(
