@@ -32,7 +32,7 @@ nightly: $(SETUP) ## Every fault of the gym, then all other tests, 60 random kil
 	$(PYTEST) $(PARALLEL) -m "not gpu" --deselect tests/e2e/test_launch.py::test_fault $(ARGS)
 
 test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
-	JAX_PLATFORMS=cuda,cpu $(PYTEST) -m gpu $(ARGS)
+	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n auto --maxprocesses 14 -m gpu $(ARGS)
 
 check: $(SETUP) ## Formatter, linter, type checker and import contract
 	$(BIN)ruff format --check .

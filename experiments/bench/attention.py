@@ -10,6 +10,7 @@ compile side by side and use the GPU in turn; a refusal or a hang ends one of th
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import faulthandler
 import fcntl
 import functools
@@ -244,11 +245,19 @@ def measure_case(case: Case, futures: dict, iterations: int, emit) -> None:
 
 
 def parts(dims: list[int]) -> list[list[Case]]:
-    """The cases of each process, slowest to compile first."""
-    halves = [
-        [c for c in grid([H]) if c.causal == causal] for H in dims for causal in (True, False)
+    """The cases of each process, slowest to compile first; a window beside the call without it."""
+    quarters = [
+        [c for c in grid([H]) if c.causal == causal and (c.K < c.N) == grouped]
+        for H in dims
+        for causal in (True, False)
+        for grouped in (True, False)
     ]
-    return [*halves, *([case] for case in (*EXTRA, *PACKED))]
+    alone = []
+    for case in (*EXTRA, *PACKED):
+        whole = dataclasses.replace(case, window=None)
+        homes = [cases for cases in quarters if whole in cases]
+        (homes[0] if homes and case.window else alone).append(case)
+    return [*quarters, *([case] for case in alone)]
 
 
 def measure_part(part: int, dims: list[int], iterations: int, out: pathlib.Path) -> None:
@@ -259,11 +268,17 @@ def measure_part(part: int, dims: list[int], iterations: int, out: pathlib.Path)
         rows.append(row)
         out.write_text(json.dumps(rows))
 
-    measure(parts(dims)[part], iterations, out.parent / "lock", emit)
+    lock = out.parent / f"lock-{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+    measure(parts(dims)[part], iterations, lock, emit)
 
 
-def measure_all(dims: list[int], iterations: int, limit_s: float) -> tuple[list[dict], list[str]]:
-    """Rows of all processes, and a line for each that did not end well."""
+def measure_all(
+    dims: list[int], iterations: int, limit_s: float, gpus: list[str]
+) -> tuple[list[dict], list[str]]:
+    """Rows of all processes, and a line for each that did not end well.
+
+    Each process has one of ``gpus``; what is compared is measured by one process.
+    """
     start = time.monotonic()
     folder = pathlib.Path(tempfile.mkdtemp())
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -272,7 +287,8 @@ def measure_all(dims: list[int], iterations: int, limit_s: float) -> tuple[list[
     for part in range(len(parts(dims))):
         out = folder / f"{part}.json"
         flags = ["--part", str(part), "--out", str(out), "--iterations", str(iterations)]
-        children[out] = subprocess.Popen([*base, *flags], env=env)
+        own = {"CUDA_VISIBLE_DEVICES": gpus[part % len(gpus)]} if gpus else {}
+        children[out] = subprocess.Popen([*base, *flags], env=env | own)
     rows, failures = [], []
     for part, (out, child) in enumerate(children.items()):
         try:
@@ -319,6 +335,7 @@ def main() -> None:
     parser.add_argument("--dims", type=int, nargs="*", default=list(HEADS))
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--limit_s", type=float, default=280, help="of all timing")
+    parser.add_argument("--gpus", nargs="*", default=[], help="share the cases out: 0 1 2")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -343,7 +360,7 @@ def main() -> None:
         ]
         result["errors"] = check(small)
     if args.time:
-        rows, failures = measure_all(args.dims, args.iterations, args.limit_s)
+        rows, failures = measure_all(args.dims, args.iterations, args.limit_s, args.gpus)
         result |= {"rows": rows, "failures": failures, "clocks_after": clocks()}
         print_ratios(rows)
         print_means(rows, args.dims)

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import shlex
 import shutil
 import subprocess
@@ -31,7 +32,8 @@ def clocks() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     fields = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", f"--id={gpu}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
