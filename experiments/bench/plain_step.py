@@ -115,15 +115,49 @@ def make_loss(
     return loss
 
 
+def reordered(shape: Shape, params: dict[str, Any]) -> dict[str, Any]:
+    """The same function with its channels in another order: width, hidden and groups of heads.
+
+    Every product of the layers then adds the same terms in another order. In exact arithmetic loss
+    and training are equal; what differs is how fp32 sums round, which tips some of their bf16
+    results to the neighbor, which tips more of them in every layer after that.
+    """
+    rng = np.random.default_rng(0)
+    width, hidden = rng.permutation(shape.width), rng.permutation(shape.hidden)
+    groups = rng.permutation(shape.kv_heads)  # rotary pairs stay in their head
+
+    def channels(per_group: int) -> np.ndarray:
+        return np.arange(shape.kv_heads * per_group).reshape(shape.kv_heads, -1)[groups].ravel()
+
+    query = channels(shape.heads // shape.kv_heads * shape.head)
+    key = channels(shape.head)
+    columns = {"q": query, "k": key, "v": key, "o": width}
+    columns |= {"gate": hidden, "up": hidden, "down": width}
+    rows = dict.fromkeys(columns, width) | {"o": query, "down": hidden}
+    layers = {
+        name: w[:, rows[name]][..., columns[name]] if name in columns else w[:, width]
+        for name, w in params["layers"].items()
+    }
+    embed, norm = params["embed"][:, width], params["norm"][width]
+    return {"embed": embed, "layers": layers, "norm": norm}
+
+
 def make_step(
     shape: Shape,
     *,
     remat: str,
     learning_rate: float,
     weight_decay: float,
+    warmup: int = 0,
+    clip_norm: float | None = None,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> tuple[optax.GradientTransformation, Any]:
-    """The optimizer and the jitted, donating step (params, state, tokens, targets) -> ..., loss."""
+    """The optimizer and the jitted, donating step (params, state, tokens, targets) -> ..., loss.
+
+    Args:
+        warmup: steps over which the rate rises linearly, the last of them at the full rate.
+        clip_norm: of all gradients together; None leaves them as they are.
+    """
     loss = make_loss(shape, remat, constrain)
 
     def decayed(params):
@@ -131,7 +165,18 @@ def make_step(
             lambda path, _: "norm" not in jax.tree_util.keystr(path), params
         )
 
-    optimizer = optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=decayed)
+    def rising(count):
+        return learning_rate * jnp.minimum((count + 1) / warmup, 1)
+
+    optimizer = optax.adamw(
+        rising if warmup else learning_rate,
+        b1=0.9,
+        b2=0.95,
+        weight_decay=weight_decay,
+        mask=decayed,
+    )
+    if clip_norm is not None:
+        optimizer = optax.chain(optax.clip_by_global_norm(clip_norm), optimizer)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, tokens, targets):

@@ -95,6 +95,8 @@ def ours(
     unroll: int = 1,
     weight_gradients: str = "fp32",
     learning_rate: float = LEARNING_RATE,
+    warmup: int = 0,
+    clip_norm: float | None = None,
     options: Options | None = None,
 ) -> Program:
     """This package's step at bf16; recomputation, attention and XLA's options as named."""
@@ -105,8 +107,9 @@ def ours(
     optimizer_config = OptimizerConfig(
         learning_rate=learning_rate,
         schedule=Schedule.CONSTANT,
+        warmup_steps=warmup,
         weight_decay=WEIGHT_DECAY,
-        clip_norm=None,
+        clip_norm=clip_norm,
     )
     precision = PrecisionConfig(
         policy=PolicyName.BF16, weight_gradients=WeightGradients(weight_gradients)
@@ -126,9 +129,9 @@ def ours(
         precision=precision,
     )
 
+    @jax.jit
     def start(seed: int) -> Any:
-        draw = functools.partial(initial_state, model, optimizer, precision=precision, seed=seed)
-        return jax.jit(draw)()
+        return initial_state(model, optimizer, precision=precision, seed=seed)
 
     def put(tokens: np.ndarray, targets: np.ndarray) -> Batch:
         weights = np.ones(tokens.shape, np.float32)
@@ -167,27 +170,24 @@ def plain(
     length: int,
     remat: str,
     learning_rate: float = LEARNING_RATE,
+    warmup: int = 0,
+    clip_norm: float | None = None,
     options: Options | None = None,
 ) -> Program:
     """The hand-written step, from our initial weights."""
-    block = config.blocks[0]
-    shape = plain_step.Shape(
-        layers=config.num_layers,
-        width=config.model_dim,
-        heads=block.attention.num_q_heads,
-        kv_heads=block.attention.num_kv_heads,
-        hidden=block.mlp.hidden_dim,
-        vocab=config.vocab_size,
-        batch=batch,
-        length=length,
-    )
     optimizer, step = plain_step.make_step(
-        shape, remat=remat, learning_rate=learning_rate, weight_decay=WEIGHT_DECAY
+        _plain_shape(config, batch=batch, length=length),
+        remat=remat,
+        learning_rate=learning_rate,
+        weight_decay=WEIGHT_DECAY,
+        warmup=warmup,
+        clip_norm=clip_norm,
     )
 
+    @jax.jit
     def start(seed: int) -> Any:
-        params = jax.jit(functools.partial(_plain_weights, config, seed))()
-        return params, jax.jit(optimizer.init)(params)
+        params = _plain_weights(config, seed)
+        return params, optimizer.init(params)
 
     began = time.perf_counter()
     shapes = jax.eval_shape(lambda: start(0)), data(config, batch=batch, length=length)
@@ -205,6 +205,42 @@ def plain(
         advance=advance,
         temp_bytes=_temp_bytes(compiled),
         compile_s=compile_s,
+    )
+
+
+def plain_reordered(program: Program, config: ModelConfig, *, batch: int, length: int) -> Program:
+    """``plain``'s program, not compiled again, with every sum in another order.
+
+    Channels of the initial weights and rows of each batch are permuted: the same function of the
+    same weights and text, so that only rounding tells it from ``program``.
+    """
+    shape = _plain_shape(config, batch=batch, length=length)
+    permuted = jax.jit(functools.partial(plain_step.reordered, shape))
+
+    def start(seed: int) -> Any:
+        params, zeros = program.start(seed)
+        return permuted(params), zeros
+
+    return dataclasses.replace(
+        program,
+        name=f"{program.name} reordered",
+        start=start,
+        put=lambda tokens, targets: program.put(tokens[::-1], targets[::-1]),
+        compile_s=0.0,
+    )
+
+
+def _plain_shape(config: ModelConfig, *, batch: int, length: int) -> plain_step.Shape:
+    block = config.blocks[0]
+    return plain_step.Shape(
+        layers=config.num_layers,
+        width=config.model_dim,
+        heads=block.attention.num_q_heads,
+        kv_heads=block.attention.num_kv_heads,
+        hidden=block.mlp.hidden_dim,
+        vocab=config.vocab_size,
+        batch=batch,
+        length=length,
     )
 
 
