@@ -176,7 +176,7 @@ def standard_promotion():
 
 QUICK = {"xla_backend_optimization_level": 0}  # half the time to compile
 SHAPE = plain_step.Shape(
-    layers=2, width=32, heads=4, kv_heads=2, hidden=48, vocab=50, batch=2, length=8
+    layers=2, width=32, heads=8, kv_heads=4, hidden=48, vocab=50, batch=2, length=8
 )
 
 
