@@ -1,7 +1,7 @@
 """Every mesh computes what one device computes: loss, each gradient, each parameter after a step.
 
 The bound is derived: against float64, a mesh's fp32 error may be at most twice the single
-device's, plus two units in the last place. The single device's is the largest of four orders of the
+device's, plus two units in the last place. The single device's is the largest of eight orders of the
 batch's rows: of a gradient of six elements, one order's may be small by luck.
 """
 
@@ -71,7 +71,7 @@ def _runs(case: str, mesh: MeshConfig, **how):
 
 @functools.cache
 def _single_in_orders(case: str):
-    return tuple(itertools.islice(_runs(case, MeshConfig()), 4))
+    return tuple(itertools.islice(_runs(case, MeshConfig()), 8))
 
 
 def single(case: str):
@@ -80,7 +80,7 @@ def single(case: str):
 
 
 def assert_as_one_device(got, case: str, *, what: str) -> None:
-    """The first parts of ``run``'s result; one device's error is the largest of four orders."""
+    """The first parts of ``run``'s result; one device's error is the largest of eight orders."""
     parts = len(got)
     _, plain = single(case)
     orders = [result[:parts] for _, result in _single_in_orders(case)[1:]]
