@@ -2,13 +2,13 @@
 
 A row is in parts, each in the registers of one warp. A formula folds a part into a few numbers,
 joins the numbers of all parts into totals of the row, and finishes each part with these. One
-formula serves ``hopper_blocks``, ``hopper_stream`` and ``hopper_wide``.
+formula serves ``hopper_blocks``, ``hopper_stream``, ``hopper_wide`` and ``hopper_twice``.
 
 Dims: A row or part that a warpgroup holds, M column of a part, P part of a row.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,34 @@ class Formula:
     num_numbers: int
     num_results: int = 1
     num_sums: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What a kernel over rows reads, exchanges and sums."""
+
+    columns: int
+    dtype: jnp.dtype
+    num_inputs: int  # arrays of [rows, columns]
+    num_vectors: int = 0  # arrays of [columns], fp32
+    num_numbers: int  # fp32, of each part of a row, that parts exchange
+    num_sums: int = 0  # arrays of [columns] that it sums over rows, fp32
+
+    @classmethod
+    def of(
+        cls, formula: Formula, inputs_RC: Sequence[jax.Array], vectors_C: Sequence[jax.Array] = ()
+    ) -> "Call":
+        """A formula's, of arrays or their shapes."""
+        return cls(
+            columns=inputs_RC[0].shape[1], dtype=jnp.dtype(inputs_RC[0].dtype),
+            num_inputs=len(inputs_RC), num_vectors=len(vectors_C),
+            num_numbers=formula.num_numbers, num_sums=formula.num_sums,
+        )  # fmt: skip
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of an input."""
+        return self.dtype.itemsize
 
 
 def add(

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import jax
 
 from .hopper_blocks import block_rows
-from .hopper_formula import Formula
-from .hopper_rows_config import Blocks, Config, Wide, config_for
+from .hopper_formula import Call, Formula
+from .hopper_rows_choice import config_for
+from .hopper_rows_config import Blocks, Config, Stream, Wide
 from .hopper_stream import stream_rows
+from .hopper_twice import twice_rows
 from .hopper_wide import wide_rows
 
 
@@ -31,12 +33,12 @@ def apply_rows(
     Raises:
         UnsupportedError: no kernel takes such rows.
     """
-    config = config or config_for(
-        inputs_RC[0].shape, num_inputs=len(inputs_RC), num_vectors=len(vectors_C),
-        num_sums=formula.num_sums,
-    )  # fmt: skip
+    call = Call.of(formula, inputs_RC, vectors_C)
+    config = config or config_for(inputs_RC[0].shape[0], call)
     if isinstance(config, Blocks):
         return block_rows(formula, inputs_RC, config=config, vectors_C=vectors_C), ()
     if isinstance(config, Wide):
         return wide_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
-    return stream_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
+    if isinstance(config, Stream):
+        return stream_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
+    return twice_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)

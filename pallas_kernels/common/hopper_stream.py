@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import types
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_formula import Formula, Parts, to_columns
+from .hopper_formula import Call, Formula, Parts, to_columns
 from .hopper_rows_config import NUM_PROCESSORS, WARPS, Stream, lane_layout, tile_layout
+from .hopper_smem import stream_scratch
 
 
 def stream_rows(
@@ -48,7 +48,7 @@ def stream_rows(
     out_type = [jax.ShapeDtypeStruct(tiled, kernel.dtype)] * formula.num_results
     partial = (kernel.num_workers, config.group, WARPS, kernel.slot_shape[1])
     out_type += [jax.ShapeDtypeStruct(partial, jnp.float32)] * formula.num_sums
-    scratch = kernel.scratch()
+    scratch = stream_scratch(config, Call.of(formula, inputs_RC, vectors_C))
     num_operands = len(inputs_RC) + len(vectors_C)
 
     def body(*refs):
@@ -97,10 +97,7 @@ class _Stream:
 
     @property
     def slot_shape(self) -> tuple[int, int]:
-        """(A, M)."""
-        if self.c.rows_per_warp:
-            return WARPS * self.c.rows_per_warp, self.shape[1]
-        return WARPS, self.shape[1] // self.c.num_parts
+        return self.c.slot_shape(self.shape[1])
 
     @property
     def tiled_shape(self) -> tuple[int, int, int]:
@@ -128,29 +125,6 @@ class _Stream:
     @property
     def num_workers(self) -> int:
         return self.num_blocks * self.c.num_teams
-
-    def scratch(self) -> dict[str, Any]:
-        c = self.c
-        slots = (c.num_warpgroups, c.num_stages, *self.slot_shape)
-        buffers: dict[str, Any] = {
-            f"input{i}": plgpu.SMEM(slots, self.dtype) for i in range(self.num_inputs)
-        }
-        for i in range(self.num_vectors):
-            buffers[f"vector{i}"] = plgpu.SMEM(self.vector_shape, jnp.float32)
-        buffers["full"] = plgpu.Barrier(
-            num_arrivals=self.num_inputs, num_barriers=c.num_warpgroups * c.num_stages
-        )
-        if self.num_vectors:
-            buffers["vectors_full"] = plgpu.Barrier(num_arrivals=self.num_vectors)
-        if not c.rows_per_warp:
-            # In turns, so that one barrier an exchange is enough.
-            shape = (c.num_teams, 2, self.f.num_numbers, c.group * WARPS)
-            buffers["numbers"] = plgpu.SMEM(shape, jnp.float32)
-            if c.group > 1:
-                buffers["numbers_full"] = plgpu.Barrier(
-                    num_arrivals=c.group, num_barriers=c.num_teams
-                )
-        return buffers
 
     def run(self, gmem, smem) -> None:
         """One warpgroup."""

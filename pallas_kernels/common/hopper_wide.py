@@ -16,19 +16,17 @@ import functools
 import itertools
 import types
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_formula import Formula, Parts, to_columns
-from .hopper_rows_config import WARPS, Wide, lane_layout, tile_layout
-
-TURNS = 4  # exchanges that may overlap: one is still read while the second next is written
+from .hopper_exchange import receive, send
+from .hopper_formula import Call, Formula, Parts, to_columns
+from .hopper_rows_config import WARPS, Wide, tile_layout
+from .hopper_smem import REDUCTION_BYTES, wide_scratch
 
 
 def wide_rows(
@@ -47,7 +45,7 @@ def wide_rows(
         f=formula, c=config, num_rows=num_rows, dtype=dtype, num_inputs=len(inputs_RC),
         num_vectors=len(vectors_C),
     )  # fmt: skip
-    scratch = kernel.scratch()
+    scratch = wide_scratch(config, Call.of(formula, inputs_RC, vectors_C))
     shape = (num_rows, *kernel.row_shape)
     partial = jax.ShapeDtypeStruct((kernel.num_workers, *kernel.row_shape), jnp.float32)
     num_operands = len(inputs_RC) + len(vectors_C)
@@ -78,7 +76,7 @@ def wide_rows(
         num_threads=config.warpgroups,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=256
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
     )(*(x.reshape(shape) for x in inputs_RC), *(v.reshape(kernel.row_shape) for v in vectors_C))
     return (
@@ -106,38 +104,6 @@ class _Wide:
     def num_workers(self) -> int:
         return self.num_rows if self.c.row_a_block else min(self.c.num_clusters, self.num_rows)
 
-    @property
-    def num_parts(self) -> int:
-        return self.c.cluster * self.c.warpgroups * WARPS
-
-    def scratch(self) -> dict[str, Any]:
-        c = self.c
-        chunk = (c.tiles, WARPS, c.tile)
-        buffers: dict[str, Any] = {
-            f"input{j}": plgpu.SMEM((c.warpgroups, c.slots, *chunk), self.dtype)
-            for j in range(self.num_inputs)
-        }
-        if c.in_memory:
-            shape = (c.warpgroups, c.in_memory, WARPS, c.tile)
-            for j in range(self.num_vectors):
-                buffers[f"vector{j}"] = plgpu.SMEM(shape, jnp.float32)
-        buffers["numbers"] = plgpu.SMEM((TURNS, self.f.num_numbers, self.num_parts), jnp.float32)
-        buffers["full"] = plgpu.Barrier(
-            num_arrivals=self.num_inputs, num_barriers=c.warpgroups * c.slots
-        )
-        if self.num_vectors and c.in_memory:
-            buffers["vectors_full"] = plgpu.Barrier(
-                num_arrivals=self.num_vectors * c.warpgroups * c.in_memory
-            )
-        # Two in turns: the others may arrive for a row before this block has waited for the last.
-        if c.cluster > 1:
-            buffers["exchanged"] = plgpu.ClusterBarrier(
-                collective_axes=("cluster",), num_barriers=2, num_arrivals=c.warpgroups
-            )
-        else:
-            buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=2)
-        return buffers
-
     def run(self, gmem, smem) -> None:
         """One warpgroup."""
         c, f = self.c, self.f
@@ -151,8 +117,8 @@ class _Wide:
             row = worker + lax.div(q, c.chunks) * self.num_workers
             return row, lax.rem(q, c.chunks), lax.rem(q, c.slots)
 
-        def fetch(q):
-            row, chunk, slot = place(q)
+        def fetch(q, slot):
+            row, chunk, _ = place(q)
             for j, x in enumerate(gmem.inputs):
                 plgpu.copy_gmem_to_smem(
                     x.at[row, me.rank, me.wg, chunk],
@@ -162,7 +128,12 @@ class _Wide:
                 )
 
         def fetch_if_any(q):
-            pl.when(q < count * c.chunks)(functools.partial(fetch, q))
+            if f.num_sums:
+                # Behind a branch the compiler would add to a row's sums at its end, and till then
+                # keep the addends in registers. So beyond the end the last chunk comes again.
+                fetch(jnp.minimum(q, count * c.chunks - 1), lax.rem(q, c.slots))
+            else:
+                pl.when(q < count * c.chunks)(functools.partial(fetch, q, lax.rem(q, c.slots)))
 
         def input_of(slot, tile):
             def load(j):
@@ -195,10 +166,10 @@ class _Wide:
                     seen = chunk * c.tiles + tile
                     numbers = f.merge(seen, c.tile, numbers, more) if numbers else more
             assert numbers is not None
-            self.send(smem, me, i, numbers)
+            send(c, smem, me, i, numbers)
 
         def finish(i, sums):
-            totals = f.join(Parts(whole=False), *self.receive(smem, i))
+            totals = f.join(Parts(whole=False), *receive(c, smem, i))
             totals = [to_columns(x, (WARPS, c.tile)) for x in totals]
             kept = []
             for chunk in range(c.chunks):
@@ -241,6 +212,9 @@ class _Wide:
                 return finish(i, sums)
 
             sums = lax.fori_loop(0, count, step, sums)
+        if f.num_sums:
+            for slot in range(c.slots):  # a block must not end before its copies
+                plgpu.barrier_wait(smem.full.at[me.wg * c.slots + slot])
         for k, value in enumerate(sums):
             tile, j = divmod(k, f.num_sums)
             gmem.sums[j][worker, me.rank, me.wg, *divmod(tile, c.tiles)] = value
@@ -263,68 +237,3 @@ class _Wide:
                 )
 
         plgpu.barrier_wait(smem.vectors_full)
-
-    def send(self, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
-        """This warpgroup's numbers to all blocks of the row."""
-        mine = pl.ds((me.rank * self.c.warpgroups + me.wg) * WARPS, WARPS)
-        turn = lax.rem(i, TURNS)
-        for j, number_A in enumerate(numbers):
-            smem.numbers[turn, j, mine] = number_A
-        plgpu.commit_smem()
-        if self.c.cluster > 1:
-            for j in range(self.f.num_numbers):
-                _to_cluster(smem.numbers.at[turn, j, mine], self.c.cluster)
-            _cluster_fence()
-            if self.c.cluster > 4:
-                # Thread 8 b arrives at block b: from the fifth on, not of the warp that has copied.
-                plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.exchanged.at[lax.rem(i, 2)])
-
-    def receive(self, smem, i) -> list[jax.Array]:
-        plgpu.barrier_wait(smem.exchanged.at[lax.rem(i, 2)])
-        if self.c.cluster > 1:
-            _cluster_fence()
-        return [
-            plgpu.load(
-                smem.numbers.at[lax.rem(i, TURNS), j],
-                layout=lane_layout(self.num_parts),
-                optimized=False,
-            )
-            for j in range(self.f.num_numbers)
-        ]
-
-
-def _to_cluster(ref, num_blocks: int) -> None:
-    """Copies four fp32 numbers of shared memory to the same place in all blocks of the cluster."""
-    # A thread for each number and block; written before the warpgroup's last barrier.
-    ptx = f"""{{
-        .reg .pred active;
-        .reg .u32 thread, offset, block, peer;
-        .reg .f32 value;
-        mov.u32 thread, %tid.x;
-        and.b32 thread, thread, 127;
-        setp.lt.u32 active, thread, {WARPS * num_blocks};
-        and.b32 offset, thread, {WARPS - 1};
-        shl.b32 offset, offset, 2;
-        add.u32 offset, $0, offset;
-        shr.u32 block, thread, 2;
-        @active ld.shared.f32 value, [offset];
-        @active mapa.shared::cluster.u32 peer, offset, block;
-        @active st.shared::cluster.f32 [peer], value;
-    }}"""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def copy(_, ref):
-        mgpu_utils.inline_ptx(ptx, mgpu_utils.memref_ptr(ref), has_side_effects=True)
-
-    copy(ref)
-
-
-def _cluster_fence() -> None:
-    """Orders shared memory accesses of one thread against those of the cluster's other blocks."""
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        mgpu_utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
-
-    fence()

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from . import device, tables
 from .errors import InputError, UnsupportedError
-from .hopper_rows_config import config_for
+from .hopper_formula import Call
+from .hopper_rows_choice import config_for
 
 NAMES = ("hopper", "xla", "reference")
 QUESTION = "dispatch"
@@ -31,11 +32,7 @@ class Case:
     form: str  # what of it: "rms_norm", "layer_norm+residual"
     direction: str  # "forward" or "gradient"
     rows: int
-    columns: int
-    dtype: str
-    num_inputs: int  # arrays of [rows, columns] that the kernel reads
-    num_vectors: int = 0  # arrays of [columns] that it reads
-    num_sums: int = 0  # arrays of [columns] that it sums over rows
+    call: Call
 
     def fields(self) -> dict[str, tables.Value]:
         """What the fastest implementation depends on."""
@@ -43,8 +40,8 @@ class Case:
             "form": self.form,
             "direction": self.direction,
             "rows": self.rows,
-            "columns": self.columns,
-            "dtype": self.dtype,
+            "columns": self.call.columns,
+            "dtype": self.call.dtype.name,
         }
 
 
@@ -77,26 +74,23 @@ def why_not_hopper(case: Case, *, num_devices: int = 1) -> str | None:
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    if case.dtype != "bfloat16":
-        return f"x is {case.dtype}; the kernel was checked in bfloat16 alone"
+    if case.call.dtype != jnp.bfloat16:
+        return f"x is {case.call.dtype}; the kernel was checked in bfloat16 alone"
     if num_devices > 1:
         return f"the call is spread over {num_devices} devices and the kernel runs on one"
     try:
-        config_for(
-            (case.rows, case.columns),
-            num_inputs=case.num_inputs,
-            num_vectors=case.num_vectors,
-            num_sums=case.num_sums,
-        )
+        config_for(case.rows, case.call)
     except UnsupportedError as error:
         return str(error)
     return None
 
 
 def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
+    """At the nearest measured shape whose rows pass through the GPU in the same way."""
     table = tables.find(tuned, case.op, QUESTION)
     if table is None:
         return False
+    way = type(config_for(case.rows, case.call))
     fields = case.fields()
     times: dict[tuple[float, int, int], dict[str, float]] = {}
     for row in table.rows:
@@ -104,9 +98,13 @@ def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
         if any(other[exact] != fields[exact] for exact in ("form", "direction", "dtype")):
             continue
         rows, columns = _count(other["rows"]), _count(other["columns"])
+        call = dataclasses.replace(case.call, columns=columns)
+        there = dataclasses.replace(case, rows=rows, call=call)
+        if why_not_hopper(there) is not None or type(config_for(rows, call)) is not way:
+            continue
         apart = {
             "rows": abs(math.log2(case.rows / rows)),
-            "columns": abs(math.log2(case.columns / columns)),
+            "columns": abs(math.log2(case.call.columns / columns)),
         }
         if all(apart[dim] <= _FARTHEST[dim] for dim in apart):
             times.setdefault((sum(apart.values()), rows, columns), {})[name] = row.ms

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.hopper_formula import Call
 from pallas_kernels.common.varying import results_vary, vary_alike
 
-from . import hopper
+from . import formulas, hopper
 from .formulas import Norm
 from .reference import layer_norm_reference, rms_norm_reference
 
@@ -114,12 +115,14 @@ def _checked(
 
     def chosen(direction: str) -> str:
         is_forward = direction == "forward"
-        case = rows.Case(
-            op="norm", form=op + ("+residual" if norm.residual else ""), direction=direction,
-            rows=x_RC.shape[0], columns=x_RC.shape[1], dtype=x.dtype.name,
-            num_inputs=len(inputs) + (not is_forward), num_sums=0 if is_forward else len(vectors),
-            num_vectors=len(vectors) if is_forward else 1,
-        )  # fmt: skip
+        formula = formulas.forward(norm) if is_forward else formulas.backward(norm)
+        call = Call.of(
+            formula,
+            (x_RC,) * (len(inputs) + (not is_forward)),
+            vectors if is_forward else vectors[:1],
+        )
+        form = op + ("+residual" if norm.residual else "")
+        case = rows.Case(op="norm", form=form, direction=direction, rows=x_RC.shape[0], call=call)
         return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
     inputs = tuple(rows.as_rows(a) for a in inputs)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.hopper_formula import Call, Formula
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper
@@ -52,8 +53,15 @@ def softmax(
         where = _mask(where, x)
     if implementation == "reference":
         return softmax_reference(x, where)
-    forms = "softmax" if where is None else "masked_softmax", "softmax"
-    chosen = _chosen(forms, x, implementation, num_devices, num_inputs=1 + (where is not None))
+    masked = where is not None
+    chosen = _chosen(
+        x, implementation, num_devices,
+        forward=(
+            "masked_softmax" if masked else "softmax", 1 + masked,
+            hopper.forward(log=False, masked=masked),
+        ),
+        gradient=("softmax", 2, hopper.gradient()),
+    )  # fmt: skip
     masks = () if where is None else (rows.as_rows(where),)
     return _softmax(*chosen, *vary_alike((rows.as_rows(x), masks))).reshape(x.shape)
 
@@ -68,8 +76,11 @@ def log_softmax(
     rows.check_input("log_softmax", x, axis)
     if implementation == "reference":
         return log_softmax_reference(x)
-    forms = "log_softmax", "log_softmax"
-    chosen = _chosen(forms, x, implementation, num_devices, num_inputs=1)
+    chosen = _chosen(
+        x, implementation, num_devices,
+        forward=("log_softmax", 1, hopper.forward(log=True, masked=False)),
+        gradient=("log_softmax", 2, hopper.log_gradient()),
+    )  # fmt: skip
     return _log_softmax(*chosen, rows.as_rows(x)).reshape(x.shape)
 
 
@@ -85,19 +96,24 @@ def _mask(where: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _chosen(
-    forms: tuple[str, str], x: jax.Array, implementation: str, num_devices: int, *, num_inputs: int
+    x: jax.Array,
+    implementation: str,
+    num_devices: int,
+    *,
+    forward: tuple[str, int, Formula],
+    gradient: tuple[str, int, Formula],
 ) -> tuple[str, str]:
-    """Who computes the forward and the gradient, by their forms in the table."""
+    """Who computes each direction, of a form in the table, a number of inputs and a formula."""
     x_RC = jax.eval_shape(rows.as_rows, x)
 
-    def of(form: str, direction: str, num_inputs: int) -> str:
+    def of(direction: str, form: str, num_inputs: int, formula: Formula) -> str:
+        call = Call.of(formula, (x_RC,) * num_inputs)
         case = rows.Case(
-            op="softmax", form=form, direction=direction, rows=x_RC.shape[0],
-            columns=x_RC.shape[1], dtype=x.dtype.name, num_inputs=num_inputs,
-        )  # fmt: skip
+            op="softmax", form=form, direction=direction, rows=x_RC.shape[0], call=call
+        )
         return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
-    return of(forms[0], "forward", num_inputs), of(forms[1], "gradient", 2)
+    return of("forward", *forward), of("gradient", *gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -29,12 +29,15 @@ def softmax(
         where_RC: 1 or 0 in the dtype of ``x``: which columns count. Others' results are 0.
     """
     inputs = [x_RC] if where_RC is None else [x_RC, where_RC]
-    formula = _formula(log=log, masked=where_RC is not None)
+    formula = forward(log=log, masked=where_RC is not None)
     return apply_rows(formula, inputs, config=config)[0][0]
 
 
-def _formula(*, log: bool, masked: bool) -> Formula:
-    """In one pass (Milakov and Gimelshein 2018): each part against its own maximum."""
+def forward(*, log: bool, masked: bool) -> Formula:
+    """Inputs x and, if masked, where, which is 1 or 0.
+
+    In one pass (Milakov and Gimelshein 2018): each part against its own maximum.
+    """
 
     def row(load: Load) -> jax.Array:
         return jnp.where(load(1) > 0.0, load(0), -jnp.inf) if masked else load(0)
@@ -76,6 +79,11 @@ def softmax_gradient(
     y_RC: jax.Array, d_y_RC: jax.Array, *, config: Config | None = None
 ) -> jax.Array:
     """``y * (d_y - sum(y * d_y))``."""
+    return apply_rows(gradient(), [y_RC, d_y_RC], config=config)[0][0]
+
+
+def gradient() -> Formula:
+    """Inputs y and d_y."""
 
     def fold(load: Load, vector: Load):
         del vector
@@ -88,30 +96,33 @@ def softmax_gradient(
         del vector
         return (load(0) * (load(1) - totals[0]),), ()
 
-    formula = Formula(fold=fold, merge=add, join=join, finish=finish, num_numbers=1)
-    return apply_rows(formula, [y_RC, d_y_RC], config=config)[0][0]
+    return Formula(fold=fold, merge=add, join=join, finish=finish, num_numbers=1)
 
 
 def log_softmax_gradient(
     x_RC: jax.Array, d_y_RC: jax.Array, *, config: Config | None = None
 ) -> jax.Array:
     """``d_y - softmax(x) * sum(d_y)``; from x, because a logarithm in 16 bits is not exact."""
-    forward = _formula(log=False, masked=False)
+    return apply_rows(log_gradient(), [x_RC, d_y_RC], config=config)[0][0]
+
+
+def log_gradient() -> Formula:
+    """Inputs x and d_y."""
+    softmaxed = forward(log=False, masked=False)
 
     def fold(load: Load, vector: Load):
-        return *forward.fold(load, vector), jnp.sum(load(1), axis=1)
+        return *softmaxed.fold(load, vector), jnp.sum(load(1), axis=1)
 
     def merge(seen, columns, numbers_A, more_A):
-        merged_A = forward.merge(seen, columns, numbers_A[:2], more_A[:2])
+        merged_A = softmaxed.merge(seen, columns, numbers_A[:2], more_A[:2])
         return *merged_A, numbers_A[2] + more_A[2]
 
     def join(parts: Parts, largest_P: jax.Array, sum_P: jax.Array, d_y_P: jax.Array):
-        largest, factor = forward.join(parts, largest_P, sum_P)
+        largest, factor = softmaxed.join(parts, largest_P, sum_P)
         return largest, factor * parts.sum(d_y_P)
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
         del vector
         return (load(1) - jnp.exp2((load(0) - totals[0]) * LOG2E) * totals[1],), ()
 
-    formula = Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=3)
-    return apply_rows(formula, [x_RC, d_y_RC], config=config)[0][0]
+    return Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=3)

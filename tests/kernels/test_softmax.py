@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
 from pallas_kernels.common import device, tables
-from pallas_kernels.common.hopper_rows_config import Wide
+from pallas_kernels.common.hopper_rows_config import Twice, Wide
 from pallas_kernels.common.rows import BARS
 from pallas_kernels.softmax import api, hopper
 from pallas_kernels.softmax.reference import log_softmax_reference, softmax_gradient_reference
@@ -59,11 +59,17 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, f):
     assert_no_worse(got, plain=plain, oracle=exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, ahead):
+LONG = [
+    pytest.param(Wide(tile=64, chunks=2, slots=3, vector=2), marks=pytest.mark.slow),
+    Wide(tile=64, chunks=2, slots=5, ahead=True, vector=2),
+    Twice(warpgroups=1, tile=64, chunks=8, slots=3, vector=2),
+]
+
+
+@pytest.mark.parametrize("config", LONG, ids=["kept", "folded ahead", "read twice"])
+def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config):
     """Two workers, two rows and one: chunks take turns in the slots."""
-    monkeypatch.setattr(Wide, "num_clusters", 2)
-    config = Wide(tile=64, chunks=2, slots=5 if ahead else 3, ahead=ahead, vector=2)
+    monkeypatch.setattr(type(config), "num_clusters", 2)
     x, d_y = inputs((3, 2048))
     x = x.at[1, :700].set(-jnp.inf)
     y = softmax(x, implementation="reference")

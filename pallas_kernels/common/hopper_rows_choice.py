@@ -1,0 +1,171 @@
+"""Which way suits rows of a length on a Hopper GPU, and which tiles."""
+
+import dataclasses
+
+from .errors import UnsupportedError
+from .hopper_formula import Call
+from .hopper_rows_config import (
+    LANES,
+    LONGEST_IN_BLOCK,
+    LONGEST_ROW,
+    LONGEST_WHOLE_ROW,
+    SMEM_BYTES,
+    WARPS,
+    Blocks,
+    Config,
+    Stream,
+    Twice,
+    Wide,
+)
+from .hopper_smem import smem_bytes
+
+STREAM_RESERVE = 3 * 1024
+"""Left free, as in the forms that were measured: 8,192 columns in two stages, not three."""
+
+MOST_HELD = 64
+"""Numbers that a thread holds from row to row; more spill."""
+
+MOST_BESIDE_SUMS = 48
+"""Of these, if there are sums among them and the row can be spread over more blocks."""
+
+LEAST_LEAD = 80 * 1024
+"""Bytes that a block reads ahead of the row it works on; one of eight, the widest rows, a slot."""
+
+MOST_BARRIERS = 32
+"""Of one kind in Pallas: one for each slot of each warpgroup."""
+
+MOST_TILES = 16
+"""Of a part, that are written out one after another."""
+
+
+def config_for(rows: int, call: Call) -> Config:
+    """Tiles for rows of a dtype of 16 or 32 bits.
+
+    32 columns of a row to a thread leave registers for everything else; sums over rows take as many
+    again, so there it is 16. Whatever shared memory remains is read-ahead.
+
+    Raises:
+        UnsupportedError: there are none.
+    """
+    columns = call.columns
+    if rows == 0 or not 0 < columns <= LONGEST_ROW:
+        raise _refused(
+            f"{rows} rows of {columns} columns: there must be rows, of 1 to {LONGEST_ROW} columns,"
+        )
+    if columns > LONGEST_IN_BLOCK:
+        return _wide(call)
+    batch = 0
+    if columns <= LONGEST_WHOLE_ROW:
+        most = LONGEST_WHOLE_ROW // columns
+        batch = next((r for r in range(most, 0, -1) if rows % (WARPS * r) == 0), 0)
+        if not batch:
+            raise _refused(f"{rows} rows of {columns} columns are not a multiple of {WARPS} rows")
+    in_block = call.num_sums == 0 and call.num_inputs * columns <= LONGEST_IN_BLOCK
+    group = 1 if in_block or columns <= 4096 else 2
+    lanes = LANES if batch else group * WARPS * LANES
+    # 16 bytes at a time, but for fp32 vectors in shared memory, whose banks would conflict.
+    widest = 4 if call.num_vectors and not in_block else 16 // call.itemsize
+    vector = next((v for v in (8, 4, 2, 1) if v <= widest and columns % (lanes * v) == 0), 0)
+    if not vector:
+        raise _refused(f"{columns} columns are not a multiple of {lanes}")
+    if in_block:
+        return Blocks(rows_per_warp=batch, vector=vector, most_turns=2 if call.num_vectors else 1)
+    config = Stream(rows_per_warp=batch, group=group, vector=vector)
+    if call.num_sums and group == 1 and columns // config.num_parts > 512:
+        # 32 columns a thread of inputs, vector and sums spill out of 128 registers: 64% of a copy's
+        # rate with 4 warpgroups, 90% with 3.
+        config = dataclasses.replace(config, num_warpgroups=3)
+    streamed = _with_stages(config, call)
+    if streamed is None and columns % 2048 == 0:
+        return _wide(call)
+    while streamed is None:
+        config = dataclasses.replace(config, num_warpgroups=config.num_warpgroups - group)
+        streamed = _with_stages(config, call)
+    return streamed
+
+
+def _with_stages(config: Stream, call: Call) -> Stream | None:
+    """With as many stages as fit, six at most; None if there are not two, to read ahead."""
+    for num_stages in range(6, 1, -1):
+        fitting = dataclasses.replace(config, num_stages=num_stages)
+        if smem_bytes(fitting, call) <= SMEM_BYTES - STREAM_RESERVE:
+            return fitting
+    return None
+
+
+def _wide(call: Call) -> Wide | Twice:
+    """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
+    if call.columns % 2048:
+        raise _refused(f"{call.columns} columns are not a multiple of 2048")
+    alone = call.num_inputs == 1 and not call.num_vectors
+    if call.columns == 32768 and call.itemsize == 2 and alone:
+        # Softmax: three blocks share a multiprocessor. 95.8% of a copy, where one that goes on from
+        # row to row reaches 89.5% (norm/NOTES.md).
+        return Wide(chunks=4, slots=4, row_a_block=True)
+    for cluster in (1, 2, 4, 8):
+        config = _held(call, cluster)
+        if config is not None:
+            return config
+    return _twice(call)
+
+
+def _held(call: Call, cluster: int) -> Wide | None:
+    """A row in the shared memory of a cluster of so many blocks, if it fits."""
+    warps = cluster * 4 * WARPS
+    tile = _tile(call, warps)
+    num_tiles, a_tile = call.columns // (warps * tile) if tile else 0, tile // LANES
+    if not 0 < num_tiles <= MOST_TILES:
+        return None
+    sums = num_tiles * a_tile * call.num_sums
+    if sums > (MOST_BESIDE_SUMS if cluster < 8 else MOST_HELD):
+        return None
+    held = num_tiles
+    if call.num_vectors:
+        left = max((MOST_BESIDE_SUMS if sums else MOST_HELD) - sums, 0)
+        held = min(left // (a_tile * call.num_vectors), num_tiles)
+    if call.num_sums and held < num_tiles:
+        held = 0  # beside sums, half a scale in registers is slower than none
+    tiles = 2 if call.num_inputs == 1 and num_tiles % 2 == 0 else 1
+    config = Wide(
+        cluster=cluster, tile=tile, tiles=tiles, chunks=num_tiles // tiles,
+        in_memory=num_tiles - held, vector=_vector(call, tile, in_memory=held < num_tiles),
+    )  # fmt: skip
+    slot = call.num_inputs * call.itemsize * tiles * 4 * WARPS * tile
+    fewest = config.chunks + (-(-LEAST_LEAD // slot) if cluster < 8 else 1)
+    most = max(6, config.chunks + 3) if call.num_inputs == 1 else 6
+    for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
+        ahead = cluster > 1 and call.num_sums == 0 and slots > 2 * config.chunks
+        fitting = dataclasses.replace(config, slots=slots, ahead=ahead)
+        if smem_bytes(fitting, call) <= SMEM_BYTES:
+            return fitting
+    return None
+
+
+def _twice(call: Call) -> Twice:
+    """In the most blocks that divide a row, so that the fewest rows wait in L2 to be read again."""
+    cluster = next(n for n in (8, 4, 2, 1) if call.columns % (n * 4 * WARPS * 128) == 0)
+    tile = _tile(call, cluster * 4 * WARPS)
+    config = Twice(
+        cluster=cluster, tile=tile, chunks=call.columns // (cluster * 4 * WARPS * tile),
+        vector=_vector(call, tile, in_memory=False),
+    )  # fmt: skip
+    for slots in range(6, 1, -1):
+        fitting = dataclasses.replace(config, slots=slots)
+        if smem_bytes(fitting, call) <= SMEM_BYTES:
+            return fitting
+    raise AssertionError(f"two slots of {config} exceed shared memory")
+
+
+def _tile(call: Call, warps: int) -> int:
+    """Columns of a warp's part at a time, at most a KB of them; 0 if none divides."""
+    sizes = (size for size in (512, 384, 256, 128) if size * call.itemsize <= 1024)
+    return next((size for size in sizes if call.columns % (warps * size) == 0), 0)
+
+
+def _vector(call: Call, tile: int, *, in_memory: bool) -> int:
+    """16 bytes, but for fp32 vectors in shared memory, whose banks would conflict."""
+    return 16 // call.itemsize if tile % 256 == 0 and not in_memory else 4
+
+
+def _refused(why: str) -> UnsupportedError:
+    return UnsupportedError(f"{why} in the Hopper kernels over rows; plain JAX takes any")

@@ -1,0 +1,151 @@
+"""Which tiles the kernels over rows take: that they fit a Hopper GPU, before it says that not."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.mosaic.gpu import core as mosaic
+
+from pallas_kernels import layer_norm, rms_norm, softmax
+from pallas_kernels.common import device, rows, tables
+from pallas_kernels.common.hopper_formula import Call
+from pallas_kernels.common.hopper_rows_choice import MOST_BARRIERS, config_for
+from pallas_kernels.common.hopper_rows_config import SMEM_BYTES, Blocks, Stream, Twice, Wide
+from pallas_kernels.common.hopper_smem import smem_bytes
+from pallas_kernels.norm import formulas
+from pallas_kernels.softmax import hopper as softmaxes
+from tests.kernels.row_cases import num_kernels
+
+DTYPES = [jnp.bfloat16]
+
+
+def calls(columns, dtype=jnp.bfloat16):
+    """Of every formula there is."""
+    x = jax.ShapeDtypeStruct((8, columns), dtype)
+    made = {
+        "softmax": Call.of(softmaxes.forward(log=False, masked=False), [x]),
+        "masked_softmax": Call.of(softmaxes.forward(log=False, masked=True), [x] * 2),
+        "softmax_gradient": Call.of(softmaxes.gradient(), [x] * 2),
+        "log_softmax_gradient": Call.of(softmaxes.log_gradient(), [x] * 2),
+    }
+    for name, layer in (("rms_norm", False), ("layer_norm", True)):
+        for residual in (False, True):
+            norm = formulas.Norm(
+                columns=columns, epsilon=0.0, centered=layer, biased=layer, residual=residual
+            )
+            form = name + "+residual" * residual
+            made[form] = Call.of(formulas.forward(norm), [x] * (1 + residual), [x] * (1 + layer))
+            made[form + "_gradient"] = Call.of(formulas.backward(norm), [x] * (2 + residual), [x])
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_every_length_fits(dtype):
+    """All multiples of 2048 columns to 262,144, of every formula."""
+    for columns in range(2048, 262145, 2048):
+        for name, call in calls(columns, dtype).items():
+            config = config_for(4096, call)
+            if isinstance(config, Blocks):
+                continue
+            what = f"{name} of {columns}: {config}"
+            assert smem_bytes(config, call) <= SMEM_BYTES, what
+            if isinstance(config, Stream):
+                assert config.num_warpgroups * config.num_stages <= MOST_BARRIERS, what
+                continue
+            assert config.columns == columns, what
+            assert config.warpgroups * config.slots <= MOST_BARRIERS, what
+            assert config.tile % (32 * config.vector) == 0, what
+            if isinstance(config, Wide):
+                assert config.slots > config.chunks or config.row_a_block, what
+
+
+# A length of each way through the GPU; those of 262,144 columns fill shared memory the most.
+LOWERED = [
+    (softmax, 131072),
+    (softmax, 262144),
+    (softmax, 126976),
+    (rms_norm, 4096),
+    (rms_norm, 32768),
+    (rms_norm, 262144),
+    (layer_norm, 1024),
+    (layer_norm, 10240),
+    (layer_norm, 131072),
+    (layer_norm, 262144),
+]
+
+
+@pytest.mark.parametrize(
+    ("f", "columns"), LOWERED, ids=[f"{f.__name__} {columns}" for f, columns in LOWERED]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_kernels_ask_for_the_shared_memory_that_was_counted(monkeypatch, f, columns, dtype):
+    asked = []
+    count = mosaic._smem_tree_size
+
+    def counted(buffers):
+        asked.append(count(buffers))
+        return asked[-1]
+
+    monkeypatch.setattr(mosaic, "_smem_tree_size", counted)
+    x = jax.ShapeDtypeStruct((152, columns), dtype)
+    vector = jax.ShapeDtypeStruct((columns,), jnp.float32)
+    vectors = () if f is softmax else (vector,) if f is rms_norm else (vector, vector)
+    options = {} if f is softmax else {"epsilon": 1e-6}
+
+    def both(x, vectors, d_y):
+        y, vjp = jax.vjp(functools.partial(f, implementation="hopper", **options), x, *vectors)
+        return y, vjp(d_y)
+
+    assert num_kernels(both, x, vectors, x) == 2
+    made = calls(columns, dtype)
+    counts = []
+    for name in (f.__name__, f.__name__ + "_gradient"):
+        config = config_for(152, made[name])
+        if not isinstance(config, Blocks):
+            counts.append(smem_bytes(config, made[name]))
+    assert sorted(counts) == sorted(asked)[-len(counts) :]
+    assert max(asked) <= SMEM_BYTES
+
+
+def test_rows_that_are_kept_nowhere():
+    """The longest norms' gradients, and lengths that few blocks divide."""
+    for name, columns in (
+        ("layer_norm_gradient", 262144),
+        ("layer_norm+residual_gradient", 262144),
+        ("softmax_gradient", 126976),
+    ):
+        assert isinstance(config_for(4096, calls(columns)[name]), Twice), name
+    assert isinstance(config_for(4096, calls(131072)["layer_norm_gradient"]), Wide)
+
+
+def test_measurements_count_where_rows_go_the_same_way(tmp_path):
+    """131,072 columns are kept in shared memory, 126,976 are read twice."""
+    measured = [
+        tables.Row.of(
+            case={
+                "form": "softmax", "direction": "gradient", "rows": 4096, "columns": 131072,
+                "dtype": "bfloat16",
+            },
+            choice={"implementation": name},
+            ms=ms,
+        )
+        for name, ms in (("hopper", 1.0), ("xla", 2.0))
+    ]  # fmt: skip
+    table = tables.Table(
+        op="softmax", question=rows.QUESTION, device_kind="NVIDIA H200", environment=(),
+        rows=tuple(measured),
+    )  # fmt: skip
+    tables.save(table, tmp_path / "dispatch-nvidia-h200.json")
+
+    def chosen(columns):
+        case = rows.Case(
+            op="softmax", form="softmax", direction="gradient", rows=4096,
+            call=calls(columns)["softmax_gradient"],
+        )  # fmt: skip
+        return rows.choose("auto", case, tuned=tmp_path, num_devices=1)
+
+    with device.compiling_for(device.H200):
+        assert chosen(131072) == "hopper"
+        assert chosen(262144) == "hopper"
+        assert chosen(126976) == "xla"
