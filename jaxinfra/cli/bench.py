@@ -17,8 +17,11 @@ from jaxinfra.core.errors import ConfigError, nearest
 
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
+    "step_bound": "what a training step could take at best: each of its parts alone",
+    "step_curve": "the losses of 200 steps on real text, beside the plain-JAX step's",
     "attention": "flash attention forward and backward, beside cuDNN",
     "memory_bound": "softmaxes and norms, forward and gradient, beside XLA and a copy",
+    "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
     "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
     "roofline": "this device's ceilings, and kernels, prefill and decode under them",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",

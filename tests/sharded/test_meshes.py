@@ -1,8 +1,8 @@
 """Every mesh computes what one device computes: loss, each gradient, each parameter after a step.
 
 The bound is derived: against float64, a mesh's fp32 error may be at most twice the single
-device's, plus two units in the last place. The single device's is the largest of eight orders of the
-batch's rows: of a gradient of six elements, one order's may be small by luck.
+device's, plus two units in the last place. The single device's is the largest of eight orders of
+the batch's rows: of a gradient of six elements, one order's may be small by luck.
 """
 
 import dataclasses
