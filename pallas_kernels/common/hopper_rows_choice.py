@@ -132,7 +132,7 @@ def _held(call: Call, cluster: int) -> Wide | None:
     )  # fmt: skip
     slot = call.num_inputs * call.itemsize * tiles * 4 * WARPS * tile
     fewest = config.chunks + (-(-LEAST_LEAD // slot) if cluster < 8 else 1)
-    most = max(6, config.chunks + 3) if call.num_inputs == 1 else 6
+    most = max(6, config.chunks + 96 * 1024 // slot) if call.num_inputs == 1 else 6
     for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
         ahead = cluster > 1 and call.num_sums == 0 and slots > 2 * config.chunks
         fitting = dataclasses.replace(config, slots=slots, ahead=ahead)

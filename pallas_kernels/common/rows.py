@@ -17,6 +17,9 @@ QUESTION = "dispatch"
 """``tuned/dispatch-DEVICE.json``: a row's case is ``Case.fields``, its choice
 {"implementation": "hopper" or "xla"}, its time that of one direction alone."""
 
+DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+"""Of the kernels' inputs and results."""
+
 LEAST_GAIN = 1.15
 """How much faster than XLA a kernel must have been measured for "auto" to take it."""
 
@@ -74,8 +77,8 @@ def why_not_hopper(case: Case, *, num_devices: int = 1) -> str | None:
     facts = device.target()
     if facts.capability != (9, 0):
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
-    if case.call.dtype != jnp.bfloat16:
-        return f"x is {case.call.dtype}; the kernel was checked in bfloat16 alone"
+    if case.call.dtype not in DTYPES:
+        return f"x is {case.call.dtype}; the kernels take bfloat16, float16 and float32"
     if num_devices > 1:
         return f"the call is spread over {num_devices} devices and the kernel runs on one"
     try:

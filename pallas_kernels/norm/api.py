@@ -41,9 +41,10 @@ def rms_norm(
         scale: [C], floats; its gradient is summed in fp32.
         epsilon: added to the mean of squares, at least 0; static.
         residual: as x; added to it before, rounded to its dtype. The sum is returned too.
-        implementation: "hopper" (Mosaic GPU, bf16, one pass over memory), "xla", or "reference",
-            whose gradient is JAX's own; "auto" takes hopper in the directions and near the shapes
-            where it was measured to be 1.15 times as fast as XLA (``tuned``), else xla.
+        implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
+            "reference", whose gradient is JAX's own; "auto" takes hopper in the directions and
+            dtypes and near the shapes where it was measured to be 1.15 times as fast as XLA
+            (``tuned``), else xla.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
     Returns:

@@ -2,17 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.common.rows import BARS, OTHERS, Workload
 
 WORKLOADS = (*BARS, *OTHERS)
 
 
-def arrays(workload: Workload, key: jax.Array) -> dict[str, jax.Array]:
-    """x and the gradient of the result, both bf16 [R, C]."""
+def arrays(
+    workload: Workload, key: jax.Array, dtype: DTypeLike = jnp.bfloat16
+) -> dict[str, jax.Array]:
+    """x and the gradient of the result, both [R, C]."""
     keys = jax.random.split(key)
     shape = (workload.rows, workload.columns)
     return {
-        "x": 3 * jax.random.normal(keys[0], shape, jnp.bfloat16),
-        "d_y": jax.random.normal(keys[1], shape, jnp.bfloat16),
+        "x": 3 * jax.random.normal(keys[0], shape, dtype),
+        "d_y": jax.random.normal(keys[1], shape, dtype),
     }

@@ -17,7 +17,7 @@ REFUSALS = [
     ({"shape": (2, 9216)}, "9216 columns are not a multiple of 2048"),
     ({"shape": (2, 524288)}, "of 1 to 262144 columns"),
     ({"shape": (0, 128)}, "there must be rows"),
-    ({"dtype": jnp.float32}, "x is float32; the kernel was checked in bfloat16"),
+    ({"dtype": jnp.float8_e4m3fn}, "x is float8_e4m3fn; the kernels take bfloat16, float16 and"),
     ({"num_devices": 2}, "spread over 2 devices and the kernel runs on one"),
     ({"facts": device.Facts(kind="NVIDIA B200", is_gpu=True, capability=(10, 0))}, "NVIDIA B200"),
 ]

@@ -25,13 +25,13 @@ from tests.tolerance import assert_no_worse
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
 
 
-def inputs(shape, offset=0.0):
+def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
     """x, residual, scale, bias; gradients of the norm and of the sum. The offset is x's mean."""
-    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1))
+    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
     keys = jax.random.split(jax.random.key(2), 3)
-    residual, d_sum = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:2])
+    residual, d_sum = (jax.random.normal(key, shape, dtype) for key in keys[:2])
     bias = jax.random.normal(keys[2], shape[1:], jnp.float32)
-    x = (made["x"].astype(jnp.float32) + offset).astype(jnp.bfloat16)
+    x = (made["x"].astype(jnp.float32) + offset).astype(dtype)
     return (x, residual), (made["scale"], bias), (made["d_y"], d_sum)
 
 
@@ -89,6 +89,35 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
         got = evaluate(*case, **form, implementation="hopper")
     plain = evaluate(*case, **form, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=exact(*case, **form))
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (2, 2048)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
+    case = inputs(shape, dtype=dtype)
+    with interpreted_hopper():
+        got = evaluate(*case, **FORMS[3], implementation="hopper")
+    plain = evaluate(*case, **FORMS[3], implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(*case, **FORMS[3]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    "config",
+    [
+        Wide(tile=32, chunks=4, slots=5, vector=1, in_memory=4),
+        Twice(tile=64, chunks=2, slots=2, vector=2),
+    ],
+    ids=["kept", "read twice"],
+)
+def test_long_rows_of_other_dtypes_are_no_worse_than_the_plain_form(monkeypatch, config, dtype):
+    monkeypatch.setattr(type(config), "num_clusters", 2)
+    monkeypatch.setattr(hopper_rows, "config_for", lambda *_: config)
+    case = inputs((3, 2048), dtype=dtype)
+    with interpreted_hopper():
+        got = evaluate(*case, **FORMS[3], implementation="hopper")
+    plain = evaluate(*case, **FORMS[3], implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(*case, **FORMS[3]))
 
 
 @pytest.mark.parametrize("form", WHICH)

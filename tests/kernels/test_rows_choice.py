@@ -17,7 +17,7 @@ from pallas_kernels.norm import formulas
 from pallas_kernels.softmax import hopper as softmaxes
 from tests.kernels.row_cases import num_kernels
 
-DTYPES = [jnp.bfloat16]
+DTYPES = rows.DTYPES
 
 
 def calls(columns, dtype=jnp.bfloat16):
@@ -42,8 +42,8 @@ def calls(columns, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
 def test_every_length_fits(dtype):
-    """All multiples of 2048 columns to 262,144, of every formula."""
-    for columns in range(2048, 262145, 2048):
+    """All multiples of 256 columns to 8192 and of 2048 to 262,144, of every formula."""
+    for columns in (*range(256, 8192, 256), *range(8192, 262145, 2048)):
         for name, call in calls(columns, dtype).items():
             config = config_for(4096, call)
             if isinstance(config, Blocks):
@@ -51,6 +51,8 @@ def test_every_length_fits(dtype):
             what = f"{name} of {columns}: {config}"
             assert smem_bytes(config, call) <= SMEM_BYTES, what
             if isinstance(config, Stream):
+                assert config.num_teams >= 1, what
+                assert config.num_stages >= 2, what
                 assert config.num_warpgroups * config.num_stages <= MOST_BARRIERS, what
                 continue
             assert config.columns == columns, what

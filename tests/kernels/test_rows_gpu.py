@@ -37,6 +37,17 @@ def test_softmax(columns, f):
     assert_no_worse(got, plain=plain, oracle=softmaxes.exact(x, d_y, f=f))
 
 
+# Of each way through the GPU; fp32 rows take twice the memory.
+@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 131072, 262144])
+@pytest.mark.parametrize("f", [softmax, log_softmax])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_softmax_of_other_dtypes(dtype, f, columns):
+    x, d_y = softmaxes.inputs((40, columns), dtype)
+    got = softmaxes.evaluate(x, d_y, f=f, implementation="hopper")
+    plain = softmaxes.evaluate(x, d_y, f=f, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=softmaxes.exact(x, d_y, f=f))
+
+
 @pytest.mark.parametrize("columns", [128, 4096, 131072])
 def test_where(columns):
     x, _ = softmaxes.inputs((64, columns))
@@ -55,6 +66,16 @@ def test_where(columns):
 @pytest.mark.parametrize("form", norms.FORMS, ids=norms.NAMES)
 def test_norm_and_gradient(columns, form):
     case = norms.inputs((num_rows(columns), columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    plain = norms.evaluate(*case, **form, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 131072, 262144])
+@pytest.mark.parametrize("form", [norms.FORMS[0], norms.FORMS[3]], ids=["plain", "everything"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_norm_of_other_dtypes(dtype, form, columns):
+    case = norms.inputs((40, columns), dtype=dtype)
     got = norms.evaluate(*case, **form, implementation="hopper")
     plain = norms.evaluate(*case, **form, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))

@@ -22,8 +22,8 @@ from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, t
 from tests.tolerance import assert_no_worse
 
 
-def inputs(shape):
-    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1))
+def inputs(shape, dtype=jnp.bfloat16):
+    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
     return made["x"], made["d_y"]
 
 
@@ -53,6 +53,17 @@ def exact(x, d_y, *, f=softmax):
 )
 def test_kernels_are_no_worse_than_the_plain_form(shape, f):
     x, d_y = inputs(shape)
+    with interpreted_hopper():
+        got = evaluate(x, d_y, f=f, implementation="hopper")
+    plain = evaluate(x, d_y, f=f, implementation="reference")
+    assert_no_worse(got, plain=plain, oracle=exact(x, d_y, f=f))
+
+
+@pytest.mark.parametrize("shape", [(8, 32), (3, 2048)], ids=str)
+@pytest.mark.parametrize("f", [softmax, log_softmax])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_other_dtypes_are_no_worse_than_the_plain_form(shape, f, dtype):
+    x, d_y = inputs(shape, dtype)
     with interpreted_hopper():
         got = evaluate(x, d_y, f=f, implementation="hopper")
     plain = evaluate(x, d_y, f=f, implementation="reference")
@@ -213,6 +224,14 @@ def test_auto_follows_the_table(monkeypatch, tmp_path, shape, num):
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == num
     assert num_kernels(lambda x: softmax(x), x) == 0
+
+
+def test_auto_takes_no_dtype_that_was_not_measured(monkeypatch, tmp_path):
+    tables.save(table("softmax", "softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
+    monkeypatch.setattr(api, "TUNED", tmp_path)
+    for dtype, num in ((jnp.bfloat16, 1), (jnp.float16, 0), (jnp.float32, 0)):
+        x = jax.ShapeDtypeStruct((4096, 2048), dtype)
+        assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == num
 
 
 def test_auto_without_a_table(monkeypatch, tmp_path):
