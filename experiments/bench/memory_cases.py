@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.rows import Workload
+from pallas_kernels.norm import fp8
 from pallas_kernels.norm import hopper as norm
 from pallas_kernels.norm.formulas import Norm
 from pallas_kernels.norm.reference import layer_norm_reference, rms_norm_reference
@@ -33,6 +34,8 @@ class Op:
     xla: Callable
     letters: str  # arguments
     num_bytes: int  # an element of [R, C]: each input read once, each result written once
+    compared: Callable = jax.tree.leaves  # of the results, what is held against the oracle's
+    oracle: Callable | None = None  # of fp32 arguments; ``xla`` if none
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -82,6 +85,41 @@ def _norms(op: str, *, residual: bool) -> tuple[Callable, Callable, Callable, Ca
     return kernel, xla, kernel_gradient, xla_gradient
 
 
+def _norms_fp8(op: str, *, residual: bool) -> Op:
+    """Rounded to e4m3: compared as fp32 and by their scales with the norm that is not rounded."""
+    layer = op == "layer_norm"
+    num_inputs = 1 + residual
+
+    def form(x: jax.Array) -> Norm:
+        return Norm(
+            columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
+            dtype=x.dtype,
+        )  # fmt: skip
+
+    def kernel(*args: jax.Array, config=None):
+        inputs, vectors = args[:num_inputs], args[num_inputs:]
+        return fp8.hopper_norm_fp8(form(args[0]), inputs, vectors, config=config)
+
+    def xla(*args: jax.Array):
+        return fp8.plain_norm_fp8(form(args[0]), args[:num_inputs], args[num_inputs:])
+
+    @jax.jit
+    def compared(results):
+        values, *sums, scale = results
+        return values.astype(jnp.float32) * scale[:, None], *sums, scale
+
+    def oracle(*args: jax.Array):
+        x = sum(args[1:num_inputs], args[0])
+        reference = layer_norm_reference if layer else rms_norm_reference
+        y = reference(x, *args[num_inputs:], epsilon=EPSILON)
+        return (y, x, fp8.to_fp8(y).scale) if residual else (y, fp8.to_fp8(y).scale)
+
+    return Op(
+        folder="norm", kernel=kernel, xla=xla, compared=compared, oracle=oracle,
+        letters="xr"[:num_inputs] + ("sb" if layer else "s"), num_bytes=7 if residual else 3,
+    )  # fmt: skip
+
+
 def _masked(x: jax.Array, where: jax.Array, *, config=None) -> jax.Array:
     return softmax.softmax(x, where.astype(x.dtype), config=config)
 
@@ -100,6 +138,7 @@ def _all_norms() -> dict[str, Op]:
                 folder="norm", kernel=kernel, xla=xla, letters="xr"[: 1 + residual] + vectors,
                 num_bytes=8 if residual else 4,
             )  # fmt: skip
+            ops[name + "_fp8"] = _norms_fp8(op, residual=residual)
             ops[name + "_gradient"] = Op(
                 folder="norm", kernel=kernel_gradient, xla=xla_gradient,
                 letters="sxde"[: 3 + residual], num_bytes=8 if residual else 6,

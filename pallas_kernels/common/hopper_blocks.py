@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_formula import Formula, Parts, to_columns
+from .hopper_formula import Formula, Parts, to_columns, to_parts
 from .hopper_rows_config import WARPS, Blocks, lane_layout, tile_layout
 
 
@@ -30,7 +30,7 @@ def block_rows(
     """The results of a formula without sums; arguments as in ``hopper_rows.apply_rows``."""
     assert formula.num_sums == 0
     rows, columns = inputs_RC[0].shape
-    dtype = inputs_RC[0].dtype
+    dtypes = formula.dtypes(inputs_RC[0].dtype)
     if config.rows_per_warp:
         shape, vector_shape = (WARPS * config.rows_per_warp, columns), (1, columns)
     else:
@@ -44,6 +44,7 @@ def block_rows(
     def body(*refs):
         inputs, per_column = refs[: len(inputs_RC)], refs[len(inputs_RC) : num_operands]
         outs, exchange = refs[num_operands:-1], refs[-1]
+        results, of_rows = outs[: formula.num_results], outs[formula.num_results :]
         first = lax.axis_index("block") * turns
         held = [_load_vector(ref, shape, layout) for ref in per_column]
 
@@ -52,13 +53,23 @@ def block_rows(
                 plgpu.load(x.at[first + i], layout=layout, optimized=False).astype(jnp.float32)
                 for x in inputs
             ]
-            numbers = formula.fold(tiles.__getitem__, held.__getitem__)
-            if not parts.whole:
-                numbers = _exchange(exchange.at[lax.rem(i, 2)], numbers)
-            totals = [to_columns(x, shape) for x in formula.join(parts, *numbers)]
-            results, _ = formula.finish(tiles.__getitem__, held.__getitem__, totals)
-            for out, result in zip(outs, results, strict=True):
-                out[first + i] = result.astype(dtype)
+            load, vector = tiles.__getitem__, held.__getitem__
+
+            def together(j, numbers):
+                if parts.whole:
+                    return numbers
+                return _exchange(exchange.at[lax.rem(i * formula.num_turns + j, 2)], numbers)
+
+            totals = formula.join(parts, *together(0, formula.fold(load, vector)))
+            if formula.again is not None:
+                spread = [to_columns(x, shape) for x in totals]
+                numbers = formula.again.fold(load, vector, spread)
+                totals = (*totals, *formula.again.join(parts, *together(1, numbers)))
+            spread = [to_columns(x, shape) for x in totals]
+            for out, result in zip(results, formula.finish(load, vector, spread)[0], strict=True):
+                out[first + i] = result.astype(out.dtype)
+            for out, total in zip(of_rows, totals[len(totals) - len(of_rows) :], strict=True):
+                out[first + i] = to_parts(total, layout)
             return ()
 
         lax.fori_loop(0, turns, turn, ())
@@ -66,7 +77,10 @@ def block_rows(
     tiled = (units, *shape)
     outs = plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct(tiled, dtype),) * formula.num_results,
+        out_type=(
+            *[jax.ShapeDtypeStruct(tiled, dtype) for dtype in dtypes],
+            *[jax.ShapeDtypeStruct(tiled[:2], jnp.float32)] * formula.num_row_results,
+        ),
         scratch_types=(plgpu.SMEM((2, formula.num_numbers, WARPS), jnp.float32),),
         grid=(units // turns,),
         grid_names=("block",),
@@ -76,7 +90,9 @@ def block_rows(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=256
         ),
     )(*(x.reshape(tiled) for x in inputs_RC), *(v.reshape(vector_shape) for v in vectors_C))
-    return tuple(out.reshape(rows, columns) for out in outs)
+    whole = tuple(out.reshape(rows, columns) for out in outs[: formula.num_results])
+    of_rows = outs[formula.num_results :]
+    return *whole, *(x.reshape(rows) if parts.whole else x[:, 0] for x in of_rows)
 
 
 def _load_vector(ref, shape: tuple[int, int], layout) -> jax.Array:

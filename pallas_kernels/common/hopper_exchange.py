@@ -14,7 +14,7 @@ from .hopper_smem import TURNS
 
 
 def send(c: Wide | Twice, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
-    """This warpgroup's numbers of its i-th row, [A] each, to all blocks of the row."""
+    """This warpgroup's numbers of its i-th exchange, [A] each, to all blocks of the row."""
     mine = pl.ds((me.rank * c.warpgroups + me.wg) * WARPS, WARPS)
     turn = lax.rem(i, TURNS)
     for j, number_A in enumerate(numbers):
@@ -30,12 +30,12 @@ def send(c: Wide | Twice, smem, me, i, numbers: tuple[jax.Array, ...]) -> None:
     plgpu.barrier_arrive(smem.exchanged.at[lax.rem(i, 2)])
 
 
-def receive(c: Wide | Twice, smem, i) -> list[jax.Array]:
-    """The numbers of all parts of the i-th row, [P] each."""
+def receive(c: Wide | Twice, smem, i, num_numbers: int) -> list[jax.Array]:
+    """The numbers of all parts in the i-th exchange, [P] each."""
     plgpu.barrier_wait(smem.exchanged.at[lax.rem(i, 2)])
     if c.cluster > 1:
         _cluster_fence()
-    _, num_numbers, num_parts = smem.numbers.shape
+    num_parts = smem.numbers.shape[-1]
     return [
         plgpu.load(
             smem.numbers.at[lax.rem(i, TURNS), j], layout=lane_layout(num_parts), optimized=False

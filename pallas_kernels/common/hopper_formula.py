@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .hopper_rows_config import WARPS
 
 type Load = Callable[[int], jax.Array]
 """Input or vector i as fp32 [A, M]."""
@@ -46,6 +49,19 @@ class Parts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Again:
+    """A second turn over a row, for totals that need those of the first."""
+
+    fold: Callable[..., tuple[jax.Array, ...]]
+    """(inputs, vectors, totals [A, M]) to numbers of each part, [A] each."""
+    merge: Callable[..., tuple[jax.Array, ...]]
+    """(numbers of some tiles of a part, numbers of one more) to those of all, [A]."""
+    join: Callable[..., tuple[jax.Array, ...]]
+    """(parts, *numbers of all parts [..., P]) to more totals [...]."""
+    num_numbers: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Formula:
     """What is done to a row."""
 
@@ -60,6 +76,21 @@ class Formula:
     num_numbers: int
     num_results: int = 1
     num_sums: int = 0
+    again: Again | None = None
+    """Its totals follow the first in ``finish``."""
+    first_dtype: jnp.dtype | None = None
+    """Of the first result; the others', and by default this one's, is the inputs'."""
+    num_row_results: int = 0
+    """How many of the last totals are results as well, fp32 [R], after the others."""
+
+    @property
+    def num_turns(self) -> int:
+        """Over a row, before it is finished."""
+        return 1 if self.again is None else 2
+
+    def dtypes(self, dtype: jnp.dtype) -> tuple[jnp.dtype, ...]:
+        """Of the results [R, C], by the inputs'."""
+        return (self.first_dtype or dtype,) + (dtype,) * (self.num_results - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +103,8 @@ class Call:
     num_vectors: int = 0  # arrays of [columns], fp32
     num_numbers: int  # fp32, of each part of a row, that parts exchange
     num_sums: int = 0  # arrays of [columns] that it sums over rows, fp32
+    num_turns: int = 1  # over a row, before it is finished
+    over_inputs: bool = True  # results fit where inputs were
 
     @classmethod
     def of(
@@ -82,6 +115,8 @@ class Call:
             columns=inputs_RC[0].shape[1], dtype=jnp.dtype(inputs_RC[0].dtype),
             num_inputs=len(inputs_RC), num_vectors=len(vectors_C),
             num_numbers=formula.num_numbers, num_sums=formula.num_sums,
+            num_turns=formula.num_turns,
+            over_inputs=formula.first_dtype is None and not formula.num_row_results,
         )  # fmt: skip
 
     @property
@@ -101,3 +136,10 @@ def add(
 def to_columns(total: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A total of each row, [A] or a scalar, as [A, M]."""
     return lax.broadcast_in_dim(total, shape, range(total.ndim))
+
+
+def to_parts(total: jax.Array, layout) -> jax.Array:
+    """A total of each row, [A], or of the one row of a warpgroup, to [A]."""
+    if total.ndim:
+        return total
+    return plgpu.layout_cast(lax.broadcast_in_dim(total, (WARPS,), ()), layout.reduce(1))

@@ -28,7 +28,8 @@ def apply_rows(
         config: instead of ``config_for``'s.
 
     Returns:
-        Results, of the inputs' shape and dtype, and sums over rows in parts, fp32 [N, C].
+        Results, of the inputs' shape and by default dtype, those of rows, fp32 [R], and sums over
+        rows in parts, fp32 [N, C].
 
     Raises:
         UnsupportedError: no kernel takes such rows.

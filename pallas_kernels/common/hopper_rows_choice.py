@@ -70,6 +70,8 @@ def config_for(rows: int, call: Call) -> Config:
         raise _refused(f"{columns} columns are not a multiple of {lanes}")
     if in_block:
         return Blocks(rows_per_warp=batch, vector=vector, most_turns=2 if call.num_vectors else 1)
+    if not call.over_inputs:
+        return _wide(call)
     config = Stream(rows_per_warp=batch, group=group, vector=vector)
     if call.num_sums and group == 1 and columns // config.num_parts > 512:
         # 32 columns a thread of inputs, vector and sums spill out of 128 registers: 64% of a copy's
@@ -133,8 +135,9 @@ def _held(call: Call, cluster: int) -> Wide | None:
     slot = call.num_inputs * call.itemsize * tiles * 4 * WARPS * tile
     fewest = config.chunks + (-(-LEAST_LEAD // slot) if cluster < 8 else 1)
     most = max(6, config.chunks + 96 * 1024 // slot) if call.num_inputs == 1 else 6
+    may_fold_ahead = cluster > 1 and call.num_sums == 0 and call.num_turns == 1
     for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
-        ahead = cluster > 1 and call.num_sums == 0 and slots > 2 * config.chunks
+        ahead = may_fold_ahead and slots > 2 * config.chunks
         fitting = dataclasses.replace(config, slots=slots, ahead=ahead)
         if smem_bytes(fitting, call) <= SMEM_BYTES:
             return fitting

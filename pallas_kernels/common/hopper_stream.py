@@ -40,6 +40,9 @@ def stream_rows(
     """
     rows, columns = inputs_RC[0].shape
     assert formula.num_results <= len(inputs_RC)
+    assert formula.num_row_results == 0
+    assert formula.again is None
+    assert formula.first_dtype is None
     kernel = _Stream(
         f=formula, c=config, shape=(rows, columns), dtype=inputs_RC[0].dtype,
         num_inputs=len(inputs_RC), num_vectors=len(vectors_C),

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_exchange import receive, send
-from .hopper_formula import Call, Formula, Parts, to_columns
+from .hopper_formula import Call, Formula, Parts, to_columns, to_parts
 from .hopper_rows_config import WARPS, Twice, tile_layout
 from .hopper_smem import REDUCTION_BYTES, twice_scratch
 
@@ -40,25 +40,29 @@ def twice_rows(
     row_shape = (config.cluster, config.warpgroups, config.chunks, WARPS, config.tile)
     scratch = twice_scratch(config, Call.of(formula, inputs_RC, vectors_C))
     num_operands = len(inputs_RC) + len(vectors_C)
-    num_outs = formula.num_results + formula.num_sums
+    num_results = formula.num_results
+    num_outs = num_results + formula.num_row_results + formula.num_sums
 
     def body(*refs):
         operands, outs = refs[:num_operands], refs[num_operands:]
         gmem = types.SimpleNamespace(
             inputs=operands[: len(inputs_RC)],
             vectors=operands[len(inputs_RC) :],
-            results=outs[: formula.num_results],
-            sums=outs[formula.num_results : num_outs],
+            results=outs[:num_results],
+            of_rows=outs[num_results : num_outs - formula.num_sums],
+            sums=outs[num_outs - formula.num_sums : num_outs],
         )
         smem = types.SimpleNamespace(**dict(zip(scratch, outs[num_outs:], strict=True)))
         _run(formula, config, (num_rows, num_workers), gmem, smem)
 
     shape = (num_rows, *row_shape)
+    of_row = (num_rows, config.cluster, config.warpgroups, WARPS)
     partial = jax.ShapeDtypeStruct((num_workers, *row_shape), jnp.float32)
     outs = plgpu.kernel(
         body,
         out_type=(
-            *[jax.ShapeDtypeStruct(shape, dtype)] * formula.num_results,
+            *[jax.ShapeDtypeStruct(shape, each) for each in formula.dtypes(dtype)],
+            *[jax.ShapeDtypeStruct(of_row, jnp.float32)] * formula.num_row_results,
             *[partial] * formula.num_sums,
         ),
         scratch_types=tuple(scratch.values()),
@@ -75,8 +79,11 @@ def twice_rows(
         ),
     )(*(x.reshape(shape) for x in inputs_RC), *(v.reshape(row_shape) for v in vectors_C))
     return (
-        tuple(x.reshape(num_rows, columns) for x in outs[: formula.num_results]),
-        tuple(x.reshape(-1, columns) for x in outs[formula.num_results :]),
+        (
+            *(x.reshape(num_rows, columns) for x in outs[:num_results]),
+            *(x[:, 0, 0, 0] for x in outs[num_results : num_outs - formula.num_sums]),
+        ),
+        tuple(x.reshape(-1, columns) for x in outs[num_outs - formula.num_sums :]),
     )
 
 
@@ -87,7 +94,8 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
     worker = lax.axis_index("worker")
     me = types.SimpleNamespace(wg=lax.axis_index("wg"), rank=lax.axis_index("cluster"))
     count = lax.div(num_rows - worker + num_workers - 1, num_workers)
-    fetches = 2 * c.chunks  # a row
+    fetches = (f.num_turns + 1) * c.chunks  # a row
+    parts = Parts(whole=False)
 
     def load(ref):
         return plgpu.load(ref, layout=layout, optimized=False)
@@ -120,6 +128,20 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
     def vectors(chunk):
         return lambda j: load(gmem.vectors[j].at[me.rank, me.wg, chunk])
 
+    def turn_again(again, i, totals):
+        first = i * fetches + c.chunks
+
+        def fold(chunk):
+            numbers = again.fold(arrived(first + chunk), vectors(chunk), totals)
+            leave(first + chunk)
+            return numbers
+
+        def merge(chunk, numbers):
+            return again.merge(numbers, fold(chunk))
+
+        send(c, smem, me, i * f.num_turns + 1, lax.fori_loop(1, c.chunks, merge, fold(0)))
+        return again.join(parts, *receive(c, smem, i * f.num_turns + 1, again.num_numbers))
+
     def step(i, _):
         first = i * fetches
 
@@ -132,12 +154,18 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
             seen_A = lax.broadcast_in_dim(chunk.astype(jnp.float32), (WARPS,), ())
             return f.merge(seen_A, c.tile, numbers, fold(chunk))
 
-        send(c, smem, me, i, lax.fori_loop(1, c.chunks, merge, fold(0)))
-        totals = f.join(Parts(whole=False), *receive(c, smem, i))
-        totals = [to_columns(x, (WARPS, c.tile)) for x in totals]
+        send(c, smem, me, i * f.num_turns, lax.fori_loop(1, c.chunks, merge, fold(0)))
+        of_row = f.join(parts, *receive(c, smem, i * f.num_turns, f.num_numbers))
+        totals = [to_columns(x, (WARPS, c.tile)) for x in of_row]
+        if f.again is not None:
+            of_row = turn_again(f.again, i, totals)
+            totals += [to_columns(x, (WARPS, c.tile)) for x in of_row]
+        last = of_row[len(of_row) - f.num_row_results :]
+        for out, total in zip(gmem.of_rows, last, strict=True):
+            out[worker + i * num_workers, me.rank, me.wg] = to_parts(total, layout)
 
         def finish(chunk, _):
-            q = first + c.chunks + chunk
+            q = first + f.num_turns * c.chunks + chunk
             results, addends = f.finish(arrived(q), vectors(chunk), totals)
             place = (me.rank, me.wg, chunk)
             for out, result in zip(gmem.results, results, strict=True):

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_exchange import receive, send
-from .hopper_formula import Call, Formula, Parts, to_columns
+from .hopper_formula import Call, Formula, Parts, to_columns, to_parts
 from .hopper_rows_config import WARPS, Wide, tile_layout
 from .hopper_smem import REDUCTION_BYTES, wide_scratch
 
@@ -41,23 +41,27 @@ def wide_rows(
     assert columns == config.columns, (columns, config)
     needed = config.chunks * (2 if config.ahead else 1)
     assert config.slots >= needed, f"{config} keeps {needed} chunks"
+    assert formula.again is None or not config.ahead
     kernel = _Wide(
         f=formula, c=config, num_rows=num_rows, dtype=dtype, num_inputs=len(inputs_RC),
         num_vectors=len(vectors_C),
     )  # fmt: skip
     scratch = wide_scratch(config, Call.of(formula, inputs_RC, vectors_C))
     shape = (num_rows, *kernel.row_shape)
+    of_row = (num_rows, config.cluster, config.warpgroups, WARPS)
     partial = jax.ShapeDtypeStruct((kernel.num_workers, *kernel.row_shape), jnp.float32)
     num_operands = len(inputs_RC) + len(vectors_C)
-    num_outs = formula.num_results + formula.num_sums
+    num_results = formula.num_results
+    num_outs = num_results + formula.num_row_results + formula.num_sums
 
     def body(*refs):
         operands, outs = refs[:num_operands], refs[num_operands:]
         gmem = types.SimpleNamespace(
             inputs=operands[: len(inputs_RC)],
             vectors=operands[len(inputs_RC) :],
-            results=outs[: formula.num_results],
-            sums=outs[formula.num_results : num_outs],
+            results=outs[:num_results],
+            of_rows=outs[num_results : num_outs - formula.num_sums],
+            sums=outs[num_outs - formula.num_sums : num_outs],
         )
         smem = dict(zip(scratch, outs[num_outs:], strict=True))
         kernel.run(gmem, types.SimpleNamespace(**smem))
@@ -65,7 +69,8 @@ def wide_rows(
     outs = plgpu.kernel(
         body,
         out_type=(
-            *[jax.ShapeDtypeStruct(shape, dtype)] * formula.num_results,
+            *[jax.ShapeDtypeStruct(shape, each) for each in formula.dtypes(dtype)],
+            *[jax.ShapeDtypeStruct(of_row, jnp.float32)] * formula.num_row_results,
             *[partial] * formula.num_sums,
         ),
         scratch_types=tuple(scratch.values()),
@@ -80,8 +85,11 @@ def wide_rows(
         ),
     )(*(x.reshape(shape) for x in inputs_RC), *(v.reshape(kernel.row_shape) for v in vectors_C))
     return (
-        tuple(x.reshape(num_rows, columns) for x in outs[: formula.num_results]),
-        tuple(x.reshape(-1, columns) for x in outs[formula.num_results :]),
+        (
+            *(x.reshape(num_rows, columns) for x in outs[:num_results]),
+            *(x[:, 0, 0, 0] for x in outs[num_results : num_outs - formula.num_sums]),
+        ),
+        tuple(x.reshape(-1, columns) for x in outs[num_outs - formula.num_sums :]),
     )
 
 
@@ -107,7 +115,7 @@ class _Wide:
     def run(self, gmem, smem) -> None:
         """One warpgroup."""
         c, f = self.c, self.f
-        layout = tile_layout(c.vector)
+        layout, parts = tile_layout(c.vector), Parts(whole=False)
         worker = lax.axis_index("worker")
         me = types.SimpleNamespace(wg=lax.axis_index("wg"), rank=lax.axis_index("cluster"))
         count = lax.div(self.num_rows - worker + self.num_workers - 1, self.num_workers)
@@ -166,11 +174,27 @@ class _Wide:
                     seen = chunk * c.tiles + tile
                     numbers = f.merge(seen, c.tile, numbers, more) if numbers else more
             assert numbers is not None
-            send(c, smem, me, i, numbers)
+            send(c, smem, me, i * f.num_turns, numbers)
+
+        def fold_again(again, i, totals):
+            numbers = None
+            for chunk, tile in itertools.product(range(c.chunks), range(c.tiles)):
+                _, _, slot = place(i * c.chunks + chunk)
+                more = again.fold(input_of(slot, tile), vector_of(chunk, tile), totals)
+                numbers = again.merge(numbers, more) if numbers else more
+            assert numbers is not None
+            send(c, smem, me, i * f.num_turns + 1, numbers)
+            return again.join(parts, *receive(c, smem, i * f.num_turns + 1, again.num_numbers))
 
         def finish(i, sums):
-            totals = f.join(Parts(whole=False), *receive(c, smem, i))
-            totals = [to_columns(x, (WARPS, c.tile)) for x in totals]
+            of_row = f.join(parts, *receive(c, smem, i * f.num_turns, f.num_numbers))
+            totals = [to_columns(x, (WARPS, c.tile)) for x in of_row]
+            if f.again is not None:
+                of_row = fold_again(f.again, i, totals)
+                totals += [to_columns(x, (WARPS, c.tile)) for x in of_row]
+            last = of_row[len(of_row) - f.num_row_results :]
+            for out, total in zip(gmem.of_rows, last, strict=True):
+                out[place(i * c.chunks)[0], me.rank, me.wg] = to_parts(total, layout)
             kept = []
             for chunk in range(c.chunks):
                 q = i * c.chunks + chunk
@@ -182,7 +206,7 @@ class _Wide:
                     mine = sums[len(kept) : len(kept) + f.num_sums]
                     kept += [s + a for s, a in zip(mine, addends, strict=True)]
                     for out, result in zip(gmem.results, results, strict=True):
-                        out[row, me.rank, me.wg, chunk, tile] = result.astype(self.dtype)
+                        out[row, me.rank, me.wg, chunk, tile] = result.astype(out.dtype)
                 plgpu.commit_smem()  # all warps have read the slot
                 fetch_if_any(q + c.slots)
             return tuple(kept)

@@ -92,27 +92,10 @@ def _checked(
     implementation: str,
     num_devices: int,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    rows.check_input(op, x)
-    for name, vector in zip(("scale", "bias"), vectors, strict=False):
-        if vector.shape != x.shape[-1:] or not jnp.issubdtype(vector.dtype, jnp.floating):
-            raise InputError(
-                f"{name} is {vector.dtype}{list(vector.shape)}; x asks for floats [{x.shape[-1]}]"
-            )
-    if not 0.0 <= epsilon < float("inf"):
-        raise InputError(f"epsilon={epsilon}; it must be finite and not negative")
-    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
-        raise InputError(
-            f"residual is {residual.dtype}{list(residual.shape)}; it is added to x, "
-            f"{x.dtype}{list(x.shape)}, and must be like it"
-        )
-    inputs = (x,) if residual is None else (x, residual)
-    x_RC = rows.as_rows(x)
-    norm = Norm(
-        columns=x_RC.shape[1], epsilon=epsilon, centered=op == "layer_norm",
-        biased=len(vectors) == 2, residual=residual is not None, dtype=x.dtype,
-    )  # fmt: skip
+    norm, inputs = checked(op, x, vectors, epsilon, residual)
     if implementation == "reference":
         return _as_asked(norm, _plain(norm, inputs, vectors))
+    x_RC = rows.as_rows(x)
 
     def chosen(direction: str) -> str:
         is_forward = direction == "forward"
@@ -131,14 +114,47 @@ def _checked(
     return _as_asked(norm, tuple(a.reshape(x.shape) for a in results))
 
 
+def checked(
+    op: str, x: jax.Array, vectors: Arrays, epsilon: float, residual: jax.Array | None
+) -> tuple[Norm, Arrays]:
+    """The norm that is asked for, and its addends.
+
+    Raises:
+        InputError: shapes, dtypes or epsilon that make no norm.
+    """
+    rows.check_input(op, x)
+    for name, vector in zip(("scale", "bias"), vectors, strict=False):
+        if vector.shape != x.shape[-1:] or not jnp.issubdtype(vector.dtype, jnp.floating):
+            raise InputError(
+                f"{name} is {vector.dtype}{list(vector.shape)}; x asks for floats [{x.shape[-1]}]"
+            )
+    if not 0.0 <= epsilon < float("inf"):
+        raise InputError(f"epsilon={epsilon}; it must be finite and not negative")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise InputError(
+            f"residual is {residual.dtype}{list(residual.shape)}; it is added to x, "
+            f"{x.dtype}{list(x.shape)}, and must be like it"
+        )
+    inputs = (x,) if residual is None else (x, residual)
+    norm = Norm(
+        columns=x.shape[-1], epsilon=epsilon, centered=op == "layer_norm",
+        biased=len(vectors) == 2, residual=residual is not None, dtype=x.dtype,
+    )  # fmt: skip
+    return norm, inputs
+
+
+def reference_of(norm: Norm):
+    """The plain form, of (x, scale, bias if there is one, epsilon)."""
+    return layer_norm_reference if norm.centered else rms_norm_reference
+
+
 def _as_asked(norm: Norm, results: Arrays) -> jax.Array | tuple[jax.Array, jax.Array]:
     return (results[0], results[1]) if norm.residual else results[0]
 
 
 def _plain(norm: Norm, inputs: Arrays, vectors: Arrays) -> Arrays:
     x = sum(inputs[1:], inputs[0])
-    reference = layer_norm_reference if norm.centered else rms_norm_reference
-    y = reference(x, *vectors, epsilon=norm.epsilon)
+    y = reference_of(norm)(x, *vectors, epsilon=norm.epsilon)
     return (y, x) if norm.residual else (y,)
 
 
@@ -167,8 +183,7 @@ def _from_inputs(
             (x_RC, *d_results), vectors[0].astype(jnp.float32)
         )
     else:
-        reference = layer_norm_reference if norm.centered else rms_norm_reference
-        of = functools.partial(reference, epsilon=norm.epsilon)
+        of = functools.partial(reference_of(norm), epsilon=norm.epsilon)
         d_x_RC, *d_vectors = jax.vjp(of, x_RC, *vectors)[1](d_results[0])
         d_x_RC = sum(d_results[1:], d_x_RC)
     d_vectors = tuple(d.astype(v.dtype) for d, v in zip(d_vectors, vectors, strict=True))

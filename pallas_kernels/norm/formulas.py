@@ -24,23 +24,25 @@ class Norm:
     dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)
 
 
+def row(norm: Norm, load: Load) -> jax.Array:
+    """x of the forward, fp32."""
+    if not norm.residual:
+        return load(0)
+    return (load(0) + load(1)).astype(norm.dtype).astype(jnp.float32)
+
+
 def forward(norm: Norm) -> Formula:
     """Inputs x, or both addends of x; vectors scale and bias; results y, and x if it is a sum."""
 
-    def row(load: Load) -> jax.Array:
-        if not norm.residual:
-            return load(0)
-        return (load(0) + load(1)).astype(norm.dtype).astype(jnp.float32)
-
     def fold(load: Load, vector: Load):
         del vector
-        return _spread_of(norm, row(load))
+        return _spread_of(norm, row(norm, load))
 
     def join(parts: Parts, *numbers_P: jax.Array):
         return _mean_and_root(norm, parts, *numbers_P)
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
-        x = row(load)
+        x = row(norm, load)
         y = (x - totals[0] if norm.centered else x) * totals[-1] * vector(0)
         if norm.biased:
             y += vector(1)

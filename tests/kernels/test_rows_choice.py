@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.mosaic.gpu import core as mosaic
 
+from experiments.bench.memory_bound import VARIANTS
 from pallas_kernels import layer_norm, rms_norm, softmax
 from pallas_kernels.common import device, rows, tables
 from pallas_kernels.common.hopper_formula import Call
 from pallas_kernels.common.hopper_rows_choice import MOST_BARRIERS, config_for
 from pallas_kernels.common.hopper_rows_config import SMEM_BYTES, Blocks, Stream, Twice, Wide
 from pallas_kernels.common.hopper_smem import smem_bytes
-from pallas_kernels.norm import formulas
+from pallas_kernels.norm import formulas, fp8_formula
 from pallas_kernels.softmax import hopper as softmaxes
 from tests.kernels.row_cases import num_kernels
 
@@ -36,6 +37,8 @@ def calls(columns, dtype=jnp.bfloat16):
             )
             form = name + "+residual" * residual
             made[form] = Call.of(formulas.forward(norm), [x] * (1 + residual), [x] * (1 + layer))
+            fp8 = fp8_formula.forward(norm)
+            made[form + "_fp8"] = Call.of(fp8, [x] * (1 + residual), [x] * (1 + layer))
             made[form + "_gradient"] = Call.of(formulas.backward(norm), [x] * (2 + residual), [x])
     return made
 
@@ -45,6 +48,8 @@ def test_every_length_fits(dtype):
     """All multiples of 256 columns to 8192 and of 2048 to 262,144, of every formula."""
     for columns in (*range(256, 8192, 256), *range(8192, 262145, 2048)):
         for name, call in calls(columns, dtype).items():
+            if not call.over_inputs and 4096 < columns < 8192:
+                continue  # refused: neither in blocks nor streamed
             config = config_for(4096, call)
             if isinstance(config, Blocks):
                 continue
@@ -60,6 +65,14 @@ def test_every_length_fits(dtype):
             assert config.tile % (32 * config.vector) == 0, what
             if isinstance(config, Wide):
                 assert config.slots > config.chunks or config.row_a_block, what
+
+
+def test_variants_of_the_benchmark_fit():
+    for (name, columns), variants in VARIANTS.items():
+        for variant, config in variants.items():
+            assert not isinstance(config, Blocks)
+            what = f"{name} of {columns}, {variant}"
+            assert smem_bytes(config, calls(columns)[name]) <= SMEM_BYTES, what
 
 
 # A length of each way through the GPU; those of 262,144 columns fill shared memory the most.

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import log_softmax, softmax
 from pallas_kernels.common import device
 from tests.kernels import test_norm as norms
+from tests.kernels import test_norm_fp8 as norms_fp8
 from tests.kernels import test_softmax as softmaxes
 from tests.tolerance import assert_no_worse
 
@@ -79,6 +80,19 @@ def test_norm_of_other_dtypes(dtype, form, columns):
     got = norms.evaluate(*case, **form, implementation="hopper")
     plain = norms.evaluate(*case, **form, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 126976, 131072, 262144])
+@pytest.mark.parametrize("form", norms_fp8.FORMS, ids=norms_fp8.NAMES)
+def test_norm_in_fp8(form, columns):
+    norms_fp8.check(norms.inputs((40, columns)), form, implementation="hopper")
+
+
+@pytest.mark.parametrize("columns", [4096, 32768])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_norm_in_fp8_of_other_dtypes(dtype, columns):
+    case = norms.inputs((40, columns), dtype=dtype)
+    norms_fp8.check(case, norms_fp8.FORMS[3], implementation="hopper")
 
 
 @pytest.mark.parametrize("columns", [131072, 262144])
