@@ -2,6 +2,9 @@
 
 python -m experiments.bench.memory_bound --out experiments/results/memory-bound-h200.json
 
+Rows of other dtypes than bf16 (--dtypes) have theirs in their names; the oracle of fp32 is XLA's
+own fp32, which errs by 1e-7.
+
 "check" rows give relative errors against XLA in fp32 beside those of its bf16 form. Other rows are
 CUPTI kernel times; GB/s counts each input read once and each output written once, and "of_copy"
 divides it by the copy of the same process and shape (``as_words``). "plain" rows are what XLA alone
@@ -25,9 +28,11 @@ from jax.experimental.mosaic.gpu import profiler
 from experiments.bench.memory_cases import OPS, make_inputs
 from experiments.bench.memory_plain import PLAIN
 from experiments.bench.table import Table
+from pallas_kernels.common import rows
 from pallas_kernels.common.hopper_rows_config import Config, Stream, Wide
 from pallas_kernels.common.rows import BARS, OTHERS, Workload
 
+DTYPES = tuple(jnp.dtype(dtype).name for dtype in rows.DTYPES)
 BAR_OPS = ("softmax", "rms_norm", "rms_norm_gradient", "softmax_gradient")
 _GRADIENTS: dict[str, Wide] = {
     "half": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1),
@@ -81,10 +86,10 @@ type Program = concurrent.futures.Future[jax.stages.Compiled]
 
 
 def compiled(
-    workload: Workload, names: list[str], variants: bool, deadline: float
+    workload: Workload, dtype: str, names: list[str], variants: bool, deadline: float
 ) -> dict[tuple[str, str], Program]:
     """All programs of a group by op and form, "fp32" XLA's; none is left to compile meanwhile."""
-    made = jax.eval_shape(make_inputs, workload)
+    made = jax.eval_shape(lambda: make_inputs(workload, dtype))
     programs = {}
 
     def program(f: Callable, args: list) -> jax.stages.Compiled:
@@ -129,10 +134,12 @@ def rate(f: Callable, args: list[jax.Array], num_bytes: int, copy: float | None)
 
 
 def as_words(x: jax.Array) -> jax.Array:
-    """bf16 [R, C] as int32 [R, C / 2]: what XLA copies at the rate of the memory.
+    """[R, C] as int32, of 16 bits two in one: what XLA copies at the rate of the memory.
 
     It adds 1 to bf16 at 78% of that.
     """
+    if x.dtype.itemsize == 4:
+        return jax.lax.bitcast_convert_type(x, jnp.int32)
     return jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.int32)
 
 
@@ -158,17 +165,20 @@ def groups() -> Iterator[tuple[Workload, list[str]]]:
 
 
 def widened(x):
-    return jnp.float32 if x.dtype == jnp.bfloat16 else x.dtype
+    return jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
 
 
-def measure_group(table: Table, workload: Workload, names: list[str], variants: bool) -> None:
+def measure_group(
+    table: Table, workload: Workload, dtype: str, names: list[str], variants: bool
+) -> None:
     """Copy, XLA, kernels and their variants at one shape."""
-    elements = workload.rows * workload.columns
-    programs = compiled(workload, names, variants, table.deadline)
-    made = make_inputs(workload)
+    elements, itemsize = workload.rows * workload.columns, jnp.dtype(dtype).itemsize
+    shape = workload.name if dtype == "bfloat16" else f"{dtype} {workload.name}"
+    programs = compiled(workload, dtype, names, variants, table.deadline)
+    made = make_inputs(workload, dtype)
     words = jax.jit(as_words)(made["x"])
     copied = table.add(
-        f"copy {workload.name}", lambda: rate(lambda x: x + 1, [words], 4 * elements, None)
+        f"copy {shape}", lambda: rate(lambda x: x + 1, [words], 2 * itemsize * elements, None)
     ).get("gb_s")
     for name in names:
         op = OPS[name]
@@ -176,12 +186,12 @@ def measure_group(table: Table, workload: Workload, names: list[str], variants: 
         for form in forms_of(name, workload.columns, variants):
             if form != "xla":
                 three = [programs[name, f] for f in (form, "xla", "fp32")]
-                label = f"check {name} {workload.name}" + f" {form}" * (form != "hopper")
+                label = f"check {name} {shape}" + f" {form}" * (form != "hopper")
                 table.add(label, functools.partial(check, three, args, op.compared))
             get = programs[name, form].result
-            num_bytes = op.num_bytes * elements
+            num_bytes = (op.num_arrays * itemsize + op.other_bytes) * elements
             table.add(
-                f"{name} {workload.name} {form}",
+                f"{name} {shape} {form}",
                 functools.partial(rate_of, get, lambda args=args: args, num_bytes, copied),
             )
 
@@ -208,12 +218,15 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--budget", type=float, default=150.0, help="seconds in all")
     parser.add_argument("--variants", action="store_true", help="other forms of the kernels too")
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=DTYPES)
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    for i, (workload, names) in enumerate(groups()):
-        measure_group(table, workload, names, args.variants)
-        if i + 1 == len(BARS):
-            measure_plain(table)
+    for dtype in args.dtypes:
+        for i, (workload, names) in enumerate(groups()):
+            # The variants are of 16 bits.
+            measure_group(table, workload, dtype, names, args.variants and dtype == "bfloat16")
+            if i + 1 == len(BARS) and dtype == "bfloat16":
+                measure_plain(table)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Calls of the ops over rows: kernel, XLA, fewest bytes. Dims: R row, C column.
 
-Arguments by letter: x and r bf16 [R, C], d and e gradients of results, y the softmax of x, m a mask
-of every second column or so, s and b fp32 [C].
+Arguments by letter: x and r floats [R, C], d and e gradients of results, y the softmax of x, m a
+mask of every second column or so, s and b fp32 [C].
 """
 
 import dataclasses
@@ -33,15 +33,16 @@ class Op:
     kernel: Callable  # takes config too
     xla: Callable
     letters: str  # arguments
-    num_bytes: int  # an element of [R, C]: each input read once, each result written once
+    num_arrays: int  # [R, C] in the dtype of x: each input read once, each result written once
+    other_bytes: int = 0  # an element of [R, C], of arrays of bytes
     compared: Callable = jax.tree.leaves  # of the results, what is held against the oracle's
     oracle: Callable | None = None  # of fp32 arguments; ``xla`` if none
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def make_inputs(workload: Workload) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def make_inputs(workload: Workload, dtype: str) -> dict[str, jax.Array]:
     """All arguments by letter."""
-    made = arrays(workload, jax.random.key(0))
+    made = arrays(workload, jax.random.key(0), dtype)
     x, keys = made["x"], jax.random.split(jax.random.key(7), 4)
     return {
         "x": x,
@@ -63,8 +64,9 @@ def _norms(op: str, *, residual: bool) -> tuple[Callable, Callable, Callable, Ca
 
     def form(x: jax.Array) -> Norm:
         return Norm(
-            columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual
-        )
+            columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
+            dtype=x.dtype,
+        )  # fmt: skip
 
     def kernel(*args: jax.Array, config=None):
         return norm.norm(form(args[0]), args[:num_inputs], args[num_inputs:], config=config)
@@ -116,7 +118,8 @@ def _norms_fp8(op: str, *, residual: bool) -> Op:
 
     return Op(
         folder="norm", kernel=kernel, xla=xla, compared=compared, oracle=oracle,
-        letters="xr"[:num_inputs] + ("sb" if layer else "s"), num_bytes=7 if residual else 3,
+        letters="xr"[:num_inputs] + ("sb" if layer else "s"), num_arrays=3 if residual else 1,
+        other_bytes=1,
     )  # fmt: skip
 
 
@@ -136,34 +139,35 @@ def _all_norms() -> dict[str, Op]:
             name = op + "+residual" * residual
             ops[name] = Op(
                 folder="norm", kernel=kernel, xla=xla, letters="xr"[: 1 + residual] + vectors,
-                num_bytes=8 if residual else 4,
+                num_arrays=4 if residual else 2,
             )  # fmt: skip
             ops[name + "_fp8"] = _norms_fp8(op, residual=residual)
             ops[name + "_gradient"] = Op(
                 folder="norm", kernel=kernel_gradient, xla=xla_gradient,
-                letters="sxde"[: 3 + residual], num_bytes=8 if residual else 6,
+                letters="sxde"[: 3 + residual], num_arrays=4 if residual else 3,
             )  # fmt: skip
     return ops
 
 
 OPS = {
     "softmax": Op(
-        folder="softmax", kernel=softmax.softmax, xla=softmax_reference, letters="x", num_bytes=4
+        folder="softmax", kernel=softmax.softmax, xla=softmax_reference, letters="x", num_arrays=2
     ),
     "softmax_gradient": Op(
         folder="softmax", kernel=softmax.softmax_gradient, xla=softmax_gradient_reference,
-        letters="yd", num_bytes=6,
+        letters="yd", num_arrays=3,
     ),
     **_all_norms(),
     "log_softmax": Op(
         folder="softmax", kernel=functools.partial(softmax.softmax, log=True),
-        xla=log_softmax_reference, letters="x", num_bytes=4,
+        xla=log_softmax_reference, letters="x", num_arrays=2,
     ),
     "log_softmax_gradient": Op(
         folder="softmax", kernel=softmax.log_softmax_gradient, xla=_log_gradient, letters="xd",
-        num_bytes=6,
+        num_arrays=3,
     ),
     "masked_softmax": Op(
-        folder="softmax", kernel=_masked, xla=softmax_reference, letters="xm", num_bytes=5
+        folder="softmax", kernel=_masked, xla=softmax_reference, letters="xm", num_arrays=2,
+        other_bytes=1,
     ),
 }  # fmt: skip

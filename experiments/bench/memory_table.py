@@ -9,12 +9,17 @@ was measured: XLA computes it then.
 import argparse
 import json
 import pathlib
+import re
 from collections.abc import Collection
 
 from experiments.bench.memory_cases import OPS
 from pallas_kernels.common import device, rows, tables
 from pallas_kernels.norm import api as norm
 from pallas_kernels.softmax import api as softmax
+
+_ROW = re.compile(
+    r"(?P<op>\S+)( (?P<dtype>float\d+))? (?P<rows>\d+)x(?P<columns>\d+) (?P<form>hopper|xla)"
+)
 
 FOLDERS = {"softmax": softmax.TUNED, "norm": norm.TUNED}
 
@@ -40,19 +45,19 @@ def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
     for row in result["rows"]:
         if _is_skipped(row["name"], skip):
             continue
-        name, _, form = row["name"].rpartition(" ")
-        name, _, shape = name.partition(" ")
-        if name not in names or form not in ("hopper", "xla") or "ms" not in row:
+        parts = _ROW.fullmatch(row["name"])
+        if parts is None or parts["op"] not in names or "ms" not in row:
             continue
-        num_rows, num_columns = (int(size) for size in shape.split("x"))
+        name = parts["op"]
         case: dict[str, tables.Value] = {
             "form": name.removesuffix("_gradient"),
             "direction": "gradient" if name.endswith("_gradient") else "forward",
-            "rows": num_rows,
-            "columns": num_columns,
-            "dtype": "bfloat16",
+            "rows": int(parts["rows"]),
+            "columns": int(parts["columns"]),
+            "dtype": parts["dtype"] or "bfloat16",
         }
-        measured.append(tables.Row.of(case=case, choice={"implementation": form}, ms=row["ms"]))
+        choice = {"implementation": parts["form"]}
+        measured.append(tables.Row.of(case=case, choice=choice, ms=row["ms"]))
     return tables.Table(
         op=op,
         question=rows.QUESTION,

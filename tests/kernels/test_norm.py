@@ -289,3 +289,17 @@ def test_no_table_is_made_of_wrong_results():
     with pytest.raises(ValueError, match="check rms_norm 8x32"):
         table_of(result, "norm")
     assert not table_of({**MEASURED_NOTHING, **result}, "norm", skip=["rms_norm 8x32"]).rows
+
+
+def test_a_table_of_dtypes_and_of_rounded_norms():
+    names = (
+        "rms_norm_fp8 8x32 hopper",
+        "rms_norm_gradient float32 8x32 xla",
+        "rms_norm 8x32 5 slots",
+    )
+    result = {"rows": [{"name": name, "ms": 1.0} for name in names]}
+    made = table_of({**MEASURED_NOTHING, **result}, "norm").rows
+    assert [
+        (dict(row.case)["form"], dict(row.case)["direction"], dict(row.case)["dtype"])
+        for row in made
+    ] == [("rms_norm_fp8", "forward", "bfloat16"), ("rms_norm", "gradient", "float32")]
