@@ -67,12 +67,8 @@ def figure(document: dict[str, Any]) -> Figure:
                 labels[-1][1].append(number)
             else:
                 labels.append((point, [number]))
-            predicted = point.get("predicted", False)
-            axes.plot(
-                point["intensity"], point["tflops"], marker, color=color, markersize=6,
-                fillstyle="none" if predicted else "full",
-            )  # fmt: skip
-            share = "predicted" if predicted else f"{100 * point['of_attainable']:.0f}%"
+            axes.plot(point["intensity"], point["tflops"], marker, color=color, markersize=6)
+            share = f"{100 * point['of_attainable']:.0f}%"
             lines.append((f"{number}  {point['name']}  {share}", color, "normal"))
         for point, numbers in labels:
             axes.annotate(

@@ -1,5 +1,6 @@
 """Who computes a call on a Hopper GPU, and that its program can be made without one."""
 
+import dataclasses
 import functools
 
 import jax
@@ -56,7 +57,9 @@ HOPPER_FIRST = ("hopper", "cudnn", "xla")
 def test_auto_on_hopper(monkeypatch):
     assert chosen(PLAIN) == "hopper"  # as measured
     assert chosen(BY_NAME["d128 full b4 s4096 h32/8"]) == "cudnn"  # the other way there
-    assert chosen(BY_NAME["phi-2"]) == "cudnn"  # no row of this width
+    phi = BY_NAME["phi-2"]
+    assert chosen(phi) == "hopper"  # as measured
+    assert chosen(dataclasses.replace(phi, causal=False)) == "cudnn"  # no row of this width
     assert chosen(PACKED) == "hopper"
     assert chosen(BY_NAME["gemma-2-9b, local"]) == "hopper"  # a soft cap is beyond cuDNN
     monkeypatch.setattr(preference, "UNMEASURED", HOPPER_FIRST)

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from experiments.pictures import roofline as picture
-from experiments.pictures import roofline_stored
 from jaxinfra.config.presets import MODELS
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
@@ -154,20 +153,21 @@ def test_the_picture_shows_every_point(tmp_path):
 
 
 def test_the_page_tells_what_is_stored():
-    page = (roofline_stored.ROOT / "docs/roofline.md").read_text()
-    points = {point["name"]: point for point in roofline_stored.document()["points"]}
+    page = (picture.ROOT / "docs/roofline.md").read_text()
+    document = json.loads(picture.RESULTS.read_text())
+    points = {point["name"]: point for point in document["points"]}
 
-    def told(name, number):
+    def told(name, digits, unit):
         point = points[name]
-        row = f"| {point['intensity']:.{number[0]}f} | {point[number[1]]:.0f}"
+        row = f"| {point['intensity']:.{digits}f} | {point[unit]:.0f}"
         share = f"| {point['of_attainable']:.0%} |"
         return [line for line in page.splitlines() if row in line and share in line]
 
-    for name in ("clustered", "attention", "attention with backward"):
-        assert len(told(name, (0, "tflops"))) == 1, name
+    for name in ("clustered", "attention", "attention backward", "linear + cross entropy"):
+        assert len(told(name, 0, "tflops")) == 1, name
     for length in ("1 x 128", "1 x 2048", "8 x 2048"):
-        assert len(told(f"llama32_1b prefill {length}", (0, "tflops"))) == 1, length
-    assert len(told("softmax 8192 x 32768", (2, "gb_per_s"))) == 1
-    assert len(told("rms_norm 8192 x 32768", (1, "gb_per_s"))) == 1
-    assert len(told("elu and gradient", (2, "gb_per_s"))) == 1
-    assert points["1.2B decode 1 after 2048"]["predicted"]
+        assert len(told(f"llama32_1b prefill {length}", 0, "tflops")) == 1, length
+    for batch, digits in ((1, 1), (16, 0), (64, 0)):
+        assert len(told(f"llama32_1b decode {batch} after 2048", digits, "gb_per_s")) == 1, batch
+    for name, digits in (("softmax", 2), ("rms_norm", 1), ("elu and gradient", 2)):
+        assert len(told(name, digits, "gb_per_s")) == 1, name
