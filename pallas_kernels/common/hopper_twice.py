@@ -2,10 +2,10 @@
 
 For rows that fit no shared memory, or whose vectors and sums fit no registers. Nothing is kept from
 one turn over a row to the next: a first turn folds its chunks into a few numbers, which the blocks
-of the row exchange, a second reads them again and writes the results. Few rows are at work at a
-time, so the second reading, the vectors and the sums, which are added up in memory, mostly find
-their data in L2. Both turns are loops: the kernel is as long for a row of one chunk as of a
-hundred.
+of the row exchange, a second reads them again and writes the results (a third, if the formula has
+an ``again``). Few rows are at work at a time, so the later readings, the vectors and the sums,
+which are added up in memory, mostly find their data in L2. The turns are loops: the kernel is as
+long for a row of one chunk as of a hundred.
 
 Dims: R row, C column, A part of a row in a warpgroup, M column of a tile, P part of a row.
 """

@@ -24,8 +24,8 @@ def _hopper():
 
 
 def num_rows(columns: int) -> int:
-    """Several for each cluster, and not as many for all."""
-    return 150 if columns <= 131072 else 40
+    """More than clusters that run at a time, so that some take two; the oracle's time bounds it."""
+    return 150 if columns <= 32768 else 80 if columns <= 131072 else 40
 
 
 # 10,240 and 126,976 columns are divided by few blocks and read twice.
@@ -39,7 +39,7 @@ def test_softmax(columns, f):
 
 
 # Of each way through the GPU; fp32 rows take twice the memory.
-@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 131072, 262144])
+@pytest.mark.parametrize("columns", [128, 4096, 32768, 262144])
 @pytest.mark.parametrize("f", [softmax, log_softmax])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_softmax_of_other_dtypes(dtype, f, columns):
@@ -72,7 +72,7 @@ def test_norm_and_gradient(columns, form):
     assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
 
 
-@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 131072, 262144])
+@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 262144])
 @pytest.mark.parametrize("form", [norms.FORMS[0], norms.FORMS[3]], ids=["plain", "everything"])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 def test_norm_of_other_dtypes(dtype, form, columns):
@@ -82,7 +82,7 @@ def test_norm_of_other_dtypes(dtype, form, columns):
     assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
 
 
-@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 126976, 131072, 262144])
+@pytest.mark.parametrize("columns", [128, 4096, 8192, 32768, 262144])
 @pytest.mark.parametrize("form", norms_fp8.FORMS, ids=norms_fp8.NAMES)
 def test_norm_in_fp8(form, columns):
     norms_fp8.check(norms.inputs((40, columns)), form, implementation="hopper")
@@ -102,3 +102,14 @@ def test_a_large_mean_cancels_nothing(columns):
     got = norms.evaluate(*case, **form, implementation="hopper")
     plain = norms.evaluate(*case, **form, implementation="reference")
     assert_no_worse(got, plain=plain, oracle=norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("form", norms.FORMS[:2], ids=norms.NAMES[:2])
+def test_results_repeat_to_the_last_bit(form):
+    """A cluster of eight once read numbers before they had come."""
+    case = norms.inputs((480, 131072))
+    run = jax.jit(functools.partial(norms.evaluate, **form, implementation="hopper"))
+    first = jax.tree.leaves(run(*case))
+    for _ in range(20):
+        for a, b in zip(first, jax.tree.leaves(run(*case)), strict=True):
+            assert bool(jnp.array_equal(a, b))
