@@ -41,6 +41,9 @@ MOST_TILES = 16
 def config_for(rows: int, call: Call) -> Config:
     """Tiles for rows of a dtype of 16 or 32 bits.
 
+    Columns: multiples of 32 to 1024, where rows come in fours; of 128 to 4096, and to 8192 where
+    nothing is streamed; of 256 to 8192; of 2048 to 262,144.
+
     32 columns of a row to a thread leave registers for everything else; sums over rows take as many
     again, so there it is 16. Whatever shared memory remains is read-ahead.
 
