@@ -125,8 +125,10 @@ def _held(call: Call, cluster: int) -> Wide | None:
     if sums > (MOST_BESIDE_SUMS if cluster < 8 else MOST_HELD):
         return None
     held = num_tiles
+    # RMSNorm's gradient, measured so: 92% of a copy at 32,768 columns where none is held has 88%.
+    lean = call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
     if call.num_vectors:
-        left = max((MOST_BESIDE_SUMS if sums else MOST_HELD) - sums, 0)
+        left = max((MOST_BESIDE_SUMS if sums and not lean else MOST_HELD) - sums, 0)
         held = min(left // (a_tile * call.num_vectors), num_tiles)
     if call.num_sums and held < num_tiles:
         held = 0  # beside sums, half a scale in registers is slower than none
@@ -138,7 +140,7 @@ def _held(call: Call, cluster: int) -> Wide | None:
     slot = call.num_inputs * call.itemsize * tiles * 4 * WARPS * tile
     fewest = config.chunks + (-(-LEAST_LEAD // slot) if cluster < 8 else 1)
     most = max(6, config.chunks + 96 * 1024 // slot) if call.num_inputs == 1 else 6
-    may_fold_ahead = cluster > 1 and call.num_sums == 0 and call.num_turns == 1
+    may_fold_ahead = cluster > 1 and call.num_turns == 1 and (call.num_sums == 0 or lean)
     for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
         ahead = may_fold_ahead and slots > 2 * config.chunks
         fitting = dataclasses.replace(config, slots=slots, ahead=ahead)
