@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_formula import Formula, Parts, to_columns, to_parts
+from .hopper_formula import Formula, Parts, compiler_params, to_columns, to_parts
 from .hopper_rows_config import WARPS, Blocks, lane_layout, tile_layout
 
 
@@ -86,9 +86,7 @@ def block_rows(
         grid_names=("block",),
         num_threads=1,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=256
-        ),
+        compiler_params=compiler_params(inputs_RC[0].dtype, 256),
     )(*(x.reshape(tiled) for x in inputs_RC), *(v.reshape(vector_shape) for v in vectors_C))
     whole = tuple(out.reshape(rows, columns) for out in outs[: formula.num_results])
     of_rows = outs[formula.num_results :]

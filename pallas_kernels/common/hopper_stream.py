@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_formula import Call, Formula, Parts, to_columns
+from .hopper_formula import Call, Formula, Parts, compiler_params, to_columns
 from .hopper_rows_config import NUM_PROCESSORS, WARPS, Stream, lane_layout, tile_layout
 from .hopper_smem import stream_scratch
 
@@ -73,9 +73,7 @@ def stream_rows(
         grid_names=("block",),
         num_threads=config.num_warpgroups,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=compiler_params(kernel.dtype, 0),
     )(
         *(x.reshape(tiled) for x in inputs_RC),
         *(v.reshape(kernel.vector_shape) for v in vectors_C),

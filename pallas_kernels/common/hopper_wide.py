@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_exchange import receive, send
-from .hopper_formula import Call, Formula, Parts, to_columns, to_parts
+from .hopper_formula import Call, Formula, Parts, compiler_params, to_columns, to_parts
 from .hopper_rows_config import WARPS, Wide, tile_layout
 from .hopper_smem import REDUCTION_BYTES, wide_scratch
 
@@ -80,9 +80,7 @@ def wide_rows(
         cluster_names=("cluster",),
         num_threads=config.warpgroups,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=REDUCTION_BYTES
-        ),
+        compiler_params=compiler_params(dtype, REDUCTION_BYTES),
     )(*(x.reshape(shape) for x in inputs_RC), *(v.reshape(kernel.row_shape) for v in vectors_C))
     return (
         (

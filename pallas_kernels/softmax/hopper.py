@@ -3,8 +3,6 @@
 norm/NOTES.md measures them. Dims: R row, C column, A row or part of a row in a warpgroup, P part.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +10,6 @@ from pallas_kernels.common.hopper_formula import Formula, Load, Parts, add, to_c
 from pallas_kernels.common.hopper_rows import apply_rows
 from pallas_kernels.common.hopper_rows_config import Config
 
-LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -47,20 +44,19 @@ def forward(*, log: bool, masked: bool) -> Formula:
         x = row(load)
         # A part that is all -inf, in a row that is not, must count as 0 and not as NaN.
         largest_A = jnp.maximum(jnp.max(x, axis=1), LOWEST)
-        # Scaled after the difference: a mask's finfo.min times LOG2E would overflow.
-        power = jnp.exp2((x - to_columns(largest_A, x.shape)) * LOG2E)
+        power = jnp.exp(x - to_columns(largest_A, x.shape))
         return largest_A, jnp.sum(power, axis=1)
 
     def merge(seen, columns, numbers_A, more_A):
         del seen, columns
         largest_A = jnp.maximum(numbers_A[0], more_A[0])
-        sums = [s * jnp.exp2((m - largest_A) * LOG2E) for m, s in (numbers_A, more_A)]
+        sums = [s * jnp.exp(m - largest_A) for m, s in (numbers_A, more_A)]
         return largest_A, sums[0] + sums[1]
 
     def join(parts: Parts, largest_P: jax.Array, sum_P: jax.Array):
         largest = parts.max(largest_P)
         lower_P = largest_P - parts.spread(largest, largest_P)
-        total = parts.sum(sum_P * jnp.exp2(lower_P * LOG2E))
+        total = parts.sum(sum_P * jnp.exp(lower_P))
         return largest, jnp.log(total) if log else 1.0 / total
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
@@ -69,7 +65,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
         apart = row(load) - largest
         if log:
             return (apart - total,), ()
-        y = jnp.exp2(apart * LOG2E) * total
+        y = jnp.exp(apart) * total
         return (jnp.where(load(1) > 0.0, y, 0.0) if masked else y,), ()
 
     return Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=2)
@@ -123,6 +119,6 @@ def log_gradient() -> Formula:
 
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
         del vector
-        return (load(1) - jnp.exp2((load(0) - totals[0]) * LOG2E) * totals[1],), ()
+        return (load(1) - jnp.exp(load(0) - totals[0]) * totals[1],), ()
 
     return Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=3)
