@@ -56,17 +56,20 @@ def make_inputs(workload: Workload, dtype: str) -> dict[str, jax.Array]:
     }
 
 
+def _form(op: str, residual: bool, x: jax.Array) -> Norm:
+    layer = op == "layer_norm"
+    return Norm(
+        columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
+        dtype=x.dtype,
+    )  # fmt: skip
+
+
 def _norms(op: str, *, residual: bool) -> tuple[Callable, Callable, Callable, Callable]:
     """Kernel and XLA, forward and gradient."""
     layer = op == "layer_norm"
     reference = layer_norm_reference if layer else rms_norm_reference
     num_inputs = 1 + residual
-
-    def form(x: jax.Array) -> Norm:
-        return Norm(
-            columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
-            dtype=x.dtype,
-        )  # fmt: skip
+    form = functools.partial(_form, op, residual)
 
     def kernel(*args: jax.Array, config=None):
         return norm.norm(form(args[0]), args[:num_inputs], args[num_inputs:], config=config)
@@ -91,12 +94,7 @@ def _norms_fp8(op: str, *, residual: bool) -> Op:
     """Rounded to e4m3: compared as fp32 and by their scales with the norm that is not rounded."""
     layer = op == "layer_norm"
     num_inputs = 1 + residual
-
-    def form(x: jax.Array) -> Norm:
-        return Norm(
-            columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
-            dtype=x.dtype,
-        )  # fmt: skip
+    form = functools.partial(_form, op, residual)
 
     def kernel(*args: jax.Array, config=None):
         inputs, vectors = args[:num_inputs], args[num_inputs:]

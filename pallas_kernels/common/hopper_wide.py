@@ -23,10 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .hopper_clusters import call_clusters
 from .hopper_exchange import receive, send
-from .hopper_formula import Call, Formula, Parts, compiler_params, to_columns, to_parts
+from .hopper_formula import Call, Formula, Parts, to_columns, to_parts
 from .hopper_rows_config import WARPS, Wide, tile_layout
-from .hopper_smem import REDUCTION_BYTES, wide_scratch
+from .hopper_smem import wide_scratch
 
 
 def wide_rows(
@@ -37,58 +38,18 @@ def wide_rows(
     vectors_C: Sequence[jax.Array] = (),
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Results and partial sums; arguments as in ``hopper_rows.apply_rows``."""
-    (num_rows, columns), dtype = inputs_RC[0].shape, inputs_RC[0].dtype
-    assert columns == config.columns, (columns, config)
     needed = config.chunks * (2 if config.ahead else 1)
     assert config.slots >= needed, f"{config} keeps {needed} chunks"
     assert formula.again is None or not config.ahead
     kernel = _Wide(
-        f=formula, c=config, num_rows=num_rows, dtype=dtype, num_inputs=len(inputs_RC),
-        num_vectors=len(vectors_C),
+        f=formula, c=config, num_rows=inputs_RC[0].shape[0], dtype=inputs_RC[0].dtype,
+        num_inputs=len(inputs_RC), num_vectors=len(vectors_C),
     )  # fmt: skip
-    scratch = wide_scratch(config, Call.of(formula, inputs_RC, vectors_C))
-    shape = (num_rows, *kernel.row_shape)
-    of_row = (num_rows, config.cluster, config.warpgroups, WARPS)
-    partial = jax.ShapeDtypeStruct((kernel.num_workers, *kernel.row_shape), jnp.float32)
-    num_operands = len(inputs_RC) + len(vectors_C)
-    num_results = formula.num_results
-    num_outs = num_results + formula.num_row_results + formula.num_sums
-
-    def body(*refs):
-        operands, outs = refs[:num_operands], refs[num_operands:]
-        gmem = types.SimpleNamespace(
-            inputs=operands[: len(inputs_RC)],
-            vectors=operands[len(inputs_RC) :],
-            results=outs[:num_results],
-            of_rows=outs[num_results : num_outs - formula.num_sums],
-            sums=outs[num_outs - formula.num_sums : num_outs],
-        )
-        smem = dict(zip(scratch, outs[num_outs:], strict=True))
-        kernel.run(gmem, types.SimpleNamespace(**smem))
-
-    outs = plgpu.kernel(
-        body,
-        out_type=(
-            *[jax.ShapeDtypeStruct(shape, each) for each in formula.dtypes(dtype)],
-            *[jax.ShapeDtypeStruct(of_row, jnp.float32)] * formula.num_row_results,
-            *[partial] * formula.num_sums,
-        ),
-        scratch_types=tuple(scratch.values()),
-        grid=(kernel.num_workers,),
-        grid_names=("worker",),
-        cluster=(config.cluster,),
-        cluster_names=("cluster",),
-        num_threads=config.warpgroups,
-        thread_name="wg",
-        compiler_params=compiler_params(dtype, REDUCTION_BYTES),
-    )(*(x.reshape(shape) for x in inputs_RC), *(v.reshape(kernel.row_shape) for v in vectors_C))
-    return (
-        (
-            *(x.reshape(num_rows, columns) for x in outs[:num_results]),
-            *(x[:, 0, 0, 0] for x in outs[num_results : num_outs - formula.num_sums]),
-        ),
-        tuple(x.reshape(-1, columns) for x in outs[num_outs - formula.num_sums :]),
-    )
+    return call_clusters(
+        kernel.run, formula, inputs_RC, vectors_C, config=config, row_shape=kernel.row_shape,
+        num_workers=kernel.num_workers,
+        scratch=wide_scratch(config, Call.of(formula, inputs_RC, vectors_C)),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
