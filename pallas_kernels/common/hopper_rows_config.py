@@ -4,10 +4,11 @@ import dataclasses
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .device import NUM_PROCESSORS
+
 WARPS = 4  # a warpgroup
 LANES = 32
-NUM_PROCESSORS = 132
-NUM_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}
+NUM_CLUSTERS = {1: NUM_PROCESSORS, 2: 66, 4: 30, 8: 15}
 """By their blocks, how many run at the same time."""
 SMEM_BYTES = 227 * 1024
 LONGEST_WHOLE_ROW = 1024  # columns of a row that one warp holds

@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .device import NUM_PROCESSORS
 from .hopper_formula import Call, Formula, Parts, compiler_params, to_columns
-from .hopper_rows_config import NUM_PROCESSORS, WARPS, Stream, lane_layout, tile_layout
+from .hopper_rows_config import WARPS, Stream, lane_layout, tile_layout
 from .hopper_smem import stream_scratch
 
 

@@ -14,13 +14,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.device import NUM_PROCESSORS
+
 from .hopper_config import ForwardConfig, Fp8Config
 from .hopper_geometry import TileRange, heads_per_wave, key_tiles
 from .hopper_kernel import Kernel
 from .hopper_tile import mask_tile
-
-MULTIPROCESSORS = 132
-"""Of an H100 or H200, a block each. Where there are others, a prefetch comes early or late."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +96,7 @@ class ForwardBlock(Kernel):
 
         lax.fori_loop(0, keys.hi - keys.lo, step, None)
         if not self.interpretable:  # the interpreter knows no prefetch
-            self.prefetch(gmem, lax.axis_index("tile") + MULTIPROCESSORS)
+            self.prefetch(gmem, lax.axis_index("tile") + NUM_PROCESSORS)
         for slot in range(c.num_stages):
             plgpu.barrier_wait(smem.k_empty.at[slot])
             plgpu.barrier_wait(smem.v_empty.at[slot])
@@ -106,7 +105,8 @@ class ForwardBlock(Kernel):
         """Into L2, what a later block reads first; by its positions, for ids would be waited for.
 
         The blocks of this kernel end at about the same time, so that this multiprocessor will run
-        that block or one beside it: its wait for memory is then the short one for L2.
+        that block or one beside it: its wait for memory is then the short one for L2. With another
+        number of multiprocessors it comes early or late.
         """
         g, c = self.g, self.c
         count = g.B * g.N * self.num_q_tiles

@@ -14,10 +14,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
+from pallas_kernels.common.device import NUM_PROCESSORS
+
 from .threads import PARAMS, TILED, Tiling
 
 THREADS = 128
-NUM_PROCESSORS = 132
 SHARED_BYTES = 228 * 1024  # of a multiprocessor; a block has 1 KB of it for itself
 BLOCK_SHARED_BYTES = 227 * 1024
 A_NUMBER_EACH = TILED(

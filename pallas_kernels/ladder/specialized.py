@@ -13,10 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.device import NUM_PROCESSORS
+
 from .shapes import check_operands
 from .tensor_cores import STORE_N, store, swizzled
 
-NUM_PROCESSORS = 132
 NUM_GROUPS = 2  # warpgroups that multiply
 LOADER = NUM_GROUPS  # the index of the one that copies
 PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common.device import NUM_PROCESSORS
 from pallas_kernels.flash_attention.hopper_tile import mask_tile, soft_cap, sum_strips
 
 LOG2E = math.log2(math.e)
@@ -44,7 +45,7 @@ class Config:
     cluster: int = 1  # blocks that share the loads of a table tile
     num_out_slots: int = 2  # stripes of 64 ids on their way out, a warpgroup
     in_turns: bool = True  # the second warpgroup's epilogue follows the first's
-    num_blocks: int = 132  # one a multiprocessor
+    num_blocks: int = NUM_PROCESSORS  # one a multiprocessor
 
     @property
     def block_r(self) -> int:
