@@ -77,7 +77,7 @@ def test_a_rung_multiplies(rung):
         (specialized.ping_pong, specialized.ALONE),
         (specialized.ping_pong, Tiles(m=64, n=256, sharers=1)),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_a_block_walks_several_tiles(matmul, tiles, monkeypatch):
     # One worker for each cluster: it computes every tile of C, an odd number of them.
