@@ -49,7 +49,16 @@ VARIANTS: dict[tuple[str, int], Mapping[str, Config]] = {
         "5 slots": Wide(tiles=2, chunks=2, slots=5),
         "4 slots": Wide(tiles=2, chunks=2, slots=4),
     },
-    ("softmax", 131072): {"6 slots": Wide(cluster=2, tiles=2, chunks=4, slots=6)},
+    ("softmax", 131072): {
+        "6 slots": Wide(cluster=2, tiles=2, chunks=4, slots=6),
+        "7 slots": Wide(cluster=2, tiles=2, chunks=4, slots=7),
+        "a row 4 blocks": Wide(cluster=4, chunks=4, slots=4, row_a_block=True),
+        "a row 4 blocks of 2": Wide(
+            cluster=4, warpgroups=2, tiles=2, chunks=4, slots=4, row_a_block=True
+        ),
+        "a row 8 blocks": Wide(cluster=8, chunks=2, slots=2, row_a_block=True),
+        "a row 8 blocks of 2": Wide(cluster=8, warpgroups=2, chunks=4, slots=4, row_a_block=True),
+    },
     ("rms_norm", 32768): {"5 slots": Wide(tiles=2, chunks=2, slots=5)},
     ("rms_norm_gradient", 32768): _GRADIENTS,
     ("rms_norm_gradient", 131072): {
