@@ -26,10 +26,14 @@ MOST_HELD = 64
 """Numbers that a thread holds from row to row; more spill."""
 
 MOST_BESIDE_SUMS = 48
-"""Of these, if there are sums among them and the row can be spread over more blocks."""
+"""Of these, if there are sums and vectors among them."""
 
-LEAST_LEAD = 80 * 1024
+LEAST_LEAD, MOST_LEAD = 80 * 1024, 96 * 1024
 """Bytes that a block reads ahead of the row it works on; one of eight, the widest rows, a slot."""
+
+SHORT_LEAD = 48 * 1024
+"""Instead, where sums over rows or nothing but a row fill a block: more blocks cost more than that
+(norm/NOTES.md)."""
 
 MOST_BARRIERS = 32
 """Of one kind in Pallas: one for each slot of each warpgroup."""
@@ -102,8 +106,7 @@ def _wide(call: Call) -> Wide | Twice:
     """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
     if call.columns % 2048:
         raise _refused(f"{call.columns} columns are not a multiple of 2048")
-    alone = call.num_inputs == 1 and not call.num_vectors
-    if call.columns == 32768 and call.itemsize == 2 and alone:
+    if call.columns == 32768 and call.itemsize == 2 and _alone(call):
         # Softmax: three blocks share a multiprocessor. 95.8% of a copy, where one that goes on from
         # row to row reaches 89.5% (norm/NOTES.md).
         return Wide(chunks=4, slots=4, row_a_block=True)
@@ -114,6 +117,11 @@ def _wide(call: Call) -> Wide | Twice:
     return _twice(call)
 
 
+def _alone(call: Call) -> bool:
+    """Whether a row is all that is read, as by softmax."""
+    return call.num_inputs == 1 and not call.num_vectors
+
+
 def _held(call: Call, cluster: int) -> Wide | None:
     """A row in the shared memory of a cluster of so many blocks, if it fits."""
     warps = cluster * 4 * WARPS
@@ -122,7 +130,7 @@ def _held(call: Call, cluster: int) -> Wide | None:
     if not 0 < num_tiles <= MOST_TILES:
         return None
     sums = num_tiles * a_tile * call.num_sums
-    if sums > (MOST_BESIDE_SUMS if cluster < 8 else MOST_HELD):
+    if sums > MOST_HELD:
         return None
     held = num_tiles
     # RMSNorm's gradient, measured so: 92% of a copy at 32,768 columns where none is held has 88%.
@@ -138,8 +146,12 @@ def _held(call: Call, cluster: int) -> Wide | None:
         in_memory=num_tiles - held, vector=_vector(call, tile, in_memory=held < num_tiles),
     )  # fmt: skip
     slot = call.num_inputs * call.itemsize * tiles * 4 * WARPS * tile
-    fewest = config.chunks + (-(-LEAST_LEAD // slot) if cluster < 8 else 1)
-    most = max(6, config.chunks + 96 * 1024 // slot) if call.num_inputs == 1 else 6
+    least = SHORT_LEAD if _alone(call) or call.num_sums else LEAST_LEAD
+    fewest = config.chunks + (-(-least // slot) if cluster < 8 else 1)
+    most = 6
+    if call.num_inputs == 1:
+        lead = least if _alone(call) else MOST_LEAD  # of softmax 131,072 columns 6 slots beat 7
+        most = max(6, config.chunks + -(-lead // slot))
     may_fold_ahead = cluster > 1 and call.num_turns == 1 and (call.num_sums == 0 or lean)
     for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
         ahead = may_fold_ahead and slots > 2 * config.chunks
