@@ -198,32 +198,43 @@ def _uniform_total(
 def _scan(
     static: Static, step: Callable[..., tuple[Any, Any]], start: Any, *arrays: jax.Array
 ) -> tuple[Any, Any]:
-    """``lax.scan`` over chunks of [B, T, ...]; its second result as [Z, b, T', ...]."""
+    """``lax.scan`` over chunks of [B, T, ...]; its second result as [Z, b, T', ...].
+
+    Chunks are cut out where they lie and results written where they belong: stacked, each would be
+    in memory twice.
+    """
     parts = tuple(_shards(static, x) for x in arrays)
     length, size = parts[0].shape[2], static.chunk_length
     apart = (length - 1) % size + 1 if static.first_apart else 0
-    results = []
-    if apart:
-        start, first = step(start, tuple(x[:, :, :apart] for x in parts))
-        results.append(first)
     count = -(-(length - apart) // size)
     # Zeros: a weight of 0 does not count.
     missing = apart + count * size - length
+    if missing:
+        parts = tuple(
+            jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3)) for x in parts
+        )
 
-    def chunks(x: jax.Array) -> jax.Array:
-        x = x[:, :, apart:]
-        if missing:
-            x = jnp.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3))
-        return jnp.moveaxis(x.reshape(*x.shape[:2], count, size, *x.shape[3:]), 2, 0)
+    def cut(first: int | jax.Array, size: int) -> tuple[jax.Array, ...]:
+        return tuple(jax.lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in parts)
 
-    def joined(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x, 0, 2)
-        return x.reshape(*x.shape[:2], count * size, *x.shape[4:])
+    def turn(state: tuple[Any, Any], first: jax.Array) -> tuple[tuple[Any, Any], None]:
+        sums, results = state
+        sums, result = step(sums, cut(first, size))
+        return (sums, jax.tree.map(functools.partial(_put, first=first), results, result)), None
 
-    if count:
-        start, rest = jax.lax.scan(step, start, tuple(chunks(x) for x in parts))
-        results.append(jax.tree.map(joined, rest))
-    return start, jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *results)
+    one = jax.eval_shape(lambda: step(start, cut(0, size))[1])
+    results = jax.tree.map(
+        lambda x: jnp.zeros((*x.shape[:2], length + missing, *x.shape[3:]), x.dtype), one
+    )
+    if apart:
+        start, first = step(start, cut(0, apart))
+        results = jax.tree.map(functools.partial(_put, first=0), results, first)
+    firsts = apart + size * jnp.arange(count)
+    return jax.lax.scan(turn, (start, results), firsts)[0] if count else (start, results)
+
+
+def _put(x: jax.Array, part: jax.Array, *, first: int | jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, part, first, axis=2)
 
 
 def _shards(static: Static, x: jax.Array) -> jax.Array:

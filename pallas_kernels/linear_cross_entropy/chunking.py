@@ -10,7 +10,7 @@ from .hopper import ROW_TILE
 _XLA_BYTES = {"cpu": 2**21}
 _XLA_ACCELERATOR_BYTES = 2**30
 # bf16 exponentials. With the table in bf16, 16,384 tokens of 128,256 ids stay under 1 GiB.
-_HOPPER_BYTES = 416 * 2**20
+_HOPPER_BYTES = 470 * 2**20
 
 HOPPER_LEAST_IDS = 100_000
 """Vocabularies, or a device's part of one, from which "auto" takes the Hopper form: 1.18 times as
