@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .hopper_formula import Formula, Parts, compiler_params, to_columns, to_parts
+from .hopper_formula import MASK, Formula, Parts, compiler_params, to_columns, to_parts
 from .hopper_rows_config import WARPS, Blocks, lane_layout, tile_layout
 
 
@@ -49,11 +49,17 @@ def block_rows(
         held = [_load_vector(ref, shape, layout) for ref in per_column]
 
         def turn(i, _):
-            tiles = [
-                plgpu.load(x.at[first + i], layout=layout, optimized=False).astype(jnp.float32)
-                for x in inputs
-            ]
-            load, vector = tiles.__getitem__, held.__getitem__
+            def read(j):
+                tile = plgpu.load(inputs[j].at[first + i], layout=layout, optimized=False)
+                return tile.astype(jnp.float32)
+
+            # Masks are read again, from L1: held, each of their bytes would take a register.
+            tiles = {j: read(j) for j, x in enumerate(inputs) if x.dtype != MASK}
+
+            def load(j):
+                return tiles[j] if j in tiles else read(j)
+
+            vector = held.__getitem__
 
             def together(j, numbers):
                 if parts.whole:

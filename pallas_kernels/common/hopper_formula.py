@@ -17,6 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .hopper_rows_config import WARPS
 
+MASK = jnp.dtype(jnp.int8)
+"""Of masks: a byte an element; the GPU's kernels read no bool."""
+
 type Load = Callable[[int], jax.Array]
 """Input or vector i as fp32 [A, M]."""
 
@@ -99,7 +102,8 @@ class Call:
 
     columns: int
     dtype: jnp.dtype
-    num_inputs: int  # arrays of [rows, columns]
+    num_inputs: int  # arrays of [rows, columns] of ``dtype``
+    num_masks: int = 0  # arrays of [rows, columns] of ``MASK``, after the inputs
     num_vectors: int = 0  # arrays of [columns], fp32
     num_numbers: int  # fp32, of each part of a row, that parts exchange
     num_sums: int = 0  # arrays of [columns] that it sums over rows, fp32
@@ -111,18 +115,32 @@ class Call:
         cls, formula: Formula, inputs_RC: Sequence[jax.Array], vectors_C: Sequence[jax.Array] = ()
     ) -> "Call":
         """A formula's, of arrays or their shapes."""
-        return cls(
-            columns=inputs_RC[0].shape[1], dtype=jnp.dtype(inputs_RC[0].dtype),
-            num_inputs=len(inputs_RC), num_vectors=len(vectors_C),
+        dtypes = [jnp.dtype(x.dtype) for x in inputs_RC]
+        num_masks = dtypes.count(MASK)
+        call = cls(
+            columns=inputs_RC[0].shape[1], dtype=dtypes[0],
+            num_inputs=len(dtypes) - num_masks, num_masks=num_masks, num_vectors=len(vectors_C),
             num_numbers=formula.num_numbers, num_sums=formula.num_sums,
             num_turns=formula.num_turns,
             over_inputs=formula.first_dtype is None and not formula.num_row_results,
         )  # fmt: skip
+        assert dtypes == list(call.dtypes), f"{dtypes} are not of one dtype and then masks"
+        return call
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of an input."""
+        """Bytes of an element of an input that is no mask."""
         return self.dtype.itemsize
+
+    @property
+    def dtypes(self) -> tuple[jnp.dtype, ...]:
+        """Of inputs and masks."""
+        return (self.dtype,) * self.num_inputs + (MASK,) * self.num_masks
+
+    @property
+    def column_bytes(self) -> int:
+        """Of all inputs and masks."""
+        return sum(dtype.itemsize for dtype in self.dtypes)
 
 
 def compiler_params(dtype: jnp.dtype, reduction_scratch_bytes: int) -> plgpu.CompilerParams:

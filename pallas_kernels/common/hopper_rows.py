@@ -23,7 +23,7 @@ def apply_rows(
     """Applies a formula to every row.
 
     Args:
-        inputs_RC: of one shape and one of ``rows.DTYPES``.
+        inputs_RC: of one shape and one of ``rows.DTYPES``, and after these masks, of int8.
         vectors_C: fp32, the same for all rows.
         config: instead of ``config_for``'s.
 

@@ -107,8 +107,8 @@ def _wide(call: Call) -> Wide | Twice:
     if call.columns % 2048:
         raise _refused(f"{call.columns} columns are not a multiple of 2048")
     if call.columns == 32768 and call.itemsize == 2 and _alone(call):
-        # Softmax: three blocks share a multiprocessor. 95.8% of a copy, where one that goes on from
-        # row to row reaches 89.5% (norm/NOTES.md).
+        # Softmax: three blocks share a multiprocessor, two beside masks. 95.8% of a copy, where one
+        # that goes on from row to row reaches 89.5% (norm/NOTES.md).
         return Wide(chunks=4, slots=4, row_a_block=True)
     for cluster in (1, 2, 4, 8):
         config = _held(call, cluster)
@@ -118,7 +118,7 @@ def _wide(call: Call) -> Wide | Twice:
 
 
 def _alone(call: Call) -> bool:
-    """Whether a row is all that is read, as by softmax."""
+    """Whether a row, and masks of it, is all that is read, as by softmax."""
     return call.num_inputs == 1 and not call.num_vectors
 
 
@@ -145,7 +145,7 @@ def _held(call: Call, cluster: int) -> Wide | None:
         cluster=cluster, tile=tile, tiles=tiles, chunks=num_tiles // tiles,
         in_memory=num_tiles - held, vector=_vector(call, tile, in_memory=held < num_tiles),
     )  # fmt: skip
-    slot = call.num_inputs * call.itemsize * tiles * 4 * WARPS * tile
+    slot = call.column_bytes * tiles * 4 * WARPS * tile
     least = SHORT_LEAD if _alone(call) or call.num_sums else LEAST_LEAD
     fewest = config.chunks + (-(-least // slot) if cluster < 8 else 1)
     most = 6

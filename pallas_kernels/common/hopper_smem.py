@@ -45,13 +45,13 @@ def stream_scratch(c: Stream, call: Call) -> dict[str, Any]:
     A, M = c.slot_shape(call.columns)
     vector = (1, 1, M) if c.rows_per_warp else (c.group, WARPS, M)
     buffers: dict[str, Any] = {
-        f"input{j}": plgpu.SMEM((c.num_warpgroups, c.num_stages, A, M), call.dtype)
-        for j in range(call.num_inputs)
+        f"input{j}": plgpu.SMEM((c.num_warpgroups, c.num_stages, A, M), dtype)
+        for j, dtype in enumerate(call.dtypes)
     }
     for j in range(call.num_vectors):
         buffers[f"vector{j}"] = plgpu.SMEM(vector, jnp.float32)
     buffers["full"] = plgpu.Barrier(
-        num_arrivals=call.num_inputs, num_barriers=c.num_warpgroups * c.num_stages
+        num_arrivals=len(call.dtypes), num_barriers=c.num_warpgroups * c.num_stages
     )
     if call.num_vectors:
         buffers["vectors_full"] = plgpu.Barrier(num_arrivals=call.num_vectors)
@@ -87,10 +87,10 @@ def twice_scratch(c: Twice, call: Call) -> dict[str, Any]:
 def _slots(c: Wide | Twice, shape: tuple[int, ...], call: Call) -> dict[str, Any]:
     """Of inputs, and what the blocks of a row exchange by."""
     buffers: dict[str, Any] = {
-        f"input{j}": plgpu.SMEM(shape, call.dtype) for j in range(call.num_inputs)
+        f"input{j}": plgpu.SMEM(shape, dtype) for j, dtype in enumerate(call.dtypes)
     }
     buffers["full"] = plgpu.Barrier(
-        num_arrivals=call.num_inputs, num_barriers=c.warpgroups * c.slots
+        num_arrivals=len(call.dtypes), num_barriers=c.warpgroups * c.slots
     )
     num_parts = c.cluster * c.warpgroups * WARPS
     buffers["numbers"] = plgpu.SMEM((TURNS, call.num_numbers, num_parts), jnp.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
-from pallas_kernels.common.hopper_formula import Call, Formula
+from pallas_kernels.common.hopper_formula import MASK, Call, Formula
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from . import hopper
@@ -58,10 +58,10 @@ def softmax(
     chosen = _chosen(
         x, implementation, num_devices,
         forward=(
-            "masked_softmax" if masked else "softmax", 1 + masked,
+            "masked_softmax" if masked else "softmax", (x.dtype,) + (MASK,) * masked,
             hopper.forward(log=False, masked=masked),
         ),
-        gradient=("softmax", 2, hopper.gradient()),
+        gradient=("softmax", (x.dtype,) * 2, hopper.gradient()),
     )  # fmt: skip
     masks = () if where is None else (rows.as_rows(where),)
     return _softmax(*chosen, *vary_alike((rows.as_rows(x), masks))).reshape(x.shape)
@@ -79,8 +79,8 @@ def log_softmax(
         return log_softmax_reference(x)
     chosen = _chosen(
         x, implementation, num_devices,
-        forward=("log_softmax", 1, hopper.forward(log=True, masked=False)),
-        gradient=("log_softmax", 2, hopper.log_gradient()),
+        forward=("log_softmax", (x.dtype,), hopper.forward(log=True, masked=False)),
+        gradient=("log_softmax", (x.dtype,) * 2, hopper.log_gradient()),
     )  # fmt: skip
     return _log_softmax(*chosen, rows.as_rows(x)).reshape(x.shape)
 
@@ -101,14 +101,14 @@ def _chosen(
     implementation: str,
     num_devices: int,
     *,
-    forward: tuple[str, int, Formula],
-    gradient: tuple[str, int, Formula],
+    forward: tuple[str, tuple[jnp.dtype, ...], Formula],
+    gradient: tuple[str, tuple[jnp.dtype, ...], Formula],
 ) -> tuple[str, str]:
-    """Who computes each direction, of a form in the table, a number of inputs and a formula."""
+    """Who computes each direction, of a form in the table, dtypes of inputs and a formula."""
     x_RC = jax.eval_shape(rows.as_rows, x)
 
-    def of(direction: str, form: str, num_inputs: int, formula: Formula) -> str:
-        call = Call.of(formula, (x_RC,) * num_inputs)
+    def of(direction: str, form: str, dtypes: tuple[jnp.dtype, ...], formula: Formula) -> str:
+        call = Call.of(formula, [x_RC.update(dtype=dtype) for dtype in dtypes])
         case = rows.Case(
             op="softmax", form=form, direction=direction, rows=x_RC.shape[0], call=call
         )
@@ -123,7 +123,7 @@ def _softmax(
 ) -> jax.Array:
     del backward
     if forward == "hopper":
-        return _hopper(x_RC, *(mask_RC.astype(x_RC.dtype) for mask_RC in masks_RC))
+        return _hopper(x_RC, *masks_RC)
     return softmax_reference(x_RC, *masks_RC)
 
 

@@ -6,7 +6,7 @@ norm/NOTES.md measures them. Dims: R row, C column, A row or part of a row in a 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.hopper_formula import Formula, Load, Parts, add, to_columns
+from pallas_kernels.common.hopper_formula import MASK, Formula, Load, Parts, add, to_columns
 from pallas_kernels.common.hopper_rows import apply_rows
 from pallas_kernels.common.hopper_rows_config import Config
 
@@ -23,18 +23,19 @@ def softmax(
     """``exp(x - max) / sum`` over columns or its logarithm, in the dtype of ``x``.
 
     Args:
-        where_RC: 1 or 0 in the dtype of ``x``: which columns count. Others' results are 0.
+        where_RC: bool: which columns count. Others' results are 0. Not with ``log``.
     """
-    inputs = [x_RC] if where_RC is None else [x_RC, where_RC]
+    inputs = [x_RC] if where_RC is None else [x_RC, where_RC.astype(MASK)]
     formula = forward(log=log, masked=where_RC is not None)
     return apply_rows(formula, inputs, config=config)[0][0]
 
 
 def forward(*, log: bool, masked: bool) -> Formula:
-    """Inputs x and, if masked, where, which is 1 or 0.
+    """Inputs x and, if masked, where, which is 1 or 0; there is no masked logarithm.
 
     In one pass (Milakov and Gimelshein 2018): each part against its own maximum.
     """
+    assert not (log and masked)
 
     def row(load: Load) -> jax.Array:
         return jnp.where(load(1) > 0.0, load(0), -jnp.inf) if masked else load(0)
@@ -62,7 +63,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
     def finish(load: Load, vector: Load, totals: list[jax.Array]):
         del vector
         largest, total = totals
-        apart = row(load) - largest
+        apart = load(0) - largest
         if log:
             return (apart - total,), ()
         y = jnp.exp(apart) * total

@@ -10,7 +10,7 @@ from jax.experimental.mosaic.gpu import core as mosaic
 from experiments.bench.memory_bound import VARIANTS
 from pallas_kernels import layer_norm, rms_norm, softmax
 from pallas_kernels.common import device, rows, tables
-from pallas_kernels.common.hopper_formula import Call
+from pallas_kernels.common.hopper_formula import MASK, Call
 from pallas_kernels.common.hopper_rows_choice import MOST_BARRIERS, config_for
 from pallas_kernels.common.hopper_rows_config import SMEM_BYTES, Blocks, Stream, Twice, Wide
 from pallas_kernels.common.hopper_smem import smem_bytes
@@ -26,7 +26,9 @@ def calls(columns, dtype=jnp.bfloat16):
     x = jax.ShapeDtypeStruct((8, columns), dtype)
     made = {
         "softmax": Call.of(softmaxes.forward(log=False, masked=False), [x]),
-        "masked_softmax": Call.of(softmaxes.forward(log=False, masked=True), [x] * 2),
+        "masked_softmax": Call.of(
+            softmaxes.forward(log=False, masked=True), [x, x.update(dtype=MASK)]
+        ),
         "softmax_gradient": Call.of(softmaxes.gradient(), [x] * 2),
         "log_softmax_gradient": Call.of(softmaxes.log_gradient(), [x] * 2),
     }
@@ -90,11 +92,9 @@ LOWERED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("f", "columns"), LOWERED, ids=[f"{f.__name__} {columns}" for f, columns in LOWERED]
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
-def test_kernels_ask_for_the_shared_memory_that_was_counted(monkeypatch, f, columns, dtype):
+@pytest.fixture
+def asked(monkeypatch):
+    """Bytes of shared memory, of every group of buffers that is lowered."""
     asked = []
     count = mosaic._smem_tree_size
 
@@ -103,6 +103,14 @@ def test_kernels_ask_for_the_shared_memory_that_was_counted(monkeypatch, f, colu
         return asked[-1]
 
     monkeypatch.setattr(mosaic, "_smem_tree_size", counted)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("f", "columns"), LOWERED, ids=[f"{f.__name__} {columns}" for f, columns in LOWERED]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, dtype):
     x = jax.ShapeDtypeStruct((152, columns), dtype)
     vector = jax.ShapeDtypeStruct((columns,), jnp.float32)
     vectors = () if f is softmax else (vector,) if f is rms_norm else (vector, vector)
@@ -121,6 +129,15 @@ def test_kernels_ask_for_the_shared_memory_that_was_counted(monkeypatch, f, colu
             counts.append(smem_bytes(config, made[name]))
     assert sorted(counts) == sorted(asked)[-len(counts) :]
     assert max(asked) <= SMEM_BYTES
+
+
+@pytest.mark.parametrize("columns", [32768, 131072, 262144, 126976])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_masked_kernels_ask_for_the_shared_memory_that_was_counted(asked, columns, dtype):
+    x, where = (jax.ShapeDtypeStruct((152, columns), of) for of in (dtype, jnp.bool))
+    assert num_kernels(lambda x, m: softmax(x, where=m, implementation="hopper"), x, where) == 1
+    call = calls(columns, dtype)["masked_softmax"]
+    assert max(asked) == smem_bytes(config_for(152, call), call) <= SMEM_BYTES
 
 
 def test_rows_that_are_kept_nowhere():

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import log_softmax, softmax
 from pallas_kernels.common import device
+from pallas_kernels.common.rows import DTYPES
 from tests.kernels import test_norm as norms
 from tests.kernels import test_norm_fp8 as norms_fp8
 from tests.kernels import test_softmax as softmaxes
@@ -49,18 +50,20 @@ def test_softmax_of_other_dtypes(dtype, f, columns):
     assert_no_worse(got, plain=plain, oracle=softmaxes.exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("columns", [128, 4096, 131072])
-def test_where(columns):
-    x, _ = softmaxes.inputs((64, columns))
+# Of each way through the GPU, in each number of blocks a row.
+@pytest.mark.parametrize(
+    "columns", [32, 128, 1024, 4096, 8192, 10240, 16384, 32768, 65536, 131072, 262144]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_where(dtype, columns):
+    x, _ = softmaxes.inputs((num_rows(columns) // 4 * 4, columns), dtype)
     where = jax.random.bernoulli(jax.random.key(3), 0.4, x.shape).at[1].set(False)
     f = functools.partial(softmax, x, where=where)
     got, plain = f(implementation="hopper"), f(implementation="reference")
-    rows = np.delete(np.arange(64), 1)
-    masked = np.where(np.asarray(where), np.asarray(x, np.float64), -np.inf)[rows]
-    power = np.exp(masked - masked.max(axis=-1, keepdims=True))
-    oracle = power / power.sum(axis=-1, keepdims=True)
+    rows = np.delete(np.arange(len(x)), 1)
+    oracle = softmaxes.exact_where(x[rows], where[rows])
     assert_no_worse(got[rows], plain=plain[rows], oracle=oracle)
-    assert not jnp.any(got[1])
+    assert not jnp.any(jnp.where(where, 0.0, got.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize("columns", [4096, 8192, 10240, 12288, 32768, 131072, 262144])

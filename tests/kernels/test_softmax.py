@@ -13,8 +13,8 @@ import pytest
 
 from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
 from pallas_kernels.common import device, tables
-from pallas_kernels.common.hopper_rows_config import Twice, Wide
-from pallas_kernels.common.rows import BARS
+from pallas_kernels.common.hopper_rows_config import Stream, Twice, Wide
+from pallas_kernels.common.rows import BARS, DTYPES
 from pallas_kernels.softmax import api, hopper
 from pallas_kernels.softmax.reference import log_softmax_reference, softmax_gradient_reference
 from pallas_kernels.softmax.workloads import WORKLOADS, Workload, arrays
@@ -105,24 +105,75 @@ def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config):
     assert_no_worse(got, plain=plain, oracle=oracle)
 
 
+def exact_where(x, where):
+    masked = np.where(np.asarray(where), wide(x), -np.inf)
+    power = np.exp(masked - masked.max(axis=-1, keepdims=True))
+    return power / power.sum(axis=-1, keepdims=True)
+
+
 @pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
-def test_where(shape):
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+def test_where(dtype, shape):
     """Columns that do not count give 0, and so does their gradient; a row of no others is 0."""
-    x, d_y = inputs(shape)
+    x, d_y = inputs(shape, dtype)
     where = jax.random.bernoulli(jax.random.key(3), 0.4, shape).at[1].set(False)
     with interpreted_hopper():
         got = evaluate(x, d_y, where=where, implementation="hopper")
     plain = evaluate(x, d_y, where=where, implementation="reference")
     ordinary = np.delete(np.arange(shape[0]), 1)
-    masked = np.where(np.asarray(where), wide(x), -np.inf)[ordinary]
-    power = np.exp(masked - masked.max(axis=-1, keepdims=True))
-    y = power / power.sum(axis=-1, keepdims=True)
+    y = exact_where(x[ordinary], where[ordinary])
     d = wide(d_y)[ordinary]
     oracle = y, y * (d - (y * d).sum(axis=-1, keepdims=True))
     rows = tuple(a[ordinary] for a in got)
     assert_no_worse(rows, plain=tuple(a[ordinary] for a in plain), oracle=oracle)
     for result in got:
         assert jnp.all(jnp.where(where, 0.0, result.astype(jnp.float32)) == 0.0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*LONG, Stream(group=2)],
+    ids=["kept", "folded ahead", "read twice", "streamed"],
+)
+def test_where_of_long_rows(monkeypatch, config):
+    """Masks pass through shared memory beside their rows, in each way there is."""
+    if not isinstance(config, Stream):
+        monkeypatch.setattr(type(config), "num_clusters", 2)
+    x, _ = inputs((5, 2048))
+    where = jax.random.bernoulli(jax.random.key(3), 0.4, x.shape).at[1, 700:].set(False)
+    where = where.at[4].set(False)
+    with interpreted_hopper():
+        got = hopper.softmax(x, where, config=config)
+    plain = softmax(x, where=where, implementation="reference")
+    assert_no_worse(got[:4], plain=plain[:4], oracle=exact_where(x[:4], where[:4]))
+    assert jnp.all(jnp.where(where, 0.0, got.astype(jnp.float32)) == 0.0)
+
+
+@pytest.mark.parametrize("columns", [96, 2048])
+def test_where_of_rows_without_a_softmax(columns):
+    """They are NaN in the columns that count, and 0 in the others."""
+    x = inputs((4, columns))[0].at[0].set(-jnp.inf).at[1, 0].set(jnp.inf).at[2, 0].set(jnp.nan)
+    where = jax.random.bernoulli(jax.random.key(3), 0.4, x.shape).at[:, 0].set(True)
+    # What does not count may be anything.
+    x = x.at[3].set(jnp.where(where[3], x[3], jnp.nan))
+    with interpreted_hopper():
+        got = softmax(x, where=where, implementation="hopper").astype(jnp.float32)
+    assert jnp.all(jnp.where(where[:3], jnp.isnan(got[:3]), got[:3] == 0.0))
+    plain = softmax(x, where=where, implementation="reference")
+    oracle = exact_where(jnp.where(where, x, 0.0)[3:], where[3:])
+    assert_no_worse(got[3:].astype(x.dtype), plain=plain[3:], oracle=oracle)
+
+
+def test_masks_are_read_as_bytes():
+    """And by no pass that makes floats of them."""
+    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+    where = jax.ShapeDtypeStruct(x.shape, jnp.bool)
+    with device.compiling_for(device.H200):
+        program = jax.jit(lambda x, where: softmax(x, where=where, implementation="hopper"))
+        lowered = program.trace(x, where).lower(lowering_platforms=("cuda",)).as_text()
+    casts = [line for line in lowered.splitlines() if "stablehlo.convert" in line]
+    assert len(casts) == 1
+    assert "(tensor<64x4096xi1>) -> tensor<64x4096xi8>" in casts[0]
 
 
 @pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
