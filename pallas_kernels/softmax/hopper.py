@@ -23,7 +23,8 @@ def softmax(
     """``exp(x - max) / sum`` over columns or its logarithm, in the dtype of ``x``.
 
     Args:
-        where_RC: bool: which columns count. Others' results are 0. Not with ``log``.
+        where_RC: bool: which columns count. Others' results are 0. Not with ``log``. The kernel reads
+            it as bytes, of which XLA makes a copy where nothing that computes it can write them.
     """
     inputs = [x_RC] if where_RC is None else [x_RC, where_RC.astype(MASK)]
     formula = forward(log=log, masked=where_RC is not None)
@@ -38,7 +39,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
     assert not (log and masked)
 
     def row(load: Load) -> jax.Array:
-        return jnp.where(load(1) > 0.0, load(0), -jnp.inf) if masked else load(0)
+        return jnp.where(load(1) != 0.0, load(0), -jnp.inf) if masked else load(0)
 
     def fold(load: Load, vector: Load):
         del vector
@@ -67,7 +68,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
         if log:
             return (apart - total,), ()
         y = jnp.exp(apart) * total
-        return (jnp.where(load(1) > 0.0, y, 0.0) if masked else y,), ()
+        return (jnp.where(load(1) != 0.0, y, 0.0) if masked else y,), ()
 
     return Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=2)
 
