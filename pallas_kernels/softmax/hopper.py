@@ -23,8 +23,8 @@ def softmax(
     """``exp(x - max) / sum`` over columns or its logarithm, in the dtype of ``x``.
 
     Args:
-        where_RC: bool: which columns count. Others' results are 0. Not with ``log``. The kernel reads
-            it as bytes, of which XLA makes a copy where nothing that computes it can write them.
+        where_RC: bool: which columns count. Others' results are 0. Not with ``log``. The kernel
+            reads bytes: XLA copies the mask, unless what computes it can write them itself.
     """
     inputs = [x_RC] if where_RC is None else [x_RC, where_RC.astype(MASK)]
     formula = forward(log=log, masked=where_RC is not None)
