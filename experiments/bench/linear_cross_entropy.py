@@ -186,9 +186,10 @@ def main() -> None:
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
 
     losses = {n: loss for n, loss in whole_losses().items() if n.startswith(tuple(args.only))}
-    with ThreadPoolExecutor(8) as pool:
+    # The compiler tries matmuls on the GPU: beside another's trials it once took one for the table's
+    # gradient that is a fifth slower. And nothing is timed before all are compiled.
+    with ThreadPoolExecutor(1) as pool:
         programs = {n: pool.submit(compiled, f, vocab) for n, (f, vocab, _) in losses.items()}
-    # All are compiled: the compiler tries matmuls on the GPU, beside which nothing is timed.
     for name, (_, vocab, products) in losses.items():
         table.add(name, functools.partial(whole_loss, programs[name], vocab, products))
     whole_inputs.cache_clear()
