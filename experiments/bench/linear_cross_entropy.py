@@ -186,8 +186,8 @@ def main() -> None:
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
 
     losses = {n: loss for n, loss in whole_losses().items() if n.startswith(tuple(args.only))}
-    # The compiler tries matmuls on the GPU: beside another's trials it once took one for the table's
-    # gradient that is a fifth slower. And nothing is timed before all are compiled.
+    # The compiler tries matmuls on the GPU: beside another's trials it once took one that is a
+    # fifth slower for the table's gradient. And nothing is timed before all are compiled.
     with ThreadPoolExecutor(1) as pool:
         programs = {n: pool.submit(compiled, f, vocab) for n, (f, vocab, _) in losses.items()}
     for name, (_, vocab, products) in losses.items():

@@ -50,28 +50,24 @@ VARIANTS: dict[tuple[str, int], Mapping[str, Config]] = {
         "4 slots": Wide(tiles=2, chunks=2, slots=4),
     },
     ("softmax", 131072): {
-        "6 slots": Wide(cluster=2, tiles=2, chunks=4, slots=6),
         "7 slots": Wide(cluster=2, tiles=2, chunks=4, slots=7),
+        "4 blocks, ahead": Wide(cluster=4, tiles=2, chunks=2, slots=6, ahead=True),
         "a row 4 blocks": Wide(cluster=4, chunks=4, slots=4, row_a_block=True),
-        "a row 4 blocks of 2": Wide(
-            cluster=4, warpgroups=2, tiles=2, chunks=4, slots=4, row_a_block=True
-        ),
         "a row 8 blocks": Wide(cluster=8, chunks=2, slots=2, row_a_block=True),
-        "a row 8 blocks of 2": Wide(cluster=8, warpgroups=2, chunks=4, slots=4, row_a_block=True),
     },
     ("rms_norm", 32768): {"5 slots": Wide(tiles=2, chunks=2, slots=5)},
+    ("rms_norm", 131072): {"5 slots": Wide(cluster=4, tiles=2, chunks=2, slots=5, ahead=True)},
     ("rms_norm_gradient", 32768): _GRADIENTS,
     ("rms_norm_gradient", 131072): {
         name: dataclasses.replace(config, cluster=8) for name, config in _GRADIENTS.items()
     },
-    # 64 sums a thread, which do not spill since no branch is between them.
+    ("layer_norm", 32768): {"2 blocks": Wide(cluster=2, tiles=2, slots=6, ahead=True)},
+    ("layer_norm", 131072): {"8 blocks": Wide(cluster=8, tiles=2, slots=6, ahead=True)},
     ("layer_norm_gradient", 32768): {
-        "2 blocks": Wide(cluster=2, chunks=2, slots=4, vector=4, in_memory=2),
-        "tiles of 256": Wide(cluster=4, tile=256, chunks=2, slots=6),
+        "4 blocks": Wide(cluster=4, slots=6),
+        "4 blocks, tiles of 256": Wide(cluster=4, tile=256, chunks=2, slots=6),
     },
-    ("layer_norm+residual_gradient", 32768): {
-        "2 blocks": Wide(cluster=2, chunks=2, slots=3, vector=4, in_memory=2),
-    },
+    ("layer_norm+residual_gradient", 32768): {"4 blocks": Wide(cluster=4, slots=4)},
     ("softmax_gradient", 4096): {"streamed": Stream(num_stages=3)},
 }
 

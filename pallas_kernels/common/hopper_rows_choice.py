@@ -32,8 +32,8 @@ LEAST_LEAD, MOST_LEAD = 80 * 1024, 96 * 1024
 """Bytes that a block reads ahead of the row it works on; one of eight, the widest rows, a slot."""
 
 SHORT_LEAD = 48 * 1024
-"""Instead, where sums over rows or nothing but a row fill a block: more blocks cost more than that
-(norm/NOTES.md)."""
+"""Instead, where sums over rows or nothing but a row fill a block, and a slot where vectors do:
+more blocks cost more than that (norm/NOTES.md)."""
 
 MOST_BARRIERS = 32
 """Of one kind in Pallas: one for each slot of each warpgroup."""
@@ -140,18 +140,21 @@ def _held(call: Call, cluster: int) -> Wide | None:
         held = min(left // (a_tile * call.num_vectors), num_tiles)
     if call.num_sums and held < num_tiles:
         held = 0  # beside sums, half a scale in registers is slower than none
-    tiles = 2 if call.num_inputs == 1 and num_tiles % 2 == 0 else 1
+    tiles = 2 if call.num_inputs == 1 and num_tiles % 2 == 0 and held == num_tiles else 1
     config = Wide(
         cluster=cluster, tile=tile, tiles=tiles, chunks=num_tiles // tiles,
         in_memory=num_tiles - held, vector=_vector(call, tile, in_memory=held < num_tiles),
     )  # fmt: skip
     slot = call.column_bytes * tiles * 4 * WARPS * tile
-    least = SHORT_LEAD if _alone(call) or call.num_sums else LEAST_LEAD
-    fewest = config.chunks + (-(-least // slot) if cluster < 8 else 1)
+    alone = _alone(call)
+    least = SHORT_LEAD if alone or call.num_sums else LEAST_LEAD
+    if cluster == 8 or (call.num_inputs == 1 and not alone):
+        least = slot
+    fewest = config.chunks + -(-least // slot)
     most = 6
     if call.num_inputs == 1:
-        lead = least if _alone(call) else MOST_LEAD  # of softmax 131,072 columns 6 slots beat 7
-        most = max(6, config.chunks + -(-lead // slot))
+        # Of softmax's 131,072 columns 6 slots are no slower than 7.
+        most = max(6, config.chunks + -(-(SHORT_LEAD if alone else MOST_LEAD) // slot))
     may_fold_ahead = cluster > 1 and call.num_turns == 1 and (call.num_sums == 0 or lean)
     for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
         ahead = may_fold_ahead and slots > 2 * config.chunks
