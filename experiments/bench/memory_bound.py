@@ -68,6 +68,10 @@ VARIANTS: dict[tuple[str, int], Mapping[str, Config]] = {
         "4 blocks, tiles of 256": Wide(cluster=4, tile=256, chunks=2, slots=6),
     },
     ("layer_norm+residual_gradient", 32768): {"4 blocks": Wide(cluster=4, slots=4)},
+    **{
+        (op, 131072): {"8 blocks": Wide(cluster=8, chunks=2, slots=6, ahead=True)}
+        for op in ("softmax_gradient", "log_softmax_gradient", "rms_norm+residual")
+    },
     ("softmax_gradient", 4096): {"streamed": Stream(num_stages=3)},
 }
 

@@ -1,7 +1,8 @@
 """Makes the tables that ``implementation="auto"`` of softmaxes and norms follows.
 
-python -m experiments.bench.memory_table experiments/results/memory-bound-h200.json
+python -m experiments.bench.memory_table experiments/results/memory-bound-*h200.json
 
+Of a row that several files have the last counts; device, clock and versions are the last file's.
 ``--skip "softmax 4096x131072"`` leaves out a kernel that was wrong there or was changed after it
 was measured: XLA computes it then.
 """
@@ -78,10 +79,12 @@ def _is_skipped(name: str, skip: Collection[str]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("measured", type=pathlib.Path)
+    parser.add_argument("measured", type=pathlib.Path, nargs="+")
     parser.add_argument("--skip", nargs="*", default=(), help="rows whose names begin so")
     args = parser.parse_args()
-    result = json.loads(args.measured.read_text())
+    results = [json.loads(path.read_text()) for path in args.measured]
+    rows_by_name = {row["name"]: row for each in results for row in each["rows"]}
+    result = results[-1] | {"rows": list(rows_by_name.values())}
     for op, folder in FOLDERS.items():
         table = table_of(result, op, args.skip)
         slug = device.Facts(kind=table.device_kind, is_gpu=True).slug

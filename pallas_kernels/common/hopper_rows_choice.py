@@ -32,8 +32,8 @@ LEAST_LEAD, MOST_LEAD = 80 * 1024, 96 * 1024
 """Bytes that a block reads ahead of the row it works on; one of eight, the widest rows, a slot."""
 
 SHORT_LEAD = 48 * 1024
-"""Instead, where sums over rows or nothing but a row fill a block, and a slot where vectors do:
-more blocks cost more than that (norm/NOTES.md)."""
+"""Instead, in one of four, or where sums over rows or nothing but a row fill a block, and a slot
+where vectors do: more blocks cost more than that (norm/NOTES.md)."""
 
 MOST_BARRIERS = 32
 """Of one kind in Pallas: one for each slot of each warpgroup."""
@@ -147,7 +147,7 @@ def _held(call: Call, cluster: int) -> Wide | None:
     )  # fmt: skip
     slot = call.column_bytes * tiles * 4 * WARPS * tile
     alone = _alone(call)
-    least = SHORT_LEAD if alone or call.num_sums else LEAST_LEAD
+    least = SHORT_LEAD if alone or call.num_sums or cluster == 4 else LEAST_LEAD
     if cluster == 8 or (call.num_inputs == 1 and not alone):
         least = slot
     fewest = config.chunks + -(-least // slot)
