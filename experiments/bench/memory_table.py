@@ -1,6 +1,7 @@
 """Makes the tables that ``implementation="auto"`` of softmaxes and norms follows.
 
-python -m experiments.bench.memory_table experiments/results/memory-bound-*h200.json
+python -m experiments.bench.memory_table experiments/results/memory-bound-dtypes-h200.json \\
+    experiments/results/memory-bound-h200.json
 
 Of a row that several files have the last counts; device, clock and versions are the last file's.
 ``--skip "softmax 4096x131072"`` leaves out a kernel that was wrong there or was changed after it
@@ -11,7 +12,7 @@ import argparse
 import json
 import pathlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from experiments.bench.memory_cases import OPS
 from pallas_kernels.common import device, rows, tables
@@ -23,6 +24,13 @@ _ROW = re.compile(
 )
 
 FOLDERS = {"softmax": softmax.TUNED, "norm": norm.TUNED}
+
+
+def read(paths: Sequence[pathlib.Path]) -> dict:
+    """What several runs wrote as if one had; the last counts, and says of which device it is."""
+    results = [json.loads(path.read_text()) for path in paths]
+    rows_by_name = {row["name"]: row for each in results for row in each["rows"]}
+    return results[-1] | {"rows": list(rows_by_name.values())}
 
 
 def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
@@ -82,9 +90,7 @@ def main() -> None:
     parser.add_argument("measured", type=pathlib.Path, nargs="+")
     parser.add_argument("--skip", nargs="*", default=(), help="rows whose names begin so")
     args = parser.parse_args()
-    results = [json.loads(path.read_text()) for path in args.measured]
-    rows_by_name = {row["name"]: row for each in results for row in each["rows"]}
-    result = results[-1] | {"rows": list(rows_by_name.values())}
+    result = read(args.measured)
     for op, folder in FOLDERS.items():
         table = table_of(result, op, args.skip)
         slug = device.Facts(kind=table.device_kind, is_gpu=True).slug

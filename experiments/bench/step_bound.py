@@ -1,12 +1,13 @@
-"""What a training step could take at best here: each of its parts at the rate it reaches alone.
+"""The parts of a training step alone, and what they sum up to.
 
     python -m experiments.bench.step_bound --out experiments/results/step-bound-h200.json
 
 Every distinct matmul of the step, attention, the loss and a copy run by themselves, in a burst
-after a pause and then for --seconds on end, which is what a step is: an H200 holds its matmuls to
-700 W by lowering its clock. Beside the rates stand clock and power. The bound adds them up over the
-step's operations (jaxinfra/planning/operations.py), each byte moved in the fewest passes that
-library matmuls leave; nothing waits for anything.
+after a pause and then for --seconds on end. Beside the rates stand clock and power. The sum goes
+over the step's operations (jaxinfra/planning/operations.py), each byte moved in the fewest passes
+that library matmuls leave; nothing waits for anything. On a GPU at its power limit the sum of
+sustained parts is no bound: within the step a matmul rests while the next passes over memory, and
+then runs faster than without end.
 """
 
 import argparse

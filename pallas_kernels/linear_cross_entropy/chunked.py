@@ -125,33 +125,14 @@ def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
     def chunk(sums, operands):
         loss = static.chunk_loss(static, table, *operands, with_gradient=True)
         total_Z = loss.total_Z + _uniform_total(static, loss, operands[0], row_sum_111D)
-        hidden_ZbCD, slope_ZbCV = operands[0], loss.slope_ZbCV
-        # On the narrow side of both products: the wide matrix is read as it was written.
-        scaled_ZbCD, scale_ZbC1 = hidden_ZbCD, 1.0
-        if loss.scale_ZbC is not None:
-            scale_ZbC1 = loss.scale_ZbC[..., None]
-            scaled_ZbCD = (scale_ZbC1 * hidden_ZbCD.astype(jnp.float32)).astype(hidden_ZbCD.dtype)
-        d_table_ZVD = sums[2] + einsum_f32("ZbCV,ZbCD->ZVD", slope_ZbCV, scaled_ZbCD)
-        at_target_ZbCD = 0.0
-        if loss.coefficient_ZbC is not None:
-            ids_ZbC = jnp.clip(operands[1], 0, static.num_ids - 1)
-            shards_Z11 = jnp.arange(static.num_shards)[:, None, None]
-            coefficient_ZbC1 = loss.coefficient_ZbC[..., None]
-            d_table_ZVD = d_table_ZVD.at[jnp.broadcast_to(shards_Z11, ids_ZbC.shape), ids_ZbC].add(
-                coefficient_ZbC1 * hidden_ZbCD.astype(jnp.float32)
-            )
-            at_target_ZbCD = coefficient_ZbC1 * table[ids_ZbC].astype(jnp.float32)
-        # One product after the other: what each needs besides is never in memory together.
-        d_table_ZVD, slope_ZbCV = jax.lax.optimization_barrier((d_table_ZVD, slope_ZbCV))
-        d_hidden_ZbCD = scale_ZbC1 * einsum_f32("ZbCV,VD->ZbCD", slope_ZbCV, table)
-        d_hidden_ZbCD += at_target_ZbCD
+        d_table_ZVD, d_hidden_ZbCD = _products(static, loss, table, operands, sums[2])
         d_rows_ZD = sums[3]
         if loss.uniform_ZbC is not None:
             uniform_ZbC1 = loss.uniform_ZbC[..., None]
             d_hidden_ZbCD += uniform_ZbC1 * row_sum_111D
             d_rows_ZD = d_rows_ZD + jnp.sum(uniform_ZbC1 * operands[0].astype(jnp.float32), (1, 2))
         sums = (sums[0] + total_Z, sums[1] + loss.nll_Z, d_table_ZVD, d_rows_ZD)
-        return sums, d_hidden_ZbCD.astype(hidden_ZbCD.dtype)
+        return sums, d_hidden_ZbCD.astype(operands[0].dtype)
 
     zero_Z = jnp.zeros(static.num_shards, jnp.float32)
     zero_ZVD = jnp.zeros((static.num_shards, *table.shape), jnp.float32)
@@ -167,6 +148,36 @@ def _forward(static, hidden_BTD, table_VD, targets_BT, weights_BT):
         d_table_VD += jnp.sum(d_rows_ZD, axis=0, keepdims=True)
     sums = _part(static, total_Z), _part(static, nll_Z)
     return sums, (d_hidden_BTD, d_table_VD, like, weights_BT)
+
+
+def _products(
+    static: Static,
+    loss: ChunkLoss,
+    table: jax.Array,
+    operands: tuple[jax.Array, ...],
+    d_table_ZVD: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The table's gradient, a chunk's added, and hidden's but for what is uniform; fp32."""
+    hidden_ZbCD, slope_ZbCV = operands[0], loss.slope_ZbCV
+    # On the narrow side of both products: the wide matrix is read as it was written.
+    scaled_ZbCD, scale_ZbC1 = hidden_ZbCD, 1.0
+    if loss.scale_ZbC is not None:
+        scale_ZbC1 = loss.scale_ZbC[..., None]
+        scaled_ZbCD = (scale_ZbC1 * hidden_ZbCD.astype(jnp.float32)).astype(hidden_ZbCD.dtype)
+    d_table_ZVD = d_table_ZVD + einsum_f32("ZbCV,ZbCD->ZVD", slope_ZbCV, scaled_ZbCD)
+    at_target_ZbCD = 0.0
+    if loss.coefficient_ZbC is not None:
+        ids_ZbC = jnp.clip(operands[1], 0, static.num_ids - 1)
+        shards_Z11 = jnp.arange(static.num_shards)[:, None, None]
+        coefficient_ZbC1 = loss.coefficient_ZbC[..., None]
+        d_table_ZVD = d_table_ZVD.at[jnp.broadcast_to(shards_Z11, ids_ZbC.shape), ids_ZbC].add(
+            coefficient_ZbC1 * hidden_ZbCD.astype(jnp.float32)
+        )
+        at_target_ZbCD = coefficient_ZbC1 * table[ids_ZbC].astype(jnp.float32)
+    # One product after the other: what each needs besides is never in memory together.
+    d_table_ZVD, slope_ZbCV = jax.lax.optimization_barrier((d_table_ZVD, slope_ZbCV))
+    d_hidden_ZbCD = scale_ZbC1 * einsum_f32("ZbCV,VD->ZbCD", slope_ZbCV, table)
+    return d_table_ZVD, d_hidden_ZbCD + at_target_ZbCD
 
 
 def _backward(static, residuals, cotangents):

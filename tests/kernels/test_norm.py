@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench.memory_table import FOLDERS, table_of
+from experiments.bench.memory_table import FOLDERS, read, table_of
 from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
 from pallas_kernels.common import device, hopper_rows, tables
 from pallas_kernels.common.hopper_rows_config import Twice, Wide
@@ -263,7 +263,7 @@ def test_the_shipped_table():
 
 @pytest.mark.parametrize("op", FOLDERS)
 def test_shipped_tables_are_what_was_measured(op):
-    result = json.loads((RESULTS / "memory-bound-h200.json").read_text())
+    result = read([RESULTS / f"memory-bound-{name}h200.json" for name in ("dtypes-", "")])
     shipped = tables.load(FOLDERS[op] / "dispatch-nvidia-h200.json")
     made = table_of(result, op)
     assert set(made.rows) == set(shipped.rows)
@@ -284,6 +284,16 @@ def test_no_table_is_made_of_wrong_results():
     with pytest.raises(ValueError, match="check rms_norm 8x32"):
         table_of(result, "norm")
     assert not table_of({**MEASURED_NOTHING, **result}, "norm", skip=["rms_norm 8x32"]).rows
+
+
+def test_of_several_files_the_last_counts(tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, ms in zip(files, (1.0, 2.0), strict=True):
+        rows = [{"name": f"rms_norm {n} hopper", "ms": ms} for n in ("8x32", file.stem + "x32")]
+        file.write_text(json.dumps({"device": file.stem, "rows": rows}))
+    result = read(files)
+    assert result["device"] == "b"
+    assert [row["ms"] for row in result["rows"]] == [2.0, 1.0, 2.0]
 
 
 def test_a_table_of_dtypes_and_of_rounded_norms():
