@@ -3,7 +3,8 @@
 python -m experiments.bench.memory_table experiments/results/memory-bound-dtypes-h200.json \\
     experiments/results/memory-bound-h200.json
 
-Of a row that several files have the last counts; device, clock and versions are the last file's.
+Of a row that several files have the last counts; device, clock, date and versions are the last
+file's, commands all files'.
 ``--skip "softmax 4096x131072"`` leaves out a kernel that was wrong there or was changed after it
 was measured: XLA computes it then.
 """
@@ -27,10 +28,18 @@ FOLDERS = {"softmax": softmax.TUNED, "norm": norm.TUNED}
 
 
 def read(paths: Sequence[pathlib.Path]) -> dict:
-    """What several runs wrote as if one had; the last counts, and says of which device it is."""
+    """What several runs on one kind of device wrote as if one had; the last counts.
+
+    Raises:
+        ValueError: they ran on different devices or versions.
+    """
     results = [json.loads(path.read_text()) for path in paths]
+    for key in ("device", "versions"):
+        if len(found := {json.dumps(each[key]) for each in results}) > 1:
+            raise ValueError(f"runs differ in {key}: {', '.join(sorted(found))}; measure together")
     rows_by_name = {row["name"]: row for each in results for row in each["rows"]}
-    return results[-1] | {"rows": list(rows_by_name.values())}
+    commands = " && ".join(each["command"] for each in results)
+    return results[-1] | {"command": commands, "rows": list(rows_by_name.values())}
 
 
 def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:

@@ -17,7 +17,7 @@ from jaxinfra.core.errors import ConfigError, nearest
 
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
-    "step_bound": "what a training step could take at best: each of its parts alone",
+    "step_parts": "the parts of a training step alone, in a burst and sustained, and their sum",
     "step_curve": "the losses of 200 steps on real text, beside the plain-JAX step's",
     "attention": "flash attention forward and backward, beside cuDNN",
     "memory_bound": "softmaxes and norms, forward and gradient, beside XLA and a copy",

@@ -107,8 +107,8 @@ def _wide(call: Call) -> Wide | Twice:
     if call.columns % 2048:
         raise _refused(f"{call.columns} columns are not a multiple of 2048")
     if call.columns == 32768 and call.itemsize == 2 and _alone(call):
-        # Softmax: three blocks share a multiprocessor, two beside masks. 95.8% of a copy, where one
-        # that goes on from row to row reaches 89.5% (norm/NOTES.md).
+        # Softmax: three blocks share a multiprocessor, two beside masks. 96.0% of a copy, where one
+        # that goes on from row to row reaches 90.8% (norm/NOTES.md).
         return Wide(chunks=4, slots=4, row_a_block=True)
     for cluster in (1, 2, 4, 8):
         config = _held(call, cluster)

@@ -290,10 +290,13 @@ def test_of_several_files_the_last_counts(tmp_path):
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, ms in zip(files, (1.0, 2.0), strict=True):
         rows = [{"name": f"rms_norm {n} hopper", "ms": ms} for n in ("8x32", file.stem + "x32")]
-        file.write_text(json.dumps({"device": file.stem, "rows": rows}))
+        file.write_text(json.dumps({**MEASURED_NOTHING, "command": file.stem, "rows": rows}))
     result = read(files)
-    assert result["device"] == "b"
+    assert result["command"] == "a && b"
     assert [row["ms"] for row in result["rows"]] == [2.0, 1.0, 2.0]
+    files[0].write_text(json.dumps({**MEASURED_NOTHING, "device": "another", "rows": []}))
+    with pytest.raises(ValueError, match="runs differ in device"):
+        read(files)
 
 
 def test_a_table_of_dtypes_and_of_rounded_norms():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from experiments.bench import plain_step, step_curve
-from experiments.bench.step_bound import product
 from experiments.bench.step_curve import WINDOW, batches_of, compare, table, tokens_of
+from experiments.bench.step_parts import product
 from experiments.bench.step_programs import (
     Program,
     ours,

@@ -1,6 +1,6 @@
 """The parts of a training step alone, and what they sum up to.
 
-    python -m experiments.bench.step_bound --out experiments/results/step-bound-h200.json
+    python -m experiments.bench.step_parts --out experiments/results/step-parts-h200.json
 
 Every distinct matmul of the step, attention, the loss and a copy run by themselves, in a burst
 after a pause and then for --seconds on end. Beside the rates stand clock and power. The sum goes
@@ -42,7 +42,7 @@ BURST = 10  # calls
 
 def main() -> None:
     """Measures, prints the sum by part and writes the JSON."""
-    parser = argparse.ArgumentParser(prog="jaxinfra bench step_bound", description=__doc__)
+    parser = argparse.ArgumentParser(prog="jaxinfra bench step_parts", description=__doc__)
     parser.add_argument("--preset", default="llama32_1b", choices=sorted(MODELS))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096)
@@ -51,13 +51,13 @@ def main() -> None:
     args = parser.parse_args()
     config = MODELS[args.preset]()
     result: dict[str, Any] = {"environment": environment(), "shapes": vars(args) | {"out": None}}
-    result["bound"] = bound(config, args)
+    result["parts"] = parts_of(config, args)
     result["clocks_after"] = clocks()
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def bound(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
+def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of the step by part, with the rows they are sums of."""
     shape = shape_of(config)
     layout = Layout(
