@@ -303,16 +303,10 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
         receipt = compile_for_gpu(model(), plan.layout, plan.device)
     if args.json:
         values = {**plan.as_dict(tokens=args.tokens), "receipt": receipt.as_dict()}
-        totals = receipt.totals()
-        values["collective_bytes"] = {
-            kind: sums["predicted_bytes"] for kind, sums in totals.items()
-        }
         print(json.dumps(values, allow_nan=False))
     else:
         table.show(*table.receipt_tables(receipt))
-    # Only on CPU are collectives promised to the array.
-    promised = receipt.arguments_equal and (args.compile == "gpu" or receipt.collectives_equal)
-    return 0 if promised else 1
+    return 0 if receipt.arguments_equal and receipt.axes_equal else 1
 
 
 def _schedule(args: argparse.Namespace) -> int:

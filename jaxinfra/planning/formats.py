@@ -102,6 +102,11 @@ class Recipe:
         return self.master + self.moments
 
     @property
+    def activation_bytes(self) -> float:
+        """Bytes of an activation's element."""
+        return 4.0 if self.compute == "fp32" else 2.0
+
+    @property
     def total(self) -> int:
         """Bytes a parameter."""
         return self.weights + self.gradient_bytes + self.optimizer_bytes

@@ -126,6 +126,11 @@ class Layout:
         return RECIPES[self.recipe]
 
     @property
+    def activation_bytes(self) -> float:
+        """Bytes of an activation's element."""
+        return self.bytes_a_parameter.activation_bytes
+
+    @property
     def mesh(self) -> dict[str, int]:
         """Axis sizes by name, slowest link first."""
         names = ("pipe", "replica", "fsdp", "context", "tensor", "expert")

@@ -56,11 +56,12 @@ def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
         # fp32 logits: read for the maximum and the sum, read again and written as 16-bit gradient.
         found.append(Memory("cross entropy", 10.0 * logits))
     if tensor > 1:
-        found += _collectives(form, tokens=tokens, width=width, fused=layout.traits.fused_loss)
+        item = 4.0 if layout.traits.fused_loss else layout.activation_bytes
+        found += _collectives(form, tokens=tokens, width=width, item=item)
     return found
 
 
-def _collectives(form: LossForm, *, tokens: float, width: int, fused: bool) -> list[Operation]:
+def _collectives(form: LossForm, *, tokens: float, width: int, item: float) -> list[Operation]:
     """Over the axis that splits the vocabulary: numbers of each token, and dx."""
     if form.kernel:
         # Three numbers for the target's logit, a maximum, a sum; dx whole, in 16 bits.
@@ -75,7 +76,7 @@ def _collectives(form: LossForm, *, tokens: float, width: int, fused: bool) -> l
             ),
         ]
     # Each chunk sums its dx in fp32, after its maxima and its sums of exponentials.
-    size = (4.0 if fused else 2.0) * tokens * width / form.chunks
+    size = item * tokens * width / form.chunks
     return [
         Collective("logits dx", "all-reduce", "tensor", size, count=form.chunks),
         Collective(

@@ -135,15 +135,15 @@ def logits_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
-    tokens, tensor = layout.micro_tokens, layout.tensor
-    stream = 2.0 * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
+    tokens, tensor, item = layout.micro_tokens, layout.tensor, layout.activation_bytes
+    stream = item * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, Dense):
         width, routed = feed_forward.hidden_dim, 0.0
     else:
         width = feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
-        routed = 4.0 * tokens * feed_forward.top_k * model_dim
-    hidden = 2.0 * tokens * width / tensor
+        routed = 2 * item * tokens * feed_forward.top_k * model_dim
+    hidden = item * tokens * width / tensor
     again = 0.0
     if layout.remat in (Recompute.FULL, Recompute.NAMED, Recompute.MLP):
         # The layer's forward pass runs again before its backward pass.
@@ -153,7 +153,7 @@ def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     gathered = 0.0
     if layout.zero == 3 and layout.fsdp > 1:
         one = _layer_elements(layer, model_dim, layout.tensor, layout.expert)
-        gathered = 2 * 2.0 * one  # this layer's weights, and the next one's on their way
+        gathered = 2 * item * one  # this layer's weights, and the next one's on their way
     return again + gathered + routed + hidden + 2 * stream
 
 

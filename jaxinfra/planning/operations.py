@@ -8,7 +8,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from jaxinfra.config.run import ContextMethod
 from jaxinfra.core import axes
+from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.planning.flops import attention_flops
 from jaxinfra.planning.layout import Layout, Recompute
 from jaxinfra.planning.shapes import (
@@ -178,18 +180,21 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
         backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
         if layout.context > 1:
-            # A ring passes every block of keys and values to every device.
             turns = layout.context - 1
-            size = (
-                2.0
-                * layout.micro_tokens
-                * _kv_width(layer)
-                / min(layout.tensor, attention.num_kv_heads)
+            sent = context_bytes(
+                ContextMethod.RING,
+                num_shards=layout.context,
+                tokens=layout.micro_tokens,
+                q_width=attention.score_width / layout.tensor,
+                kv_width=_kv_width(layer) / min(layout.tensor, attention.num_kv_heads),
+                itemsize=layout.activation_bytes,
+                is_packed=True,
             )
-            forward.append(Collective("ring", "permute", "context", size, True, turns))
-            backward.append(
-                Collective("ring gradient", "permute", "context", 2 * size, True, turns)
-            )
+            for found, name, size in (
+                (forward, "ring", sent.forward),
+                (backward, "ring gradient", sent.backward),
+            ):
+                found.append(Collective(name, "permute", "context", size / turns, True, turns))
         return forward, backward
     length = layout.length
     count = rows * heads
@@ -225,18 +230,18 @@ def _memory(layer: LayerShape, model_dim: int, layout: Layout) -> tuple[list[Mem
     attention = layer.attention
     positions = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
     hidden, gated = _hidden(layer, tokens, tensor)
-    mask = 1 if layout.traits.dropout else 0
+    mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
-        Memory("norms", 4.0 * stream * layer.norms),
-        Memory("rotary", 4.0 * positions),
-        Memory("residual", 2.0 * (6 + mask) * stream),
-        Memory("activation", (6.0 if gated else 4.0) * hidden),
+        Memory("norms", 2 * item * stream * layer.norms),
+        Memory("rotary", 2 * item * positions),
+        Memory("residual", item * (6 + mask) * stream),
+        Memory("activation", item * (3 if gated else 2) * hidden),
     ]
     backward = [
-        Memory("norms gradient", 8.0 * stream * layer.norms),
-        Memory("rotary gradient", 4.0 * positions),
-        Memory("residual gradient", 2.0 * (2 + 2 * mask) * stream),
-        Memory("activation gradient", (10.0 if gated else 6.0) * hidden),
+        Memory("norms gradient", 4 * item * stream * layer.norms),
+        Memory("rotary gradient", 2 * item * positions),
+        Memory("residual gradient", item * (2 + 2 * mask) * stream),
+        Memory("activation gradient", item * (5 if gated else 3) * hidden),
     ]
     if _format(layout) == "fp8":
         # Operands are read for their scale, read again, and written as rows and as columns.
@@ -261,10 +266,11 @@ def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operati
     if not isinstance(experts, Experts):
         return []
     copies = float(layout.micro_tokens) * experts.top_k * model_dim
-    found: list[Operation] = [Memory("sort by expert", 4 * copies), Memory("combine", 4 * copies)]
+    moved = 2 * layout.activation_bytes * copies
+    found: list[Operation] = [Memory("sort by expert", moved), Memory("combine", moved)]
     if layout.expert > 1:
-        # tokens top_k d (N - 1)/N bytes each way (mission M17); tensor shards split the work.
-        size = 2 * copies / layout.tensor
+        # Each way tokens top_k d (N - 1)/N elements; tensor shards split the work.
+        size = layout.activation_bytes * copies / layout.tensor
         found.append(Collective("dispatch", "all-to-all", "expert", size))
         found.append(Collective("return", "all-to-all", "expert", size))
     return found
@@ -273,7 +279,7 @@ def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operati
 def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Collective]]:
     if layout.tensor == 1:
         return [], []
-    size = 2.0 * layout.micro_tokens * model_dim
+    size = layout.activation_bytes * layout.micro_tokens * model_dim
     reduce = functools.partial(
         Collective, axis="tensor", size=size, hidden=layout.traits.overlaps_tensor
     )
@@ -306,27 +312,27 @@ def saved_bytes(
         remat: instead of the layout's.
     """
     remat = remat or layout.remat
-    tokens, tensor = layout.micro_tokens, layout.tensor
-    stream = 2.0 * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
+    tokens, tensor, item = layout.micro_tokens, layout.tensor, layout.activation_bytes
+    stream = item * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
     if remat is Recompute.FULL:
         return stream
     attention = layer.attention
-    core = tokens * (2.0 * attention.value_width + 4 * attention.num_q_heads) / tensor
+    core = tokens * (item * attention.value_width + 4 * attention.num_q_heads) / tensor
     if remat is Recompute.NAMED:
         return stream + core
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, model_dim, layout)
     hidden, gated = _hidden(layer, tokens, tensor)
     rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
-    inward = 2.0 * tokens * (attention.score_width + _kv_width(layer)) / tensor
+    inward = item * tokens * (attention.score_width + _kv_width(layer)) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
     if remat is Recompute.MLP:
         return stream + core + inward + 2 * stream
-    dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
+    dots = inward + 2 * stream + item * hidden * (2 if gated else 1)
     if remat is Recompute.DOTS:
         return stream + core + dots
     if not layout.traits.saves_fp32:
-        return stream + core + dots + layer.norms * stream + 2.0 * hidden
+        return stream + core + dots + layer.norms * stream + item * hidden
     # Nothing recomputed: each norm's fp32 quotient and its output; the rotated queries and keys;
     # of the activation the fp32 inputs, the sigmoid or its like, the fp32 and the final output.
     fp32 = 18.0 if gated else 14.0
@@ -347,8 +353,8 @@ def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
 def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operation]:
     """Rows looked up, and their gradient scattered, one micro-batch."""
     tokens = float(layout.micro_tokens)
-    yield Memory("lookup", 6.0 * tokens * shape.model_dim)
+    yield Memory("lookup", (4 + layout.activation_bytes) * tokens * shape.model_dim)
     yield Memory("scatter", 12.0 * tokens * shape.model_dim)
     if layout.tensor > 1:
-        size = 2.0 * tokens * shape.model_dim
+        size = layout.activation_bytes * tokens * shape.model_dim
         yield Collective("lookup", "all-reduce", "tensor", size)

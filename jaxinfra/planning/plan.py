@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.flops import decode_flops, forward_flops, training_flops
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
@@ -174,7 +175,7 @@ def traffic(shape: ModelShape, layout: Layout, device: Device) -> tuple[Traffic,
     found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
     found += [(each, 1.0) for each in data_collectives(shape, layout)]
     if layout.pipe > 1:
-        size = 2.0 * layout.micro_tokens * shape.model_dim / layout.tensor
+        size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.tensor
         sends = 2 * layout.chunks * micro
         found.append((Collective("send", "permute", "pipe", size, count=sends), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}
@@ -182,11 +183,9 @@ def traffic(shape: ModelShape, layout: Layout, device: Device) -> tuple[Traffic,
         members = layout.mesh[each.axis]
         if members == 1:
             continue
-        sent = {"all-reduce": 2 * (members - 1) / members, "permute": 1.0}.get(
-            each.kind, (members - 1) / members
-        )
         entry = sums.setdefault((each.axis, each.kind), [0.0, 0.0, 0.0])
-        for i, amount in enumerate((1.0, each.size, sent * each.size)):
+        sent = sent_bytes(each.kind, each.size, members)
+        for i, amount in enumerate((1.0, each.size, sent)):
             entry[i] += times * each.count * amount
     return tuple(
         Traffic(

@@ -168,7 +168,7 @@ def _transfers(shape: ModelShape, layout: Layout, device: Device) -> float:
     if layout.pipe == 1:
         return 0.0
     # Every tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
-    size = 2.0 * layout.micro_tokens * shape.model_dim / layout.tensor
+    size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.tensor
     sends = 2 * layout.chunks * (layout.accumulation + layout.pipe - 1)
     return collective_s(device, layout, Collective("send", "permute", "pipe", size, count=sends))
 
@@ -247,10 +247,12 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
                 found.append(
                     Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
                 )
-        if layout.replica * layout.context > 1:
-            axis = "replica" if layout.replica > 1 else "context"
-            share = fsdp if layout.zero >= 2 else 1
-            found.append(Collective("gradients", "all-reduce", axis, item * elements / share, True))
+        # Each axis sums what those before it have scattered.
+        size = item * elements / (fsdp if layout.zero >= 1 else 1)
+        for axis in ("replica", "context"):
+            if layout.mesh[axis] > 1:
+                found.append(Collective("gradients", "all-reduce", axis, size, True))
+                size /= layout.mesh[axis]
     return found
 
 
@@ -267,7 +269,7 @@ def _sharded_weights(
         table = float(shape.vocab_size * shape.model_dim / layout.tensor)
         tables = 1 if shape.tie_embeddings or layout.pipe > 1 else 2
         elements -= tables * table
-        rows = 2.0 * layout.micro_tokens * shape.model_dim
+        rows = layout.activation_bytes * layout.micro_tokens * shape.model_dim
         found.append(Collective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     gathered = _gathered_bytes(layout)
     calls = 2 * _calls(shape, layout, gathered, experts=experts) + (table > 0)
@@ -308,7 +310,8 @@ def _calls(shape: ModelShape, layout: Layout, item: float, *, experts: bool) -> 
 
 def _gathered_bytes(layout: Layout) -> float:
     """Bytes an element in which fully sharded weights travel."""
-    return 1.0 if layout.bytes_a_parameter.compute == "fp8" else 2.0
+    recipe = layout.bytes_a_parameter
+    return 1.0 if recipe.compute == "fp8" else recipe.activation_bytes
 
 
 def _data_communication(

@@ -154,53 +154,34 @@ def _ranked(plan: Plan, with_recipe: bool) -> tuple[object, ...]:
 
 
 def receipt_tables(receipt: Receipt) -> list[RenderableType]:
-    """Predicted and compiled, and each array in which they differ."""
+    """Predicted and compiled, and the program's calls where they differ."""
     arguments = [(name, f"{size:,}", "") for name, size in receipt.predicted_arguments.items()]
     predicted = sum(receipt.predicted_arguments.values())
     arguments.append(("all", f"{predicted:,}", f"{receipt.argument_bytes:,}"))
     temporaries = receipt.predicted_temporaries
     arguments.append(("temporaries", f"{temporaries:,.0f}", f"{receipt.temporary_bytes:,}"))
-    kinds = [
+    exchanged = [
         (
-            kind,
-            f"{sums['predicted']:,}",
-            f"{sums['compiled']:,}",
-            f"{sums['predicted_bytes']:,}",
-            f"{sums['compiled_bytes']:,}",
-        )
-        for kind, sums in receipt.totals().items()
-    ]
-    lines = [
-        (
-            line.reason,
-            line.kind,
-            f"{line.dtype}{list(line.shape)} x {line.times}",
-            line.predicted,
-            line.compiled,
+            f"{line.axis} {line.purpose}",
+            " + ".join(sorted(line.compiled.kinds)) or "none",
+            f"{line.predicted.array_bytes:,.0f}",
+            f"{line.compiled.array_bytes:,.0f}",
+            "as predicted" if line.holds else f"{line.error:+.1%}",
+            f"{line.predicted.sent_bytes:,.0f}",
+            f"{line.compiled.sent_bytes:,.0f}",
         )
         for line in receipt.lines
-        if not line.equal
     ]
+    columns = ("what", "compiled to", "bytes predicted", "compiled", "", "sent predicted", "sent")
     tables: list[RenderableType] = [
-        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments)
+        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments),
+        grid("Arrays exchanged by one device and step", columns, exchanged),
     ]
-    if receipt.sent_bytes is not None:
-        sent = [
-            (kind, gigabytes(predicted), gigabytes(compiled))
-            for kind, (predicted, compiled) in receipt.sent_bytes.items()
-        ]
-        title = "Sent by one device in a step: as the cost model counts it, and as compiled"
-        tables.append(grid(title, ("kind", "predicted", "compiled"), sent))
-        rows = [(what, kind, array, compiled) for what, kind, array, _, compiled in lines]
-        tables.append(grid("Compiled calls", ("what", "kind", "array", "calls"), rows))
-        return tables
-    columns = ("kind", "calls predicted", "compiled", "bytes predicted", "compiled")
-    tables.append(grid("Collectives of one device and step", columns, kinds))
-    if lines:
-        columns = ("what", "kind", "array", "predicted", "compiled")
-        tables.append(grid("Differences", columns, lines))
-    else:
-        tables.append("Every array, type, shape and count is as predicted.")
+    for line in receipt.lines:
+        if line.calls:
+            calls = [(name, f"{size:,}") for name, size in line.calls.items()]
+            title = f"{line.axis} {line.purpose}: the program's largest calls"
+            tables.append(grid(title, ("call", "bytes"), calls))
     return tables
 
 

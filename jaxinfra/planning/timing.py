@@ -27,7 +27,7 @@ def matmul_s(device: Device, each: Matmul) -> float:
     if filled < 0.5 and each.k > 4096:
         filled = max(filled, 0.7)
     arithmetic = 2 * each.m * each.n * each.k * each.count / (peak * depth * max(filled, 1e-3))
-    size = 1 if each.number_format == "fp8" else 2
+    size = {"fp8": 1, "fp32": 4}.get(each.number_format, 2)
     traffic = each.count * (size * (each.m * each.k + each.k * each.n) + each.out * each.m * each.n)
     memory = traffic / (device.hbm_bytes_per_s * device.memory_efficiency)
     return max(arithmetic, memory) + device.kernel_s
