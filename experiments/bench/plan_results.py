@@ -13,9 +13,10 @@ from typing import Any
 
 from experiments.bench.parallel_step import PARTS
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import DataError
 from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import Layout, lay_out
 from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
 
 
@@ -64,10 +65,10 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
         }
         if name not in axes or "ms" not in row:
             continue
-        layout = Layout(
+        layout = lay_out(
             length=arguments["length"],
             batch=arguments["batch"] * devices,
-            remat=Recompute(arguments["remat"]),
+            remat=Remat(arguments["remat"]),
             **axes[name],
         )
         yield Measured(
@@ -102,11 +103,11 @@ def _pipeline(values: dict[str, Any]) -> Iterator[Measured]:
             continue
         count = int(micro)
         layers = sizes["layers"] // (devices if schedule == "alone" else 1)
-        layout = Layout(
+        layout = lay_out(
             length=sizes["length"],
             batch=count * sizes["rows"],
             accumulation=count // devices if schedule == "fsdp" else count,
-            remat=Recompute(settings["remat"]),
+            remat=Remat(settings["remat"]),
             **forms[schedule],
         )
         yield Measured(
@@ -139,11 +140,11 @@ def _context_step(values: dict[str, Any]) -> Iterator[Measured]:
         name=f"{arguments['layers']} layers of {width}, {arguments['tokens']:,} tokens",
         environment={},
         shape=_llama("small llama", arguments["layers"], sizes, tie=True),
-        layout=Layout(
+        layout=lay_out(
             length=arguments["tokens"],
             batch=1,
             context=devices,
-            remat=Recompute(arguments["remat"]),
+            remat=Remat(arguments["remat"]),
         ),
         optimizer=True,
         seconds=min(values["step_s"][1:] or values["step_s"]),

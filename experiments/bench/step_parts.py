@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import Remat
 from jaxinfra.ops.attention import attention
 from jaxinfra.ops.cross_entropy import linear_cross_entropy
 from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import UNROLLED, Layout, Recompute
+from jaxinfra.planning.layout import UNROLLED, lay_out
 from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.operations import (
     Matmul,
@@ -60,8 +61,8 @@ def main() -> None:
 def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of the step by part, with the rows they are sums of."""
     shape = shape_of(config)
-    layout = Layout(
-        batch=args.batch, length=args.length, remat=Recompute.NONE, zero=1, traits=UNROLLED
+    layout = lay_out(
+        batch=args.batch, length=args.length, remat=Remat.NONE, zero=1, traits=UNROLLED
     )
     found: list[tuple[float, Operation]] = []
     for layer in shape.layers:

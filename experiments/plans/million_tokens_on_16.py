@@ -10,11 +10,12 @@ matter: the stream alone that full recomputation keeps is 1.4 TB.
 import dataclasses
 from typing import Any
 
+from jaxinfra.config.run import Remat
 from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, decode, max_context, prefill, weight_bytes
 from jaxinfra.planning.kv import kv_bytes
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.shapes import Heads, ModelShape
 from jaxinfra.planning.step import step_time
@@ -75,10 +76,10 @@ def main() -> None:
         ("the same, fp8 with short states", {"context": 2, "tensor": 8, "recipe": "fp8-lm-o3"}),
     )
     for name, changes in trained:
-        layout = Layout(
+        layout = lay_out(
             length=TOKENS,
             batch=1,
-            remat=Recompute.FULL,
+            remat=Remat.FULL,
             sequence_parallel="tensor" in changes,
             zero=0,
             **changes,

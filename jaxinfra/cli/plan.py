@@ -19,8 +19,10 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.train import user_cache
+from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.catalog import find_model
@@ -28,7 +30,7 @@ from jaxinfra.planning.devices import NAMES, Device, find_device, with_measureme
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
-from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, Traits
+from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
 from jaxinfra.planning.pipeline_schedule import report
@@ -36,8 +38,6 @@ from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
 from jaxinfra.planning.shapes import ModelShape
-
-_AXES = ("pipe", "replica", "fsdp", "context", "tensor", "expert")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunks", type=_count, default=1, help="model chunks a stage: interleaved pipeline")
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
-    add("--remat", help=f"recomputation: {', '.join(Recompute)}")
+    add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
     add("--unroll", action="store_true", help="no loop over layers, as training.unroll has it")
     add(
         "--recipe",
@@ -158,27 +158,13 @@ def _device(args: argparse.Namespace) -> Device:
     return with_measurements(device, changes, source="the command line") if changes else device
 
 
-def _mesh(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        axis, separator, size = part.strip().partition("=")
-        if axis not in _AXES:
-            raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, _AXES)}")
-        if axis in sizes:
-            raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
-        if not separator or not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
-        sizes[axis] = int(size)
-    return sizes
-
-
-def _remat(args: argparse.Namespace) -> Recompute | None:
+def _remat(args: argparse.Namespace) -> Remat | None:
     if args.remat is None:
         return None
-    if args.remat not in list(Recompute):
-        known = nearest(args.remat, map(str, Recompute))
+    if args.remat not in list(BY_STRENGTH):
+        known = nearest(args.remat, map(str, BY_STRENGTH))
         raise ConfigError(f"unknown --remat {args.remat!r}{known}")
-    return Recompute(args.remat)
+    return Remat(args.remat)
 
 
 def _recipes(args: argparse.Namespace) -> tuple[str, ...]:
@@ -198,23 +184,21 @@ def _length(args: argparse.Namespace, shape: ModelShape) -> int:
 
 
 def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
-    sizes = _mesh(args.mesh)
     length = _length(args, shape)
     layout = Layout(
         length=length,
+        mesh=parse_mesh(args.mesh),
         batch=1,
         zero=3 if args.zero is None else args.zero,
         chunks=args.chunks,
         sequence_parallel=args.sequence_parallel,
         accumulation=args.accumulation or 1,
-        remat=_remat(args) or Recompute.DOTS,
+        remat=_remat(args) or Remat.DOTS,
         recipe=_recipes(args)[0],
         traits=_traits(args),
     )
     if args.fix or len(_recipes(args)) > 1:
         raise ConfigError("--fix and several recipes are for a search; leave --mesh out")
-    mesh: dict[str, Any] = {**sizes}
-    layout = dataclasses.replace(layout, **mesh)
     if layout.devices != args.devices:
         raise ConfigError(
             f"mesh {layout.describe()} needs {layout.devices} devices, --devices is "
@@ -236,7 +220,7 @@ def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
         recipes=_recipes(args),
         remat=_remat(args),
         zero=args.zero,
-        fixed=tuple(_mesh(args.fix).items()),
+        fixed=tuple(parse_axes(args.fix).items()),
         traits=_traits(args),
     )
 
@@ -270,7 +254,7 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
 def _form(layout: Layout) -> dict[str, Any]:
     """What tells layouts of one search apart."""
     return {
-        "mesh": layout.mesh,
+        "mesh": layout.axes,
         "micro_batch_rows": layout.micro_rows,
         "accumulation": layout.accumulation,
         "chunks": layout.chunks,

@@ -11,7 +11,7 @@ from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 
 
 class Remat(enum.StrEnum):
@@ -191,6 +191,11 @@ def _validate_lora(run: RunConfig) -> None:
 
 def _validate_sharding(run: RunConfig) -> None:
     sharding, mesh, length = run.sharding, run.mesh, run.training.sequence_length
+    if mesh.expert > 1:
+        raise UnsupportedError(
+            f"expert={mesh.expert}: experts spread over devices are planned, not run; leave expert "
+            "out of --mesh"
+        )
     if sharding.zero < 3 and mesh.fsdp == 1:
         raise ConfigError(
             f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "

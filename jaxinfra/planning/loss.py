@@ -23,23 +23,29 @@ class LossForm:
 
 def loss_form(shape: ModelShape, layout: Layout) -> LossForm:
     """Which form the loss takes, and in how many chunks."""
-    tokens, vocab, ids = layout.micro_tokens, shape.vocab_size, shape.vocab_size // layout.tensor
+    tokens, vocab, ids = (
+        layout.micro_tokens,
+        shape.vocab_size,
+        shape.vocab_size // layout.mesh.tensor,
+    )
     if not layout.traits.fused_loss:
-        return LossForm(kernel=False, chunks=1, chunk_bytes=6.0 * tokens * vocab / layout.tensor)
+        return LossForm(
+            kernel=False, chunks=1, chunk_bytes=6.0 * tokens * vocab / layout.mesh.tensor
+        )
     bf16 = layout.bytes_a_parameter.compute == "bf16"
     if layout.traits.loss_kernel and bf16 and ids >= HOPPER_LEAST_IDS:
         chunks = hopper_chunks(tokens=tokens, num_ids=ids)
         return LossForm(kernel=True, chunks=chunks.count, chunk_bytes=2.0 * chunks.length * ids)
     rows = layout.micro_rows
     chunks = xla_chunks(rows=rows, length=tokens // rows, num_ids=vocab, platform="gpu")
-    size = 6.0 * rows * chunks.length * vocab / layout.tensor
+    size = 6.0 * rows * chunks.length * vocab / layout.mesh.tensor
     return LossForm(kernel=False, chunks=chunks.count, chunk_bytes=size)
 
 
 def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
     """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
     form = loss_form(shape, layout)
-    tokens, tensor = float(layout.micro_tokens), layout.tensor
+    tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
     width, vocab = shape.model_dim, shape.vocab_size / tensor
     logits = tokens * vocab
     found: list[Operation] = [

@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 
+from jaxinfra.config.run import Remat
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.loss import loss_form
 from jaxinfra.planning.operations import saved_bytes, shards
 from jaxinfra.planning.shapes import Dense, LayerShape, ModelShape, layer_weights
@@ -93,7 +94,7 @@ def state_bytes(shape: ModelShape, layout: Layout) -> tuple[float, float, float]
     weights = gradients = optimizer = 0.0
     for experts in (False, True):
         elements = device_parameters(shape, layout, experts=experts)
-        shards = max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
+        shards = max(layout.mesh.fsdp // layout.mesh.expert, 1) if experts else layout.mesh.fsdp
         weights += recipe.weights * elements / (shards if layout.zero >= 3 else 1)
         gradients += recipe.gradient_bytes * elements / (shards if layout.zero >= 2 else 1)
         optimizer += recipe.optimizer_bytes * elements / (shards if layout.zero >= 1 else 1)
@@ -106,14 +107,16 @@ def micro_batches_in_flight(layout: Layout) -> float:
     p of them in 1F1B (flat in the number of micro-batches), 1 + (p-1)/(p v) times as many
     interleaved.
     """
-    held = min(layout.pipe, layout.accumulation) if layout.pipe > 1 else 1
-    extra = (layout.pipe - 1) / (layout.pipe * layout.chunks) if layout.chunks > 1 else 0.0
+    held = min(layout.mesh.pipe, layout.accumulation) if layout.mesh.pipe > 1 else 1
+    extra = (
+        (layout.mesh.pipe - 1) / (layout.mesh.pipe * layout.chunks) if layout.chunks > 1 else 0.0
+    )
     return held * (1 + extra)
 
 
 def _activations(shape: ModelShape, layout: Layout) -> float:
     saved = sum(layer.count * saved_bytes(layer, shape.model_dim, layout) for layer in shape.layers)
-    return saved / layout.pipe * micro_batches_in_flight(layout)
+    return saved / layout.mesh.pipe * micro_batches_in_flight(layout)
 
 
 def _buffers(shape: ModelShape, layout: Layout, gradients: float) -> float:
@@ -123,7 +126,7 @@ def _buffers(shape: ModelShape, layout: Layout, gradients: float) -> float:
     a chunk of logits and their gradient, the table's gradient and its 16-bit copy.
     """
     layer = max(_working_set(layer, shape.model_dim, layout) for layer in shape.layers)
-    table = 6.0 * shape.vocab_size * shape.model_dim / layout.tensor
+    table = 6.0 * shape.vocab_size * shape.model_dim / layout.mesh.tensor
     loss = logits_bytes(shape, layout) + table
     held = gradients if layout.accumulation > 1 else 0.0
     return max(layer, loss + held - gradients)
@@ -135,7 +138,7 @@ def logits_bytes(shape: ModelShape, layout: Layout) -> float:
 
 
 def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
-    tokens, tensor, item = layout.micro_tokens, layout.tensor, layout.activation_bytes
+    tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
     stream = item * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
     feed_forward = layer.feed_forward
     if isinstance(feed_forward, Dense):
@@ -145,14 +148,14 @@ def _working_set(layer: LayerShape, model_dim: int, layout: Layout) -> float:
         routed = 2 * item * tokens * feed_forward.top_k * model_dim
     hidden = item * tokens * width / tensor
     again = 0.0
-    if layout.remat in (Recompute.FULL, Recompute.NAMED, Recompute.MLP):
+    if layout.remat in (Remat.FULL, Remat.NAMED, Remat.MLP):
         # The layer's forward pass runs again before its backward pass.
-        again = saved_bytes(layer, model_dim, layout, remat=Recompute.DOTS)
+        again = saved_bytes(layer, model_dim, layout, remat=Remat.DOTS)
         again -= saved_bytes(layer, model_dim, layout)
         again += 2 * hidden
     gathered = 0.0
-    if layout.zero == 3 and layout.fsdp > 1:
-        one = _layer_elements(layer, model_dim, layout.tensor, layout.expert)
+    if layout.zero == 3 and layout.mesh.fsdp > 1:
+        one = _layer_elements(layer, model_dim, layout.mesh.tensor, layout.mesh.expert)
         gathered = 2 * item * one  # this layer's weights, and the next one's on their way
     return again + gathered + routed + hidden + 2 * stream
 

@@ -8,11 +8,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from jaxinfra.config.run import ContextMethod
+from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.core import axes
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.planning.flops import attention_flops
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.shapes import (
     EXPERT,
     LATENT,
@@ -108,16 +108,16 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
     ]
     recomputed: list[Operation] = []
     match layout.remat:
-        case Recompute.FULL:
+        case Remat.FULL:
             recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_again]
-        case Recompute.NAMED:
+        case Remat.NAMED:
             recomputed = [*matmuls, *passes, *exchange, *reduce_again]
-        case Recompute.MLP:
+        case Remat.MLP:
             widest = [each for each in matmuls if each.name.endswith(("/gate", "/up"))]
             recomputed = [*widest, *passes]
-        case Recompute.DOTS:
+        case Remat.DOTS:
             recomputed = list(passes)
-        case Recompute.SELECTIVE if not layout.traits.fused_attention:
+        case _ if layout.traits.recomputes_scores:
             recomputed = list(core_forward)
         case _:
             pass
@@ -147,9 +147,9 @@ def _matmul(weight: Weight, layout: Layout) -> Matmul:
     if EXPERT in names:
         experts = dict(weight.dims)[EXPERT]
         width //= experts
-        count = max(experts / layout.expert, 1)
+        count = max(experts / layout.mesh.expert, 1)
         tokens = max(tokens * weight.active * experts / count, 1.0)
-    tensor = layout.tensor if set(names) & TENSOR_DIMS else 1
+    tensor = layout.mesh.tensor if set(names) & TENSOR_DIMS else 1
     if inward:
         return Matmul(weight.name, tokens, width / tensor, depth, count, _format(layout))
     # Outward: all dims but the last are contracted.
@@ -172,21 +172,26 @@ def _weight_gradient(each: Matmul) -> Matmul:
 
 def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Operation]]:
     attention = layer.attention
-    rows, heads = layout.micro_rows, attention.num_q_heads / layout.tensor
+    rows, heads = layout.micro_rows, attention.num_q_heads / layout.mesh.tensor
     if layout.traits.fused_attention:
-        flops = rows * attention_flops(attention, layout.length) / layout.tensor / layout.context
+        flops = (
+            rows
+            * attention_flops(attention, layout.length)
+            / layout.mesh.tensor
+            / layout.mesh.context
+        )
         width = attention.head_dim
-        length = layout.length // layout.context
+        length = layout.length // layout.mesh.context
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
         backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
-        if layout.context > 1:
-            turns = layout.context - 1
+        if layout.mesh.context > 1:
+            turns = layout.mesh.context - 1
             sent = context_bytes(
                 ContextMethod.RING,
-                num_shards=layout.context,
+                num_shards=layout.mesh.context,
                 tokens=layout.micro_tokens,
-                q_width=attention.score_width / layout.tensor,
-                kv_width=_kv_width(layer) / min(layout.tensor, attention.num_kv_heads),
+                q_width=attention.score_width / layout.mesh.tensor,
+                kv_width=_kv_width(layer) / min(layout.mesh.tensor, attention.num_kv_heads),
                 itemsize=layout.activation_bytes,
                 is_packed=True,
             )
@@ -199,9 +204,9 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
     length = layout.length
     count = rows * heads
     width = attention.value_width / attention.num_q_heads
-    scores = float(count * length * length // layout.context)
+    scores = float(count * length * length // layout.mesh.context)
     dropout = 5 * scores if layout.traits.dropout else 0.0
-    scale = length / layout.context
+    scale = length / layout.mesh.context
     forward = [
         Matmul("scores", scale, length, attention.head_dim, count),
         Memory("softmax", 4 * scores + dropout),
@@ -225,7 +230,7 @@ def _kv_width(layer: LayerShape) -> int:
 
 
 def _memory(layer: LayerShape, model_dim: int, layout: Layout) -> tuple[list[Memory], list[Memory]]:
-    tokens, tensor = layout.micro_tokens, layout.tensor
+    tokens, tensor = layout.micro_tokens, layout.mesh.tensor
     stream = tokens * model_dim / (tensor if layout.sequence_parallel else 1)
     attention = layer.attention
     positions = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
@@ -268,16 +273,16 @@ def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operati
     copies = float(layout.micro_tokens) * experts.top_k * model_dim
     moved = 2 * layout.activation_bytes * copies
     found: list[Operation] = [Memory("sort by expert", moved), Memory("combine", moved)]
-    if layout.expert > 1:
+    if layout.mesh.expert > 1:
         # Each way tokens top_k d (N - 1)/N elements; tensor shards split the work.
-        size = layout.activation_bytes * copies / layout.tensor
+        size = layout.activation_bytes * copies / layout.mesh.tensor
         found.append(Collective("dispatch", "all-to-all", "expert", size))
         found.append(Collective("return", "all-to-all", "expert", size))
     return found
 
 
 def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Collective]]:
-    if layout.tensor == 1:
+    if layout.mesh.tensor == 1:
         return [], []
     size = layout.activation_bytes * layout.micro_tokens * model_dim
     reduce = functools.partial(
@@ -300,7 +305,7 @@ def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Coll
 
 
 def saved_bytes(
-    layer: LayerShape, model_dim: int, layout: Layout, *, remat: Recompute | None = None
+    layer: LayerShape, model_dim: int, layout: Layout, *, remat: Remat | None = None
 ) -> float:
     """Bytes that a layer keeps from forward to backward, one micro-batch on one device.
 
@@ -312,13 +317,13 @@ def saved_bytes(
         remat: instead of the layout's.
     """
     remat = remat or layout.remat
-    tokens, tensor, item = layout.micro_tokens, layout.tensor, layout.activation_bytes
+    tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
     stream = item * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
-    if remat is Recompute.FULL:
+    if remat is Remat.FULL:
         return stream
     attention = layer.attention
     core = tokens * (item * attention.value_width + 4 * attention.num_q_heads) / tensor
-    if remat is Recompute.NAMED:
+    if remat is Remat.NAMED:
         return stream + core
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, model_dim, layout)
@@ -326,10 +331,10 @@ def saved_bytes(
     rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
     inward = item * tokens * (attention.score_width + _kv_width(layer)) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
-    if remat is Recompute.MLP:
+    if remat is Remat.MLP:
         return stream + core + inward + 2 * stream
     dots = inward + 2 * stream + item * hidden * (2 if gated else 1)
-    if remat is Recompute.DOTS:
+    if remat is Remat.DOTS:
         return stream + core + dots
     if not layout.traits.saves_fp32:
         return stream + core + dots + layer.norms * stream + item * hidden
@@ -340,10 +345,10 @@ def saved_bytes(
 
 
 def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
-    tensor = layout.tensor
+    tensor = layout.mesh.tensor
     stream = float(layout.micro_tokens) * model_dim
     scores = 5.0 * layer.attention.num_q_heads * layout.length / (model_dim * tensor)
-    if layout.remat is Recompute.SELECTIVE:
+    if layout.traits.recomputes_scores:
         scores = 0.0
     if layout.sequence_parallel:
         return stream * (34 / tensor + scores)
@@ -355,6 +360,6 @@ def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operatio
     tokens = float(layout.micro_tokens)
     yield Memory("lookup", (4 + layout.activation_bytes) * tokens * shape.model_dim)
     yield Memory("scatter", 12.0 * tokens * shape.model_dim)
-    if layout.tensor > 1:
+    if layout.mesh.tensor > 1:
         size = layout.activation_bytes * tokens * shape.model_dim
         yield Collective("lookup", "all-reduce", "tensor", size)

@@ -95,7 +95,7 @@ class Plan:
             "decode_flops_per_token": decode_flops(shape, layout.length),
             "kv_bytes_per_token": kv_bytes_per_token(shape),
             "kv_bytes": kv_bytes(shape, batch=1, context=layout.length),
-            "mesh": layout.mesh,
+            "mesh": layout.axes,
             "layout": {
                 "batch": layout.batch,
                 "length": layout.length,
@@ -169,18 +169,18 @@ def traffic(shape: ModelShape, layout: Layout, device: Device) -> tuple[Traffic,
     for layer in shape.layers:
         passes = layer_operations(layer, shape.model_dim, layout)
         operations = (*passes.forward, *passes.backward, *passes.recomputed)
-        times = micro * layer.count / layout.pipe
+        times = micro * layer.count / layout.mesh.pipe
         found += [(each, times) for each in operations if isinstance(each, Collective)]
     ends = (*loss_operations(shape, layout), *embedding(shape, layout))
     found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
     found += [(each, 1.0) for each in data_collectives(shape, layout)]
-    if layout.pipe > 1:
-        size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.tensor
+    if layout.mesh.pipe > 1:
+        size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.mesh.tensor
         sends = 2 * layout.chunks * micro
         found.append((Collective("send", "permute", "pipe", size, count=sends), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}
     for each, times in found:
-        members = layout.mesh[each.axis]
+        members = layout.axes[each.axis]
         if members == 1:
             continue
         entry = sums.setdefault((each.axis, each.kind), [0.0, 0.0, 0.0])

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import pretraining
-from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
+from jaxinfra.config.run import AttentionImplementation, RunConfig
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Execution
@@ -33,7 +33,7 @@ from jaxinfra.parallel.rules import state_rules
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.gpu_target import compile_only_devices
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.plan import traffic
 from jaxinfra.training.job import lower_step, make_job
@@ -158,21 +158,19 @@ def run_config(
     model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
 ) -> RunConfig:
     """The run whose step a layout describes."""
-    if layout.expert > 1:
+    if layout.mesh.expert > 1:
         raise UnsupportedError(
-            f"expert={layout.expert}: the mesh of this training step has no expert axis; use 1"
+            f"expert={layout.mesh.expert}: the mesh of this training step has no expert axis; use 1"
         )
     if layout.zero == 0:
         raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
-    if layout.remat is Recompute.SELECTIVE:
-        raise UnsupportedError("remat=selective: fused attention keeps no scores")
     run = pretraining(model)
     training = dataclasses.replace(
         run.training,
         batch_size=layout.batch,
         sequence_length=layout.length,
         accumulation=layout.accumulation,
-        remat=Remat(layout.remat.value),
+        remat=layout.remat,
         attention=attention,
         unroll=1 if layout.traits.scans_layers else model.num_layers,
     )
@@ -184,19 +182,13 @@ def run_config(
         training=training,
         precision=PrecisionConfig(policy=policy),
         pipeline=pipeline,
-        mesh=MeshConfig(
-            pipe=layout.pipe,
-            replica=layout.replica,
-            fsdp=layout.fsdp,
-            context=layout.context,
-            tensor=layout.tensor,
-        ),
+        mesh=layout.mesh,
         sharding=ShardingConfig(zero=layout.zero, sequence_parallel=layout.sequence_parallel),
     )
 
 
 def _refuse_pipeline(layout: Layout) -> None:
-    if layout.pipe > 1:
+    if layout.mesh.pipe > 1:
         raise UnsupportedError(
             f"--compile with {layout.describe()}: a compiled pipeline does not say how often its "
             "loops run, so its calls cannot be counted; set pipe=1, or leave --compile out"
@@ -262,7 +254,7 @@ def compare(
     for each in traffic(shape, layout, device):
         entry = predicted.setdefault((each.axis, _PURPOSES[each.kind]), Exchanged())
         entry.add(each.kind, each.array_bytes, each.wire_bytes)
-    found = exchanged(collectives(compiled), _axes(layout))
+    found = exchanged(collectives(compiled), layout.mesh.sizes())
     analysis = compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     return Receipt(
@@ -309,13 +301,9 @@ def _one_by_one(call: Collective, mesh: Mapping[str, int]) -> Iterator[tuple[str
         size /= mesh[axis]
 
 
-def _axes(layout: Layout) -> dict[str, int]:
-    return {axis: size for axis, size in layout.mesh.items() if axis != "expert"}
-
-
 def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:
     """Bytes of the step's arguments on one device: fp32 weights, two moments, counters, a batch."""
-    sizes = _axes(layout)
+    sizes = layout.mesh.sizes()
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     placement = Placement(mesh=mesh, rules=state_rules(ShardingConfig(zero=layout.zero)))
     definition = define_model(model, Execution())

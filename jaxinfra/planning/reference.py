@@ -10,10 +10,18 @@ from typing import Any
 
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.presets.models import llama3_8b, llama3_70b
+from jaxinfra.config.run import Remat
 from jaxinfra.planning.catalog import gpt
 from jaxinfra.planning.flops import megatron_flops
 from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2025, UNROLLED, Layout, Recompute
+from jaxinfra.planning.layout import (
+    MEGATRON_2021,
+    MEGATRON_2021_SELECTIVE,
+    MEGATRON_2025,
+    UNROLLED,
+    Layout,
+    lay_out,
+)
 from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
 
 
@@ -131,7 +139,7 @@ def _recomputation_paper() -> list[TimedStep]:
     found = []
     for case in MEGATRON:
         shape = gpt(case.name, layers=case.layers, width=case.width, heads=case.heads)
-        layout = Layout(
+        layout = lay_out(
             length=case.length,
             batch=case.batch,
             pipe=case.pipe,
@@ -141,9 +149,11 @@ def _recomputation_paper() -> list[TimedStep]:
             recipe="fp16-adam",
             traits=MEGATRON_2021,
             zero=0,
-            remat=Recompute.FULL,
+            remat=Remat.FULL,
         )
-        selective = dataclasses.replace(layout, remat=Recompute.SELECTIVE, sequence_parallel=True)
+        selective = dataclasses.replace(
+            layout, remat=Remat.NONE, traits=MEGATRON_2021_SELECTIVE, sequence_parallel=True
+        )
         for name, each, seconds in (
             ("full recomputation", layout, case.full_s),
             ("sequence parallel, selective", selective, case.selective_s),
@@ -170,7 +180,7 @@ def _scaling_paper() -> list[TimedStep]:
             batch=batch, length=2048, layers=layers, width=width, vocab=51_200
         ) / (devices * tflops * 1e12)
         shape = gpt(f"{layers}x{width}", layers=layers, width=width, heads=heads)
-        layout = Layout(
+        layout = lay_out(
             length=2048,
             batch=batch,
             pipe=pipe,
@@ -180,7 +190,7 @@ def _scaling_paper() -> list[TimedStep]:
             recipe="fp16-adam",
             traits=MEGATRON_2021,
             zero=0,
-            remat=Recompute.FULL,
+            remat=Remat.FULL,
         )
         found.append(
             TimedStep(
@@ -202,10 +212,10 @@ def _h100() -> list[TimedStep]:
         "zero": 0,
         "recipe": "fp8-transformer-engine",
         "traits": MEGATRON_2025,
-        "remat": Recompute.NONE,
+        "remat": Remat.NONE,
     }
-    eight = Layout(replica=8, accumulation=16, **common)
-    seventy = Layout(
+    eight = lay_out(replica=8, accumulation=16, **common)
+    seventy = lay_out(
         tensor=4, pipe=8, replica=2, chunks=5, sequence_parallel=True, accumulation=64, **common
     )
     tokens = 128 * 8192
@@ -237,12 +247,12 @@ def _h200() -> list[TimedStep]:
         if layers is not None:
             config = dataclasses.replace(config, num_layers=layers)
         sizes: dict[str, Any] = {"length": 4096, "batch": 4, **changes}
-        layout = Layout(**sizes)
+        layout = lay_out(**sizes)
         shape = shape_of(config, name=preset)
         found.append(_own(f"{preset} of {shape.num_layers} layers", shape, layout, seconds, source))
     for layers, changes, seconds in _GRADIENTS:
         shape = dataclasses.replace(_PIPED, layers=(_piped_layer(layers),))
-        layout = Layout(length=4096, batch=16, **changes)
+        layout = lay_out(length=4096, batch=16, **changes)
         name = f"{layers} layers of 3072, gradients only"
         found.append(_own(name, shape, layout, seconds, _FOUR, optimizer=False))
     return found
@@ -292,13 +302,13 @@ _FOUR = "experiments/results/plan-h200-x4.json"
 # Preset, layers where fewer, what of the layout is not 4 x 4096 tokens and dots, seconds, source.
 _OURS: tuple[tuple[str, int | None, dict[str, Any], float, str], ...] = (
     ("llama32_1b", None, {}, 0.2771, _FOUR),
-    ("llama32_1b", None, {"remat": Recompute.MLP}, 0.3070, _ONE),
-    ("llama32_1b", None, {"remat": Recompute.FULL}, 0.3238, _ONE),
-    ("llama32_1b", None, {"remat": Recompute.NONE, "traits": UNROLLED}, 0.2652, _ONE),
+    ("llama32_1b", None, {"remat": Remat.MLP}, 0.3070, _ONE),
+    ("llama32_1b", None, {"remat": Remat.FULL}, 0.3238, _ONE),
+    ("llama32_1b", None, {"remat": Remat.NONE, "traits": UNROLLED}, 0.2652, _ONE),
     ("llama32_1b", None, {"accumulation": 4}, 0.3284, _ONE),
     ("llama32_1b", None, {"length": 16_384, "batch": 1}, 0.3810, _ONE),
     ("llama32_1b", None, {"length": 1024, "batch": 16}, 0.2542, _ONE),
-    ("llama32_3b", None, {"batch": 2, "remat": Recompute.FULL}, 0.4421, _ONE),
+    ("llama32_3b", None, {"batch": 2, "remat": Remat.FULL}, 0.4421, _ONE),
     ("small", None, {"length": 1024, "batch": 32}, 0.0552, _ONE),
     ("llama32_1b", None, {"batch": 16, "fsdp": 4}, 0.3051, _FOUR),
     ("llama31_8b", 8, {"batch": 16, "fsdp": 4}, 0.4723, _FOUR),

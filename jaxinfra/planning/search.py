@@ -6,10 +6,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.layout import BY_STRENGTH, Layout, Recompute, Traits, refusal
+from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal
 from jaxinfra.planning.memory import memory, state_bytes
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.shapes import Experts, ModelShape
@@ -27,7 +29,7 @@ class Question:
     length: int
     batch: int
     recipes: tuple[str, ...] = ("bf16",)
-    remat: Recompute | None = None
+    remat: Remat | None = None
     zero: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()  # mesh axes that are not searched
     traits: Traits = Traits()
@@ -66,12 +68,12 @@ class Found:
 
 
 CHOICES: dict[str, Callable[[Layout], object]] = {
-    "pipe": lambda layout: layout.pipe,
-    "replica": lambda layout: layout.replica,
-    "fsdp": lambda layout: layout.fsdp,
-    "context": lambda layout: layout.context,
-    "tensor": lambda layout: layout.tensor,
-    "expert": lambda layout: layout.expert,
+    "pipe": lambda layout: layout.mesh.pipe,
+    "replica": lambda layout: layout.mesh.replica,
+    "fsdp": lambda layout: layout.mesh.fsdp,
+    "context": lambda layout: layout.mesh.context,
+    "tensor": lambda layout: layout.mesh.tensor,
+    "expert": lambda layout: layout.mesh.expert,
     "micro-batch": lambda layout: layout.micro_rows,
     "accumulation": lambda layout: layout.accumulation,
     "chunks": lambda layout: layout.chunks,
@@ -186,7 +188,7 @@ def _sized(
             size = memory(shape, each, device).total
             yield each, size
             fitting += size <= device.hbm_bytes
-            if fitting and form is not Recompute.NONE:
+            if fitting and form is not Remat.NONE:
                 break
 
 
@@ -224,12 +226,14 @@ def _data_layouts(
             base = Layout(
                 length=question.length,
                 batch=question.batch,
-                pipe=pipe,
-                replica=data // fsdp,
-                fsdp=fsdp,
-                context=context,
-                tensor=tensor,
-                expert=expert,
+                mesh=MeshConfig(
+                    pipe=pipe,
+                    replica=data // fsdp,
+                    fsdp=fsdp,
+                    context=context,
+                    tensor=tensor,
+                    expert=expert,
+                ),
                 sequence_parallel=tensor > 1,
                 recipe=question.recipes[0],
                 traits=question.traits,
@@ -249,15 +253,19 @@ def _variants(
 
     Of a state that alone is too big, one layout is enough: what it runs on adds to it.
     """
-    zeros = [question.zero] if question.zero is not None else ([1, 2, 3] if base.fsdp > 1 else [0])
-    layers = shape.num_layers // base.pipe
-    chunk_counts = [1] if base.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
+    zeros = (
+        [question.zero] if question.zero is not None else ([1, 2, 3] if base.mesh.fsdp > 1 else [0])
+    )
+    layers = shape.num_layers // base.mesh.pipe
+    chunk_counts = (
+        [1] if base.mesh.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
+    )
     rows_and_chunks = [
         (rows, chunks)
         for rows in _MICRO_ROWS
         # With fewer micro-batches than stages most of the pipeline waits.
         if base.batch % (base.data * rows) == 0
-        and (base.pipe == 1 or base.batch // (base.data * rows) >= base.pipe)
+        and (base.mesh.pipe == 1 or base.batch // (base.data * rows) >= base.mesh.pipe)
         for chunks in chunk_counts
     ]
     for recipe, zero in itertools.product(question.recipes, zeros):
@@ -294,12 +302,11 @@ def why_slower(plan: Plan, best: Plan) -> str:
 
 def _distinct(ranked: list[Candidate]) -> list[Candidate]:
     """One candidate a mesh: variants of the winner's mesh would say little."""
-    seen: set[tuple[int, ...]] = set()
+    seen: set[MeshConfig] = set()
     found = []
     for each in ranked:
-        key = tuple(each.layout.mesh.values())
-        if key not in seen:
-            seen.add(key)
+        if each.layout.mesh not in seen:
+            seen.add(each.layout.mesh)
             found.append(each)
     return found
 

@@ -49,7 +49,7 @@ def bubble_fraction(*, stages: int, micro_batches: int, chunks: int = 1) -> floa
 
 def step_time(shape: ModelShape, layout: Layout, device: Device) -> StepTime:
     """Predicts one step; the layout must have passed ``layout.check``."""
-    stages, micro, chunks = layout.pipe, layout.accumulation, layout.chunks
+    stages, micro, chunks = layout.mesh.pipe, layout.accumulation, layout.chunks
     body = _stage_seconds(shape, layout, device)
     ends = _end_seconds(shape, layout.of_one_layer, device)
     once = micro + (stages - 1) / chunks  # passes that one device's time is as long as
@@ -144,7 +144,7 @@ def _stage_seconds(shape: ModelShape, layout: Layout, device: Device) -> _Second
     """The layers of one pipeline stage, one micro-batch."""
     alike = layout.of_one_layer
     kinds = [
-        (_layer_seconds(layer, shape.model_dim, alike, device), layer.count / layout.pipe)
+        (_layer_seconds(layer, shape.model_dim, alike, device), layer.count / layout.mesh.pipe)
         for layer in shape.layers
     ]
     return _Seconds(
@@ -165,11 +165,11 @@ def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tup
 
 def _transfers(shape: ModelShape, layout: Layout, device: Device) -> float:
     """Activations to the next stage and gradients back: each chunk of each micro-batch."""
-    if layout.pipe == 1:
+    if layout.mesh.pipe == 1:
         return 0.0
     # Every tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
-    size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.tensor
-    sends = 2 * layout.chunks * (layout.accumulation + layout.pipe - 1)
+    size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.mesh.tensor
+    sends = 2 * layout.chunks * (layout.accumulation + layout.mesh.pipe - 1)
     return collective_s(device, layout, Collective("send", "permute", "pipe", size, count=sends))
 
 
@@ -178,7 +178,9 @@ def device_parameters(shape: ModelShape, layout: Layout, *, experts: bool) -> fl
 
     Embedding tables lie on the end stages; the larger of the ends is what counts.
     """
-    return _stage_parameters(shape, layout.pipe, layout.tensor, layout.expert, experts=experts)
+    return _stage_parameters(
+        shape, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -235,7 +237,7 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
         if not elements:
             continue
         # An expert's copies are fewer: the expert axis takes its devices from the data axes.
-        fsdp = layout.fsdp if not experts else max(layout.fsdp // layout.expert, 1)
+        fsdp = layout.mesh.fsdp if not experts else max(layout.mesh.fsdp // layout.mesh.expert, 1)
         if layout.zero == 3 and fsdp > 1:
             found += _sharded_weights(shape, layout, elements, item, experts=experts)
         elif fsdp > 1:
@@ -250,9 +252,9 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
         # Each axis sums what those before it have scattered.
         size = item * elements / (fsdp if layout.zero >= 1 else 1)
         for axis in ("replica", "context"):
-            if layout.mesh[axis] > 1:
+            if layout.axes[axis] > 1:
                 found.append(Collective("gradients", "all-reduce", axis, size, True))
-                size /= layout.mesh[axis]
+                size /= layout.axes[axis]
     return found
 
 
@@ -266,8 +268,8 @@ def _sharded_weights(
     micro, table = layout.accumulation, 0.0
     found: list[Collective] = []
     if not experts:
-        table = float(shape.vocab_size * shape.model_dim / layout.tensor)
-        tables = 1 if shape.tie_embeddings or layout.pipe > 1 else 2
+        table = float(shape.vocab_size * shape.model_dim / layout.mesh.tensor)
+        tables = 1 if shape.tie_embeddings or layout.mesh.pipe > 1 else 2
         elements -= tables * table
         rows = layout.activation_bytes * layout.micro_tokens * shape.model_dim
         found.append(Collective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
@@ -302,10 +304,12 @@ def _calls(shape: ModelShape, layout: Layout, item: float, *, experts: bool) -> 
     """Collectives of the layers of one pipeline stage, a pass over them."""
     layers = sum(
         layer.count
-        * _layer_calls(layer, shape.model_dim, layout.tensor, layout.expert, item, experts=experts)
+        * _layer_calls(
+            layer, shape.model_dim, layout.mesh.tensor, layout.mesh.expert, item, experts=experts
+        )
         for layer in shape.layers
     )
-    return max(math.ceil(layers / layout.pipe), 1)
+    return max(math.ceil(layers / layout.mesh.pipe), 1)
 
 
 def _gathered_bytes(layout: Layout) -> float:
@@ -341,12 +345,12 @@ def _optimizer_s(shape: ModelShape, layout: Layout, device: Device) -> float:
 
 
 def _data_shards(layout: Layout, *, experts: bool) -> int:
-    return max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
+    return max(layout.mesh.fsdp // layout.mesh.expert, 1) if experts else layout.mesh.fsdp
 
 
 def node_share(device: Device, layout: Layout, axis: str) -> str:
     """Where an axis' traffic goes: ``node``, or ``network``."""
-    size = layout.mesh[axis]
+    size = layout.axes[axis]
     return "node" if members_in_node(device, layout, axis) >= size else "network"
 
 

@@ -9,10 +9,10 @@ import math
 import pytest
 
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.run import AttentionImplementation
+from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.parallel.program import Collective
-from jaxinfra.planning.layout import UNROLLED, Layout, Recompute
+from jaxinfra.planning.layout import UNROLLED, lay_out
 from jaxinfra.planning.receipt import TOLERANCE, Receipt, compile_on_cpu, exchanged, run_config
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
@@ -42,9 +42,7 @@ MODELS = {
 
 def receipt(model, **sizes) -> Receipt:
     accumulation = sizes.get("accumulation", 1)
-    layout = Layout(
-        **{"length": LENGTH, "batch": 8 * accumulation, "remat": Recompute.NONE} | sizes
-    )
+    layout = lay_out(**{"length": LENGTH, "batch": 8 * accumulation, "remat": Remat.NONE} | sizes)
     return compile_on_cpu(MODELS[model], layout)
 
 
@@ -71,7 +69,7 @@ MORE = [
     ("llama", {"replica": 2, "fsdp": 4}, {"fsdp sum", "fsdp exchange", "replica sum"}, set()),
     (
         "llama",
-        {"fsdp": 8, "accumulation": 4, "remat": Recompute.FULL},
+        {"fsdp": 8, "accumulation": 4, "remat": Remat.FULL},
         {"fsdp sum", "fsdp exchange"},
         {"fsdp gather"},
     ),
@@ -162,7 +160,7 @@ def test_a_step_that_cannot_be_compared_is_refused(sizes, words):
 
 
 def test_a_layout_is_run_as_it_says():
-    layout = Layout(length=16, batch=16, pipe=2, chunks=2, accumulation=8, traits=UNROLLED)
+    layout = lay_out(length=16, batch=16, pipe=2, chunks=2, accumulation=8, traits=UNROLLED)
     run = run_config(
         MODELS["gpt"], layout, policy=PolicyName.BF16, attention=AttentionImplementation.XLA
     )

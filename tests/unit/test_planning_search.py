@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import NAMES, find_device, with_measurements
@@ -24,7 +25,7 @@ from jaxinfra.planning.inference import (
     weight_bytes,
 )
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
-from jaxinfra.planning.layout import MEGATRON_2021, Layout, Recompute, check
+from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2021_SELECTIVE, Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import megatron_activation_bytes, memory
 from jaxinfra.planning.operations import Matmul
@@ -40,7 +41,7 @@ EIGHT_B = find_model("llama3_8b")
 
 
 def layout(**sizes) -> Layout:
-    return Layout(**{"length": 4096, "batch": 64} | sizes)
+    return lay_out(**{"length": 4096, "batch": 64} | sizes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +84,7 @@ def test_parameters_of_all_stages_add_up():
 
 
 def test_stronger_recomputation_keeps_less_and_costs_more():
-    order = (Recompute.NONE, Recompute.DOTS, Recompute.MLP, Recompute.NAMED, Recompute.FULL)
+    order = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
     kept = [memory(EIGHT_B, layout(remat=each), H200).activations for each in order]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
@@ -97,13 +98,13 @@ def test_stronger_recomputation_keeps_less_and_costs_more():
 def test_activations_of_a_megatron_layout_are_the_papers():
     shape = find_model("megatron_22b")
     for selective in (False, True):
-        each = Layout(
+        each = lay_out(
             length=2048,
             batch=4,
             tensor=8,
-            traits=MEGATRON_2021,
+            traits=MEGATRON_2021_SELECTIVE if selective else MEGATRON_2021,
             sequence_parallel=selective,
-            remat=Recompute.SELECTIVE if selective else Recompute.NONE,
+            remat=Remat.NONE,
         )
         expected = megatron_activation_bytes(
             layers=48,
@@ -128,13 +129,13 @@ def test_pipeline_activations_do_not_grow_with_micro_batches():
 @pytest.mark.parametrize(
     ("name", "batch", "remat", "compiled_gib"),
     [
-        ("llama32_1b", 4, Recompute.NONE, 62.44),
-        ("llama32_1b", 4, Recompute.DOTS, 18.44),
-        ("llama32_1b", 4, Recompute.FULL, 7.25),
+        ("llama32_1b", 4, Remat.NONE, 62.44),
+        ("llama32_1b", 4, Remat.DOTS, 18.44),
+        ("llama32_1b", 4, Remat.FULL, 7.25),
         # Not looked at when the formula was written.
-        ("llama32_1b", 4, Recompute.MLP, 10.69),
-        ("llama32_3b", 2, Recompute.DOTS, 25.92),
-        ("llama32_3b", 2, Recompute.FULL, 14.38),
+        ("llama32_1b", 4, Remat.MLP, 10.69),
+        ("llama32_3b", 2, Remat.DOTS, 25.92),
+        ("llama32_3b", 2, Remat.FULL, 14.38),
     ],
 )
 def test_temporaries_are_those_of_a_step_compiled_for_an_h200(name, batch, remat, compiled_gib):
@@ -245,7 +246,7 @@ def test_search_over_2048_devices_takes_seconds_and_ranks():
 
 
 def test_search_finds_what_trying_everything_finds():
-    question = Question(devices=8, length=4096, batch=64, remat=Recompute.DOTS, zero=3)
+    question = Question(devices=8, length=4096, batch=64, remat=Remat.DOTS, zero=3)
     found = search(EIGHT_B, question, H200)
     best = min(
         step_time(EIGHT_B, each, H200).total_s
