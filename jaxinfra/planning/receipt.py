@@ -23,10 +23,10 @@ from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import AttentionImplementation, RunConfig
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.ops.target import compiling_for
 from jaxinfra.parallel.collective_bytes import sent_bytes
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import Collective, collectives
 from jaxinfra.parallel.rules import state_rules
@@ -306,7 +306,7 @@ def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:
     sizes = layout.mesh.sizes()
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
     placement = Placement(mesh=mesh, rules=state_rules(ShardingConfig(zero=layout.zero)))
-    definition = define_model(model, Execution())
+    definition = define_model(model, execution_on())
 
     def elements(shardings: dict) -> int:
         shares = jax.tree.map(

@@ -20,18 +20,21 @@ LENGTH, WIDTH, LAYERS = 64, 512, 3
 
 
 def wide(config):
-    blocks = tuple(
+    """Its stack with heads and a feed-forward layer of more width."""
+    (stack,) = config.stacks
+    pattern = tuple(
         dataclasses.replace(
             block,
-            attention=dataclasses.replace(block.attention, head_dim=32),
-            mlp=dataclasses.replace(block.mlp, hidden_dim=1536),
+            mixer=dataclasses.replace(block.mixer, head_dim=32),
+            feed_forward=dataclasses.replace(block.feed_forward, hidden_dim=1536),
         )
-        for block in config.blocks
+        for block in stack.pattern
     )
-    return dataclasses.replace(config, blocks=blocks, model_dim=WIDTH, vocab_size=4096)
+    stacks = (dataclasses.replace(stack, pattern=pattern),)
+    return dataclasses.replace(config, stacks=stacks, model_dim=WIDTH, vocab_size=4096)
 
 
-UNTIED = dataclasses.replace(wide(llama_like()), num_layers=LAYERS, tie_embeddings=False)
+UNTIED = dataclasses.replace(wide(llama_like()).with_layers(LAYERS), tie_embeddings=False)
 MODELS = {
     "llama": UNTIED,
     "tied": wide(llama_like()),
