@@ -21,23 +21,21 @@ import jax
 from jaxinfra.cli.train import user_cache
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.measured import with_bench_results
+from jaxinfra.planning.model import PlannedModel, find_model
 from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
 from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
-from jaxinfra.planning.shapes import ModelShape
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,20 +92,20 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no model: name a preset, a config.json, or formats")
     if args.model == "formats":
         return _formats(args)
-    shape, device = find_model(args.model), _device(args)
+    model, device = find_model(args.model), _device(args)
     if args.inference:
         if args.mesh is not None or args.compile is not None:
             raise ConfigError(
                 "--inference splits weights and caches evenly over --devices and compiles nothing; "
                 "leave --mesh and --compile out"
             )
-        return _inference(args, shape, device)
+        return _inference(args, model, device)
     if args.mesh is None:
         if args.compile is not None:
             raise ConfigError("--compile needs a --mesh: one program is compiled, not a search")
-        found = search(shape, _question(args, shape), device)
+        found = search(model, _question(args, model), device)
         return _report(args, found.best, found)
-    plan = make_plan(shape, _layout(args, shape), device)
+    plan = make_plan(model, _layout(args, model), device)
     if args.compile is not None:
         return _receipt(args, plan)
     return _report(args, plan, None)
@@ -179,12 +177,12 @@ def _traits(args: argparse.Namespace) -> Traits:
     return UNROLLED if args.unroll else Traits()
 
 
-def _length(args: argparse.Namespace, shape: ModelShape) -> int:
-    return args.length or min(shape.max_positions, 8192)
+def _length(args: argparse.Namespace, model: PlannedModel) -> int:
+    return args.length or min(model.config.max_positions, 8192)
 
 
-def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
-    length = _length(args, shape)
+def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
+    length = _length(args, model)
     layout = Layout(
         length=length,
         mesh=parse_mesh(args.mesh),
@@ -209,8 +207,8 @@ def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
     return dataclasses.replace(layout, batch=args.batch or rows)
 
 
-def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
-    length = _length(args, shape)
+def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
+    length = _length(args, model)
     tokens = 4 * 2**20
     batch = args.batch or max(args.devices, tokens // length // args.devices * args.devices)
     return Question(
@@ -274,17 +272,12 @@ def _other(plan: Plan, why: str) -> dict[str, Any]:
 
 
 def _receipt(args: argparse.Namespace, plan: Plan) -> int:
-    model = MODELS.get(args.model)
-    if model is None:
-        raise ConfigError(
-            f"--compile {args.compile}: {args.model} is not a preset that can be trained here"
-        )
     jax.config.update("jax_platforms", "cpu")
     if args.compile == "cpu":
         jax.config.update("jax_num_cpu_devices", plan.layout.devices)
-        receipt = compile_on_cpu(model(), plan.layout)
+        receipt = compile_on_cpu(plan.model.config, plan.layout)
     else:
-        receipt = compile_for_gpu(model(), plan.layout, plan.device)
+        receipt = compile_for_gpu(plan.model.config, plan.layout, plan.device)
     if args.json:
         values = {**plan.as_dict(tokens=args.tokens), "receipt": receipt.as_dict()}
         print(json.dumps(values, allow_nan=False))
@@ -310,16 +303,16 @@ def _schedule(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> int:
+def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) -> int:
     serving = Serving(devices=args.devices, weights=args.weights, cache=args.cache)
     batch = args.batch or 1
     if args.pictures is not None:
-        draw_serving(shape, device, serving, args.pictures, context=args.context)
+        draw_serving(model, device, serving, args.pictures, context=args.context)
     if args.json:
-        figures = summary(shape, device, serving, context=args.context, batch=batch)
+        figures = summary(model, device, serving, context=args.context, batch=batch)
         print(json.dumps(figures, allow_nan=False))
         return 0
-    table.show(*table.serving_tables(shape, device, serving, context=args.context, batch=batch))
+    table.show(*table.serving_tables(model, device, serving, context=args.context, batch=batch))
     return 0
 
 

@@ -1,13 +1,11 @@
-"""Sizes of KV caches.
-
-bytes = 2 batch seq layers kv_heads head_dim dtype_size for heads; (rank + rotated width) in place
-of 2 kv_heads head_dim for latent attention.
-"""
+"""Bytes of KV caches, and what other forms of attention would take."""
 
 import dataclasses
 
+from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.planning.shapes import Heads, ModelShape
+from jaxinfra.models.cache_size import cached_elements
+from jaxinfra.planning.model import PlannedModel
 
 CACHE_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}
 """Bits of a cached element."""
@@ -28,18 +26,15 @@ def element_bits(cache_format: str, *, with_scales: bool = True) -> float:
     return bits
 
 
-def kv_bytes_per_token(shape: ModelShape, cache_format: str = "bf16") -> float:
+def kv_bytes_per_token(model: PlannedModel, cache_format: str = "bf16") -> float:
     """Bytes that one more token of context takes, over all layers."""
-    elements = sum(layer.count * layer.attention.kv_elements for layer in shape.layers)
+    elements = cached_elements(model.config, 1, evicted=False)
     return elements * element_bits(cache_format) / 8
 
 
-def kv_bytes(shape: ModelShape, *, batch: int, context: int, cache_format: str = "bf16") -> float:
+def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str = "bf16") -> float:
     """Bytes of ``batch`` caches of ``context`` tokens; a windowed layer keeps its window only."""
-    elements = sum(
-        layer.count * layer.attention.kv_elements * min(context, layer.attention.window or context)
-        for layer in shape.layers
-    )
+    elements = cached_elements(model.config, context, evicted=True)
     return batch * elements * element_bits(cache_format) / 8
 
 
@@ -53,25 +48,19 @@ class KvRow:
     over_mha: float  # how many times less than MHA in bf16
 
 
-def kv_table(shape: ModelShape) -> list[KvRow]:
+def kv_table(model: PlannedModel) -> list[KvRow]:
     """This model's cache, and what it would be with other numbers of heads and other formats."""
-    heads = shape.layers[0].attention.num_q_heads
-    layers = shape.num_layers
-    width = shape.layers[0].attention.value_width // heads
-    forms: dict[str, float] = {
-        "MHA": layers * 2.0 * heads * width,
-        "MQA": layers * 2.0 * width,
-    }
-    own = sum(layer.count * layer.attention.kv_elements for layer in shape.layers)
-    attention = shape.layers[0].attention
-    if isinstance(attention, Heads):
-        grouped = f"GQA-{attention.num_kv_heads}"
-        form = {1: "MQA", heads: "MHA"}.get(attention.num_kv_heads, grouped)
-    else:
+    layers, mixer = model.num_layers, model.layers[0].mixer
+    heads, kv_heads = mixer.num_q_heads, mixer.num_kv_heads
+    one = layers * 2.0 * mixer.value_width / heads
+    forms = {"MHA": heads * one, "MQA": one}
+    own = cached_elements(model.config, 1, evicted=False)
+    form = {1: "MQA", heads: "MHA"}.get(kv_heads, f"GQA-{kv_heads}")
+    if isinstance(mixer, LatentAttentionConfig):
         form = "MLA"
     forms = {name: size for name, size in forms.items() if name != form}
     forms[f"{form} (this model)"] = own
-    whole = layers * 2.0 * heads * width * 2
+    whole = heads * one * 2
     return [
         KvRow(
             form=form,

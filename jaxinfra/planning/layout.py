@@ -8,7 +8,7 @@ from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.formats import RECIPES, Recipe
-from jaxinfra.planning.shapes import Experts, ModelShape
+from jaxinfra.planning.model import PlannedModel
 
 BY_STRENGTH = (
     Remat.NONE,
@@ -147,14 +147,14 @@ def lay_out(**choices: Any) -> Layout:
     return Layout(mesh=MeshConfig(**sizes), **choices)
 
 
-def check(shape: ModelShape, layout: Layout) -> None:
+def check(model: PlannedModel, layout: Layout) -> None:
     """Raises ConfigError with the rule that a layout breaks, the values and the remedy."""
-    reason = refusal(shape, layout)
+    reason = refusal(model, layout)
     if reason is not None:
         raise ConfigError(f"{layout.describe()}: {reason}")
 
 
-def refusal(shape: ModelShape, layout: Layout) -> str | None:
+def refusal(model: PlannedModel, layout: Layout) -> str | None:
     """Why this model cannot be laid out so, or None."""
     mesh = layout.mesh
     if layout.accumulation < 1:
@@ -163,9 +163,9 @@ def refusal(shape: ModelShape, layout: Layout) -> str | None:
         return f"unknown recipe {layout.recipe!r}; known: {', '.join(RECIPES)}"
     if not 0 <= layout.zero <= 3:
         return f"zero={layout.zero}: the stages are 0 to 3"
-    if shape.num_layers < mesh.pipe * layout.chunks:
+    if model.num_layers < mesh.pipe * layout.chunks:
         return (
-            f"{mesh.pipe} stages of {layout.chunks} chunks for {shape.num_layers} layers; "
+            f"{mesh.pipe} stages of {layout.chunks} chunks for {model.num_layers} layers; "
             "a stage needs at least one layer a chunk"
         )
     if mesh.pipe == 1 and layout.chunks > 1:
@@ -179,7 +179,7 @@ def refusal(shape: ModelShape, layout: Layout) -> str | None:
     # Causal attention is balanced by giving each device one early and one late piece (zig-zag).
     if mesh.context > 1 and layout.length % (2 * mesh.context):
         return f"length={layout.length} does not divide into 2 x context={mesh.context} pieces"
-    windows = [layer.attention.window or layout.length for layer in shape.layers]
+    windows = [layer.mixer.window or layout.length for layer in model.layers]
     if mesh.pipe > 1 and mesh.context > 1 and min(windows) < layout.length:
         return (
             f"pipe={mesh.pipe} x context={mesh.context} with a window of {min(windows)} is "
@@ -190,23 +190,16 @@ def refusal(shape: ModelShape, layout: Layout) -> str | None:
             f"expert={mesh.expert} does not divide replica x fsdp x context = "
             f"{layout.data * mesh.context}; experts live on the data axes"
         )
-    if mesh.expert > 1 and not shape.is_moe:
-        return f"expert={mesh.expert}, but {shape.name} has no experts"
-    return _widths(shape, layout)
+    if mesh.expert > 1 and not model.num_experts:
+        return f"expert={mesh.expert}, but {model.name} has no experts"
+    return _widths(model, layout)
 
 
-def _widths(shape: ModelShape, layout: Layout) -> str | None:
+def _widths(model: PlannedModel, layout: Layout) -> str | None:
     mesh, tensor = layout.mesh, layout.mesh.tensor
-    sizes: list[tuple[str, int, str, int]] = []
-    for layer in shape.layers:
-        sizes.append(("num_q_heads", layer.attention.num_q_heads, "tensor", tensor))
-        sizes.append(("num_kv_heads", layer.attention.num_kv_heads, "tensor", tensor))
-        feed_forward = layer.feed_forward
-        sizes.append(("hidden_dim", feed_forward.hidden_dim, "tensor", tensor))
-        if isinstance(feed_forward, Experts):
-            sizes.append(("num_experts", feed_forward.num_experts, "expert", mesh.expert))
-    sizes.append(("vocab_size", shape.vocab_size, "tensor", tensor))
-    sizes.append(("model_dim", shape.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1))
+    sizes = [(name, size, "tensor", tensor) for name, size in model.tensor_sizes]
+    sizes.append(("num_experts", model.num_experts, EXPERT, mesh.expert))
+    sizes.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1))
     for name, size, axis, shards in sizes:
         if size % shards:
             return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"

@@ -8,8 +8,8 @@ import dataclasses
 
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, hopper_chunks, xla_chunks
 from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.operations import Collective, Matmul, Memory, Operation
-from jaxinfra.planning.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,12 +21,12 @@ class LossForm:
     chunk_bytes: float  # what of [tokens, ids] lives at a time
 
 
-def loss_form(shape: ModelShape, layout: Layout) -> LossForm:
+def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
     """Which form the loss takes, and in how many chunks."""
     tokens, vocab, ids = (
         layout.micro_tokens,
-        shape.vocab_size,
-        shape.vocab_size // layout.mesh.tensor,
+        model.vocab_size,
+        model.vocab_size // layout.mesh.tensor,
     )
     if not layout.traits.fused_loss:
         return LossForm(
@@ -42,11 +42,11 @@ def loss_form(shape: ModelShape, layout: Layout) -> LossForm:
     return LossForm(kernel=False, chunks=chunks.count, chunk_bytes=size)
 
 
-def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
+def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
     """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
-    form = loss_form(shape, layout)
+    form = loss_form(model, layout)
     tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
-    width, vocab = shape.model_dim, shape.vocab_size / tensor
+    width, vocab = model.model_dim, model.vocab_size / tensor
     logits = tokens * vocab
     found: list[Operation] = [
         Matmul("logits", tokens, vocab, width, out=2 if form.kernel else 4),

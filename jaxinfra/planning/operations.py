@@ -6,26 +6,17 @@ micro-batch on this device.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
+from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.run import ContextMethod, Remat
-from jaxinfra.core import axes
+from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
+from jaxinfra.models.definition import ParameterInfo
+from jaxinfra.models.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.planning.flops import attention_flops
 from jaxinfra.planning.layout import Layout
-from jaxinfra.planning.shapes import (
-    EXPERT,
-    LATENT,
-    Dense,
-    Experts,
-    LayerShape,
-    ModelShape,
-    Weight,
-    layer_weights,
-)
-
-TENSOR_DIMS = frozenset({axes.MLP, axes.Q_HEADS, axes.KV_HEADS, axes.VOCAB})
-"""Logical dims that the tensor axis shards (``parallel/rules.py``)."""
+from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,20 +77,14 @@ class LayerOperations:
     recomputed: tuple[Operation, ...]
 
 
-def shards(weight: Weight, *, tensor: int, expert: int) -> int:
-    """Devices that one copy is spread over by tensor and expert parallelism."""
-    names = {dim for dim, _ in weight.dims}
-    return (tensor if names & TENSOR_DIMS else 1) * (expert if EXPERT in names else 1)
-
-
-def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> LayerOperations:
+def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
     """What one layer of this kind costs in each pass."""
-    weights = [weight for weight in layer_weights(layer, model_dim) if weight.matmul]
-    matmuls = [_matmul(weight, layout) for weight in weights]
+    weights = [each for each in layer.parameters if each.matmul]
+    matmuls = [_matmul(each, layout) for each in weights]
     core_forward, core_backward = _core(layer, layout)
-    passes, passes_backward = _memory(layer, model_dim, layout)
-    exchange = _exchange(layer, model_dim, layout)
-    reduce_forward, reduce_backward = _tensor(model_dim, layout)
+    passes, passes_backward = _memory(layer, layout)
+    exchange = _exchange(layer, layout)
+    reduce_forward, reduce_backward = _tensor(layer, layout)
     forward = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
     # The layer's own output is not needed again, so its sum over the axis is not either.
     reduce_again = [
@@ -113,8 +98,8 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
         case Remat.NAMED:
             recomputed = [*matmuls, *passes, *exchange, *reduce_again]
         case Remat.MLP:
-            widest = [each for each in matmuls if each.name.endswith(("/gate", "/up"))]
-            recomputed = [*widest, *passes]
+            wide = [_matmul(each, layout) for each in weights if each.dims[-1] == MLP]
+            recomputed = [*wide, *passes]
         case Remat.DOTS:
             recomputed = list(passes)
         case _ if layout.traits.recomputes_scores:
@@ -122,7 +107,7 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
         case _:
             pass
     if layout.traits.scans_layers:
-        forward.append(Memory("stack saved", 2 * saved_bytes(layer, model_dim, layout)))
+        forward.append(Memory("stack saved", 2 * saved_bytes(layer, layout)))
     backward = [
         *(_input_gradient(each) for each in matmuls),
         *(_weight_gradient(each) for each in matmuls),
@@ -136,26 +121,29 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
     )
 
 
-def _matmul(weight: Weight, layout: Layout) -> Matmul:
-    tokens = float(layout.micro_tokens)
-    names = [dim for dim, _ in weight.dims]
-    inward = names[0] == axes.EMBED or names[0] == LATENT or names[:2] == [EXPERT, axes.EMBED]
-    sizes = [size for dim, size in weight.dims if dim != EXPERT]
-    depth = sizes[0]
-    width = weight.elements // depth
-    count = 1.0
-    if EXPERT in names:
-        experts = dict(weight.dims)[EXPERT]
-        width //= experts
+def _matmul(parameter: ParameterInfo, layout: Layout) -> Matmul:
+    """A token's product with it, over the tokens of a micro-batch on one device."""
+    tokens, name = float(layout.micro_tokens), parameter.path.removesuffix("/weight")
+    sizes = [n for dim, n in zip(parameter.dims, parameter.shape, strict=True) if dim != EXPERTS]
+    elements, count = math.prod(sizes), 1.0
+    if is_expert(parameter):
+        experts = parameter.size // elements
         count = max(experts / layout.mesh.expert, 1)
-        tokens = max(tokens * weight.active * experts / count, 1.0)
-    tensor = layout.mesh.tensor if set(names) & TENSOR_DIMS else 1
-    if inward:
-        return Matmul(weight.name, tokens, width / tensor, depth, count, _format(layout))
+        tokens = max(tokens * parameter.active * experts / count, 1.0)
+    tensor = shards(parameter, tensor=layout.mesh.tensor, expert=1)
+    if _is_inward(parameter):
+        depth = sizes[0]
+        width = elements // depth
+        return Matmul(name, tokens, width / tensor, depth, count, _format(layout))
     # Outward: all dims but the last are contracted.
     width = sizes[-1]
-    depth = weight.elements // width // (dict(weight.dims).get(EXPERT, 1))
-    return Matmul(weight.name, tokens, width, depth / tensor, count, _format(layout))
+    return Matmul(name, tokens, width, elements // width / tensor, count, _format(layout))
+
+
+def _is_inward(parameter: ParameterInfo) -> bool:
+    """Whether it is multiplied along its first dim: from the residual stream, or a latent."""
+    first = next(dim for dim in parameter.dims if dim != EXPERTS)
+    return first in (EMBED, LATENT)
 
 
 def _format(layout: Layout) -> str:
@@ -170,17 +158,14 @@ def _weight_gradient(each: Matmul) -> Matmul:
     return dataclasses.replace(each, name=f"{each.name} dw", m=each.k, k=each.m, out=4)
 
 
-def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Operation]]:
-    attention = layer.attention
-    rows, heads = layout.micro_rows, attention.num_q_heads / layout.mesh.tensor
+def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Operation]]:
+    mixer = layer.mixer
+    rows, heads = layout.micro_rows, mixer.num_q_heads / layout.mesh.tensor
     if layout.traits.fused_attention:
         flops = (
-            rows
-            * attention_flops(attention, layout.length)
-            / layout.mesh.tensor
-            / layout.mesh.context
+            rows * attention_flops(mixer, layout.length) / layout.mesh.tensor / layout.mesh.context
         )
-        width = attention.head_dim
+        width = mixer.head_dim
         length = layout.length // layout.mesh.context
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
         backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
@@ -190,8 +175,8 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
                 ContextMethod.RING,
                 num_shards=layout.mesh.context,
                 tokens=layout.micro_tokens,
-                q_width=attention.score_width / layout.mesh.tensor,
-                kv_width=_kv_width(layer) / min(layout.mesh.tensor, attention.num_kv_heads),
+                q_width=mixer.score_width / layout.mesh.tensor,
+                kv_width=layer.kv_width / min(layout.mesh.tensor, mixer.num_kv_heads),
                 itemsize=layout.activation_bytes,
                 is_packed=True,
             )
@@ -203,12 +188,12 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
         return forward, backward
     length = layout.length
     count = rows * heads
-    width = attention.value_width / attention.num_q_heads
+    width = mixer.value_width / mixer.num_q_heads
     scores = float(count * length * length // layout.mesh.context)
     dropout = 5 * scores if layout.traits.dropout else 0.0
     scale = length / layout.mesh.context
     forward = [
-        Matmul("scores", scale, length, attention.head_dim, count),
+        Matmul("scores", scale, length, mixer.head_dim, count),
         Memory("softmax", 4 * scores + dropout),
         Matmul("values", scale, width, length, count),
     ]
@@ -216,61 +201,45 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
         Matmul("values dp", scale, length, width, count),
         Matmul("values dv", length, width, scale, count),
         Memory("softmax gradient", 6 * scores + dropout),
-        Matmul("scores dq", scale, attention.head_dim, length, count),
-        Matmul("scores dk", length, attention.head_dim, scale, count),
+        Matmul("scores dq", scale, mixer.head_dim, length, count),
+        Matmul("scores dk", length, mixer.head_dim, scale, count),
     ]
     return forward, backward
 
 
-def _kv_width(layer: LayerShape) -> int:
-    attention = layer.attention
-    if layer.attention.num_kv_heads == attention.num_q_heads:
-        return attention.score_width + attention.value_width
-    return attention.kv_elements
-
-
-def _memory(layer: LayerShape, model_dim: int, layout: Layout) -> tuple[list[Memory], list[Memory]]:
+def _memory(layer: LayerKind, layout: Layout) -> tuple[list[Memory], list[Memory]]:
     tokens, tensor = layout.micro_tokens, layout.mesh.tensor
-    stream = tokens * model_dim / (tensor if layout.sequence_parallel else 1)
-    attention = layer.attention
-    positions = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
-    hidden, gated = _hidden(layer, tokens, tensor)
+    stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
+    mixer = layer.mixer
+    positions = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
+    hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
     mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
-        Memory("norms", 2 * item * stream * layer.norms),
+        Memory("norms", 2 * item * stream * layer.num_norms),
         Memory("rotary", 2 * item * positions),
         Memory("residual", item * (6 + mask) * stream),
         Memory("activation", item * (3 if gated else 2) * hidden),
     ]
     backward = [
-        Memory("norms gradient", 4 * item * stream * layer.norms),
+        Memory("norms gradient", 4 * item * stream * layer.num_norms),
         Memory("rotary gradient", 2 * item * positions),
         Memory("residual gradient", item * (2 + 2 * mask) * stream),
         Memory("activation gradient", item * (5 if gated else 3) * hidden),
     ]
     if _format(layout) == "fp8":
         # Operands are read for their scale, read again, and written as rows and as columns.
-        cast = 6.0 * (3 * stream + (attention.value_width * tokens + hidden) / tensor)
+        cast = 6.0 * (3 * stream + (mixer.value_width * tokens + hidden) / tensor)
         forward.append(Memory("cast to fp8", cast))
         backward.append(Memory("cast gradients to fp8", 2 * cast))
     return forward, backward
 
 
-def _hidden(layer: LayerShape, tokens: float, tensor: int) -> tuple[float, bool]:
-    """Elements of the feed-forward layer's hidden activations, and whether it is gated."""
-    feed_forward = layer.feed_forward
-    if isinstance(feed_forward, Dense):
-        return tokens * feed_forward.hidden_dim / tensor, feed_forward.gated
-    width = feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
-    return tokens * width / tensor, feed_forward.gated
-
-
-def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operation]:
+def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
     """Sorting tokens by expert and back, and the two all-to-alls between devices."""
     experts = layer.feed_forward
-    if not isinstance(experts, Experts):
+    if not isinstance(experts, ExpertsConfig):
         return []
-    copies = float(layout.micro_tokens) * experts.top_k * model_dim
+    copies = float(layout.micro_tokens) * experts.top_k * layer.model_dim
     moved = 2 * layout.activation_bytes * copies
     found: list[Operation] = [Memory("sort by expert", moved), Memory("combine", moved)]
     if layout.mesh.expert > 1:
@@ -281,10 +250,10 @@ def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operati
     return found
 
 
-def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Collective]]:
+def _tensor(layer: LayerKind, layout: Layout) -> tuple[list[Collective], list[Collective]]:
     if layout.mesh.tensor == 1:
         return [], []
-    size = layout.activation_bytes * layout.micro_tokens * model_dim
+    size = layout.activation_bytes * layout.micro_tokens * layer.model_dim
     reduce = functools.partial(
         Collective, axis="tensor", size=size, hidden=layout.traits.overlaps_tensor
     )
@@ -304,9 +273,7 @@ def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Coll
     ]
 
 
-def saved_bytes(
-    layer: LayerShape, model_dim: int, layout: Layout, *, remat: Remat | None = None
-) -> float:
+def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None) -> float:
     """Bytes that a layer keeps from forward to backward, one micro-batch on one device.
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
@@ -318,18 +285,18 @@ def saved_bytes(
     """
     remat = remat or layout.remat
     tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
-    stream = item * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
+    stream = item * tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
     if remat is Remat.FULL:
         return stream
-    attention = layer.attention
-    core = tokens * (item * attention.value_width + 4 * attention.num_q_heads) / tensor
+    mixer = layer.mixer
+    core = tokens * (item * mixer.value_width + 4 * mixer.num_q_heads) / tensor
     if remat is Remat.NAMED:
         return stream + core
     if not layout.traits.fused_attention:
-        return _megatron_saved(layer, model_dim, layout)
-    hidden, gated = _hidden(layer, tokens, tensor)
-    rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
-    inward = item * tokens * (attention.score_width + _kv_width(layer)) / tensor
+        return _megatron_saved(layer, layout)
+    hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
+    rotated = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
+    inward = item * tokens * (mixer.score_width + layer.kv_width) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
     if remat is Remat.MLP:
         return stream + core + inward + 2 * stream
@@ -337,17 +304,17 @@ def saved_bytes(
     if remat is Remat.DOTS:
         return stream + core + dots
     if not layout.traits.saves_fp32:
-        return stream + core + dots + layer.norms * stream + item * hidden
+        return stream + core + dots + layer.num_norms * stream + item * hidden
     # Nothing recomputed: each norm's fp32 quotient and its output; the rotated queries and keys;
     # of the activation the fp32 inputs, the sigmoid or its like, the fp32 and the final output.
     fp32 = 18.0 if gated else 14.0
-    return stream + core + dots + 3 * layer.norms * stream + 2 * rotated + fp32 * hidden
+    return stream + core + dots + 3 * layer.num_norms * stream + 2 * rotated + fp32 * hidden
 
 
-def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
+def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
     tensor = layout.mesh.tensor
-    stream = float(layout.micro_tokens) * model_dim
-    scores = 5.0 * layer.attention.num_q_heads * layout.length / (model_dim * tensor)
+    stream = float(layout.micro_tokens) * layer.model_dim
+    scores = 5.0 * layer.mixer.num_q_heads * layout.length / (layer.model_dim * tensor)
     if layout.traits.recomputes_scores:
         scores = 0.0
     if layout.sequence_parallel:
@@ -355,11 +322,11 @@ def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
     return stream * (10 + 24 / tensor + scores)
 
 
-def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operation]:
+def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operation]:
     """Rows looked up, and their gradient scattered, one micro-batch."""
     tokens = float(layout.micro_tokens)
-    yield Memory("lookup", (4 + layout.activation_bytes) * tokens * shape.model_dim)
-    yield Memory("scatter", 12.0 * tokens * shape.model_dim)
+    yield Memory("lookup", (4 + layout.activation_bytes) * tokens * model.model_dim)
+    yield Memory("scatter", 12.0 * tokens * model.model_dim)
     if layout.mesh.tensor > 1:
-        size = layout.activation_bytes * tokens * shape.model_dim
+        size = layout.activation_bytes * tokens * model.model_dim
         yield Collective("lookup", "all-reduce", "tensor", size)

@@ -5,15 +5,18 @@ from typing import Any
 
 from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.flops import decode_flops, forward_flops, training_flops
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, check
 from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.memory import Memory, logits_bytes, memory
+from jaxinfra.planning.model import (
+    PlannedModel,
+    active_parameters,
+    parameters_by_role,
+    total_parameters,
+)
 from jaxinfra.planning.operations import Collective, layer_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
-from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
-from jaxinfra.planning.shapes import ModelShape
 from jaxinfra.planning.step import StepTime, data_collectives, days, mfu, node_share, step_time
 
 
@@ -33,7 +36,7 @@ class Traffic:
 class Plan:
     """A prediction; ``as_dict`` is what ``jaxinfra plan --json`` prints."""
 
-    shape: ModelShape
+    model: PlannedModel
     layout: Layout
     device: Device
     memory: Memory
@@ -75,26 +78,26 @@ class Plan:
         """The same layout with each form of recomputation, the weakest first."""
         return {
             form.value: make_plan(
-                self.shape, dataclasses.replace(self.layout, remat=form), self.device
+                self.model, dataclasses.replace(self.layout, remat=form), self.device
             )
             for form in BY_STRENGTH
         }
 
     def as_dict(self, *, tokens: float | None = None) -> dict[str, Any]:
         """Plain JSON values; bytes and seconds of one device and step."""
-        shape, layout = self.shape, self.layout
+        model, layout = self.model, self.layout
         values: dict[str, Any] = {
-            "model": shape.name,
+            "model": model.name,
             "device": self.device.name,
             "devices": layout.devices,
-            "params_total": total_parameters(shape),
-            "params_active": active_parameters(shape),
-            "params_by_role": parameters_by_role(shape),
-            "flops_per_token": training_flops(shape, layout.length) / layout.length,
-            "prefill_flops_per_token": forward_flops(shape, layout.length) / layout.length,
-            "decode_flops_per_token": decode_flops(shape, layout.length),
-            "kv_bytes_per_token": kv_bytes_per_token(shape),
-            "kv_bytes": kv_bytes(shape, batch=1, context=layout.length),
+            "params_total": total_parameters(model),
+            "params_active": active_parameters(model),
+            "params_by_role": parameters_by_role(model),
+            "flops_per_token": model.training_flops(layout.length) / layout.length,
+            "prefill_flops_per_token": model.forward_flops(layout.length) / layout.length,
+            "decode_flops_per_token": model.decode_flops(layout.length),
+            "kv_bytes_per_token": kv_bytes_per_token(model),
+            "kv_bytes": kv_bytes(model, batch=1, context=layout.length),
             "mesh": layout.axes,
             "layout": {
                 "batch": layout.batch,
@@ -112,7 +115,7 @@ class Plan:
                 **{name: round(size) for name, size in dataclasses.asdict(self.memory).items()},
                 "total": round(self.memory.total),
             },
-            "logits_bytes": round(logits_bytes(shape, layout)),
+            "logits_bytes": round(logits_bytes(model, layout)),
             "memory_by_remat": {
                 form: {
                     "activations": round(plan.memory.activations),
@@ -149,33 +152,33 @@ class Plan:
         return {kind: round(size) for kind, size in kinds.items()}
 
 
-def make_plan(shape: ModelShape, layout: Layout, device: Device) -> Plan:
+def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
     """Predicts memory, communication and time; raises ConfigError where the layout cannot be."""
-    check(shape, layout)
+    check(model, layout)
     return Plan(
-        shape=shape,
+        model=model,
         layout=layout,
         device=device,
-        memory=memory(shape, layout, device),
-        time=step_time(shape, layout, device),
-        traffic=traffic(shape, layout, device),
+        memory=memory(model, layout, device),
+        time=step_time(model, layout, device),
+        traffic=traffic(model, layout, device),
     )
 
 
-def traffic(shape: ModelShape, layout: Layout, device: Device) -> tuple[Traffic, ...]:
+def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffic, ...]:
     """Every collective of a step, summed by axis and kind."""
     micro = layout.accumulation
     found: list[tuple[Collective, float]] = []
-    for layer in shape.layers:
-        passes = layer_operations(layer, shape.model_dim, layout)
+    for layer in model.layers:
+        passes = layer_operations(layer, layout)
         operations = (*passes.forward, *passes.backward, *passes.recomputed)
         times = micro * layer.count / layout.mesh.pipe
         found += [(each, times) for each in operations if isinstance(each, Collective)]
-    ends = (*loss_operations(shape, layout), *embedding(shape, layout))
+    ends = (*loss_operations(model, layout), *embedding(model, layout))
     found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
-    found += [(each, 1.0) for each in data_collectives(shape, layout)]
+    found += [(each, 1.0) for each in data_collectives(model, layout)]
     if layout.mesh.pipe > 1:
-        size = layout.activation_bytes * layout.micro_tokens * shape.model_dim / layout.mesh.tensor
+        size = layout.activation_bytes * layout.micro_tokens * model.model_dim / layout.mesh.tensor
         sends = 2 * layout.chunks * micro
         found.append((Collective("send", "permute", "pipe", size, count=sends), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}

@@ -31,10 +31,10 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import Collective, collectives
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.memory import memory
+from jaxinfra.planning.model import plan_model
 from jaxinfra.planning.plan import traffic
 from jaxinfra.training.job import lower_step, make_job
 
@@ -249,9 +249,9 @@ def compare(
     target: str,
 ) -> Receipt:
     """Reads a compiled step and sets the predictions beside it."""
-    shape = shape_of(model)
+    planned = plan_model(model)
     predicted: dict[tuple[str, str], Exchanged] = {}
-    for each in traffic(shape, layout, device):
+    for each in traffic(planned, layout, device):
         entry = predicted.setdefault((each.axis, _PURPOSES[each.kind]), Exchanged())
         entry.add(each.kind, each.array_bytes, each.wire_bytes)
     found = exchanged(collectives(compiled), layout.mesh.sizes())
@@ -270,7 +270,7 @@ def compare(
             )
             for axis, purpose in sorted({*predicted, *found})
         ),
-        predicted_temporaries=memory(shape, layout, device).temporaries,
+        predicted_temporaries=memory(planned, layout, device).temporaries,
         temporary_bytes=analysis.temp_size_in_bytes,
     )
 

@@ -8,12 +8,17 @@ type has one set (``constants/*.json``), revised once with these errors in view.
 import dataclasses
 from typing import Any
 
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.presets.megatron import gpt
 from jaxinfra.config.presets.models import llama3_8b, llama3_70b
 from jaxinfra.config.run import Remat
-from jaxinfra.planning.catalog import gpt
-from jaxinfra.planning.flops import megatron_flops
-from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.layout import (
     MEGATRON_2021,
     MEGATRON_2021_SELECTIVE,
@@ -22,7 +27,8 @@ from jaxinfra.planning.layout import (
     Layout,
     lay_out,
 )
-from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
+from jaxinfra.planning.model import PlannedModel, plan_model
+from jaxinfra.planning.published import megatron_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +38,7 @@ class TimedStep:
     name: str
     source: str
     device: str
-    shape: ModelShape
+    model: PlannedModel
     layout: Layout
     seconds: float
     optimizer: bool = True  # False: loss and gradients only
@@ -138,7 +144,7 @@ def timed_steps() -> list[TimedStep]:
 def _recomputation_paper() -> list[TimedStep]:
     found = []
     for case in MEGATRON:
-        shape = gpt(case.name, layers=case.layers, width=case.width, heads=case.heads)
+        model = plan_model(gpt(layers=case.layers, width=case.width, heads=case.heads))
         layout = lay_out(
             length=case.length,
             batch=case.batch,
@@ -163,7 +169,7 @@ def _recomputation_paper() -> list[TimedStep]:
                     name=f"{case.name}, {name}",
                     source="arXiv 2205.05198, table 5",
                     device="a100",
-                    shape=shape,
+                    model=model,
                     layout=each,
                     seconds=seconds,
                 )
@@ -179,7 +185,7 @@ def _scaling_paper() -> list[TimedStep]:
         seconds = megatron_flops(
             batch=batch, length=2048, layers=layers, width=width, vocab=51_200
         ) / (devices * tflops * 1e12)
-        shape = gpt(f"{layers}x{width}", layers=layers, width=width, heads=heads)
+        model = plan_model(gpt(layers=layers, width=width, heads=heads))
         layout = lay_out(
             length=2048,
             batch=batch,
@@ -197,7 +203,7 @@ def _scaling_paper() -> list[TimedStep]:
                 name=f"{layers} layers of {width} on {devices}",
                 source="arXiv 2104.04473, table 1",
                 device="a100",
-                shape=shape,
+                model=model,
                 layout=layout,
                 seconds=seconds,
             )
@@ -224,7 +230,7 @@ def _h100() -> list[TimedStep]:
             name="Llama-3-8B fp8 on 8",
             source="NVIDIA, Megatron Bridge performance summary: 14,451 tokens/s a GPU",
             device="h100",
-            shape=shape_of(llama3_8b(), name="llama3_8b"),
+            model=plan_model(llama3_8b(), name="llama3_8b"),
             layout=eight,
             seconds=tokens / (8 * 14_451),
         ),
@@ -232,7 +238,7 @@ def _h100() -> list[TimedStep]:
             name="Llama-3-70B fp8 on 64",
             source="NVIDIA, Megatron Bridge performance summary: 1,602 tokens/s a GPU",
             device="h100",
-            shape=shape_of(llama3_70b(), name="llama3_70b"),
+            model=plan_model(llama3_70b(), name="llama3_70b"),
             layout=seventy,
             seconds=tokens / (64 * 1602),
         ),
@@ -248,19 +254,19 @@ def _h200() -> list[TimedStep]:
             config = config.with_layers(layers)
         sizes: dict[str, Any] = {"length": 4096, "batch": 4, **changes}
         layout = lay_out(**sizes)
-        shape = shape_of(config, name=preset)
-        found.append(_own(f"{preset} of {shape.num_layers} layers", shape, layout, seconds, source))
+        model = plan_model(config, name=preset)
+        found.append(_own(f"{preset} of {model.num_layers} layers", model, layout, seconds, source))
     for layers, changes, seconds in _GRADIENTS:
-        shape = dataclasses.replace(_PIPED, layers=(_piped_layer(layers),))
+        model = plan_model(_piped(layers))
         layout = lay_out(length=4096, batch=16, **changes)
         name = f"{layers} layers of 3072, gradients only"
-        found.append(_own(name, shape, layout, seconds, _FOUR, optimizer=False))
+        found.append(_own(name, model, layout, seconds, _FOUR, optimizer=False))
     return found
 
 
 def _own(
     name: str,
-    shape: ModelShape,
+    model: PlannedModel,
     layout: Layout,
     seconds: float,
     source: str,
@@ -275,26 +281,25 @@ def _own(
         name=f"{name}, {layout.describe()}, {form}, {rows}",
         source=source,
         device="h200",
-        shape=shape,
+        model=model,
         layout=layout,
         seconds=seconds,
         optimizer=optimizer,
     )
 
 
-def _piped_layer(layers: int) -> LayerShape:
-    heads = Heads(num_q_heads=24, num_kv_heads=8, head_dim=128)
-    return LayerShape(attention=heads, feed_forward=Dense(hidden_dim=8192), count=layers)
+def _piped(layers: int) -> ModelConfig:
+    """A shape of 3B parameters with 32 layers."""
+    heads = GroupedAttentionConfig(num_q_heads=24, num_kv_heads=8, head_dim=128, rope=None)
+    block = BlockConfig(mixer=heads, feed_forward=MlpConfig(hidden_dim=8192))
+    return ModelConfig(
+        vocab_size=32_000,
+        model_dim=3072,
+        max_positions=4096,
+        stacks=stacked(block, num_layers=layers),
+        tie_embeddings=False,
+    )
 
-
-_PIPED = ModelShape(
-    name="3B shape",
-    vocab_size=32_000,
-    model_dim=3072,
-    layers=(_piped_layer(32),),
-    tie_embeddings=False,
-    max_positions=4096,
-)
 
 _ONE = "experiments/results/plan-h200.json"
 _FOUR = "experiments/results/plan-h200-x4.json"

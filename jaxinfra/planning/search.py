@@ -13,8 +13,8 @@ from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal
 from jaxinfra.planning.memory import memory, state_bytes
+from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan, make_plan
-from jaxinfra.planning.shapes import Experts, ModelShape
 from jaxinfra.planning.step import step_time
 
 _KEPT = 64
@@ -95,11 +95,11 @@ class _Ranking:
         self.by_size: dict[int, Candidate] = {}  # by hundredths of the device's memory
         self.smallest: Candidate | None = None
 
-    def add(self, shape: ModelShape, layout: Layout, size: float) -> None:
+    def add(self, model: PlannedModel, layout: Layout, size: float) -> None:
         """Prices it where it fits."""
         self.tried += 1
         fits = size <= self.device.hbm_bytes
-        seconds = step_time(shape, layout, self.device).total_s if fits else math.inf
+        seconds = step_time(model, layout, self.device).total_s if fits else math.inf
         candidate = Candidate(layout=layout, seconds=seconds, bytes_total=size)
         rank = seconds, size  # of those that do not fit, the smallest
         for name, value_of in CHOICES.items():
@@ -132,7 +132,9 @@ class _Ranking:
                 yield name, str(value), others[value][1]
 
 
-def search(shape: ModelShape, question: Question, device: Device, *, runners_up: int = 5) -> Found:
+def search(
+    model: PlannedModel, question: Question, device: Device, *, runners_up: int = 5
+) -> Found:
     """Prices every layout that can run and fits, and ranks by predicted time.
 
     Raises:
@@ -143,16 +145,16 @@ def search(shape: ModelShape, question: Question, device: Device, *, runners_up:
             raise ConfigError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}")
     reasons: dict[str, int] = {}
     ranking = _Ranking(device)
-    for layout, size in _sized(shape, question, device, reasons):
-        ranking.add(shape, layout, size)
+    for layout, size in _sized(model, question, device, reasons):
+        ranking.add(model, layout, size)
     if not ranking.fastest:
-        raise ConfigError(_nothing(shape, question, device, ranking.smallest, reasons))
+        raise ConfigError(_nothing(model, question, device, ranking.smallest, reasons))
     ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
-    winner = make_plan(shape, ranked[0].layout, device)
-    others = [make_plan(shape, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
+    winner = make_plan(model, ranked[0].layout, device)
+    others = [make_plan(model, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
     alternatives = []
     for choice, value, candidate in ranking.other_than(winner.layout):
-        plan = make_plan(shape, candidate.layout, device)
+        plan = make_plan(model, candidate.layout, device)
         alternatives.append(
             Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
         )
@@ -168,7 +170,7 @@ def search(shape: ModelShape, question: Question, device: Device, *, runners_up:
 
 
 def _sized(
-    shape: ModelShape, question: Question, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[tuple[Layout, float]]:
     """Layouts with their recomputation, and the bytes they take.
 
@@ -176,16 +178,16 @@ def _sized(
     weaker one does not fit; saving all and saving matmul outputs are close, so both are tried.
     """
     forms = [question.remat] if question.remat else list(BY_STRENGTH)
-    for layout in layouts(shape, question, device, reasons):
+    for layout in layouts(model, question, device, reasons):
         least = dataclasses.replace(layout, remat=forms[-1])
-        size = memory(shape, least, device).total
+        size = memory(model, least, device).total
         if size > device.hbm_bytes:
             yield least, size
             continue
         fitting = 0
         for form in forms:
             each = dataclasses.replace(layout, remat=form)
-            size = memory(shape, each, device).total
+            size = memory(model, each, device).total
             yield each, size
             fitting += size <= device.hbm_bytes
             if fitting and form is not Remat.NONE:
@@ -193,13 +195,13 @@ def _sized(
 
 
 def layouts(
-    shape: ModelShape, question: Question, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
     """Layouts that the model's widths allow; refusals are counted in ``reasons``."""
     fixed = dict(question.fixed)
     for tensor in _sizes(fixed.get("tensor"), _divisors(question.devices, device.node_devices)):
         rest = question.devices // tensor
-        for pipe in _sizes(fixed.get("pipe"), _divisors(rest, shape.num_layers)):
+        for pipe in _sizes(fixed.get("pipe"), _divisors(rest, model.num_layers)):
             if rest % pipe:
                 continue
             for context in _sizes(fixed.get("context"), _contexts(question, rest // pipe)):
@@ -207,11 +209,11 @@ def layouts(
                     continue
                 data = rest // pipe // context
                 sizes = tensor, pipe, context, data
-                yield from _data_layouts(shape, question, device, reasons, sizes)
+                yield from _data_layouts(model, question, device, reasons, sizes)
 
 
 def _data_layouts(
-    shape: ModelShape,
+    model: PlannedModel,
     question: Question,
     device: Device,
     reasons: dict[str, int],
@@ -222,7 +224,7 @@ def _data_layouts(
     for fsdp in _sizes(fixed.get("fsdp"), _divisors(data, data)):
         if data % fsdp or fixed.get("replica", data // fsdp) != data // fsdp:
             continue
-        for expert in _sizes(fixed.get("expert"), _expert_sizes(shape, data * context)):
+        for expert in _sizes(fixed.get("expert"), _expert_sizes(model, data * context)):
             base = Layout(
                 length=question.length,
                 batch=question.batch,
@@ -239,15 +241,15 @@ def _data_layouts(
                 traits=question.traits,
                 zero=0,
             )
-            reason = refusal(shape, dataclasses.replace(base, accumulation=1))
+            reason = refusal(model, dataclasses.replace(base, accumulation=1))
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 continue
-            yield from _variants(shape, question, base, device, reasons)
+            yield from _variants(model, question, base, device, reasons)
 
 
 def _variants(
-    shape: ModelShape, question: Question, base: Layout, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, base: Layout, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
     """Recipes, ZeRO stages, micro-batches and interleaving of one mesh.
 
@@ -256,7 +258,7 @@ def _variants(
     zeros = (
         [question.zero] if question.zero is not None else ([1, 2, 3] if base.mesh.fsdp > 1 else [0])
     )
-    layers = shape.num_layers // base.mesh.pipe
+    layers = model.num_layers // base.mesh.pipe
     chunk_counts = (
         [1] if base.mesh.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
     )
@@ -277,12 +279,12 @@ def _variants(
                 chunks=chunks,
                 recipe=recipe,
             )
-            reason = refusal(shape, layout) if zero == 3 else None
+            reason = refusal(model, layout) if zero == 3 else None
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 break
             yield layout
-            if sum(state_bytes(shape, layout)) > device.hbm_bytes:
+            if sum(state_bytes(model, layout)) > device.hbm_bytes:
                 break
 
 
@@ -320,13 +322,13 @@ def _front(buckets: dict[int, Candidate]) -> tuple[Candidate, ...]:
 
 
 def _nothing(
-    shape: ModelShape,
+    model: PlannedModel,
     question: Question,
     device: Device,
     smallest: Candidate | None,
     reasons: dict[str, int],
 ) -> str:
-    what = f"{shape.name} on {question.devices} {device.name}"
+    what = f"{model.name} on {question.devices} {device.name}"
     if smallest is not None:
         return (
             f"{what}: no layout fits {device.hbm_bytes / 1e9:.0f} GB; the smallest, "
@@ -355,12 +357,8 @@ def _contexts(question: Question, devices: int) -> list[int]:
     return _divisors(devices, max(question.length // 2048, 1))
 
 
-def _expert_sizes(shape: ModelShape, devices: int) -> list[int]:
-    counts = [
-        layer.feed_forward.num_experts
-        for layer in shape.layers
-        if isinstance(layer.feed_forward, Experts)
+def _expert_sizes(model: PlannedModel, devices: int) -> list[int]:
+    experts = model.num_experts
+    return [
+        each for each in _divisors(devices, max(experts, 1)) if experts % each == 0 or each == 1
     ]
-    if not counts:
-        return [1]
-    return [each for each in _divisors(devices, min(counts)) if counts[0] % each == 0]

@@ -5,14 +5,18 @@ import statistics
 from collections.abc import Iterator
 
 from jaxinfra.planning import reference
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.flops import nemo_flops_per_token, training_days
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.kv import kv_bytes_per_token
 from jaxinfra.planning.layout import check
-from jaxinfra.planning.memory import megatron_activation_bytes, zero_bytes
-from jaxinfra.planning.params import active_parameters, gpt_parameters, total_parameters
+from jaxinfra.planning.model import active_parameters, find_model, total_parameters
+from jaxinfra.planning.published import (
+    gpt_parameters,
+    megatron_activation_bytes,
+    nemo_flops_per_token,
+    training_days,
+    zero_bytes,
+)
 from jaxinfra.planning.step import step_time
 
 BOUND = 0.08
@@ -106,8 +110,8 @@ def measured_steps() -> list[Measured]:
     """Predictions of every measured step, one set of constants a GPU type."""
     found = []
     for case in reference.timed_steps():
-        check(case.shape, case.layout)
-        parts = step_time(case.shape, case.layout, find_device(case.device)).parts
+        check(case.model, case.layout)
+        parts = step_time(case.model, case.layout, find_device(case.device)).parts
         skipped = 0.0 if case.optimizer else parts.get("optimizer", 0.0)
         found.append(
             Measured(

@@ -6,10 +6,16 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import kv_table
-from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
+from jaxinfra.planning.model import (
+    PlannedModel,
+    active_parameters,
+    parameters_by_role,
+    total_parameters,
+)
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.receipt import Receipt
 from jaxinfra.planning.search import Found
@@ -39,11 +45,11 @@ def gigabytes(size: float) -> str:
 
 def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     """Everything about one plan."""
-    shape, layout, device = plan.shape, plan.layout, plan.device
+    model, layout, device = plan.model, plan.layout, plan.device
     values = plan.as_dict()
     facts = [
-        ("parameters", f"{total_parameters(shape):,}"),
-        ("active a token", f"{active_parameters(shape):,}"),
+        ("parameters", f"{total_parameters(model):,}"),
+        ("active a token", f"{active_parameters(model):,}"),
         ("FLOPs a token: training", f"{values['flops_per_token']:.4g}"),
         ("    prefill", f"{values['prefill_flops_per_token']:.4g}"),
         (
@@ -89,7 +95,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
         for each in plan.traffic
     ]
     tables: list[RenderableType] = [
-        grid(f"{shape.name} on {layout.devices} {device.name}", ("", ""), facts),
+        grid(f"{model.name} on {layout.devices} {device.name}", ("", ""), facts),
         grid("Memory of the busiest device", ("role", "bytes"), sizes),
         grid("By recomputation", ("form", "activations", "all", "step", ""), forms),
         grid("A step's time", ("part", "time", "share"), parts),
@@ -100,7 +106,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     hidden = ", ".join(f"{axis} {1e3 * s:,.1f} ms" for axis, s in plan.time.hidden.items())
     if hidden:
         tables.append(f"Hidden behind compute: {hidden}")
-    roles = [(role, f"{count:,}") for role, count in parameters_by_role(shape).items()]
+    roles = [(role, f"{count:,}") for role, count in parameters_by_role(model).items()]
     tables.append(grid("Parameters", ("role", "elements"), roles))
     sources = [(name, text) for name, text in device.sources.items()]
     constants = Table(title=f"Constants of {device.name}", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -186,10 +192,10 @@ def receipt_tables(receipt: Receipt) -> list[RenderableType]:
 
 
 def serving_tables(
-    plan_shape, device, serving: Serving, *, context: int, batch: int
+    model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[RenderableType]:
     """Inference: what fits, how fast, and the cache in other forms."""
-    figures = summary(plan_shape, device, serving, context=context, batch=batch)
+    figures = summary(model, device, serving, context=context, batch=batch)
     rows = [
         (name.replace("_", " "), _figure(value))
         for name, value in figures.items()
@@ -197,7 +203,7 @@ def serving_tables(
     ]
     caches = [
         (row.form, row.cache_format, f"{row.bytes_per_token:,.0f}", f"{row.over_mha:.1f}x")
-        for row in kv_table(plan_shape)
+        for row in kv_table(model)
     ]
     fits = [
         (
@@ -222,7 +228,7 @@ def serving_tables(
     fitting = ("cache", f"batch of {context:,} tokens", "longest sequence", "compute-bound from")
     columns = ("batch", "a step", "tokens/s", "FLOPs a byte", "bound by", "")
     return [
-        grid(f"Serving {plan_shape.name} on {device.name}", ("", ""), rows),
+        grid(f"Serving {model.name} on {device.name}", ("", ""), rows),
         grid("KV cache", ("heads", "format", "bytes a token", "less than MHA"), caches),
         grid("What fits beside the weights", fitting, fits),
         grid(f"Decode after {context:,} cached tokens", columns, steps),
