@@ -38,8 +38,8 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.layout import UNROLLED, Layout, refusal
+from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import run_config
 from jaxinfra.training.job import Job, lower_step, make_job
@@ -245,8 +245,8 @@ def check(cases: list[Case], device: Device, args: argparse.Namespace) -> list[d
 
 
 def _predict(case: Case, device: Device) -> dict[str, Any]:
-    shape = shape_of(MODELS[case.preset](), name=case.preset)
-    plan = make_plan(shape, case.layout, device)
+    model = find_model(case.preset)
+    plan = make_plan(model, case.layout, device)
     return {"case": case.name, "mesh": case.layout.axes, **_prediction(plan)}
 
 
@@ -257,7 +257,7 @@ def compare_with_results(
     rows = []
     for file in files:
         for step in measured_steps(file):
-            plan = make_plan(step.shape, step.layout, device)
+            plan = make_plan(step.model, step.layout, device)
             row: dict[str, Any] = {"case": step.name, "mesh": step.layout.axes}
             row |= _prediction(plan)
             if not step.optimizer:
@@ -326,12 +326,10 @@ def main() -> None:
     if args.only:
         cases = [case for case in cases if any(words in case.name for words in args.only)]
     for case in cases:
-        reason = refusal(shape_of(MODELS[case.preset]()), case.layout)
+        reason = refusal(find_model(case.preset), case.layout)
         if reason is not None:
             print(f"{case.name}: left out: {reason}")
-    cases = [
-        case for case in cases if refusal(shape_of(MODELS[case.preset]()), case.layout) is None
-    ]
+    cases = [case for case in cases if refusal(find_model(case.preset), case.layout) is None]
     _report(check(cases, find_device(args.device), args))
 
 

@@ -23,9 +23,8 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.from_config import shape_of
+from jaxinfra.planning.model import PlannedModel, find_model
 from jaxinfra.planning.roofline import Point, Work
-from jaxinfra.planning.shapes import ModelShape
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.common import timing
@@ -104,7 +103,7 @@ class Served:
 
     weights: nnx.State
     step: StepConfig
-    shape: ModelShape
+    planned: PlannedModel
     config: ModelConfig
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
@@ -127,7 +126,7 @@ def served(preset: str) -> Served:
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
     graphdef, weights = nnx.split(definition.bind(drawn))
     step = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=config.vocab_size)
-    return Served(weights=weights, step=step, shape=shape_of(config, name=preset), config=config)
+    return Served(weights=weights, step=step, planned=find_model(preset), config=config)
 
 
 def phases(
@@ -150,7 +149,7 @@ def prefilled(name: str, preset: str, batch: int, length: int, device: Device) -
     model = served(preset)
     args = (model.weights, *model.rows(batch, length))
     f = functools.partial(prefill, config=model.step, num_slots=length)
-    work = roofline.prefill_work(model.shape, device, batch=batch, length=length)
+    work = roofline.prefill_work(model.planned, device, batch=batch, length=length)
     return timed(name, "prefill", work, CLOCK.seconds(f, *args), CLOCK.wall(f, *args))
 
 
@@ -169,7 +168,7 @@ def decoded(name: str, preset: str, batch: int, context: int, device: Device) ->
         CLOCK.seconds(several, model.weights, state, tokens, jnp.int32(count))
         for count in (2 * DECODED, DECODED)
     )
-    work = roofline.decode_work(model.shape, device, batch=batch, context=context)
+    work = roofline.decode_work(model.planned, device, batch=batch, context=context)
     host = CLOCK.wall_of_decode(model.weights, state, tokens, model.step)
     return timed(name, "decode", work, (longer - shorter) / DECODED, host)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from experiments.plans.compare import compare
 from jaxinfra.config.run import Remat
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.layout import lay_out
+from jaxinfra.planning.model import find_model
 from jaxinfra.planning.search import Question
 
 LENGTH, BATCH = 4096, 1024  # 4M tokens a step

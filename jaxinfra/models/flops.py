@@ -8,7 +8,7 @@ and packing do not count (PaLM, arXiv 2204.02311, appendix B).
 from collections.abc import Iterable
 
 from jaxinfra.config.model import LatentAttentionConfig, MixerConfig, ModelConfig
-from jaxinfra.models.definition import ParameterInfo
+from jaxinfra.models.definition import ModelDefinition, ParameterInfo
 
 
 def matmul_parameters(table: Iterable[ParameterInfo], *, frozen: bool = False) -> int:
@@ -69,12 +69,11 @@ def training_flops(
     return whole - 2.0 * frozen * batch * length
 
 
-def training_flops_per_token(
-    config: ModelConfig, table: tuple[ParameterInfo, ...], length: int
-) -> float:
-    """Of an average token of sequences of ``length``: what MFU is measured by."""
-    frozen = matmul_parameters(table, frozen=True)
-    return training_flops(config, matmul_parameters(table), length, frozen=frozen) / length
+def training_flops_per_token(model: ModelDefinition, length: int) -> float:
+    """``training_flops`` of an average token of such a sequence: what MFU is measured by."""
+    table = model.table()
+    parameters, frozen = matmul_parameters(table), matmul_parameters(table, frozen=True)
+    return training_flops(model.config, parameters, length, frozen=frozen) / length
 
 
 def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: int = 1) -> float:

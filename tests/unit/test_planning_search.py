@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfra.config.model import stacked
 from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import NAMES, find_device, with_measurements
-from jaxinfra.planning.flops import decode_flops
 from jaxinfra.planning.inference import (
     Serving,
     by_batch,
@@ -27,10 +26,11 @@ from jaxinfra.planning.inference import (
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2021_SELECTIVE, Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results
-from jaxinfra.planning.memory import megatron_activation_bytes, memory
+from jaxinfra.planning.memory import memory
+from jaxinfra.planning.model import find_model, plan_model, total_parameters
 from jaxinfra.planning.operations import Matmul
-from jaxinfra.planning.params import total_parameters
 from jaxinfra.planning.plan import make_plan
+from jaxinfra.planning.published import megatron_activation_bytes
 from jaxinfra.planning.search import CHOICES, Question, search
 from jaxinfra.planning.step import step_time
 from jaxinfra.planning.timing import matmul_s
@@ -96,7 +96,7 @@ def test_stronger_recomputation_keeps_less_and_costs_more():
 
 
 def test_activations_of_a_megatron_layout_are_the_papers():
-    shape = find_model("megatron_22b")
+    model = find_model("megatron_22b")
     for selective in (False, True):
         each = lay_out(
             length=2048,
@@ -116,7 +116,7 @@ def test_activations_of_a_megatron_layout_are_the_papers():
             sequence_parallel=selective,
             selective=selective,
         )
-        assert math.isclose(memory(shape, each, H200).activations, expected)
+        assert math.isclose(memory(model, each, H200).activations, expected)
 
 
 def test_pipeline_activations_do_not_grow_with_micro_batches():
@@ -230,7 +230,7 @@ def test_plan_json_has_the_promised_keys():
 def test_search_over_2048_devices_takes_seconds_and_ranks():
     start = time.process_time()
     found = search(find_model("moe_1t"), Question(devices=2048, length=4096, batch=8192), H100)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 10
     assert found.best.fits
     assert all(plan.time.total_s >= found.best.time.total_s for plan, _ in found.runners_up)
     assert all("takes" in why for _, why in found.runners_up)
@@ -274,13 +274,13 @@ def test_search_says_why_nothing_fits():
 
 
 def test_caches():
-    shape = find_model("llama2_70b")
-    assert kv_bytes(shape, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(shape)
-    heads = shape.layers[0].attention
-    mha = dataclasses.replace(heads, num_kv_heads=heads.num_q_heads)
-    layers = (dataclasses.replace(shape.layers[0], attention=mha),)
-    wide = dataclasses.replace(shape, layers=layers)
-    assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(shape) == 2.5 * 2**20
+    model = find_model("llama2_70b")
+    assert kv_bytes(model, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(model)
+    (block,) = model.config.blocks
+    mha = dataclasses.replace(block.mixer, num_kv_heads=block.mixer.num_q_heads)
+    stacks = stacked(dataclasses.replace(block, mixer=mha), num_layers=model.num_layers)
+    wide = plan_model(dataclasses.replace(model.config, stacks=stacks))
+    assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(model) == 2.5 * 2**20
     # A windowed layer keeps its window: half of Gemma-2's layers see 4,096 tokens.
     gemma = find_model("gemma2_9b")
     assert kv_bytes(gemma, batch=1, context=8192) == 0.75 * 8192 * kv_bytes_per_token(gemma)
@@ -300,8 +300,8 @@ def test_what_fits_beside_the_weights():
 
 def test_latent_attention_decodes_its_latents():
     """128 heads of (512 + 64) + 512 a cached token, against 2 (192 + 128) rebuilt ones."""
-    shape = find_model("deepseek_v3")
-    a_token = decode_flops(shape, 4097) - decode_flops(shape, 4096)
+    model = find_model("deepseek_v3")
+    a_token = model.decode_flops(4097) - model.decode_flops(4096)
     assert a_token == 61 * 2 * 128 * (512 + 64 + 512)
 
 
