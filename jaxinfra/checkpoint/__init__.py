@@ -1,4 +1,4 @@
-"""Floor 7: verified, asynchronous, atomic checkpoints."""
+"""Verified, asynchronous, atomic checkpoints."""
 
 from jaxinfra.checkpoint.checkpointer import Checkpointer as Checkpointer
 from jaxinfra.checkpoint.layout import Rejected as Rejected

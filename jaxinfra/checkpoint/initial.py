@@ -10,13 +10,8 @@ from pathlib import Path
 import jax
 
 from jaxinfra.checkpoint import layout, manifest, processes
-from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
-from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
-from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
@@ -24,6 +19,11 @@ from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.models.hf import by_path
+from jaxinfra.weights.conversion import TOKENIZER_FILES
+from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
+from jaxinfra.weights.onto_mesh import place_parameters
+from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.weights.tensor_files import open_tensor_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

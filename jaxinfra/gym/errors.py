@@ -17,7 +17,7 @@ def other_program(arena: Arena) -> str:
     """Refused before step 1."""
     plan = {
         "rank": 1,
-        "target": "jaxinfra.training.loop:make_job",
+        "target": "jaxinfra.training.session:make_job",
         "action": "jaxinfra.gym.corruption:other_program",
     }
     ended = arena.run("f10", arena.settings(), faults=[plan])

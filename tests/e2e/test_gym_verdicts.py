@@ -21,7 +21,7 @@ GYM = (damage, deaths, errors)  # they enter their faults when imported
 # Fault: file, what it says, what the broken one says, and words of the evidence.
 BREAKS = {
     1: (
-        "training/loop.py",
+        "training/session.py",
         "state=first_state(job) if restored is None else restored.state,",
         "state=first_state(job),",
         "differs from the undisturbed run",
