@@ -16,9 +16,9 @@ from typing import final
 import numpy as np
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.permutation import permute
+from jaxinfra.data.token_arrays import TokenArrays
 
 ORDER_VERSION = 1  # of the functions below: another order must not resume this one
 

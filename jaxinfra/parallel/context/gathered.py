@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
 from jaxinfra.parallel.collectives import all_gather, num_devices, rank
-from jaxinfra.parallel.context.order import chunks_in_sequence
+from jaxinfra.parallel.context.zigzag import chunks_in_sequence
 
 
 def gathered_attention(

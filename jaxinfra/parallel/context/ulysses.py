@@ -15,7 +15,7 @@ import jax
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.collectives import all_gather, all_to_all, num_devices
-from jaxinfra.parallel.context.order import chunks_in_sequence, chunks_in_zigzag
+from jaxinfra.parallel.context.zigzag import chunks_in_sequence, chunks_in_zigzag
 
 
 def require_heads(num_kv_heads: int, num_shards: int) -> None:

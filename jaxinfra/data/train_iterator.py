@@ -7,9 +7,9 @@ import grain
 import numpy as np
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
+from jaxinfra.data.token_arrays import TokenArrays
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
 _NUM_STEPS = 1 << 40
