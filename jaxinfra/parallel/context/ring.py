@@ -25,6 +25,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32
 
 from jaxinfra.ops.attention import ATTENTION_NAMES
 from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
@@ -50,11 +51,11 @@ class Ring:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(
     ring: Ring,
-    q_BtNH: jax.Array,
-    k_BtKH: jax.Array,
-    v_BtKH: jax.Array,
-    ids_Bt: jax.Array | None,
-) -> jax.Array:
+    q_BtNH: Float[Array, "B t N H"],
+    k_BtKH: Float[Array, "B t K H"],
+    v_BtKH: Float[Array, "B t K Hv"],
+    ids_Bt: Int32[Array, "B t"] | None,
+) -> Float[Array, "B t N Hv"]:
     """This device's rows of attention over the whole sequence, inside ``shard_map``.
 
     Args:
