@@ -101,12 +101,14 @@ def read_deepseek(keys: Keys) -> ModelConfig:
         scale=scale,
     )
     expert_dim = keys.integer("moe_intermediate_size")
+    balanced = "noaux_tc"  # by a bias of the router, which V3 always has
+    method = keys.text("topk_method", balanced if keys.text("model_type").endswith("v3") else "")
     experts = ExpertsConfig(
         num_experts=keys.integer("n_routed_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=expert_dim,
         shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
-        router_bias=keys.text("topk_method", "") == "noaux_tc",
+        router_bias=method == balanced,
     )
     first, stride = keys.integer("first_k_dense_replace", 0), keys.integer("moe_layer_freq", 1)
     stacks = stacked(dataclasses.replace(block, mixer=latent), num_layers=dense.num_layers)
