@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
@@ -139,6 +139,7 @@ class RunConfig:
 def validate(run: RunConfig) -> None:
     """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
     training, mesh, model = run.training, run.mesh, run.model
+    _refuse_planned(model)
     micro_batch = training.batch_size // training.accumulation
     if micro_batch % mesh.num_data_shards:
         raise ConfigError(
@@ -170,6 +171,20 @@ def validate(run: RunConfig) -> None:
                 f"{name}={size} does not divide over {axis}={shards}; "
                 f"choose a {axis} size that divides it"
             )
+
+
+def _refuse_planned(model: ModelConfig) -> None:
+    """Before parameters that nothing runs are drawn."""
+    for block in model.blocks:
+        for part, name in (
+            (block.mixer, "latent attention is"),
+            (block.feed_forward, "experts are"),
+        ):
+            if isinstance(part, LatentAttentionConfig | ExpertsConfig):
+                raise UnsupportedError(
+                    f"{name} planned, not run: choose a model with grouped attention and a dense "
+                    "feed-forward layer, or jaxinfra plan for this one"
+                )
 
 
 def _validate_lora(run: RunConfig) -> None:

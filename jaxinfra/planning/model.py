@@ -165,10 +165,16 @@ def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> in
 
 def parameters_by_role(model: PlannedModel) -> dict[str, int]:
     """Elements of attention, mlp, experts, shared experts, router, norms and tables."""
-    roles: dict[str, int] = {}
+    roles = dict.fromkeys(_ROLES, 0)
     for each, count in model.rows:
-        roles[_role(each)] = roles.get(_role(each), 0) + each.size * count
-    return roles
+        roles[_role(each)] += each.size * count
+    return {role: count for role, count in roles.items() if count}
+
+
+_ROLES = (
+    *("attention", "mlp", "expert", "router", "shared", "norm"),
+    *("embedding", "positions", "unembedding"),
+)
 
 
 def _role(parameter: ParameterInfo) -> str:
