@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from experiments.bench import roofline_work as roofline
+from experiments.bench.roofline_work import Point, Work
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
@@ -21,10 +23,8 @@ from jaxinfra.models.decoder import KVCache
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.model import PlannedModel, find_model
-from jaxinfra.planning.roofline import Point, Work
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.common import timing

@@ -1,5 +1,6 @@
 """Serving: what fits beside the weights, and prefill and decode by their rooflines."""
 
+import bisect
 import dataclasses
 import math
 from typing import Any
@@ -83,22 +84,11 @@ def max_batch(model: PlannedModel, device: Device, serving: Serving, *, context:
 def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch: int = 1) -> int:
     """Tokens each of ``batch`` sequences may have; layers with windows need none beyond them."""
     room = cache_room(model, device, serving)
-    if room <= 0:
-        return 0
-    low, high = 0, 1
-    while high < 1 << 40 and _cached(model, serving, batch, high) <= room:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _cached(model, serving, batch, middle) <= room:
-            low = middle
-        else:
-            high = middle
-    return low
 
+    def cached(context: int) -> float:
+        return kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
 
-def _cached(model: PlannedModel, serving: Serving, batch: int, context: int) -> float:
-    return kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
+    return max(bisect.bisect_right(range(1 << 40), room, key=cached) - 1, 0)
 
 
 def prefill(

@@ -3,21 +3,11 @@
 from jaxinfra.planning.formats import RECIPES
 
 
-def gpt_layer_parameters(width: int) -> int:
-    """12 H^2 + 13 H of one GPT layer, biases and norms counted (Megatron, arXiv 2104.04473)."""
-    return 12 * width * width + 13 * width
-
-
 def gpt_parameters(*, layers: int, width: int, vocab: int, length: int) -> float:
     """12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)) (arXiv 2104.04473, equation 2)."""
     return (
         12 * layers * width**2 * (1 + 13 / (12 * width) + (vocab + length) / (12 * layers * width))
     )
-
-
-def gpt_layer_forward_flops(*, batch: int, length: int, width: int) -> float:
-    """2 (12 B L H^2 + 2 B H L^2) of one GPT layer, attention not causal (arXiv 2104.04473)."""
-    return 2.0 * (12 * batch * length * width**2 + 2 * batch * width * length**2)
 
 
 def megatron_flops(*, batch: int, length: int, layers: int, width: int, vocab: int) -> float:

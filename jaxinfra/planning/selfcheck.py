@@ -72,14 +72,14 @@ def exact_values() -> Iterator[Exact]:
     for stage, printed in enumerate(reference.ZERO_GB):
         yield _printed(f"ZeRO stage {stage}, GB", printed, zero_bytes(7.5e9, 64, stage) / 1e9)
     for case in reference.MEGATRON:
-        for selective, printed in ((False, case.tensor_gib), (True, case.selective_gib)):
+        for selective, printed in zip((False, True), case.activation_gib, strict=True):
             size = megatron_activation_bytes(
                 layers=case.layers,
                 width=case.width,
                 heads=case.heads,
-                length=case.length,
+                length=2048,
                 micro_batch=case.micro_batch,
-                tensor=case.tensor,
+                tensor=8,
                 pipe=case.pipe,
                 chunks=case.chunks,
                 sequence_parallel=selective,

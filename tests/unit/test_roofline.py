@@ -5,18 +5,18 @@ import json
 
 import pytest
 
+from experiments.bench import roofline_work as roofline
+from experiments.bench.roofline_work import Point, Work
 from experiments.pictures import roofline as picture
 from jaxinfra.config.model import stacked
 from jaxinfra.config.presets import MODELS
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import palm_flops_per_token, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import ridge
 from jaxinfra.planning.kv import kv_bytes
 from jaxinfra.planning.model import find_model
-from jaxinfra.planning.roofline import Point, Work
 
 H200 = find_device("h200")
 
