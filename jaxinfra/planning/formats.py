@@ -79,7 +79,7 @@ FORMATS = (
 """tf32 is a matmul operand: 19 significant bits stored in 32."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
     """Bytes that a training recipe keeps for each parameter, by role, and what its matmuls read."""
 
@@ -112,34 +112,21 @@ class Recipe:
         return self.weights + self.gradient_bytes + self.optimizer_bytes
 
 
-def _recipe(name: str, compute: str, *sizes: int) -> Recipe:
-    weights, gradients, accumulated, master, moments = sizes
-    return Recipe(
-        name=name,
-        compute=compute,
-        weights=weights,
-        gradients=gradients,
-        accumulated=accumulated,
-        master=master,
-        moments=moments,
-    )
-
-
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         # jaxinfra's bf16 policy: fp32 masters are the model, cast where they are used.
-        _recipe("bf16", "bf16", 4, 4, 0, 0, 8),
-        _recipe("fp32", "fp32", 4, 4, 0, 0, 8),
+        Recipe("bf16", "bf16", 4, 4, 0, 0, 8),
+        Recipe("fp32", "fp32", 4, 4, 0, 0, 8),
         # ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.
-        _recipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
+        Recipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
         # The rows of the precision comparison in Hugging Face's Ultra-Scale Playbook.
-        _recipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
-        _recipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
-        _recipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
-        _recipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
-        _recipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
-        _recipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
+        Recipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
+        Recipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
+        Recipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
+        Recipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
+        Recipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
+        Recipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
     )
 }
 """By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10."""

@@ -42,7 +42,7 @@ def memory(model: PlannedModel, layout: Layout, device: Device) -> Memory:
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(model, layout),
+        activations=activation_bytes(model, layout),
         buffers=_buffers(model, layout, gradients),
         reserved=float(device.reserved_bytes),
     )
@@ -74,7 +74,8 @@ def micro_batches_in_flight(layout: Layout) -> float:
     return held * (1 + extra)
 
 
-def _activations(model: PlannedModel, layout: Layout) -> float:
+def activation_bytes(model: PlannedModel, layout: Layout) -> float:
+    """What the pipeline's first stage keeps from forward to backward."""
     saved = sum(layer.count * saved_bytes(layer, layout) for layer in model.layers)
     return saved / layout.mesh.pipe * micro_batches_in_flight(layout)
 

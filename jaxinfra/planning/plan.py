@@ -1,6 +1,7 @@
 """One plan: what a model and a layout cost on a device, as a value."""
 
 import dataclasses
+import math
 from typing import Any
 
 from jaxinfra.parallel.collective_bytes import sent_bytes
@@ -17,7 +18,8 @@ from jaxinfra.planning.model import (
 )
 from jaxinfra.planning.operations import Collective, layer_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
-from jaxinfra.planning.step import StepTime, data_collectives, days, mfu, node_share, step_time
+from jaxinfra.planning.step import StepTime, data_collectives, step_time
+from jaxinfra.planning.timing import members_in_node
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +58,14 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of the recipe's matmul peak."""
-        return mfu(self.time, self.layout, self.device)
+        """Model FLOPs over the peak of the recipe's matmul format (PaLM, appendix B)."""
+        peak = self.device.flops[self.layout.bytes_a_parameter.compute]
+        return self.time.model_flops / (self.time.total_s * self.layout.devices * peak)
 
     def days(self, tokens: float) -> float:
         """Days that a run of so many tokens takes."""
-        return days(self.time, self.layout, tokens)
+        steps = math.ceil(tokens / (self.layout.batch * self.layout.length))
+        return steps * self.time.total_s / 86_400
 
     def dollars(self, tokens: float, *, dollars_per_hour: float | None = None) -> float:
         """What they cost at a price a device and hour."""
@@ -194,7 +198,9 @@ def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffi
         Traffic(
             axis=axis,
             kind=kind,
-            link=node_share(device, layout, axis),
+            link="node"
+            if members_in_node(device, layout, axis) == layout.axes[axis]
+            else "network",
             count=count,
             array_bytes=size,
             wire_bytes=wire,

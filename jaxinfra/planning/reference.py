@@ -101,15 +101,16 @@ MEGATRON = (
 DAYS = (("GPT-3", 300e9, 175e9, 1024, 140e12, "34"), ("1T", 450e9, 1008e9, 3072, 163e12, "84"))
 """Name, tokens, parameters, GPUs, FLOP/s each, days as printed (arXiv 2104.04473, section 5.1)."""
 
-# Layers, width, heads, tensor, pipe, GPUs, batch, TFLOP/s a GPU; micro-batches are not printed:
-# 4 sequences without a pipeline, 1 with one.
-_SC21 = (
-    (24, 2304, 24, 1, 1, 32, 512, 137),
-    (36, 4096, 32, 4, 1, 128, 512, 142),
-    (48, 8192, 64, 8, 2, 512, 1536, 138),
-    (80, 12_288, 96, 8, 8, 1536, 2304, 148),
-    (128, 25_600, 160, 8, 64, 3072, 3072, 163),
+SCALING = (
+    (24, 2304, 24, 1, 1, 32, 512, 137, "1.7"),
+    (36, 4096, 32, 4, 1, 128, 512, 142, "7.5"),
+    (48, 8192, 64, 8, 2, 512, 1536, 138, "39.1"),
+    (80, 12_288, 96, 8, 8, 1536, 2304, 148, "145.6"),
+    (128, 25_600, 160, 8, 64, 3072, 3072, 163, "1008.0"),
 )
+"""Layers, width, heads, tensor, pipe, GPUs, batch, TFLOP/s a GPU, billions of parameters as printed
+(arXiv 2104.04473, table 1); micro-batches are not printed: 4 sequences without a pipeline, else 1.
+"""
 
 
 def timed_steps() -> list[TimedStep]:
@@ -117,32 +118,44 @@ def timed_steps() -> list[TimedStep]:
     return [*_recomputation_paper(), *_scaling_paper(), *_h100(), *_h200()]
 
 
-_FULL: dict[str, Any] = {"traits": MEGATRON_2021, "remat": Remat.FULL}
-_SELECTIVE: dict[str, Any] = {
-    "traits": MEGATRON_2021_SELECTIVE,
-    "remat": Remat.NONE,
-    "sequence_parallel": True,
-}
+_PLAIN: dict[str, Any] = {"traits": MEGATRON_2021, "remat": Remat.NONE}
+_FULL = _PLAIN | {"remat": Remat.FULL}
+_SELECTIVE = _PLAIN | {"traits": MEGATRON_2021_SELECTIVE, "sequence_parallel": True}
+
+ACTIVATION_FORMS = (("tensor parallel", _PLAIN), ("sequence parallel, selective", _SELECTIVE))
+"""Names and layouts of ``MegatronCase.activation_gib``."""
+
+
+def megatron_case(case: MegatronCase, form: dict[str, Any]) -> tuple[PlannedModel, Layout]:
+    """The case's model, and its layout in one of its forms."""
+    layout = _a100(
+        batch=case.batch,
+        accumulation=case.batch // case.micro_batch,
+        pipe=case.pipe,
+        tensor=8,
+        chunks=case.chunks,
+        **form,
+    )
+    return plan_model(gpt(layers=case.layers, width=case.width, heads=case.heads)), layout
 
 
 def _recomputation_paper() -> Iterator[TimedStep]:
     forms = (("full recomputation", _FULL), ("sequence parallel, selective", _SELECTIVE))
     for case in MEGATRON:
-        sizes: dict[str, Any] = {"pipe": case.pipe, "tensor": 8, "chunks": case.chunks}
-        accumulation = case.batch // case.micro_batch
         for (name, form), seconds in zip(forms, case.seconds, strict=True):
+            model, layout = megatron_case(case, form)
             yield TimedStep(
                 name=f"{case.name}, {name}",
                 source="arXiv 2205.05198, table 5",
                 device="a100",
-                model=plan_model(gpt(layers=case.layers, width=case.width, heads=case.heads)),
-                layout=_a100(batch=case.batch, accumulation=accumulation, **sizes, **form),
+                model=model,
+                layout=layout,
                 seconds=seconds,
             )
 
 
 def _scaling_paper() -> Iterator[TimedStep]:
-    for layers, width, heads, tensor, pipe, devices, batch, tflops in _SC21:
+    for layers, width, heads, tensor, pipe, devices, batch, tflops, _ in SCALING:
         replica = devices // (tensor * pipe)
         accumulation = batch // (replica * (4 if pipe == 1 else 1))
         flops = megatron_flops(batch=batch, length=2048, layers=layers, width=width, vocab=51_200)
@@ -257,16 +270,6 @@ _GRADIENTS: tuple[tuple[int, dict[str, Any], float], ...] = (
     (32, {"pipe": 4, "chunks": 2, "accumulation": 16}, 1.0180),
     (32, {"fsdp": 4, "accumulation": 4}, 0.9417),
 )
-
-
-GPT_BILLIONS = (
-    (24, 2304, "1.7"),
-    (36, 4096, "7.5"),
-    (48, 8192, "39.1"),
-    (80, 12_288, "145.6"),
-    (128, 25_600, "1008.0"),
-)
-"""Layers, width, billions of parameters as printed (arXiv 2104.04473, table 1)."""
 
 NEMO_RATES = (
     ("Llama-3-8B fp8", 14_451, 744.0, (8_030_261_248, 128_256, 4096, 32)),

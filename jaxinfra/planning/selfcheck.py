@@ -4,19 +4,15 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 
+from jaxinfra.config.presets.megatron import gpt
 from jaxinfra.planning import reference
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.kv import kv_bytes_per_token
 from jaxinfra.planning.layout import check
-from jaxinfra.planning.model import active_parameters, find_model, total_parameters
-from jaxinfra.planning.published import (
-    gpt_parameters,
-    megatron_activation_bytes,
-    nemo_flops_per_token,
-    training_days,
-    zero_bytes,
-)
+from jaxinfra.planning.memory import activation_bytes
+from jaxinfra.planning.model import active_parameters, find_model, plan_model, total_parameters
+from jaxinfra.planning.published import nemo_flops_per_token, training_days, zero_bytes
 from jaxinfra.planning.step import step_time
 
 BOUND = 0.08
@@ -72,23 +68,13 @@ def exact_values() -> Iterator[Exact]:
     for stage, printed in enumerate(reference.ZERO_GB):
         yield _printed(f"ZeRO stage {stage}, GB", printed, zero_bytes(7.5e9, 64, stage) / 1e9)
     for case in reference.MEGATRON:
-        for selective, printed in zip((False, True), case.activation_gib, strict=True):
-            size = megatron_activation_bytes(
-                layers=case.layers,
-                width=case.width,
-                heads=case.heads,
-                length=2048,
-                micro_batch=case.micro_batch,
-                tensor=8,
-                pipe=case.pipe,
-                chunks=case.chunks,
-                sequence_parallel=selective,
-                selective=selective,
-            )
-            how = "sequence parallel, selective" if selective else "tensor parallel"
+        for (how, form), printed in zip(
+            reference.ACTIVATION_FORMS, case.activation_gib, strict=True
+        ):
+            size = activation_bytes(*reference.megatron_case(case, form))
             yield _printed(f"{case.name} activations GiB, {how}", printed, size / 2**30)
-    for layers, width, printed in reference.GPT_BILLIONS:
-        ours = gpt_parameters(layers=layers, width=width, vocab=51_200, length=2048) / 1e9
+    for layers, width, heads, *_, printed in reference.SCALING:
+        ours = total_parameters(plan_model(gpt(layers=layers, width=width, heads=heads))) / 1e9
         yield _printed(f"GPT of {layers} x {width}, billions", printed, ours)
     for name, tokens, parameters, devices, rate, printed in reference.DAYS:
         ours = training_days(

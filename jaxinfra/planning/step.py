@@ -21,7 +21,6 @@ from jaxinfra.planning.timing import (
     collective_s,
     communication_s,
     compute_s,
-    members_in_node,
     memory_s,
 )
 
@@ -229,7 +228,7 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[Collective]:
         if not elements:
             continue
         # An expert's copies are fewer: the expert axis takes its devices from the data axes.
-        fsdp = layout.mesh.fsdp if not experts else max(layout.mesh.fsdp // layout.mesh.expert, 1)
+        fsdp = _data_shards(layout, experts=experts)
         if layout.zero == 3 and fsdp > 1:
             found += _sharded_weights(model, layout, elements, item, experts=experts)
         elif fsdp > 1:
@@ -334,21 +333,3 @@ def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
 
 def _data_shards(layout: Layout, *, experts: bool) -> int:
     return max(layout.mesh.fsdp // layout.mesh.expert, 1) if experts else layout.mesh.fsdp
-
-
-def node_share(device: Device, layout: Layout, axis: str) -> str:
-    """Where an axis' traffic goes: ``node``, or ``network``."""
-    size = layout.axes[axis]
-    return "node" if members_in_node(device, layout, axis) >= size else "network"
-
-
-def mfu(time: StepTime, layout: Layout, device: Device) -> float:
-    """Model FLOPs over the peak of the recipe's matmul format (PaLM, appendix B)."""
-    peak = device.flops[layout.bytes_a_parameter.compute]
-    return time.model_flops / (time.total_s * layout.devices * peak)
-
-
-def days(time: StepTime, layout: Layout, tokens: float) -> float:
-    """Days that ``tokens`` take at this step time."""
-    steps = math.ceil(tokens / (layout.batch * layout.length))
-    return steps * time.total_s / 86_400

@@ -24,13 +24,12 @@ from jaxinfra.planning.inference import (
     weight_bytes,
 )
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
-from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2021_SELECTIVE, Layout, check, lay_out
+from jaxinfra.planning.layout import Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import find_model, plan_model, total_parameters
 from jaxinfra.planning.operations import Matmul
 from jaxinfra.planning.plan import make_plan
-from jaxinfra.planning.published import megatron_activation_bytes
 from jaxinfra.planning.search import CHOICES, Question, search
 from jaxinfra.planning.step import step_time
 from jaxinfra.planning.timing import matmul_s
@@ -93,30 +92,6 @@ def test_stronger_recomputation_keeps_less_and_costs_more():
         for each in order
     ]
     assert times == sorted(times)
-
-
-def test_activations_of_a_megatron_layout_are_the_papers():
-    model = find_model("megatron_22b")
-    for selective in (False, True):
-        each = lay_out(
-            length=2048,
-            batch=4,
-            tensor=8,
-            traits=MEGATRON_2021_SELECTIVE if selective else MEGATRON_2021,
-            sequence_parallel=selective,
-            remat=Remat.NONE,
-        )
-        expected = megatron_activation_bytes(
-            layers=48,
-            width=6144,
-            heads=64,
-            length=2048,
-            micro_batch=4,
-            tensor=8,
-            sequence_parallel=selective,
-            selective=selective,
-        )
-        assert math.isclose(memory(model, each, H200).activations, expected)
 
 
 def test_pipeline_activations_do_not_grow_with_micro_batches():
