@@ -60,11 +60,6 @@ class NumberFormat:
             return math.log10(self.largest)
         return (self.fraction_bits + 1) * math.log10(2)
 
-    @property
-    def dynamic_range_db(self) -> float:
-        """20 log10(largest / smallest)."""
-        return 20 * math.log10(self.largest / self.smallest)
-
 
 FORMATS = (
     NumberFormat(name="fp32", bits=32, exponent_bits=8, fraction_bits=23),

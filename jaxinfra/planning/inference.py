@@ -192,7 +192,7 @@ def summary(
         "ridge_flops_per_byte": ridge(device, serving.compute),
         "compute_bound_batch": crossover_batch(model, device, serving, context=context),
         "compute_bound_batch_without_cache": crossover_batch(model, device, serving, context=0),
-        "kv_table": [dataclasses.asdict(row) for row in kv_table(model)],
+        "kv_table": kv_table(model),
         "by_cache": by_cache(model, device, serving, context=context),
         "by_batch": by_batch(model, device, serving, context=context),
     }
@@ -202,18 +202,16 @@ def by_cache(
     model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
     """What fits beside the weights with each format of the cache, and when decode turns."""
-    found = []
-    for name in ("bf16", "fp8", "int8", "int4"):
-        each = dataclasses.replace(serving, cache=name)
-        found.append(
-            {
-                "cache": name,
-                "max_batch": max_batch(model, device, each, context=context),
-                "max_context": max_context(model, device, each),
-                "compute_bound_batch": crossover_batch(model, device, each, context=context),
-            }
-        )
-    return found
+    forms = [dataclasses.replace(serving, cache=name) for name in ("bf16", "fp8", "int8", "int4")]
+    return [
+        {
+            "cache": each.cache,
+            "max_batch": max_batch(model, device, each, context=context),
+            "max_context": max_context(model, device, each),
+            "compute_bound_batch": crossover_batch(model, device, each, context=context),
+        }
+        for each in forms
+    ]
 
 
 def by_batch(

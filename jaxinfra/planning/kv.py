@@ -1,6 +1,6 @@
 """Bytes of KV caches, and what other forms of attention would take."""
 
-import dataclasses
+from typing import Any
 
 from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.core.errors import ConfigError, nearest
@@ -14,14 +14,14 @@ _SCALE_BITS = 16  # one a group of a quantized cache
 _GROUP = 128
 
 
-def element_bits(cache_format: str, *, with_scales: bool = True) -> float:
+def element_bits(cache_format: str) -> float:
     """Bits an element, the integer formats' scale and offset by groups of 128 included."""
     if cache_format not in CACHE_BITS:
         raise ConfigError(
             f"unknown cache format {cache_format!r}{nearest(cache_format, CACHE_BITS)}"
         )
     bits = CACHE_BITS[cache_format]
-    if with_scales and cache_format.startswith("int"):
+    if cache_format.startswith("int"):
         bits += 2 * _SCALE_BITS / _GROUP  # scale and zero point
     return bits
 
@@ -38,36 +38,25 @@ def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str
     return batch * elements * element_bits(cache_format) / 8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class KvRow:
-    """One attention form of the comparison table."""
-
-    form: str
-    cache_format: str
-    bytes_per_token: float
-    over_mha: float  # how many times less than MHA in bf16
-
-
-def kv_table(model: PlannedModel) -> list[KvRow]:
+def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
     """This model's cache, and what it would be with other numbers of heads and other formats."""
     layers, mixer = model.num_layers, model.layers[0].mixer
     heads, kv_heads = mixer.num_q_heads, mixer.num_kv_heads
     one = layers * 2.0 * mixer.value_width / heads
     forms = {"MHA": heads * one, "MQA": one}
-    own = cached_elements(model.config, 1, evicted=False)
     form = {1: "MQA", heads: "MHA"}.get(kv_heads, f"GQA-{kv_heads}")
     if isinstance(mixer, LatentAttentionConfig):
         form = "MLA"
     forms = {name: size for name, size in forms.items() if name != form}
-    forms[f"{form} (this model)"] = own
+    forms[f"{form} (this model)"] = cached_elements(model.config, 1, evicted=False)
     whole = heads * one * 2
     return [
-        KvRow(
-            form=form,
-            cache_format=name,
-            bytes_per_token=elements * element_bits(name) / 8,
-            over_mha=whole / (elements * element_bits(name) / 8),
-        )
+        {
+            "form": form,
+            "cache_format": name,
+            "bytes_per_token": elements * element_bits(name) / 8,
+            "over_mha": whole / (elements * element_bits(name) / 8),  # times less than MHA in bf16
+        }
         for form, elements in forms.items()
         for name in ("bf16", "fp8", "int8", "int4")
     ]

@@ -98,6 +98,10 @@ class Layout:
         """Shards of the batch."""
         return self.mesh.num_data_shards
 
+    def data_shards(self, *, experts: bool) -> int:
+        """Shards of a weight's width; experts have fewer copies to shard."""
+        return max(self.mesh.fsdp // self.mesh.expert, 1) if experts else self.mesh.fsdp
+
     @property
     def micro_rows(self) -> int:
         """Sequences of a micro-batch on one device."""

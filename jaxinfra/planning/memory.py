@@ -54,7 +54,7 @@ def state_bytes(model: PlannedModel, layout: Layout) -> tuple[float, float, floa
     weights = gradients = optimizer = 0.0
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)
-        shards = max(layout.mesh.fsdp // layout.mesh.expert, 1) if experts else layout.mesh.fsdp
+        shards = layout.data_shards(experts=experts)
         weights += recipe.weights * elements / (shards if layout.zero >= 3 else 1)
         gradients += recipe.gradient_bytes * elements / (shards if layout.zero >= 2 else 1)
         optimizer += recipe.optimizer_bytes * elements / (shards if layout.zero >= 1 else 1)
@@ -88,14 +88,9 @@ def _buffers(model: PlannedModel, layout: Layout, gradients: float) -> float:
     """
     layer = max(_working_set(layer, layout) for layer in model.layers)
     table = 6.0 * model.vocab_size * model.model_dim / layout.mesh.tensor
-    loss = logits_bytes(model, layout) + table
+    loss = loss_form(model, layout).chunk_bytes + table
     held = gradients if layout.accumulation > 1 else 0.0
     return max(layer, loss + held - gradients)
-
-
-def logits_bytes(model: PlannedModel, layout: Layout) -> float:
-    """fp32 logits and their 16-bit gradient, or exponentials; of a chunk where it is fused."""
-    return loss_form(model, layout).chunk_bytes
 
 
 def _working_set(layer: LayerKind, layout: Layout) -> float:
@@ -107,9 +102,8 @@ def _working_set(layer: LayerKind, layout: Layout) -> float:
     again = 0.0
     if layout.remat in (Remat.FULL, Remat.NAMED, Remat.MLP):
         # The layer's forward pass runs again before its backward pass.
-        again = saved_bytes(layer, layout, remat=Remat.DOTS)
-        again -= saved_bytes(layer, layout)
-        again += 2 * hidden
+        dots = saved_bytes(layer, layout, remat=Remat.DOTS)
+        again = dots - saved_bytes(layer, layout) + 2 * hidden
     gathered = 0.0
     if layout.zero == 3 and layout.mesh.fsdp > 1:
         one = _layer_elements(layer, layout.mesh.tensor, layout.mesh.expert)

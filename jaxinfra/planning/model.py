@@ -232,10 +232,8 @@ def find_model(name: str) -> PlannedModel:
 def _read(path: Path) -> dict:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; name a config.json or a preset") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; name a config.json or a preset") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; a config is an object")
     return values

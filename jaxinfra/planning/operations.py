@@ -68,7 +68,7 @@ class Collective:
 type Operation = Matmul | Memory | Core | Collective
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerOperations:
     """One layer and micro-batch on one device."""
 
@@ -116,9 +116,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
         *reduce_backward,
     ]
-    return LayerOperations(
-        forward=tuple(forward), backward=tuple(backward), recomputed=tuple(recomputed)
-    )
+    return LayerOperations(tuple(forward), tuple(backward), tuple(recomputed))
 
 
 def _matmul(parameter: ParameterInfo, layout: Layout) -> Matmul:
@@ -131,23 +129,20 @@ def _matmul(parameter: ParameterInfo, layout: Layout) -> Matmul:
         count = max(experts / layout.mesh.expert, 1)
         tokens = max(tokens * parameter.active * experts / count, 1.0)
     tensor = shards(parameter, tensor=layout.mesh.tensor, expert=1)
+    number_format = layout.bytes_a_parameter.compute
     if _is_inward(parameter):
         depth = sizes[0]
         width = elements // depth
-        return Matmul(name, tokens, width / tensor, depth, count, _format(layout))
+        return Matmul(name, tokens, width / tensor, depth, count, number_format)
     # Outward: all dims but the last are contracted.
     width = sizes[-1]
-    return Matmul(name, tokens, width, elements // width / tensor, count, _format(layout))
+    return Matmul(name, tokens, width, elements // width / tensor, count, number_format)
 
 
 def _is_inward(parameter: ParameterInfo) -> bool:
     """Whether it is multiplied along its first dim: from the residual stream, or a latent."""
     first = next(dim for dim in parameter.dims if dim != EXPERTS)
     return first in (EMBED, LATENT)
-
-
-def _format(layout: Layout) -> str:
-    return layout.bytes_a_parameter.compute
 
 
 def _input_gradient(each: Matmul) -> Matmul:
@@ -226,7 +221,7 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[Memory], list[Memory
         Memory("residual gradient", item * (2 + 2 * mask) * stream),
         Memory("activation gradient", item * (5 if gated else 3) * hidden),
     ]
-    if _format(layout) == "fp8":
+    if layout.bytes_a_parameter.compute == "fp8":
         # Operands are read for their scale, read again, and written as rows and as columns.
         cast = 6.0 * (3 * stream + (mixer.value_width * tokens + hidden) / tensor)
         forward.append(Memory("cast to fp8", cast))

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
-from jaxinfra.planning.inference import Serving, attainable, by_batch, decode, prefill, ridge
+from jaxinfra.planning.inference import Phase, Serving, attainable, by_batch, decode, prefill, ridge
 from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
@@ -157,30 +157,21 @@ def roofline_figure(
     axes.plot(intensities, roof, color="black", linewidth=1.5)
     axes.axvline(point, color="gray", linestyle=":", linewidth=1)
     axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs a byte", fontsize=9)
+
+    def mark(name: str, phase: Phase, form: str, color: str, align: str, xytext: tuple[int, int]):
+        at = phase.intensity, attainable(device, phase.intensity, serving.compute) / 1e12
+        axes.plot(*at, form, color=color)
+        axes.annotate(name, at, fontsize=8, ha=align, xytext=xytext, textcoords="offset points")
+
     for i, batch in enumerate((1, 4, 16, 64, 256)):
         phase = decode(model, device, serving, batch=batch, context=context)
-        rate = attainable(device, phase.intensity, serving.compute) / 1e12
-        axes.plot(phase.intensity, rate, "o", color=_COLORS[3])
-        axes.annotate(
-            f"decode, batch {batch}",
-            (phase.intensity, rate),
-            fontsize=8,
-            ha="right" if i % 2 else "left",  # long contexts bring them close together
-            xytext=(-8, 3) if i % 2 else (7, -9),
-            textcoords="offset points",
-        )
+        # Long contexts bring them close together.
+        place = ("right", (-8, 3)) if i % 2 else ("left", (7, -9))
+        mark(f"decode, batch {batch}", phase, "o", _COLORS[3], *place)
     for length in (128, 1024, 8192):
         phase = prefill(model, device, serving, batch=1, length=length)
-        rate = attainable(device, phase.intensity, serving.compute) / 1e12
-        axes.plot(phase.intensity, rate, "s", color=_COLORS[0])
-        axes.annotate(
-            f"prefill {length:,}",
-            (phase.intensity, rate),
-            fontsize=8,
-            ha="right" if phase.intensity < point else "center",
-            xytext=(-8, 2) if phase.intensity < point else (0, 8),
-            textcoords="offset points",
-        )
+        place = ("right", (-8, 2)) if phase.intensity < point else ("center", (0, 8))
+        mark(f"prefill {length:,}", phase, "s", _COLORS[0], *place)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(top=roof[-1] * 2)
@@ -224,21 +215,12 @@ def formats_figure() -> Figure:
     """Range of each format on a logarithmic axis, subnormal part lighter, with its resolution."""
     figure, axes = _axes(9, 4.2)
     for i, each in enumerate(FORMATS):
-        axes.plot(
-            [each.smallest, each.smallest_normal],
-            [i, i],
-            color=_COLORS[0],
-            alpha=0.35,
-            linewidth=9,
-            solid_capstyle="butt",
-        )
-        axes.plot(
-            [each.smallest_normal, each.largest],
-            [i, i],
-            color=_COLORS[0],
-            linewidth=9,
-            solid_capstyle="butt",
-        )
+        for low, high, alpha in (
+            (each.smallest, each.smallest_normal, 0.35),
+            (each.smallest_normal, each.largest, 1.0),
+        ):
+            line = {"color": _COLORS[0], "alpha": alpha, "linewidth": 9}
+            axes.plot([low, high], [i, i], solid_capstyle="butt", **line)
         axes.text(
             1e40, i, f"epsilon {each.epsilon:.3g}, max {each.largest:.3g}", va="center", fontsize=9
         )

@@ -8,8 +8,8 @@ from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, check
-from jaxinfra.planning.loss import loss_operations
-from jaxinfra.planning.memory import Memory, logits_bytes, memory
+from jaxinfra.planning.loss import loss_form, loss_operations
+from jaxinfra.planning.memory import Memory, memory
 from jaxinfra.planning.model import (
     PlannedModel,
     active_parameters,
@@ -18,7 +18,7 @@ from jaxinfra.planning.model import (
 )
 from jaxinfra.planning.operations import Collective, layer_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
-from jaxinfra.planning.step import StepTime, data_collectives, step_time
+from jaxinfra.planning.step import StepTime, data_collectives, stage_sends, step_time
 from jaxinfra.planning.timing import members_in_node
 
 
@@ -67,10 +67,9 @@ class Plan:
         steps = math.ceil(tokens / (self.layout.batch * self.layout.length))
         return steps * self.time.total_s / 86_400
 
-    def dollars(self, tokens: float, *, dollars_per_hour: float | None = None) -> float:
-        """What they cost at a price a device and hour."""
-        price = dollars_per_hour or self.device.dollars_per_hour
-        return self.days(tokens) * 24 * self.layout.devices * price
+    def dollars(self, tokens: float) -> float:
+        """What they cost at the device's price an hour."""
+        return self.days(tokens) * 24 * self.layout.devices * self.device.dollars_per_hour
 
     @property
     def dollars_per_billion_tokens(self) -> float:
@@ -119,7 +118,7 @@ class Plan:
                 **{name: round(size) for name, size in dataclasses.asdict(self.memory).items()},
                 "total": round(self.memory.total),
             },
-            "logits_bytes": round(logits_bytes(model, layout)),
+            "logits_bytes": round(loss_form(model, layout).chunk_bytes),
             "memory_by_remat": {
                 form: {
                     "activations": round(plan.memory.activations),
@@ -182,9 +181,7 @@ def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffi
     found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
     found += [(each, 1.0) for each in data_collectives(model, layout)]
     if layout.mesh.pipe > 1:
-        size = layout.activation_bytes * layout.micro_tokens * model.model_dim / layout.mesh.tensor
-        sends = 2 * layout.chunks * micro
-        found.append((Collective("send", "permute", "pipe", size, count=sends), 1.0))
+        found.append((stage_sends(model, layout, micro), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}
     for each, times in found:
         members = layout.axes[each.axis]

@@ -10,7 +10,7 @@ the program's largest calls by the name it gives them.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -49,7 +49,6 @@ _PURPOSES = {
     "permute": "send",
     "collective-permute": "send",
 }
-_SHOWN = 6  # calls of a line
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -92,19 +91,20 @@ class Line:
     @property
     def calls(self) -> dict[str, int]:
         """The program's largest calls by name, with their bytes, where it does not hold."""
-        return {} if self.holds else dict(self.compiled.by_name.most_common(_SHOWN))
+        return {} if self.holds else dict(self.compiled.by_name.most_common(6))
 
     def as_dict(self) -> dict[str, object]:
         """For ``--json``."""
-        values: dict[str, object] = {"axis": self.axis, "purpose": self.purpose}
-        for name in ("predicted", "compiled"):
-            each: Exchanged = getattr(self, name)
-            values[name] = {
+        sides = {
+            name: {
                 "kinds": sorted(each.kinds),
                 "array_bytes": round(each.array_bytes),
                 "sent_bytes": round(each.sent_bytes),
             }
-        return {**values, "holds": self.holds, "calls": self.calls}
+            for name, each in (("predicted", self.predicted), ("compiled", self.compiled))
+        }
+        named = {"axis": self.axis, "purpose": self.purpose}
+        return {**named, **sides, "holds": self.holds, "calls": self.calls}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,17 +288,12 @@ def exchanged(
         if not call.shape:
             continue
         name = f"{call.kind} {call.dtype}{list(call.shape)} x {call.times}: {call.scope[-60:]}"
-        for axis, size in _one_by_one(call, mesh):
+        size = call.array_bytes
+        for axis in sorted(call.axes(mesh), key=lambda axis: axis != MeshAxis.FSDP):
             entry = found.setdefault((axis, _PURPOSES[call.kind]), Exchanged())
             entry.add(call.kind, size, sent_bytes(call.kind, size, mesh[axis]), name=name)
+            size /= mesh[axis]
     return found
-
-
-def _one_by_one(call: Collective, mesh: Mapping[str, int]) -> Iterator[tuple[str, float]]:
-    size = call.array_bytes
-    for axis in sorted(call.axes(mesh), key=lambda axis: axis != MeshAxis.FSDP):
-        yield axis, size
-        size /= mesh[axis]
 
 
 def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:

@@ -28,7 +28,6 @@ from jaxinfra.planning.layout import (
     lay_out,
 )
 from jaxinfra.planning.model import PlannedModel, find_model, plan_model
-from jaxinfra.planning.published import megatron_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +167,20 @@ def _scaling_paper() -> Iterator[TimedStep]:
             layout=_a100(batch=batch, accumulation=accumulation, **sizes, **_FULL),
             seconds=flops / (devices * tflops * 1e12),
         )
+
+
+def megatron_flops(*, batch: int, length: int, layers: int, width: int, vocab: int) -> float:
+    """96 B s l h^2 (1 + s/(6h) + V/(16 l h)): a step with full recomputation (arXiv 2104.04473,
+    equation 3).
+    """
+    return (
+        96.0
+        * batch
+        * length
+        * layers
+        * width**2
+        * (1 + length / (6 * width) + vocab / (16 * layers * width))
+    )
 
 
 def _a100(**choices: Any) -> Layout:

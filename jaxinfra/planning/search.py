@@ -4,10 +4,12 @@ import dataclasses
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 
-from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.run import Remat
+from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
@@ -68,12 +70,7 @@ class Found:
 
 
 CHOICES: dict[str, Callable[[Layout], object]] = {
-    "pipe": lambda layout: layout.mesh.pipe,
-    "replica": lambda layout: layout.mesh.replica,
-    "fsdp": lambda layout: layout.mesh.fsdp,
-    "context": lambda layout: layout.mesh.context,
-    "tensor": lambda layout: layout.mesh.tensor,
-    "expert": lambda layout: layout.mesh.expert,
+    **{axis: operator.attrgetter(f"mesh.{axis}") for axis in (*MESH_AXES, EXPERT)},
     "micro-batch": lambda layout: layout.micro_rows,
     "accumulation": lambda layout: layout.accumulation,
     "chunks": lambda layout: layout.chunks,
@@ -152,16 +149,17 @@ def search(
     ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
     winner = make_plan(model, ranked[0].layout, device)
     others = [make_plan(model, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
-    alternatives = []
-    for choice, value, candidate in ranking.other_than(winner.layout):
-        plan = make_plan(model, candidate.layout, device)
-        alternatives.append(
-            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
-        )
+    alternatives = [
+        (choice, value, make_plan(model, each.layout, device))
+        for choice, value, each in ranking.other_than(winner.layout)
+    ]
     return Found(
         best=winner,
         runners_up=tuple((plan, why_slower(plan, winner)) for plan in others[1:]),
-        alternatives=tuple(alternatives),
+        alternatives=tuple(
+            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
+            for choice, value, plan in alternatives
+        ),
         pareto=_front(ranking.by_size),
         tried=ranking.tried,
         fitting=ranking.fitting,
@@ -198,54 +196,49 @@ def layouts(
     model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
     """Layouts that the model's widths allow; refusals are counted in ``reasons``."""
-    fixed = dict(question.fixed)
-    for tensor in _sizes(fixed.get("tensor"), _divisors(question.devices, device.node_devices)):
-        rest = question.devices // tensor
-        for pipe in _sizes(fixed.get("pipe"), _divisors(rest, model.num_layers)):
-            if rest % pipe:
-                continue
-            for context in _sizes(fixed.get("context"), _contexts(question, rest // pipe)):
-                if rest // pipe % context:
-                    continue
-                data = rest // pipe // context
-                sizes = tensor, pipe, context, data
-                yield from _data_layouts(model, question, device, reasons, sizes)
-
-
-def _data_layouts(
-    model: PlannedModel,
-    question: Question,
-    device: Device,
-    reasons: dict[str, int],
-    sizes: tuple[int, int, int, int],
-) -> Iterator[Layout]:
-    tensor, pipe, context, data = sizes
-    fixed = dict(question.fixed)
-    for fsdp in _sizes(fixed.get("fsdp"), _divisors(data, data)):
-        if data % fsdp or fixed.get("replica", data // fsdp) != data // fsdp:
-            continue
-        for expert in _sizes(fixed.get("expert"), _expert_sizes(model, data * context)):
-            base = Layout(
-                length=question.length,
-                batch=question.batch,
-                mesh=MeshConfig(
-                    pipe=pipe,
-                    replica=data // fsdp,
-                    fsdp=fsdp,
-                    context=context,
-                    tensor=tensor,
-                    expert=expert,
-                ),
-                sequence_parallel=tensor > 1,
-                recipe=question.recipes[0],
-                traits=question.traits,
-                zero=0,
-            )
-            reason = refusal(model, dataclasses.replace(base, accumulation=1))
-            if reason is not None:
-                reasons[reason] = reasons.get(reason, 0) + 1
-                continue
+    for mesh in _meshes(model, question, device):
+        base = Layout(
+            length=question.length,
+            batch=question.batch,
+            mesh=mesh,
+            sequence_parallel=mesh.tensor > 1,
+            recipe=question.recipes[0],
+            traits=question.traits,
+            zero=0,
+        )
+        reason = refusal(model, base)
+        if reason is None:
             yield from _variants(model, question, base, device, reasons)
+        else:
+            reasons[reason] = reasons.get(reason, 0) + 1
+
+
+def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator[MeshConfig]:
+    """Every mesh of the devices with the sizes that are given."""
+    fixed, devices = dict(question.fixed), question.devices
+
+    def sizes(axis: str, number: int, most: int) -> list[int]:
+        return [fixed[axis]] if axis in fixed else _divisors(number, most)
+
+    experts = max(model.num_experts, 1)
+    shortest = max(question.length // 2048, 1)  # a smaller shard would not hide the ring's turns
+    for tensor in sizes("tensor", devices, device.node_devices):
+        for pipe in sizes("pipe", devices // tensor, model.num_layers):
+            for context in sizes("context", devices // tensor // pipe, shortest):
+                data, left = divmod(devices, tensor * pipe * context)
+                for fsdp in sizes("fsdp", data, data) if not left else ():
+                    replica, left = divmod(data, fsdp)
+                    if left or fixed.get("replica", replica) != replica:
+                        continue
+                    for expert in sizes("expert", math.gcd(data * context, experts), experts):
+                        yield MeshConfig(
+                            pipe=pipe,
+                            replica=replica,
+                            fsdp=fsdp,
+                            context=context,
+                            tensor=tensor,
+                            expert=expert,
+                        )
 
 
 def _variants(
@@ -304,13 +297,10 @@ def why_slower(plan: Plan, best: Plan) -> str:
 
 def _distinct(ranked: list[Candidate]) -> list[Candidate]:
     """One candidate a mesh: variants of the winner's mesh would say little."""
-    seen: set[MeshConfig] = set()
-    found = []
+    found: dict[MeshConfig, Candidate] = {}
     for each in ranked:
-        if each.layout.mesh not in seen:
-            seen.add(each.layout.mesh)
-            found.append(each)
-    return found
+        found.setdefault(each.layout.mesh, each)
+    return list(found.values())
 
 
 def _front(buckets: dict[int, Candidate]) -> tuple[Candidate, ...]:
@@ -339,26 +329,10 @@ def _nothing(
     if reasons:
         return f"{what}: no layout can run; most often: {max(reasons, key=lambda r: reasons[r])}"
     return (
-        f"{what}: no layout can run: a batch of {question.batch} sequences does not divide over "
-        "the data axes of any mesh; give a --batch that is a multiple of the devices"
+        f"{what}: no layout can run: give sizes that divide the devices, and a --batch that is a "
+        f"multiple of them in place of {question.batch}"
     )
-
-
-def _sizes(fixed: int | None, free: list[int]) -> list[int]:
-    return free if fixed is None else [fixed]
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, min(number, most) + 1) if number % each == 0]
-
-
-def _contexts(question: Question, devices: int) -> list[int]:
-    """A shard of under 2,048 tokens would not hide the ring's turns."""
-    return _divisors(devices, max(question.length // 2048, 1))
-
-
-def _expert_sizes(model: PlannedModel, devices: int) -> list[int]:
-    experts = model.num_experts
-    return [
-        each for each in _divisors(devices, max(experts, 1)) if experts % each == 0 or each == 1
-    ]

@@ -12,7 +12,6 @@ from jaxinfra.planning.kv import kv_bytes_per_token
 from jaxinfra.planning.layout import check
 from jaxinfra.planning.memory import activation_bytes
 from jaxinfra.planning.model import active_parameters, find_model, plan_model, total_parameters
-from jaxinfra.planning.published import nemo_flops_per_token, training_days, zero_bytes
 from jaxinfra.planning.step import step_time
 
 BOUND = 0.08
@@ -130,3 +129,29 @@ def published_rates() -> list[tuple[str, float, float]]:
         )
         found.append((name, tflops, ours / 1e12))
     return found
+
+
+def zero_bytes(parameters: float, devices: int, stage: int, *, recipe: str = "fp16-adam") -> float:
+    """Bytes a device of weights, gradients and optimizer at a ZeRO stage.
+
+    (W + G + O), (W + G + O/N), (W + (G + O)/N), (W + G + O)/N (arXiv 1910.02054, figure 1).
+    """
+    sizes = RECIPES[recipe]
+    by_stage = (
+        (sizes.optimizer_bytes, 1),
+        (sizes.gradient_bytes, 2),
+        (sizes.weights, 3),
+    )
+    return sum(size * parameters / (devices if stage >= first else 1) for size, first in by_stage)
+
+
+def training_days(*, tokens: float, parameters: float, devices: int, flops_per_s: float) -> float:
+    """8 T P / (n X), in days: forward, backward and a second forward (arXiv 2104.04473, eq. 4)."""
+    return 8 * tokens * parameters / (devices * flops_per_s) / 86_400
+
+
+def nemo_flops_per_token(
+    *, parameters: int, vocab: int, width: int, layers: int, length: int
+) -> float:
+    """6 (N - V h) + 6 L h s: what NVIDIA's published Llama-3 figures count, attention halved."""
+    return 6.0 * (parameters - vocab * width) + 6.0 * layers * width * length

@@ -40,11 +40,6 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def bubble_fraction(*, stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """(p-1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
-    return (stages - 1) / (micro_batches * chunks + stages - 1)
-
-
 def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
     """Predicts one step; the layout must have passed ``layout.check``."""
     stages, micro, chunks = layout.mesh.pipe, layout.accumulation, layout.chunks
@@ -86,7 +81,7 @@ def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0.0},
         hidden={axis: seconds for axis, seconds in hidden.items() if seconds > 0.0},
-        bubble_fraction=bubble_fraction(stages=stages, micro_batches=micro, chunks=chunks),
+        bubble_fraction=(stages - 1) / (micro * chunks + stages - 1),
         model_flops=model.training_flops(layout.length, batch=layout.batch),
     )
 
@@ -110,9 +105,8 @@ def _layer_seconds(layer: LayerKind, layout: Layout, device: Device) -> _Seconds
     seconds = _price([*operations.forward, *operations.backward], layout, device)
     again = _price(operations.recomputed, layout, device)
     compute = {**seconds.compute, "recomputation": sum(again.compute.values())}
-    return _Seconds(
-        compute, _sum(seconds.exposed, again.exposed), _sum(seconds.hidden, again.hidden)
-    )
+    exposed = _sum((seconds.exposed, 1.0), (again.exposed, 1.0))
+    return _Seconds(compute, exposed, _sum((seconds.hidden, 1.0), (again.hidden, 1.0)))
 
 
 def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _Seconds:
@@ -123,13 +117,10 @@ def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _
     )
 
 
-def _sum(*terms: dict[str, float]) -> dict[str, float]:
-    names = {name: None for term in terms for name in term}
-    return {name: sum(term.get(name, 0.0) for term in terms) for name in names}
-
-
-def _scale(term: dict[str, float], factor: float) -> dict[str, float]:
-    return {name: factor * value for name, value in term.items()}
+def _sum(*terms: tuple[dict[str, float], float]) -> dict[str, float]:
+    """Of dicts and how often each counts, by name."""
+    names = {name: None for term, _ in terms for name in term}
+    return {name: sum(times * term.get(name, 0.0) for term, times in terms) for name in names}
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -147,7 +138,7 @@ def _stage_seconds(model: PlannedModel, layout: Layout, device: Device) -> _Seco
     ]
     return _Seconds(
         *(
-            _sum(*(_scale(getattr(seconds, part), count) for seconds, count in kinds))
+            _sum(*((getattr(seconds, part), count) for seconds, count in kinds))
             for part in ("compute", "exposed", "hidden")
         )
     )
@@ -165,10 +156,16 @@ def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
     """Activations to the next stage and gradients back: each chunk of each micro-batch."""
     if layout.mesh.pipe == 1:
         return 0.0
-    # Every tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
+    turns = layout.accumulation + layout.mesh.pipe - 1
+    return collective_s(device, layout, stage_sends(model, layout, turns))
+
+
+def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> Collective:
+    """What a stage sends in so many turns; of a tensor shard its own part (scatter/gather
+    optimization, arXiv 2104.04473, section 4.1).
+    """
     size = layout.activation_bytes * layout.micro_tokens * model.model_dim / layout.mesh.tensor
-    sends = 2 * layout.chunks * (layout.accumulation + layout.mesh.pipe - 1)
-    return collective_s(device, layout, Collective("send", "permute", "pipe", size, count=sends))
+    return Collective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
 
 
 def device_parameters(model: PlannedModel, layout: Layout, *, experts: bool) -> float:
@@ -202,7 +199,7 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[Memory]:
         elements = device_parameters(model, layout, experts=experts)
         if not elements:
             continue
-        shards = _data_shards(layout, experts=experts)
+        shards = layout.data_shards(experts=experts)
         if layout.traits.casts_weights:
             # fp32 read and 16 bits written, in the forward and in the backward pass; what is
             # sharded is cast before it is gathered.
@@ -228,7 +225,7 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[Collective]:
         if not elements:
             continue
         # An expert's copies are fewer: the expert axis takes its devices from the data axes.
-        fsdp = _data_shards(layout, experts=experts)
+        fsdp = layout.data_shards(experts=experts)
         if layout.zero == 3 and fsdp > 1:
             found += _sharded_weights(model, layout, elements, item, experts=experts)
         elif fsdp > 1:
@@ -325,11 +322,7 @@ def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
     a_parameter = 2 * (recipe.weights + recipe.gradient_bytes + recipe.master + recipe.moments)
     elements = sum(
         device_parameters(model, layout, experts=experts)
-        / (_data_shards(layout, experts=experts) if layout.zero >= 1 else 1)
+        / (layout.data_shards(experts=experts) if layout.zero >= 1 else 1)
         for experts in (False, True)
     )
     return memory_s(device, Memory("optimizer", a_parameter * elements))
-
-
-def _data_shards(layout: Layout, *, experts: bool) -> int:
-    return max(layout.mesh.fsdp // layout.mesh.expert, 1) if experts else layout.mesh.fsdp

@@ -1,5 +1,6 @@
 """Plans as tables for people."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from rich import box
@@ -202,7 +203,12 @@ def serving_tables(
         if not isinstance(value, list)
     ]
     caches = [
-        (row.form, row.cache_format, f"{row.bytes_per_token:,.0f}", f"{row.over_mha:.1f}x")
+        (
+            row["form"],
+            row["cache_format"],
+            f"{row['bytes_per_token']:,.0f}",
+            f"{row['over_mha']:.1f}x",
+        )
         for row in kv_table(model)
     ]
     fits = [
@@ -260,19 +266,7 @@ def format_tables() -> list[RenderableType]:
         )
         for each in FORMATS
     ]
-    recipes = [
-        (
-            each.name,
-            each.compute,
-            each.weights,
-            each.gradients,
-            each.accumulated,
-            each.master,
-            each.moments,
-            each.total,
-        )
-        for each in RECIPES.values()
-    ]
+    recipes = [(*dataclasses.astuple(each), each.total) for each in RECIPES.values()]
     columns = ("format", "bits", "exp, frac", "largest", "normal", "smallest", "epsilon", "digits")
     parts = ("recipe", "matmul", "weights", "grads", "summed", "master", "moments", "bytes")
     return [
