@@ -17,7 +17,7 @@ from jaxinfra.core.axes import MeshAxis
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.rope import RopeTable
 from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.parallel.pipeline.executor import HeadSums, StageFunctions, run_pipeline
+from jaxinfra.parallel.pipeline.executor import HeadSums, LayerResult, StageFunctions, run_pipeline
 from jaxinfra.parallel.pipeline.generate import make_schedule
 from jaxinfra.parallel.pipeline.order import (
     layer_places,
@@ -92,10 +92,20 @@ def make_pipeline_gradient(
 
     def of_stage(blocks: Any, shared: Any, micro: _Micro) -> tuple[jax.Array, Any, Any]:
         weights = to_stage_order(blocks, schedule, axis=_PIPE)
-        loss, d_weights, d_shared = run_pipeline(
-            program, functions, weights=weights, shared=shared, micro_batches=micro, axis=_PIPE
+        result = run_pipeline(
+            program,
+            functions,
+            weights=weights,
+            state={},
+            shared=shared,
+            micro_batches=micro,
+            axis=_PIPE,
         )
-        return loss, to_natural_order(d_weights, schedule, axis=_PIPE), d_shared
+        return (
+            result.loss,
+            to_natural_order(result.d_weights, schedule, axis=_PIPE),
+            result.d_shared,
+        )
 
     def of_batch(
         parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
@@ -175,7 +185,7 @@ def stage_functions(
             return context
         return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
 
-    def layer(weights: Any, context: _Context, x_BTD: jax.Array) -> jax.Array:
+    def layer(weights: Any, state: Any, context: _Context, x_BTD: jax.Array) -> LayerResult:
         def repetition(x_BTD: jax.Array, weights: Any) -> jax.Array:
             decoder = model.bind({"blocks": weights})
             for i, (block, rope) in enumerate(zip(decoder.blocks, context.ropes, strict=True)):
@@ -189,7 +199,8 @@ def stage_functions(
             return x_BTD
 
         with jax.named_scope("layer"):
-            return model.bind({}).rematerialized(repetition)(x_BTD, weights)
+            x_BTD = model.bind({}).rematerialized(repetition)(x_BTD, weights)
+            return LayerResult(x=x_BTD, objective=None, sums=())
 
     def head(shared: Any, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
         hidden_BTD = model.bind(shared).normalized(x_BTD)
@@ -205,5 +216,10 @@ def stage_functions(
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 
     return StageFunctions(
-        embed=embed, context=context, layer_context=layer_context, layer=layer, head=head
+        embed=embed,
+        context=context,
+        layer_context=layer_context,
+        layer=layer,
+        head=head,
+        combine=lambda a, b: a,
     )

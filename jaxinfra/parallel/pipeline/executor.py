@@ -21,7 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxinfra.parallel.pipeline.program import Pairs, Program
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.slices import LayerParts, cut_layer
+from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, cut_layer
 
 type Tree = Any
 
@@ -38,13 +38,27 @@ class StageFunctions:
     """A model in the pieces that stages run. All are pure.
 
     ``shared`` are the parameters outside the stack of layers, ``micro`` is one micro-batch.
+    ``state`` are arrays of a layer that are no weights: their cotangents are messages of the
+    backward pass, of which the largest counts.
     """
 
     embed: Callable[[Tree, Tree], jax.Array]  # (shared, micro) -> x
     context: Callable[[Tree], Tree]  # (micro) -> what all its layers read
     layer_context: Callable[[Tree, jax.Array], Tree]  # (context, layer) -> what that layer reads
-    layer: Callable[[Tree, Tree, jax.Array], jax.Array]  # (weights, layer context, x) -> x
+    # (weights, state, layer context, x) -> x and what the layer says of this micro-batch
+    layer: Callable[[Tree, Tree, Tree, jax.Array], LayerResult]
     head: Callable[[Tree, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
+    combine: Callable[[Tree, Tree], Tree]  # a layer's sums of two sets of micro-batches
+
+
+class PipelineResult(NamedTuple):
+    """Over all micro-batches; what is of layers lies as their weights."""
+
+    loss: jax.Array
+    d_weights: Tree
+    d_shared: Tree
+    d_state: Tree
+    sums: Tree  # of every layer
 
 
 class _Row(NamedTuple):
@@ -66,8 +80,9 @@ class _State(NamedTuple):
 
     saved: list[jax.Array]  # [slots, layers, ...] each
     pending: list[jax.Array]
-    d_weights: Tree
+    d_layers: Tree  # of weights and state
     d_shared: Tree
+    sums: Tree
     loss: jax.Array
 
 
@@ -76,24 +91,26 @@ def run_pipeline(
     functions: StageFunctions,
     *,
     weights: Tree,
+    state: Tree,
     shared: Tree,
     micro_batches: Tree,
     axis: str,
-) -> tuple[jax.Array, Tree, Tree]:
+) -> PipelineResult:
     """Sum of losses, and the gradients of the sum of objectives by ``weights`` and ``shared``.
 
     Args:
         weights: of this stage's layers, [chunks * layers of a chunk, ...], chunk by chunk.
+        state: of the same layers.
         shared: the same on every stage.
         micro_batches: [micro-batches, ...], the same on every stage.
         axis: the mesh axis of the stages, manual here.
 
     Returns:
-        The loss and the gradient of ``shared``, the same on every stage; the gradient of weights as
-        these lie.
+        The loss and the gradient of ``shared`` are the same on every stage; what belongs to layers
+        lies as their weights.
     """
     stage = jax.lax.axis_index(axis)
-    run = _Run(program, functions, weights, shared, micro_batches)
+    run = _Run(program, functions, weights, state, shared, micro_batches)
 
     def tick(carry: tuple[jax.Array, _State], entry: tuple[_Row, jax.Array]):
         (inbox, state), (row, exchange) = carry, entry
@@ -108,9 +125,12 @@ def run_pipeline(
 
     rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
     carry = run.empty_inbox(), run.empty_state()
-    (_, state), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
-    loss, d_shared = jax.lax.psum((state.loss, state.d_shared), axis)
-    return loss, state.d_weights, d_shared
+    (_, end), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
+    loss, d_shared = jax.lax.psum((end.loss, end.d_shared), axis)
+    d_weights, d_state = end.d_layers
+    return PipelineResult(
+        loss=loss, d_weights=d_weights, d_shared=d_shared, d_state=d_state, sums=end.sums
+    )
 
 
 def _rows(program: Program) -> _Row:
@@ -151,22 +171,27 @@ class _Run:
         program: Program,
         functions: StageFunctions,
         weights: Tree,
+        state: Tree,
         shared: Tree,
         micro_batches: Tree,
     ):
         self._program = program
         self._functions = functions
-        self._weights = weights
+        self._weights = weights, state
+        self._num_weights = len(jax.tree.leaves(weights))
         self._shared = shared
         self._micro_batches = micro_batches
-        num_layers = jax.tree.leaves(weights)[0].shape[0]
-        self._layers = num_layers // program.schedule.num_chunks
+        self._num_layers = jax.tree.leaves(weights)[0].shape[0]
+        self._layers = self._num_layers // program.schedule.num_chunks
         self._last = program.schedule.num_positions - 1
         micro = self._micro(jnp.int32(0))
         self._x = functions.embed(shared, micro)
         context = functions.layer_context(functions.context(micro), jnp.int32(0))
         self._parts: LayerParts = cut_layer(
-            functions.layer, _entry(weights, jnp.int32(0)), context, self._x
+            lambda both, context, x: functions.layer(*both, context, x),
+            _entry(self._weights, jnp.int32(0)),
+            context,
+            self._x,
         )
 
     def act(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
@@ -201,12 +226,15 @@ class _Run:
 
         parts, program = self._parts, self._program
         zeros = (jax.tree.map(jnp.zeros_like, tree) for tree in (self._weights, self._shared))
-        d_weights, d_shared = zeros
+        d_layers, d_shared = zeros
         return _State(
             saved=buffers(parts.saved, program.num_saved),
             pending=buffers(parts.pending, program.num_pending) if program.num_pending else [],
-            d_weights=d_weights,
+            d_layers=d_layers,
             d_shared=d_shared,
+            sums=jax.tree.map(
+                lambda t: jnp.zeros((self._num_layers, *t.shape), t.dtype), parts.sums
+            ),
             loss=jnp.zeros(()),
         )
 
@@ -228,14 +256,17 @@ class _Run:
             lambda: given,
         )
 
-        def layer(i: jax.Array, carry: tuple[jax.Array, list[jax.Array]]):
-            x, buffers = carry
-            _, weights, own = self._layer(row, context, i)
-            y, saved = self._parts.forward(weights, own, x)
-            return y, _put(buffers, (row.saved, i), saved)
+        def layer(i: jax.Array, carry: tuple[jax.Array, list[jax.Array], Tree]):
+            x, buffers, sums = carry
+            index, weights, own = self._layer(row, context, i)
+            y, new, saved = self._parts.forward(weights, own, x)
+            new = functions.combine(_entry(sums, index), new)
+            sums = jax.tree.map(lambda sums, new: sums.at[index].set(new), sums, new)
+            return y, _put(buffers, (row.saved, i), saved), sums
 
-        y, saved = jax.lax.fori_loop(0, self._layers, layer, (x, state.saved))
-        state = state._replace(saved=saved)
+        carry = x, state.saved, state.sums
+        y, saved, sums = jax.lax.fori_loop(0, self._layers, layer, carry)
+        state = state._replace(saved=saved, sums=sums)
 
         def head(carry: tuple[jax.Array, Tree, jax.Array]):
             y, d_shared, loss = carry
@@ -256,15 +287,15 @@ class _Run:
         context = self._functions.context(self._micro(row.micro_batch))
 
         def layer(step: jax.Array, carry: tuple[jax.Array, Tree]):
-            dy, d_weights = carry
+            dy, d_layers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
             dx, d_own = self._parts.backward(weights, own, saved, dy)
-            return dx, _add(d_weights, index, d_own)
+            return dx, self._add(d_layers, index, d_own)
 
-        dx, d_weights = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_weights))
-        return self._embedding_gradient(row, dx, state._replace(d_weights=d_weights))
+        dx, d_layers = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_layers))
+        return self._embedding_gradient(row, dx, state._replace(d_layers=d_layers))
 
     def _input_gradient(
         self, row: _Row, given: jax.Array, state: _State
@@ -272,16 +303,16 @@ class _Run:
         context = self._functions.context(self._micro(row.micro_batch))
 
         def layer(step: jax.Array, carry: tuple[jax.Array, Tree, list[jax.Array]]):
-            dy, d_weights, buffers = carry
+            dy, d_layers, buffers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
             dx, d_some, pending = self._parts.input_gradient(weights, own, saved, dy)
-            return dx, _add(d_weights, index, d_some), _put(buffers, (row.pending, i), pending)
+            return dx, self._add(d_layers, index, d_some), _put(buffers, (row.pending, i), pending)
 
-        carry = given, state.d_weights, state.pending
-        dx, d_weights, pending = jax.lax.fori_loop(0, self._layers, layer, carry)
-        state = state._replace(d_weights=d_weights, pending=pending)
+        carry = given, state.d_layers, state.pending
+        dx, d_layers, pending = jax.lax.fori_loop(0, self._layers, layer, carry)
+        state = state._replace(d_layers=d_layers, pending=pending)
         return self._embedding_gradient(row, dx, state)
 
     def _weight_gradient(
@@ -289,17 +320,25 @@ class _Run:
     ) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(i: jax.Array, d_weights: Tree) -> Tree:
+        def layer(i: jax.Array, d_layers: Tree) -> Tree:
             index, weights, own = self._layer(row, context, i)
             saved, pending = (
                 _get(state.saved, (row.saved, i)),
                 _get(state.pending, (row.pending, i)),
             )
             d_own = self._parts.weight_gradient(weights, own, saved, pending)
-            return _add(d_weights, index, d_own)
+            return self._add(d_layers, index, d_own)
 
-        d_weights = jax.lax.fori_loop(0, self._layers, layer, state.d_weights)
-        return given, state._replace(d_weights=d_weights)
+        d_layers = jax.lax.fori_loop(0, self._layers, layer, state.d_layers)
+        return given, state._replace(d_layers=d_layers)
+
+    def _add(self, d_layers: Tree, index: jax.Array, values: Mapping[int, jax.Array]) -> Tree:
+        """To the entry at ``index`` of the leaves named: sums of weights, maxima of state."""
+        leaves, structure = jax.tree.flatten(d_layers)
+        for leaf, value in values.items():
+            entry = leaves[leaf].at[index]
+            leaves[leaf] = entry.add(value) if leaf < self._num_weights else entry.max(value)
+        return jax.tree.unflatten(structure, leaves)
 
     def _embedding_gradient(
         self, row: _Row, dx: jax.Array, state: _State
@@ -345,11 +384,3 @@ def _put(
     buffers: list[jax.Array], at: tuple[jax.Array, jax.Array], values: list[jax.Array]
 ) -> list[jax.Array]:
     return [buffer.at[at].set(value) for buffer, value in zip(buffers, values, strict=True)]
-
-
-def _add(sums: Tree, index: jax.Array, values: Mapping[int, jax.Array]) -> Tree:
-    """Adds to the entry at ``index`` of the leaves named."""
-    leaves, structure = jax.tree.flatten(sums)
-    for leaf, value in values.items():
-        leaves[leaf] = leaves[leaf].at[index].add(value)
-    return jax.tree.unflatten(structure, leaves)
