@@ -4,7 +4,6 @@ Dims: B sequence of a micro-batch, T position, D model width, m micro-batch.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,17 @@ from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.data.batch import Batch
+from jaxinfra.layers.passes import Pass, Sums
 from jaxinfra.layers.rope import RopeTable
-from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.parallel.pipeline.executor import HeadSums, LayerResult, StageFunctions, run_pipeline
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.models.gradients import Gradients
+from jaxinfra.parallel.pipeline.executor import (
+    Arrays,
+    HeadSums,
+    PipelineResult,
+    StageFunctions,
+    run_pipeline,
+)
 from jaxinfra.parallel.pipeline.generate import make_schedule
 from jaxinfra.parallel.pipeline.order import (
     layer_places,
@@ -27,14 +34,11 @@ from jaxinfra.parallel.pipeline.order import (
     unpad_layers,
 )
 from jaxinfra.parallel.pipeline.program import make_program
+from jaxinfra.parallel.pipeline.slices import LayerResult
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
 
 _PIPE = MeshAxis.PIPE.value
-
-# Whether the last stage takes the loss as a step without stages does (on Hopper, our kernel). Equal
-# to one device's on CPUs, compiled for H200s, and not yet timed there: DECISIONS 31.
-LOSS_OF_OWN_TOKENS = False
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +61,7 @@ class _Context:
     positions: jax.Array  # [B, T]
     segment_ids: jax.Array | None  # [B, T]
     keys: jax.Array | None  # [repetitions, blocks]; [blocks] for one layer
+    scale: jax.Array  # fp32 []: of the objective
 
 
 def make_pipeline_gradient(
@@ -80,36 +85,32 @@ def make_pipeline_gradient(
         backward_ticks=pipeline.backward_ticks,
     )
     program = make_program(schedule)
-    places = layer_places(model.config.num_groups, schedule.num_positions)
+    (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack
+    places = layer_places(repeats, schedule.num_positions)
     functions = stage_functions(
         model,
         z_loss=training.z_loss,
         label_smoothing=training.label_smoothing,
         places=places,
-        placement=placement,
     )
     drops_out = model.config.dropout_rate > 0.0
 
-    def of_stage(blocks: Any, shared: Any, micro: _Micro) -> tuple[jax.Array, Any, Any]:
-        weights = to_stage_order(blocks, schedule, axis=_PIPE)
+    def of_stage(blocks: Arrays, shared: Arrays, micro: _Micro) -> PipelineResult:
+        layers = to_stage_order(blocks, schedule, axis=_PIPE)
         result = run_pipeline(
-            program,
-            functions,
-            weights=weights,
-            state={},
-            shared=shared,
-            micro_batches=micro,
-            axis=_PIPE,
+            program, functions, layers=layers, shared=shared, micro_batches=micro, axis=_PIPE
         )
-        return (
-            result.loss,
-            to_natural_order(result.d_weights, schedule, axis=_PIPE),
-            result.d_shared,
-        )
+        d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=_PIPE)
+        return result._replace(d_layers=d_layers, sums=sums)
 
     def of_batch(
-        parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
-    ) -> tuple[jax.Array, Parameters]:
+        parameters: Parameters,
+        state: Parameters,
+        batch: Batch,
+        *,
+        key: jax.Array,
+        loss_scale: jax.Array,
+    ) -> Gradients:
         weight = 1.0 / count_targets(batch)
         key = jax.random.split(key, micro_batches) if micro_batches > 1 else key[None]
         micro = _Micro(
@@ -118,26 +119,39 @@ def make_pipeline_gradient(
             scale=jnp.full(micro_batches, loss_scale * weight),
             weight=jnp.full(micro_batches, weight),
         )
-        shared = {name: value for name, value in parameters.items() if name != "blocks"}
+        blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
         whole, by_stage = PartitionSpec(), PartitionSpec(_PIPE)
-        loss, d_blocks, d_shared = jax.shard_map(
+        result = jax.shard_map(
             of_stage,
             mesh=placement.mesh,
             in_specs=(by_stage, whole, whole),
-            out_specs=(whole, by_stage, whole),
+            out_specs=PipelineResult(loss=whole, d_layers=by_stage, d_shared=whole, sums=by_stage),
             axis_names={_PIPE},
             # Every stage has gradients of its own, in branches that others do not take: no sum over
             # stages may be put there, as tracking what differs between them would.
             check_vma=False,
-        )(pad_layers(parameters["blocks"], places), shared, micro)
+        )(pad_layers(Arrays(*blocks), places), Arrays(*shared), micro)
+        (d_blocks, emitted), sums = result.d_layers, result.sums
         shardings = placement.gradients(model)
-        if len(places) > model.config.num_groups:  # what pads is left out where each device has all
+        if len(places) > repeats:  # what pads is left out where each device has all
             d_blocks = jax.lax.with_sharding_constraint(d_blocks, shardings["blocks"])
-            d_blocks = unpad_layers(d_blocks, places)
-        gradients = {name: d_shared.get(name, d_blocks) for name in parameters}
-        return loss, jax.lax.with_sharding_constraint(gradients, shardings)
+            small = jax.lax.with_sharding_constraint((emitted, sums), placement.replicated)
+            d_blocks, (emitted, sums) = unpad_layers((d_blocks, small), places)
+        gradients = {name: result.d_shared.weights.get(name, d_blocks) for name in parameters}
+        return Gradients(
+            loss=result.loss,
+            gradients=jax.lax.with_sharding_constraint(gradients, shardings),
+            sums=sums,
+            state=result.d_shared.state | ({"blocks": emitted} if emitted else {}),
+        )
 
     return of_batch
+
+
+def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
+    """What is of the layers, and the rest."""
+    rest = {name: value for name, value in tree.items() if name != "blocks"}
+    return tree.get("blocks", {}), rest
 
 
 def stage_functions(
@@ -146,7 +160,6 @@ def stage_functions(
     z_loss: float,
     label_smoothing: float,
     places: np.ndarray,
-    placement: Placement,
 ) -> StageFunctions:
     """A decoder in the pieces that stages run; a layer is one repetition of its block pattern.
 
@@ -154,6 +167,7 @@ def stage_functions(
         places: of ``layer_places``.
     """
     config = model.config
+    repeats = config.repeats[0]
 
     def positions_of(batch: Batch) -> jax.Array:
         if batch.positions is not None:
@@ -165,11 +179,11 @@ def stage_functions(
         if micro.key is None:
             return None, None
         embed_key, blocks_key = jax.random.split(micro.key)
-        return embed_key, jax.random.split(blocks_key, (config.num_groups, len(config.blocks)))
+        return embed_key, jax.random.split(blocks_key, (repeats, len(config.blocks)))
 
-    def embed(shared: Any, micro: _Micro) -> jax.Array:
+    def embed(shared: Arrays, micro: _Micro) -> jax.Array:
         positions = positions_of(micro.batch)
-        return model.bind(shared).embed(micro.batch.tokens, positions, keys_of(micro)[0])
+        return model.bind(merged(*shared)).embed(micro.batch.tokens, positions, keys_of(micro)[0])
 
     def context(micro: _Micro) -> _Context:
         positions = positions_of(micro.batch)
@@ -178,48 +192,56 @@ def stage_functions(
             positions=positions,
             segment_ids=micro.batch.segment_ids,
             keys=keys_of(micro)[1],
+            scale=micro.scale,
         )
 
     def layer_context(context: _Context, index: jax.Array) -> _Context:
+        if len(places) > repeats:
+            # What a layer of zeros says is of no layer.
+            is_layer = jnp.asarray(places >= 0)[index]
+            context = dataclasses.replace(
+                context, scale=jnp.where(is_layer, context.scale, jnp.zeros_like(context.scale))
+            )
         if context.keys is None:
             return context
         return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
 
-    def layer(weights: Any, state: Any, context: _Context, x_BTD: jax.Array) -> LayerResult:
-        def repetition(x_BTD: jax.Array, weights: Any) -> jax.Array:
-            decoder = model.bind({"blocks": weights})
+    def layer(arrays: Arrays, context: _Context, x_BTD: jax.Array) -> LayerResult:
+        def repetition(x_BTD: jax.Array, arrays: Arrays) -> tuple[jax.Array, tuple[Sums, ...]]:
+            decoder = model.bind({"blocks": merged(*arrays)})
+            sums = []
             for i, (block, rope) in enumerate(zip(decoder.blocks, context.ropes, strict=True)):
-                x_BTD, _ = block(
-                    x_BTD,
-                    rope=rope,
+                given = Pass(
                     positions_BT=context.positions,
                     segment_ids_BT=context.segment_ids,
+                    rope=rope,
                     dropout_key=None if context.keys is None else context.keys[i],
                 )
-            return x_BTD
+                out = block(x_BTD, given)
+                x_BTD = out.x
+                sums.append(out.sums)
+            return x_BTD, tuple(sums)
 
         with jax.named_scope("layer"):
-            x_BTD = model.bind({}).rematerialized(repetition)(x_BTD, weights)
-            return LayerResult(x=x_BTD, objective=None, sums=())
+            rematerialized = model.bind({}).rematerialized(repetition, in_loop=True)
+            x_BTD, sums = rematerialized(x_BTD, arrays)
+            losses = jax.tree.leaves([each.losses for each in sums])
+            objective = sum(losses) * context.scale if losses else None
+        return LayerResult(x=x_BTD, objective=objective, sums=sums)
 
-    def head(shared: Any, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
-        hidden_BTD = model.bind(shared).normalized(x_BTD)
+    def head(shared: Arrays, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
+        tree = merged(*shared)
+        hidden_BTD = model.bind(tree).normalized(x_BTD)
         sums = hidden_loss(
             model,
-            shared,
+            tree,
             hidden_BTD,
             micro.batch,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
-            placement=placement if LOSS_OF_OWN_TOKENS else None,
         )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 
     return StageFunctions(
-        embed=embed,
-        context=context,
-        layer_context=layer_context,
-        layer=layer,
-        head=head,
-        combine=lambda a, b: a,
+        embed=embed, context=context, layer_context=layer_context, layer=layer, head=head
     )

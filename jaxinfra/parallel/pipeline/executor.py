@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxinfra.layers.passes import combined
+from jaxinfra.models.gradients import nothing_emitted, nothing_summed
 from jaxinfra.parallel.pipeline.program import Pairs, Program
 from jaxinfra.parallel.pipeline.schedule import Kind
 from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, cut_layer
@@ -33,31 +35,35 @@ class HeadSums(NamedTuple):
     loss: jax.Array  # what is reported
 
 
+class Arrays(NamedTuple):
+    """What is differentiated by, or its cotangents."""
+
+    weights: Tree  # gradients add up
+    state: Tree  # cotangents are messages of the backward pass, of which the largest counts
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageFunctions:
     """A model in the pieces that stages run. All are pure.
 
-    ``shared`` are the parameters outside the stack of layers, ``micro`` is one micro-batch.
-    ``state`` are arrays of a layer that are no weights: their cotangents are messages of the
-    backward pass, of which the largest counts.
+    ``shared`` are the arrays outside the stack of layers, ``micro`` is one micro-batch.
     """
 
-    embed: Callable[[Tree, Tree], jax.Array]  # (shared, micro) -> x
+    embed: Callable[[Arrays, Tree], jax.Array]  # (shared, micro) -> x
     context: Callable[[Tree], Tree]  # (micro) -> what all its layers read
     layer_context: Callable[[Tree, jax.Array], Tree]  # (context, layer) -> what that layer reads
-    # (weights, state, layer context, x) -> x and what the layer says of this micro-batch
-    layer: Callable[[Tree, Tree, Tree, jax.Array], LayerResult]
-    head: Callable[[Tree, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
-    combine: Callable[[Tree, Tree], Tree]  # a layer's sums of two sets of micro-batches
+    layer: Callable[[Arrays, Tree, jax.Array], LayerResult]  # (layer, layer context, x) -> result
+    head: Callable[[Arrays, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
 
 
 class PipelineResult(NamedTuple):
-    """Over all micro-batches; what is of layers lies as their weights."""
+    """Over all micro-batches. What is of layers lies as these do; the rest is the same on every
+    stage.
+    """
 
-    loss: jax.Array
-    d_weights: Tree
-    d_shared: Tree
-    d_state: Tree
+    loss: jax.Array  # the sum
+    d_layers: Arrays  # of the sum of objectives
+    d_shared: Arrays
     sums: Tree  # of every layer
 
 
@@ -80,8 +86,8 @@ class _State(NamedTuple):
 
     saved: list[jax.Array]  # [slots, layers, ...] each
     pending: list[jax.Array]
-    d_layers: Tree  # of weights and state
-    d_shared: Tree
+    d_layers: Arrays
+    d_shared: Arrays
     sums: Tree
     loss: jax.Array
 
@@ -90,27 +96,21 @@ def run_pipeline(
     program: Program,
     functions: StageFunctions,
     *,
-    weights: Tree,
-    state: Tree,
-    shared: Tree,
+    layers: Arrays,
+    shared: Arrays,
     micro_batches: Tree,
     axis: str,
 ) -> PipelineResult:
-    """Sum of losses, and the gradients of the sum of objectives by ``weights`` and ``shared``.
+    """The losses and gradients of all micro-batches.
 
     Args:
-        weights: of this stage's layers, [chunks * layers of a chunk, ...], chunk by chunk.
-        state: of the same layers.
+        layers: this stage's, [chunks * layers of a chunk, ...], chunk by chunk.
         shared: the same on every stage.
         micro_batches: [micro-batches, ...], the same on every stage.
         axis: the mesh axis of the stages, manual here.
-
-    Returns:
-        The loss and the gradient of ``shared`` are the same on every stage; what belongs to layers
-        lies as their weights.
     """
     stage = jax.lax.axis_index(axis)
-    run = _Run(program, functions, weights, state, shared, micro_batches)
+    run = _Run(program, functions, layers, shared, micro_batches)
 
     def tick(carry: tuple[jax.Array, _State], entry: tuple[_Row, jax.Array]):
         (inbox, state), (row, exchange) = carry, entry
@@ -126,11 +126,9 @@ def run_pipeline(
     rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
     carry = run.empty_inbox(), run.empty_state()
     (_, end), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
-    loss, d_shared = jax.lax.psum((end.loss, end.d_shared), axis)
-    d_weights, d_state = end.d_layers
-    return PipelineResult(
-        loss=loss, d_weights=d_weights, d_shared=d_shared, d_state=d_state, sums=end.sums
-    )
+    loss, d_weights = jax.lax.psum((end.loss, end.d_shared.weights), axis)
+    d_shared = Arrays(d_weights, jax.lax.pmax(end.d_shared.state, axis))
+    return PipelineResult(loss=loss, d_layers=end.d_layers, d_shared=d_shared, sums=end.sums)
 
 
 def _rows(program: Program) -> _Row:
@@ -170,28 +168,24 @@ class _Run:
         self,
         program: Program,
         functions: StageFunctions,
-        weights: Tree,
-        state: Tree,
-        shared: Tree,
+        layers: Arrays,
+        shared: Arrays,
         micro_batches: Tree,
     ):
         self._program = program
         self._functions = functions
-        self._weights = weights, state
-        self._num_weights = len(jax.tree.leaves(weights))
+        self._arrays = layers
+        self._num_weights = len(jax.tree.leaves(layers.weights))
         self._shared = shared
         self._micro_batches = micro_batches
-        self._num_layers = jax.tree.leaves(weights)[0].shape[0]
+        self._num_layers = jax.tree.leaves(layers)[0].shape[0]
         self._layers = self._num_layers // program.schedule.num_chunks
         self._last = program.schedule.num_positions - 1
         micro = self._micro(jnp.int32(0))
         self._x = functions.embed(shared, micro)
         context = functions.layer_context(functions.context(micro), jnp.int32(0))
         self._parts: LayerParts = cut_layer(
-            lambda both, context, x: functions.layer(*both, context, x),
-            _entry(self._weights, jnp.int32(0)),
-            context,
-            self._x,
+            functions.layer, _entry(layers, jnp.int32(0)), context, self._x
         )
 
     def act(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
@@ -224,16 +218,21 @@ class _Run:
         def buffers(types: tuple[jax.ShapeDtypeStruct, ...], slots: int) -> list[jax.Array]:
             return [jnp.zeros((slots, self._layers, *t.shape), t.dtype) for t in types]
 
+        def nothing(arrays: Arrays) -> Arrays:
+            weights = jax.tree.map(jnp.zeros_like, arrays.weights)
+            return Arrays(weights, nothing_emitted(arrays.state))
+
         parts, program = self._parts, self._program
-        zeros = (jax.tree.map(jnp.zeros_like, tree) for tree in (self._weights, self._shared))
-        d_layers, d_shared = zeros
         return _State(
             saved=buffers(parts.saved, program.num_saved),
             pending=buffers(parts.pending, program.num_pending) if program.num_pending else [],
-            d_layers=d_layers,
-            d_shared=d_shared,
-            sums=jax.tree.map(
-                lambda t: jnp.zeros((self._num_layers, *t.shape), t.dtype), parts.sums
+            d_layers=nothing(self._arrays),
+            d_shared=nothing(self._shared),
+            sums=nothing_summed(
+                jax.tree.map(
+                    lambda t: jax.ShapeDtypeStruct((self._num_layers, *t.shape), t.dtype),
+                    parts.sums,
+                )
             ),
             loss=jnp.zeros(()),
         )
@@ -241,11 +240,11 @@ class _Run:
     def _micro(self, index: jax.Array) -> Tree:
         return _entry(self._micro_batches, index)
 
-    def _layer(self, row: _Row, context: Tree, i: jax.Array) -> tuple[jax.Array, Tree, Tree]:
-        """Index among the stage's layers, weights and context of layer i of the row's chunk."""
+    def _layer(self, row: _Row, context: Tree, i: jax.Array) -> tuple[jax.Array, Arrays, Tree]:
+        """Index among the stage's layers, arrays and context of layer i of the row's chunk."""
         index = row.chunk * self._layers + i
         own = self._functions.layer_context(context, row.position * self._layers + i)
-        return index, _entry(self._weights, index), own
+        return index, _entry(self._arrays, index), own
 
     def _forward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         functions, micro = self._functions, self._micro(row.micro_batch)
@@ -260,7 +259,7 @@ class _Run:
             x, buffers, sums = carry
             index, weights, own = self._layer(row, context, i)
             y, new, saved = self._parts.forward(weights, own, x)
-            new = functions.combine(_entry(sums, index), new)
+            new = combined(_entry(sums, index), new)
             sums = jax.tree.map(lambda sums, new: sums.at[index].set(new), sums, new)
             return y, _put(buffers, (row.saved, i), saved), sums
 
@@ -268,15 +267,15 @@ class _Run:
         y, saved, sums = jax.lax.fori_loop(0, self._layers, layer, carry)
         state = state._replace(saved=saved, sums=sums)
 
-        def head(carry: tuple[jax.Array, Tree, jax.Array]):
+        def head(carry: tuple[jax.Array, Arrays, jax.Array]):
             y, d_shared, loss = carry
 
-            def objective(shared: Tree, y: jax.Array) -> HeadSums:
+            def objective(shared: Arrays, y: jax.Array) -> HeadSums:
                 return functions.head(shared, y, micro)
 
             gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
             (_, own_loss), (d_own, dy) = gradient(self._shared, y)
-            return dy, jax.tree.map(jnp.add, d_shared, d_own), loss + own_loss
+            return dy, _both(d_shared, d_own), loss + own_loss
 
         out, d_shared, loss = _when(
             row.position == self._last, head, (y, state.d_shared, state.loss)
@@ -286,7 +285,7 @@ class _Run:
     def _backward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(step: jax.Array, carry: tuple[jax.Array, Tree]):
+        def layer(step: jax.Array, carry: tuple[jax.Array, Arrays]):
             dy, d_layers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
@@ -302,7 +301,7 @@ class _Run:
     ) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(step: jax.Array, carry: tuple[jax.Array, Tree, list[jax.Array]]):
+        def layer(step: jax.Array, carry: tuple[jax.Array, Arrays, list[jax.Array]]):
             dy, d_layers, buffers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
@@ -320,7 +319,7 @@ class _Run:
     ) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(i: jax.Array, d_layers: Tree) -> Tree:
+        def layer(i: jax.Array, d_layers: Arrays) -> Arrays:
             index, weights, own = self._layer(row, context, i)
             saved, pending = (
                 _get(state.saved, (row.saved, i)),
@@ -332,8 +331,8 @@ class _Run:
         d_layers = jax.lax.fori_loop(0, self._layers, layer, state.d_layers)
         return given, state._replace(d_layers=d_layers)
 
-    def _add(self, d_layers: Tree, index: jax.Array, values: Mapping[int, jax.Array]) -> Tree:
-        """To the entry at ``index`` of the leaves named: sums of weights, maxima of state."""
+    def _add(self, d_layers: Arrays, index: jax.Array, values: Mapping[int, jax.Array]) -> Arrays:
+        """The cotangents of one layer's leaves, by number, brought into all layers'."""
         leaves, structure = jax.tree.flatten(d_layers)
         for leaf, value in values.items():
             entry = leaves[leaf].at[index]
@@ -345,9 +344,9 @@ class _Run:
     ) -> tuple[jax.Array, _State]:
         micro = self._micro(row.micro_batch)
 
-        def add(d_shared: Tree) -> Tree:
+        def add(d_shared: Arrays) -> Arrays:
             pull = jax.vjp(lambda shared: self._functions.embed(shared, micro), self._shared)[1]
-            return jax.tree.map(jnp.add, d_shared, pull(dx)[0])
+            return _both(d_shared, pull(dx)[0])
 
         d_shared = _when(row.position == 0, add, state.d_shared)
         return dx, state._replace(d_shared=d_shared)
@@ -361,6 +360,14 @@ def _when[T](predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
     """
     turns = predicate.astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, carry: function(carry), carry)
+
+
+def _both(first: Arrays, second: Arrays) -> Arrays:
+    """Cotangents of two sets of micro-batches as those of both."""
+    return Arrays(
+        weights=jax.tree.map(jnp.add, first.weights, second.weights),
+        state=jax.tree.map(jnp.maximum, first.state, second.state),
+    )
 
 
 def _entry(tree: Tree, index: jax.Array) -> Tree:
