@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint.sources import ParameterSource
+from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
 from jaxinfra.checkpoint.tensor_writer import new_directory, write_tensor_files
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
@@ -41,13 +41,16 @@ class MergedParameters:
 
     base: ParameterSource
     adapters: Adapters
+    state: LiveParameters  # of the model, which training changed in place of the base's
 
     def dtype(self, path: str) -> np.dtype:
         """As in the base."""
-        return self.base.dtype(path)
+        return (self.state if path in self.state.arrays else self.base).dtype(path)
 
     def read(self, path: str, index: Index) -> np.ndarray:
         """The slice of the base, with the adapter's product added where there is one."""
+        if path in self.state.arrays:
+            return self.state.read(path, index)
         weight = self.base.read(path, index)
         found = self.adapters.of(path)
         if found is None:

@@ -3,6 +3,7 @@ directory of safetensors.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class LoadedModel:
     """A model, with the tokenizer that its tokens are of."""
 
     definition: ModelDefinition
-    parameters: Parameters
+    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     tokenizer: Tokenizer
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
     step: int | None
@@ -122,20 +123,23 @@ def load_run(
         base = define_model(config.model, execution)
         shardings = jax.tree.map(lambda _: device, base.shapes)
         frozen = place_initial(config.init, base, shardings)
+    # Fields of the training state by name; what else is in there is not read.
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        definition.freeze(frozen).shapes,
+        {
+            "parameters": definition.freeze(frozen).shapes,
+            "model_state": definition.state_shapes,
+        },
     )
     checkpoints = RunDirectory(path).checkpoints
     if not checkpoints.is_dir():
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
-    # The name of the field of the training state; what else is in there is not read.
-    restored = checkpoint.load(checkpoints, {"parameters": placed}, step=step)
+    restored = checkpoint.load(checkpoints, placed, step=step)
     return LoadedModel(
         definition=definition,
-        parameters=merged(frozen, restored.state["parameters"]),
+        parameters=functools.reduce(merged, restored.state.values(), frozen),
         tokenizer=tokenizer,
         config=config,
         step=restored.step,

@@ -101,7 +101,7 @@ def make_pipeline_gradient(
             program, functions, layers=layers, shared=shared, micro_batches=micro, axis=_PIPE
         )
         d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=_PIPE)
-        return result._replace(d_layers=d_layers, sums=sums)
+        return dataclasses.replace(result, d_layers=d_layers, sums=sums)
 
     def of_batch(
         parameters: Parameters,

@@ -56,7 +56,9 @@ class StageFunctions:
     head: Callable[[Arrays, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
 
 
-class PipelineResult(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineResult:
     """Over all micro-batches. What is of layers lies as these do; the rest is the same on every
     stage.
     """
