@@ -1,5 +1,5 @@
 """``Execution.attend`` on a mesh: here, where devices hold whole sequences; where the context axis
-shards them, ``context.attend``.
+shards them, ``context.methods``.
 
 Dims: B batch, T position, N query heads, K key/value heads, H head width.
 """
@@ -14,7 +14,7 @@ from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.layers.execution import Attend
 from jaxinfra.ops.attention import named_attention
-from jaxinfra.parallel.context.attend import ContextAttention
+from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.place import Placement
 
 

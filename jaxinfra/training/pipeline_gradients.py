@@ -4,6 +4,7 @@ Dims: B sequence of a micro-batch, T position, D model width, m micro-batch.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +26,16 @@ from jaxinfra.parallel.pipeline.executor import (
     StageFunctions,
     run_pipeline,
 )
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.order import (
+from jaxinfra.parallel.pipeline.layer_order import (
     layer_places,
     pad_layers,
     to_natural_order,
     to_stage_order,
     unpad_layers,
 )
-from jaxinfra.parallel.pipeline.program import make_program
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
 from jaxinfra.parallel.pipeline.slices import LayerResult
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
 
@@ -84,7 +85,7 @@ def make_pipeline_gradient(
         chunks=pipeline.chunks_a_stage,
         backward_ticks=pipeline.backward_ticks,
     )
-    program = make_program(schedule)
+    program = make_tick_program(schedule)
     (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack
     places = layer_places(repeats, schedule.num_positions)
     functions = stage_functions(
@@ -120,7 +121,8 @@ def make_pipeline_gradient(
             weight=jnp.full(micro_batches, weight),
         )
         blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
-        whole, by_stage = PartitionSpec(), PartitionSpec(_PIPE)
+        whole: Any = PartitionSpec()  # in the places of arrays
+        by_stage: Any = PartitionSpec(_PIPE)
         result = jax.shard_map(
             of_stage,
             mesh=placement.mesh,

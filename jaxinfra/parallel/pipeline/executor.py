@@ -12,7 +12,7 @@ on every device.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,9 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxinfra.layers.passes import combined
 from jaxinfra.models.gradients import nothing_emitted, nothing_summed
-from jaxinfra.parallel.pipeline.program import Pairs, Program
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, cut_layer
-
-type Tree = Any
+from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, Tree, cut_layer
+from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram
 
 
 class HeadSums(NamedTuple):
@@ -95,7 +93,7 @@ class _State(NamedTuple):
 
 
 def run_pipeline(
-    program: Program,
+    program: TickProgram,
     functions: StageFunctions,
     *,
     layers: Arrays,
@@ -133,7 +131,7 @@ def run_pipeline(
     return PipelineResult(loss=loss, d_layers=end.d_layers, d_shared=d_shared, sums=end.sums)
 
 
-def _rows(program: Program) -> _Row:
+def _rows(program: TickProgram) -> _Row:
     """Tables [ticks, ..., stages]."""
     schedule = program.schedule
     stages = np.arange(schedule.num_stages)[None, :]
@@ -168,7 +166,7 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        program: TickProgram,
         functions: StageFunctions,
         layers: Arrays,
         shared: Arrays,

@@ -19,8 +19,8 @@ from jaxinfra.ops.partial_attention import partial_attention
 from jaxinfra.parallel.context import ulysses
 from jaxinfra.parallel.context.gathered import gathered_attention
 from jaxinfra.parallel.context.halo import windowed_attention
-from jaxinfra.parallel.context.order import chunk_length
 from jaxinfra.parallel.context.ring import Ring, ring_attention
+from jaxinfra.parallel.context.zigzag import chunk_length
 from jaxinfra.parallel.place import Placement
 
 _ROWS = (axes.BATCH, axes.SEQUENCE)

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint.sources import ParameterSource, mapped_parameters, stored_parameters
-from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config import codec
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path, from_hf_config, weight_map
+from jaxinfra.weights.parameter_sources import ParameterSource, mapped_parameters, stored_parameters
+from jaxinfra.weights.tensor_files import open_tensor_files
 
 FORMAT = "jaxinfra"
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinfra.checkpoint.sources import ParameterSource
 from jaxinfra.models.definition import ModelDefinition, Parameters, only
 from jaxinfra.models.hf.layout import Index
 from jaxinfra.parallel.place import path_name
+from jaxinfra.weights.parameter_sources import ParameterSource
 
 _PIECE_BYTES = 256 * 2**20  # of a stacked parameter that are on the host at a time
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxinfra.checkpoint.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE
+from jaxinfra.weights.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE
 
 type Pieces = Callable[[], Iterable[np.ndarray]]
 """The elements of a tensor, cut along its leading dim or whole, when called."""

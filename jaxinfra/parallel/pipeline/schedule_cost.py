@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.parallel.pipeline.program import Program
 from jaxinfra.parallel.pipeline.schedule import Kind, Schedule
+from jaxinfra.parallel.pipeline.tick_program import TickProgram
 
 UNIT_TIMES: dict[Kind, float] = {
     Kind.FORWARD: 1.0,
@@ -32,7 +32,7 @@ class Timeline:
 
 
 def run(
-    program: Program,
+    program: TickProgram,
     *,
     durations: Mapping[Kind, float] = UNIT_TIMES,
     embed: float = 0.0,

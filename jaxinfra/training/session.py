@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint import layout, processes
+from jaxinfra.checkpoint import directory_layout, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
@@ -23,8 +23,8 @@ from jaxinfra.core.errors import (
     LostPeerError,
 )
 from jaxinfra.data.corpus import Corpus, open_corpus
-from jaxinfra.data.pipeline import TrainIterator, train_batches
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.launch.cluster import LAUNCHER
 from jaxinfra.launch.connect import connect
 from jaxinfra.reliability import faults
@@ -147,7 +147,7 @@ class _Session:
                 f"stopped by {self.stop.signal.name} before a step was done, nothing was lost; "
                 f"continue with jaxinfra train --resume {run.path}"
             )
-            step = max(layout.steps(run.checkpoints), default=0)
+            step = max(directory_layout.steps(run.checkpoints), default=0)
             return Outcome(summary=None, step=step)
 
     def _set_up(self) -> Trainer:
@@ -257,7 +257,11 @@ def _final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | Non
     """The outcome of a run that has no step left to do; None while there is one."""
     summary, steps = run.read_summary(), config.training.steps
     done = summary is not None and summary["steps"] == steps
-    return summary if done and max(layout.steps(run.checkpoints), default=0) == steps else None
+    return (
+        summary
+        if done and max(directory_layout.steps(run.checkpoints), default=0) == steps
+        else None
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,7 +370,7 @@ def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitSta
 def _restore(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
     """The newest good checkpoint; None where a run was stopped before it made one."""
     if saver.latest() is None:
-        quarantine = run.checkpoints / layout.QUARANTINE
+        quarantine = run.checkpoints / directory_layout.QUARANTINE
         if quarantine.exists() and any(quarantine.iterdir()):
             raise CheckpointError(
                 f"{run.path} has no checkpoint but those set aside as damaged in {quarantine}; "

@@ -12,15 +12,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.checkpoint.model_directory import config_json
-from jaxinfra.checkpoint.sources import ParameterSource, assemble_rows
-from jaxinfra.checkpoint.tensor_files import DTYPES
-from jaxinfra.checkpoint.tensor_writer import new_directory, write_tensor_files
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path, from_hf_config, to_hf_config, weight_map
 from jaxinfra.models.hf.mapping import Tensor
+from jaxinfra.weights.model_directory import config_json
+from jaxinfra.weights.parameter_sources import ParameterSource, assemble_rows
+from jaxinfra.weights.tensor_files import DTYPES
+from jaxinfra.weights.tensor_writer import new_directory, write_tensor_files
 
 _PIECE_BYTES = 64 * 2**20  # of a tensor in memory at a time
 

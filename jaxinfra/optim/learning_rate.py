@@ -2,7 +2,7 @@
 
 import optax
 
-from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.optim.promotion import standard_promotion
 
 
@@ -19,13 +19,13 @@ def learning_rate(config: OptimizerConfig, *, steps: int) -> optax.Schedule:
     )
     rest = max(steps - config.warmup_steps, 1)
     match config.schedule:
-        case Schedule.CONSTANT:
+        case LearningRateSchedule.CONSTANT:
             after = optax.constant_schedule(peak)
-        case Schedule.LINEAR:
+        case LearningRateSchedule.LINEAR:
             after = optax.linear_schedule(peak, final, rest)
-        case Schedule.COSINE:
+        case LearningRateSchedule.COSINE:
             after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
-        case Schedule.WSD:
+        case LearningRateSchedule.WSD:
             decay = min(config.decay_steps or max(steps // 5, 1), rest)
             after = optax.join_schedules(
                 [optax.constant_schedule(peak), optax.linear_schedule(peak, final, decay)],

@@ -11,9 +11,9 @@ position, not its index; only attention knows of the order.
 Dims: B batch, T position in the sequence or in zig-zag order.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int64, Shaped
 
 from jaxinfra.core.errors import ConfigError
 
@@ -35,29 +35,37 @@ def chunk_order(num_shards: int) -> tuple[int, ...]:
     )
 
 
-def zigzag_indices(length: int, num_shards: int) -> np.ndarray:
-    """int64 [T]: the place in the sequence of each token in zig-zag order."""
+def zigzag_indices(length: int, num_shards: int) -> Int64[np.ndarray, "T"]:
+    """The place in the sequence of each token in zig-zag order."""
     chunks = np.arange(length).reshape(2 * num_shards, chunk_length(length, num_shards))
     return chunks[list(chunk_order(num_shards))].reshape(-1)
 
 
-def to_zigzag(x_BT: np.ndarray, num_shards: int) -> np.ndarray:
-    """Rows [B, T, ...] of the host, their tokens in zig-zag order."""
+def to_zigzag(
+    x_BT: Shaped[np.ndarray, "B T *rest"], num_shards: int
+) -> Shaped[np.ndarray, "B T *rest"]:
+    """Rows of the host, their tokens in zig-zag order."""
     return x_BT[:, zigzag_indices(x_BT.shape[1], num_shards)]
 
 
-def from_zigzag(x_BT: np.ndarray, num_shards: int) -> np.ndarray:
+def from_zigzag(
+    x_BT: Shaped[np.ndarray, "B T *rest"], num_shards: int
+) -> Shaped[np.ndarray, "B T *rest"]:
     """Undoes ``to_zigzag``."""
     return x_BT[:, np.argsort(zigzag_indices(x_BT.shape[1], num_shards))]
 
 
-def chunks_in_sequence(x_BT: jax.Array, num_shards: int) -> jax.Array:
-    """A device's whole sequence [B, T, ...] from zig-zag order into its own: a local copy."""
+def chunks_in_sequence(
+    x_BT: Shaped[Array, "B T *rest"], num_shards: int
+) -> Shaped[Array, "B T *rest"]:
+    """A device's whole sequence from zig-zag order into its own: a local copy."""
     slots = jnp.split(x_BT, 2 * num_shards, axis=1)
     return jnp.concatenate([slots[i] for i in np.argsort(chunk_order(num_shards))], axis=1)
 
 
-def chunks_in_zigzag(x_BT: jax.Array, num_shards: int) -> jax.Array:
+def chunks_in_zigzag(
+    x_BT: Shaped[Array, "B T *rest"], num_shards: int
+) -> Shaped[Array, "B T *rest"]:
     """Undoes ``chunks_in_sequence``."""
     chunks = jnp.split(x_BT, 2 * num_shards, axis=1)
     return jnp.concatenate([chunks[i] for i in chunk_order(num_shards)], axis=1)

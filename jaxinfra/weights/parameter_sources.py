@@ -12,10 +12,10 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint.tensor_files import TensorFiles
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.weights.tensor_files import TensorFiles
 
 _COMPARED_ROWS = 4096  # of two tied tables at a time
 

@@ -5,18 +5,19 @@ from typing import Any, Self, final
 
 import grain
 import numpy as np
+from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
+from jaxinfra.data.token_arrays import TokenArrays
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
 _NUM_STEPS = 1 << 40
 
 
-def sample_ids(step: int, *, batch_size: int) -> np.ndarray:
-    """The global batch of a step: sample numbers, int64, over all processes.
+def sample_ids(step: int, *, batch_size: int) -> Int64[np.ndarray, "B"]:
+    """The global batch of a step: sample numbers over all processes.
 
     Sample ``n`` is the ``n % num_windows``-th window in the shuffled order of epoch
     ``n // num_windows``; a batch may span two epochs, and no sample is dropped or repeated.
@@ -110,7 +111,7 @@ class TrainIterator:
         assert rows is not None, "no transformation of these drops a step"
         return rows
 
-    def sample_ids(self, step: int) -> np.ndarray:
+    def sample_ids(self, step: int) -> Int64[np.ndarray, "B"]:
         """The sample numbers of a step's global batch, for a ledger of what was seen."""
         return sample_ids(step, batch_size=self._identity["batch_size"])
 

@@ -17,7 +17,7 @@ def other_program(arena: Arena) -> str:
     """Refused before step 1."""
     plan = {
         "rank": 1,
-        "target": "jaxinfra.training.loop:make_job",
+        "target": "jaxinfra.training.session:make_job",
         "action": "jaxinfra.gym.corruption:other_program",
     }
     ended = arena.run("f10", arena.settings(), faults=[plan])
@@ -109,7 +109,7 @@ def slow_rank(arena: Arena) -> str:
 @fault(20, "a starved loader on one rank; a loader's worker dies")
 def starved(arena: Arena) -> str:
     """The verdict is "input"; the dead worker's error ends the run."""
-    plan = _slow(arena, "jaxinfra.data.pipeline:TrainIterator.__next__")
+    plan = _slow(arena, "jaxinfra.data.train_iterator:TrainIterator.__next__")
     named = _slow_is_named(arena, "f20", plan, cause="input")
     dead = {"rank": 1, "target": _BATCH, "call": 7, "action": "raise", "value": 5}
     ended = arena.run("f20-dead", arena.settings(), faults=[dead], restarts=0)

@@ -11,15 +11,12 @@ layers there; they are exchanged before and after a step, each run of layers sen
 bytes a device = parameters of a stage * (1 - 1/stages), in both directions.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.parallel.pipeline.schedule import Schedule
-
-type Tree = Any
+from jaxinfra.parallel.pipeline.slices import Tree
 
 
 def layer_places(num_layers: int, runs: int) -> np.ndarray:

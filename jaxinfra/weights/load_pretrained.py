@@ -6,8 +6,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint.model_directory import read_model_directory
-from jaxinfra.checkpoint.onto_mesh import place_parameters
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
@@ -15,6 +13,8 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.weights.model_directory import read_model_directory
+from jaxinfra.weights.onto_mesh import place_parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

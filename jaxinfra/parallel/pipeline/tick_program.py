@@ -20,7 +20,7 @@ type Pairs = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Program:
+class TickProgram:
     """Tables by tick and stage. Where there is nothing to read or write, the slot is the last one
     of its buffer, which holds nothing.
     """
@@ -52,7 +52,7 @@ class _Message:
     used: int
 
 
-def make_program(schedule: Schedule) -> Program:
+def make_tick_program(schedule: Schedule) -> TickProgram:
     """Shares out slots and finds what is exchanged after each tick."""
     when = schedule.ticks()
     stages, shape = schedule.num_stages, (schedule.num_ticks, schedule.num_stages)
@@ -102,7 +102,7 @@ def make_program(schedule: Schedule) -> Program:
         receive[tick, int(from_after), message.target] = slot
     kinds = [(tuple(sorted(up)), tuple(sorted(down))) for up, down in sent]
     exchanges = tuple(sorted(set(kinds)))
-    return Program(
+    return TickProgram(
         schedule=schedule,
         num_inbox=inbox.peak + 1,
         num_saved=saved.peak,
@@ -171,7 +171,7 @@ class _Slots:
         return result
 
 
-def lifetime_violations(program: Program) -> list[str]:
+def lifetime_violations(program: TickProgram) -> list[str]:
     """Runs the tables with names instead of tensors; every action that would read another value
     than its own input is named. Independent of how slots were shared out.
     """

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, final
 
-from jaxinfra.diagnostics.trace import Event
+from jaxinfra.diagnostics.trace import TraceEvent
 from jaxinfra.training.profile import COLLECTIVES_FILE
 
 UNKNOWN = "unknown"
@@ -18,7 +18,7 @@ _KIND = re.compile("all-reduce|all-gather|reduce-scatter|all-to-all|collective-p
 
 
 @final
-class MeshAxes:
+class CollectiveAxes:
     """Axes and bytes of a program's collectives."""
 
     def __init__(self, collectives: list[dict[str, Any]]):
@@ -35,7 +35,7 @@ class MeshAxes:
         self._by_place = {place: " or ".join(sorted(axes)) for place, axes in by_place.items()}
         self._by_kind = {kind: min(axes) for kind, axes in by_kind.items() if len(axes) == 1}
 
-    def of(self, event: Event) -> str:
+    def of(self, event: TraceEvent) -> str:
         """Such as ``fsdp`` or ``fsdp x tensor``; ``unknown`` where the program has no such one."""
         # Asynchronous ones are launched under the name of what they wrap, which the program's text
         # leaves out. Where the host's side of the trace does not say what started them, both still
@@ -49,9 +49,9 @@ class MeshAxes:
         return self._by_kind.get(kind, UNKNOWN)  # where all of a kind go over the same
 
 
-def mesh_axes(trace: Path) -> MeshAxes | None:
+def mesh_axes(trace: Path) -> CollectiveAxes | None:
     """Of the newest description under a trace's directory; None where there is none: of one device,
     or another program's.
     """
     files = sorted(trace.rglob(COLLECTIVES_FILE), key=lambda file: file.stat().st_mtime)
-    return MeshAxes(json.loads(files[-1].read_text())) if files else None
+    return CollectiveAxes(json.loads(files[-1].read_text())) if files else None

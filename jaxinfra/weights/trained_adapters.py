@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
-from jaxinfra.checkpoint.tensor_writer import new_directory, write_tensor_files
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.weights.tensor_writer import new_directory, write_tensor_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

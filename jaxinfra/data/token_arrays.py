@@ -24,9 +24,10 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any, SupportsIndex, final
 
 import numpy as np
+from jaxtyping import Integer
 
 from jaxinfra.core.errors import DataError
 
@@ -74,12 +75,12 @@ class TokenArrays:
         """UTF-8 bytes of all documents' texts, as far as they count."""
         return int(self.document_bytes.sum())
 
-    def document(self, index: int) -> np.ndarray:
+    def document(self, index: SupportsIndex) -> Integer[np.ndarray, "T"]:
         """The tokens of one document, without separator."""
         start = self.starts[index]
         return self.tokens[start : start + self.lengths[index]]
 
-    def select(self, documents: np.ndarray) -> "TokenArrays":
+    def select(self, documents: Integer[np.ndarray, "documents"]) -> "TokenArrays":
         """A view of some of the documents; no token is copied."""
         identity = hashlib.sha256(self.fingerprint.encode())
         identity.update(np.ascontiguousarray(documents).astype("<i8").tobytes())
