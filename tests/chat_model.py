@@ -7,11 +7,18 @@ import jax
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.data.tokenizer import Tokenizer, bytes_tokenizer
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.hf import by_path
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.conversion import write_hf
 from jaxinfra.weights.parameter_sources import LiveParameters
 
@@ -22,15 +29,15 @@ CHATML = (
 MODEL = ModelConfig(
     vocab_size=264,
     model_dim=32,
-    num_layers=2,
     max_positions=64,
-    blocks=(
+    stacks=stacked(
         BlockConfig(
-            attention=AttentionConfig(
+            mixer=GroupedAttentionConfig(
                 num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(), qkv_bias=True
             ),
-            mlp=MlpConfig(hidden_dim=48),
+            feed_forward=MlpConfig(hidden_dim=48),
         ),
+        num_layers=2,
     ),
     tie_embeddings=True,
     init_std=0.1,
@@ -58,7 +65,7 @@ def write_model(path: Path) -> Path:
     write_tokenizer(files / "tokenizer.json")
     (files / "chat_template.jinja").write_text(CHATML)
     (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [260]}))
-    definition = define_model(MODEL, Execution())
+    definition = define_model(MODEL, execution_on())
     source = LiveParameters(arrays=by_path(definition.initialize(jax.random.key(0))))
     options = dict(hf=None, tokenizer_directory=files, dtype=None, max_shard_bytes=10**9)
     write_hf(source, definition, path, **options)

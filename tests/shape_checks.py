@@ -19,13 +19,15 @@ import jaxtyping
 PACKAGES = ("jaxinfra", "pallas_kernels")
 
 
-def names_shape(annotation: object) -> bool:
-    """Whether an annotation is, or holds, one of jaxtyping's."""
+def names_shape(annotation: object, *, within: tuple[object, ...] = ()) -> bool:
+    """Whether an annotation is, or holds, one of jaxtyping's; ``within`` recursive aliases."""
     if isinstance(annotation, typing.TypeAliasType):
-        return names_shape(annotation.__value__)
+        if annotation in within:
+            return False
+        return names_shape(annotation.__value__, within=(*within, annotation))
     if inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
         return True
-    return any(names_shape(part) for part in typing.get_args(annotation))
+    return any(names_shape(part, within=within) for part in typing.get_args(annotation))
 
 
 def _functions(owner: types.ModuleType | type, module: str) -> Iterator[tuple[object, str]]:

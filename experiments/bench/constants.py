@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from experiments.bench.environment import clocks, environment
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation
-from jaxinfra.numerics.einsum import mixed_einsum
+from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import attention
+from jaxinfra.ops.multiply import multiply
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.operations import Matmul
 from jaxinfra.planning.timing import matmul_s
@@ -61,7 +62,7 @@ def matmuls(device: Device, args: argparse.Namespace) -> tuple[dict[str, Any], l
     ideal = dataclasses.replace(
         device, matmul_efficiency={**device.matmul_efficiency, "bf16": 1.0}, kernel_s=0.0
     )
-    einsum = functools.partial(mixed_einsum, compute=COMPUTE, accum=ACCUM)
+    einsum = functools.partial(multiply, recipe=Recipe(compute=COMPUTE, accum=ACCUM))
     rows, expected, taken = [], 0.0, 0.0
     for tokens, width, hidden in args.shapes:
         x, w = random(0, tokens, width), random(1, width, hidden)
@@ -137,7 +138,7 @@ def attentions(device: Device, args: argparse.Namespace) -> tuple[dict[str, Any]
         for batch, length in args.lengths:
             call = functools.partial(
                 attention,
-                config=AttentionConfig(
+                config=GroupedAttentionConfig(
                     num_q_heads=heads, num_kv_heads=kv_heads, head_dim=width, rope=None
                 ),
                 segment_ids_BT=jnp.zeros((batch, length), jnp.int32),
@@ -181,7 +182,7 @@ def smallest_kernel(device: Device, args: argparse.Namespace) -> tuple[dict[str,
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(_TINY):
-            x = mixed_einsum("ij,jk->ik", x, x, compute=COMPUTE, accum=ACCUM)
+            x = multiply("ij,jk->ik", x, x, recipe=Recipe(compute=COMPUTE, accum=ACCUM))
         return x
 
     run = functools.partial(jax.jit(chain), x)

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.parallel.context.methods import ContextAttention
@@ -37,8 +37,8 @@ METHODS = (ContextMethod.RING, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER)
 GIB = 2**30
 
 
-def config_of(args: argparse.Namespace) -> AttentionConfig:
-    return AttentionConfig(
+def config_of(args: argparse.Namespace) -> GroupedAttentionConfig:
+    return GroupedAttentionConfig(
         num_q_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.width, rope=None
     )
 
@@ -48,7 +48,7 @@ def flops(args: argparse.Namespace, tokens: int) -> float:
     return 3.5 * 2 * tokens**2 * args.heads * args.width
 
 
-def both(attend, config: AttentionConfig, q, k, v, d_out):
+def both(attend, config: GroupedAttentionConfig, q, k, v, d_out):
     """out, dq, dk, dv."""
     out, pull = jax.vjp(
         lambda q, k, v: attend(q, k, v, config=config, segment_ids_BT=None), q, k, v

@@ -21,9 +21,16 @@ import numpy as np
 from experiments.bench.context_parallel import GIB, peak_gib
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import tiny
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat, RunConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.flops import training_flops_per_token
@@ -34,20 +41,19 @@ def config_of(args: argparse.Namespace, *, num_devices: int) -> RunConfig:
     """About 100M parameters at the defaults."""
     width = args.heads * args.head_width
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=args.heads,
             num_kv_heads=args.kv_heads,
             head_dim=args.head_width,
             rope=RopeConfig(theta=1e7),
         ),
-        mlp=MlpConfig(hidden_dim=4 * width),
+        feed_forward=MlpConfig(hidden_dim=4 * width),
     )
     model = ModelConfig(
         vocab_size=args.vocabulary,
         model_dim=width,
-        num_layers=args.layers,
         max_positions=args.tokens,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=args.layers),
         tie_embeddings=True,
     )
     base = tiny()

@@ -24,9 +24,9 @@ import numpy as np
 
 from experiments.bench.environment import environment
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.hf import to_hf_config, weight_map
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.tensor_files import open_tensor_files
 from jaxinfra.weights.tensor_writer import write_tensor_files
 
@@ -75,7 +75,7 @@ def write_random(path: Path, *, preset: str, max_shard_bytes: int) -> None:
     """A checkpoint of N(0, 0.02) in bfloat16, in the layout of Hugging Face."""
     config = MODELS[preset]()
     values = to_hf_config(config) | {"torch_dtype": "bfloat16"}
-    shapes = define_model(config, Execution()).shapes
+    shapes = define_model(config, execution_on()).shapes
     weights = weight_map(values["model_type"], config, shapes)
     dtype = jnp.dtype("bfloat16")
 

@@ -35,12 +35,11 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.ops.attention import named_attention
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.reliability.exchange import Exchange, ProcessRow
 from jaxinfra.reliability.hashes import StateHash
@@ -113,9 +112,10 @@ class _Bench:
             weight_decay=WEIGHT_DECAY,
         )
         precision = PrecisionConfig(policy=PolicyName.BF16)
-        attend = named_attention(AttentionImplementation(args.attention))
-        execution = Execution(
-            policy=POLICIES[precision.policy], attend=attend, remat=training.remat
+        execution = execution_on(
+            policy=POLICIES[precision.policy],
+            attention=AttentionImplementation(args.attention),
+            remat=training.remat,
         )
         model = define_model(config, execution)
         optimizer = make_optimizer(optimizing, dims=model.dims, steps=training.steps)
@@ -125,6 +125,7 @@ class _Bench:
             optimizer,
             learning_rate=learning_rate(optimizing, steps=training.steps),
             precision=precision,
+            next_model_state=model.next_state,
         )
         whole = NamedSharding(make_mesh(MeshConfig()), PartitionSpec())
         initial = functools.partial(initial_state, model, optimizer, precision=precision, seed=0)
@@ -207,11 +208,15 @@ class _Bench:
 def _unguarded(gradient: Any, optimizer: optax.GradientTransformation, state: Any, batch: Any):
     """What is left of the step without any test of its result."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-    loss, gradients = gradient(state.parameters, batch, key=key, loss_scale=state.loss_scale.value)
-    updates, moments = optimizer.update(gradients, state.optimizer, state.parameters)
+    learned = gradient(
+        state.parameters, state.model_state, batch, key=key, loss_scale=state.loss_scale.value
+    )
+    updates, moments = optimizer.update(learned.gradients, state.optimizer, state.parameters)
     parameters = optax.apply_updates(state.parameters, updates)
     step = state.step + 1
-    return dataclasses.replace(state, step=step, parameters=parameters, optimizer=moments), loss
+    return dataclasses.replace(
+        state, step=step, parameters=parameters, optimizer=moments
+    ), learned.loss
 
 
 if __name__ == "__main__":

@@ -225,9 +225,9 @@ def _plain(name: str, setting: Setting, *, devices: int) -> Contender:
     shape = plain_step.Shape(
         layers=setting.config.num_layers,
         width=setting.config.model_dim,
-        heads=block.attention.num_q_heads,
-        kv_heads=block.attention.num_kv_heads,
-        hidden=block.mlp.hidden_dim,
+        heads=block.mixer.num_q_heads,
+        kv_heads=block.mixer.num_kv_heads,
+        hidden=block.feed_forward.hidden_dim,
         vocab=setting.config.vocab_size,
         batch=rows,
         length=setting.length,

@@ -15,7 +15,6 @@ has one axis of several devices, so that all of it is that axis's.
 
 import argparse
 import concurrent.futures
-import dataclasses
 import json
 import pathlib
 import statistics
@@ -52,7 +51,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     if layers is None and args.part == "tensor" and args.preset is None:
         layers = 8  # of 32, every one alike
     if layers is not None:
-        config = dataclasses.replace(config, num_layers=layers)
+        config = config.with_layers(layers)
     devices, target = jax.devices() if args.offline is None else [], None
     if args.offline is not None:
         devices, target = compile_only_devices(find_device("h200"), args.offline)

@@ -27,21 +27,20 @@ import numpy as np
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     ModelConfig,
-    RopeConfig,
+    stacked,
 )
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
-from jaxinfra.parallel.attend import attention_on
-from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.pipeline.schedule_cost import run
 from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
@@ -84,11 +83,10 @@ def prepare(args: argparse.Namespace, variant: Variant, pool: ThreadPoolExecutor
         mesh=make_mesh(variant.mesh, devices=jax.devices()[: variant.mesh.num_devices]),
         rules=state_rules(ShardingConfig()),
     )
-    execution = Execution(
+    execution = execution_on(
+        placement,
         policy=POLICIES[PolicyName(args.policy)],
-        attend=attention_on(placement, implementation=AttentionImplementation(args.attention)),
-        lookup=lookup_on(placement),
-        constrain=placement.constraint(),
+        attention=AttentionImplementation(args.attention),
         remat=Remat(args.remat),
     )
     model = define_model(model_config(args, variant.num_layers), execution)
@@ -119,6 +117,7 @@ def prepare(args: argparse.Namespace, variant: Variant, pool: ThreadPoolExecutor
     inputs = jax.tree.map(lambda x: typed(x, placement.batch), batch(args, variant.rows))
     lowered = jax.jit(gradient).lower(
         parameters,
+        {},
         inputs,
         key=typed(key, placement.replicated),
         loss_scale=jax.ShapeDtypeStruct((), np.float32, sharding=placement.replicated),
@@ -141,16 +140,18 @@ def measure(args: argparse.Namespace, prepared: Prepared, parameters: Any) -> di
     program = prepared.program.result()
     inputs = jax.device_put(batch(args, variant.rows), placement.batch)
     key, scale = jax.device_put((jax.random.key(1), np.float32(1)), placement.replicated)
-    loss, gradients = program(parameters, inputs, key=key, loss_scale=scale)  # warm-up
-    del gradients
+    learned = program(parameters, {}, inputs, key=key, loss_scale=scale)  # warm-up
+    loss = learned.loss
+    del learned
     seconds = []
     for _ in range(args.repeats):
         jax.block_until_ready(loss)
         start = time.perf_counter()
-        loss, gradients = program(parameters, inputs, key=key, loss_scale=scale)
-        jax.block_until_ready((loss, gradients))
+        learned = program(parameters, {}, inputs, key=key, loss_scale=scale)
+        jax.block_until_ready(learned)
         seconds.append(time.perf_counter() - start)
-        del gradients
+        loss = learned.loss
+        del learned
     memory: Any = program.memory_analysis()
     step_s = statistics.median(seconds)
     tokens = variant.rows * args.length
@@ -164,13 +165,13 @@ def measure(args: argparse.Namespace, prepared: Prepared, parameters: Any) -> di
     }
     if prepared.traceable is not None:
         program = prepared.traceable.result()
-        jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
+        jax.block_until_ready(program(parameters, {}, inputs, key=key, loss_scale=scale))
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0
         directory = args.trace / variant.name.replace(" ", "-")
         with jax.profiler.trace(str(directory), profiler_options=options):
             start = time.perf_counter()
-            jax.block_until_ready(program(parameters, inputs, key=key, loss_scale=scale))
+            jax.block_until_ready(program(parameters, {}, inputs, key=key, loss_scale=scale))
             row["traced_step_s"] = time.perf_counter() - start
         (directory / "environment.json").write_text(json.dumps(environment()))
     return row
@@ -179,20 +180,19 @@ def measure(args: argparse.Namespace, prepared: Prepared, parameters: Any) -> di
 def model_config(args: argparse.Namespace, num_layers: int) -> ModelConfig:
     """A Llama of the sizes asked for."""
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=args.heads,
             num_kv_heads=args.kv_heads,
             head_dim=args.head_dim,
             rope=RopeConfig(),
         ),
-        mlp=MlpConfig(hidden_dim=args.hidden),
+        feed_forward=MlpConfig(hidden_dim=args.hidden),
     )
     return ModelConfig(
         vocab_size=args.vocab,
         model_dim=args.width,
-        num_layers=num_layers,
         max_positions=args.length,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=False,
     )
 

@@ -52,7 +52,7 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
     if layers is None and arguments["part"] == "tensor" and arguments["preset"] is None:
         layers = 8  # as parallel_step cuts the 8B shape
     if layers is not None:
-        config = dataclasses.replace(config, num_layers=layers)
+        config = config.with_layers(layers)
     shape = shape_of(config, name=preset)
     for name, row in values["rows"].items():
         devices = row["devices"]

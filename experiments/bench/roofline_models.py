@@ -17,10 +17,10 @@ from jax import lax
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import KVCache
 from jaxinfra.models.definition import define_model
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.from_config import shape_of
@@ -123,9 +123,7 @@ class Served:
 def served(preset: str) -> Served:
     policy = POLICIES[PolicyName.BF16]
     config = MODELS[preset]()
-    definition = define_model(
-        config, Execution(policy=dataclasses.replace(policy, param=policy.compute))
-    )
+    definition = define_model(config, execution_on(policy=held_as_computed(policy)))
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
     graphdef, weights = nnx.split(definition.bind(drawn))
     step = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=config.vocab_size)

@@ -39,9 +39,9 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.core.devices import device_peak
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import training_flops_per_token
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.xla_options import Options, describe_options, parse_options
 
 type Maker = Callable[[Options], Program]
@@ -55,7 +55,7 @@ def main() -> None:
     """Runs the comparison, prints the table and writes the JSON."""
     args = _arguments()
     config = without_rope_scaling(MODELS[args.preset]())
-    config = dataclasses.replace(config, num_layers=args.layers or config.num_layers)
+    config = config.with_layers(args.layers or config.num_layers)
     bench = _Bench.of(config, args)
     rows: list[dict[str, Any]] = []
     programs: dict[str, list[tuple[float, Program]]] = {"plain": [], "ours": []}
@@ -165,7 +165,7 @@ class _Bench:
 
     @classmethod
     def of(cls, config: ModelConfig, args: argparse.Namespace) -> "_Bench":
-        num_parameters = define_model(config, Execution()).num_parameters
+        num_parameters = define_model(config, execution_on()).num_parameters
         flops = training_flops_per_token(
             config, num_parameters=num_parameters, sequence_length=args.length
         )

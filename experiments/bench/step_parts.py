@@ -156,7 +156,7 @@ def product(each: Matmul) -> tuple[Any, ...]:
 
 def self_attention(config: ModelConfig, args: argparse.Namespace) -> tuple[Any, ...]:
     """Value and gradients of one layer's attention."""
-    block = config.blocks[0].attention
+    block = config.blocks[0].mixer
     heads = (block.num_q_heads, block.num_kv_heads, block.num_kv_heads)
     q, k, v = (
         jax.random.normal(

@@ -10,17 +10,16 @@ import jax
 import numpy as np
 
 from experiments.bench import plain_step
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import policy_of
-from jaxinfra.ops.attention import named_attention
 from jaxinfra.optim.learning_rate import learning_rate as schedule_of
 from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import initial_state
 from jaxinfra.training.step import make_train_step
@@ -73,10 +72,11 @@ def without_rope_scaling(config: ModelConfig) -> ModelConfig:
     """The same shapes with plain rotary, as the hand-written step has."""
 
     def plain(block):
-        rope = dataclasses.replace(block.attention.rope, scaling=None, theta=500_000.0)
-        return dataclasses.replace(block, attention=dataclasses.replace(block.attention, rope=rope))
+        rope = dataclasses.replace(block.mixer.rope, scaling=None, theta=500_000.0)
+        return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope))
 
-    return dataclasses.replace(config, blocks=tuple(plain(block) for block in config.blocks))
+    pattern = (plain(block) for block in config.blocks)
+    return dataclasses.replace(config, stacks=stacked(*pattern, num_layers=config.num_layers))
 
 
 def data(config: ModelConfig, *, batch: int, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -114,9 +114,9 @@ def ours(
     precision = PrecisionConfig(
         policy=PolicyName.BF16, weight_gradients=WeightGradients(weight_gradients)
     )
-    execution = Execution(
+    execution = execution_on(
         policy=policy_of(precision),
-        attend=named_attention(AttentionImplementation(attention)),
+        attention=AttentionImplementation(attention),
         remat=training.remat,
         unroll=training.unroll,
     )
@@ -127,6 +127,7 @@ def ours(
         optimizer,
         learning_rate=schedule_of(optimizer_config, steps=steps),
         precision=precision,
+        next_model_state=model.next_state,
     )
 
     @jax.jit
@@ -235,9 +236,9 @@ def _plain_shape(config: ModelConfig, *, batch: int, length: int) -> plain_step.
     return plain_step.Shape(
         layers=config.num_layers,
         width=config.model_dim,
-        heads=block.attention.num_q_heads,
-        kv_heads=block.attention.num_kv_heads,
-        hidden=block.mlp.hidden_dim,
+        heads=block.mixer.num_q_heads,
+        kv_heads=block.mixer.num_kv_heads,
+        hidden=block.feed_forward.hidden_dim,
         vocab=config.vocab_size,
         batch=batch,
         length=length,
@@ -246,7 +247,7 @@ def _plain_shape(config: ModelConfig, *, batch: int, length: int) -> plain_step.
 
 def _plain_weights(config: ModelConfig, seed: int) -> dict[str, Any]:
     """Our initial weights in the hand-written step's layout."""
-    model = define_model(config, Execution())
+    model = define_model(config, execution_on())
     init_key, _ = jax.random.split(jax.random.key(seed))
     params = model.initialize(init_key)
     layers = params["blocks"][0]

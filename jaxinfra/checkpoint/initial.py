@@ -16,9 +16,9 @@ from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.models.hf import by_path
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.conversion import TOKENIZER_FILES
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 from jaxinfra.weights.onto_mesh import place_parameters
@@ -89,7 +89,7 @@ def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
     if init.step is None:
         return _model_files(init, config)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = define_model(config, Execution()).shapes
+    shapes = define_model(config, execution_on()).shapes
     masters = _masters(init, config, jax.tree.map(lambda _: device, shapes))
     return LiveParameters(arrays=by_path(masters))
 
@@ -97,7 +97,7 @@ def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
 def _model_files(init: InitConfig, config: ModelConfig) -> ParameterSource:
     path = Path(init.path)
     _require_same(init, processes.on_first(lambda: _sum_of_model(path)))
-    return read_model_directory(path).open(define_model(config, Execution()))
+    return read_model_directory(path).open(define_model(config, execution_on()))
 
 
 def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Parameters:
@@ -106,7 +106,7 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
     _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
     placed = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        define_model(config, Execution()).shapes,
+        define_model(config, execution_on()).shapes,
         shardings,
     )
     return load(run.checkpoints, {"parameters": placed}, step=step).state["parameters"]

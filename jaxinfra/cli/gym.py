@@ -3,8 +3,8 @@
 jaxinfra gym --list
 jaxinfra gym 1 9 13
 jaxinfra gym --all --jobs 4
-jaxinfra gym 1 2 -- small --data /texts --set model.num_layers=2
-jaxinfra gym --all -- --config runs/mine/config.json --set model.num_layers=2
+jaxinfra gym 1 2 -- small --data /texts --set model.stacks.0.repeats=2
+jaxinfra gym --all -- --config runs/mine/config.json --set model.stacks.0.repeats=2
 
 What follows -- is the user's own config, as jaxinfra train takes it (the gym's own options come
 before the faults then); the gym chooses the mesh, and how many steps there are between what.

@@ -9,13 +9,16 @@ from typing import Any
 import cattrs
 from cattrs.strategies import configure_tagged_union
 
-from jaxinfra.config.model import RopeScaling
+from jaxinfra.config.model import FeedForwardConfig, MixerConfig
+from jaxinfra.config.rope import RopeScaling
 from jaxinfra.core.errors import ConfigError, nearest
 
 
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     configure_tagged_union(RopeScaling.__value__, converter, tag_name="kind")
+    for union in (MixerConfig, FeedForwardConfig):  # whose members have a field ``kind``
+        configure_tagged_union(union.__value__, converter, tag_name="type")
     # cattrs would turn "3" into 3 and 1 into True; a config means what it says.
     for scalar in (int, float, bool, str):
         converter.register_structure_hook(scalar, _exactly)

@@ -1,8 +1,16 @@
-"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs."""
+"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs.
+
+A configuration may exist before its layers can run: latent attention and experts are planned,
+counted and sharded, and building them to run raises UnsupportedError.
+"""
 
 import dataclasses
 import enum
+import math
 
+from jaxinfra.config.rope import RopeConfig, check_rope
+from jaxinfra.core import axes
+from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
 
 
@@ -21,7 +29,7 @@ class NormPlacement(enum.StrEnum):
 
 
 class MlpKind(enum.StrEnum):
-    """The activation of the feed-forward layer, gated ones first (Shazeer 2020)."""
+    """The activation of a feed-forward layer, gated ones first (Shazeer 2020)."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
@@ -33,72 +41,6 @@ class MlpKind(enum.StrEnum):
     def gated(self) -> bool:
         """Whether the layer has a gate projection beside the up projection."""
         return self in (MlpKind.SWIGLU, MlpKind.GEGLU, MlpKind.GEGLU_TANH)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LinearScaling:
-    """Position interpolation: every frequency divided by ``factor`` (Chen et al. 2023)."""
-
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NtkScaling:
-    """NTK-aware scaling: base multiplied by factor^(d/(d-2)), so high frequencies stay."""
-
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a linear ramp between."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_positions: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class YarnScaling:
-    """YaRN: interpolation by parts and a softmax temperature (Peng et al. 2023, section 3)."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: 0.1 ln(factor) + 1
-    truncate: bool = True  # round the ramp's ends to whole dims, as the reference code does
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LongRopeScaling:
-    """LongRoPE: each pair's frequency divided by its own factor (Ding et al. 2024; Phi-3).
-
-    A sequence that stays within ``original_max_positions`` uses the short factors, a longer one the
-    long factors at every position.
-    """
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    original_max_positions: int
-    attention_factor: float  # multiplies cos and sin
-
-
-type RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | LongRopeScaling
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d), halves rotated."""
-
-    theta: float = 10_000.0
-    scaling: RopeScaling | None = None
-    fraction: float = 1.0  # of each head's width that is rotated, from its front; the rest is kept
-
-    def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's elements are rotated."""
-        return int(head_dim * self.fraction)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +58,29 @@ class NormConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionConfig:
+class CachedArray:
+    """One array of a layer's cache: what a token leaves in it."""
+
+    name: str
+    shape: tuple[int, ...]  # of one token
+    dims: Dims  # logical dims, one for each entry of the shape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSpec:
+    """What a mixer caches of every token."""
+
+    arrays: tuple[CachedArray, ...]
+    window: int | None = None  # tokens that are still read; None: all
+
+    @property
+    def elements(self) -> int:
+        """Numbers per token and layer."""
+        return sum(math.prod(array.shape) for array in self.arrays)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedAttentionConfig:
     """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head)."""
 
     num_q_heads: int
@@ -140,44 +104,115 @@ class AttentionConfig:
         if self.head_dim < 1:
             raise ConfigError(f"head_dim={self.head_dim} must be positive")
         if self.rope is not None:
-            _check_rope(self.rope, head_dim=self.head_dim)
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"window={self.window} must be at least 1 (a token sees itself)")
+            check_rope(self.rope, head_dim=self.head_dim)
+        _check_window(self.window)
         _check_cap(self.logit_soft_cap)
 
+    @property
+    def rotated_dim(self) -> int:
+        """Width of the part of a head that carries the position."""
+        return self.head_dim
 
-def _check_cap(cap: float | None) -> None:
-    if cap is not None and cap <= 0.0:
-        raise ConfigError(f"logit_soft_cap={cap} must be positive, or none")
+    @property
+    def score_width(self) -> int:
+        """Query width over all heads, of q k^T."""
+        return self.num_q_heads * self.head_dim
 
+    @property
+    def value_width(self) -> int:
+        """Value width over all query heads, of p v."""
+        return self.num_q_heads * self.head_dim
 
-def _check_rope(rope: RopeConfig, *, head_dim: int) -> None:
-    if rope.theta <= 1.0:
-        raise ConfigError(f"rope theta={rope.theta} must exceed 1: pairs turn at theta^(-2i/d)")
-    rotary_dim = rope.rotary_dim(head_dim)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ConfigError(
-            f"rotary embedding of {rotary_dim} of head_dim={head_dim} elements (fraction="
-            f"{rope.fraction}): it turns pairs, so the number must be even, positive and no larger"
-        )
-    scaling = rope.scaling
-    if isinstance(scaling, LongRopeScaling):
-        for name in ("short_factors", "long_factors"):
-            count = len(getattr(scaling, name))
-            if count != rotary_dim // 2:
-                raise ConfigError(
-                    f"{name} has {count} entries; one for each of the {rotary_dim // 2} pairs "
-                    "that are rotated is needed"
-                )
-    elif scaling is not None and scaling.factor < 1.0:
-        raise ConfigError(
-            f"rope scaling factor={scaling.factor} must be at least 1: it lengthens contexts"
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides."""
+        return {"num_q_heads": self.num_q_heads, "num_kv_heads": self.num_kv_heads}
+
+    @property
+    def cache(self) -> CacheSpec:
+        """A key and a value of every key/value head."""
+        shape = (self.num_kv_heads, self.head_dim)
+        dims = (axes.KV_HEADS, axes.HEAD)
+        return CacheSpec(
+            arrays=tuple(CachedArray(name=name, shape=shape, dims=dims) for name in ("k", "v")),
+            window=self.window,
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    num_q_heads: int
+    query_rank: int | None  # None: queries are not compressed
+    kv_rank: int
+    nope_dim: int  # of a head, without position
+    rope_dim: int  # of a head, rotated; the key's is shared by all heads
+    value_dim: int
+    rope: RopeConfig | None
+    norm: NormConfig = NormConfig()  # of the compressed queries, keys and values
+    window: int | None = None
+    logit_soft_cap: float | None = None
+    scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5
+
+    def __post_init__(self) -> None:
+        for name in ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.query_rank is not None and self.query_rank < 1:
+            raise ConfigError(f"query_rank={self.query_rank} must be at least 1, or none")
+        if self.rope is not None:
+            check_rope(self.rope, head_dim=self.rope_dim)
+        _check_window(self.window)
+        _check_cap(self.logit_soft_cap)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Keys and values of every head are rebuilt from the latent."""
+        return self.num_q_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Query and key width of a head."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Width of the part of a head that carries the position."""
+        return self.rope_dim
+
+    @property
+    def score_width(self) -> int:
+        """Query width over all heads, of q k^T."""
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Value width over all heads, of p v."""
+        return self.num_q_heads * self.value_dim
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides."""
+        return {"num_q_heads": self.num_q_heads}
+
+    @property
+    def cache(self) -> CacheSpec:
+        """The latent and the shared rotated key."""
+        arrays = (("latent", self.kv_rank), ("rotated_key", self.rope_dim))
+        return CacheSpec(
+            arrays=tuple(CachedArray(name=n, shape=(w,), dims=(None,)) for n, w in arrays),
+            window=self.window,
+        )
+
+
+type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig
+"""What mixes the positions of a sequence."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MlpConfig:
-    """The feed-forward layer."""
+    """The dense feed-forward layer."""
 
     hidden_dim: int
     kind: MlpKind = MlpKind.SWIGLU
@@ -187,30 +222,97 @@ class MlpConfig:
         if self.hidden_dim < 1:
             raise ConfigError(f"mlp hidden_dim={self.hidden_dim} must be at least 1")
 
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides."""
+        return {"mlp.hidden_dim": self.hidden_dim}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsConfig:
+    """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066)."""
+
+    num_experts: int
+    top_k: int  # routed experts of a token
+    hidden_dim: int  # of one expert
+    kind: MlpKind = MlpKind.SWIGLU
+    shared_hidden_dim: int = 0  # of all shared experts together
+    router_bias: bool = False  # the balance term without an auxiliary loss (arXiv 2408.15664)
+    shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
+
+    def __post_init__(self) -> None:
+        if self.hidden_dim < 1 or self.shared_hidden_dim < 0:
+            raise ConfigError(
+                f"experts of hidden_dim={self.hidden_dim} and shared_hidden_dim="
+                f"{self.shared_hidden_dim}: the first must be at least 1, the second at least 0"
+            )
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
+            )
+        if self.shared_gate and not self.shared_hidden_dim:
+            raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides."""
+        shared = {"experts.shared_hidden_dim": self.shared_hidden_dim}
+        return {"experts.hidden_dim": self.hidden_dim} | (shared if self.shared_hidden_dim else {})
+
+
+type FeedForwardConfig = MlpConfig | ExpertsConfig
+"""What a block does to each position by itself."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockConfig:
-    """One transformer block: attention, then mlp, each on a residual branch."""
+    """One transformer block: mixer, then feed-forward layer, each on a residual branch."""
 
-    attention: AttentionConfig
-    mlp: MlpConfig
+    mixer: MixerConfig
+    feed_forward: FeedForwardConfig
     norm: NormConfig = NormConfig()
     norm_placement: NormPlacement = NormPlacement.PRE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ModelConfig:
-    """A decoder-only language model.
+class Stack:
+    """Layers that are scanned over: a pattern of blocks, repeated.
 
-    ``blocks`` is the repeating pattern: layer i is built from ``blocks[i % len(blocks)]``. One
-    entry serves a uniform model, two serve Gemma-2's alternating windows.
+    One entry serves a uniform stack, two serve Gemma-2's alternating windows.
+    """
+
+    pattern: tuple[BlockConfig, ...]
+    repeats: int
+
+    def __post_init__(self) -> None:
+        if not self.pattern or self.repeats < 1:
+            raise ConfigError(
+                f"a stack of {self.repeats} repetitions of {len(self.pattern)} blocks: both must "
+                "be at least 1"
+            )
+
+
+def stacked(*pattern: BlockConfig, num_layers: int) -> tuple[Stack, ...]:
+    """One stack: layer i is built from ``pattern[i % len(pattern)]``."""
+    if not pattern or num_layers < 1 or num_layers % len(pattern):
+        raise ConfigError(
+            f"num_layers={num_layers} is not a multiple of the block pattern's length "
+            f"{len(pattern)}; layers are scanned in whole repetitions of the pattern"
+        )
+    return (Stack(pattern=pattern, repeats=num_layers // len(pattern)),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A decoder-only language model: stacks of layers, one after the other.
+
+    Three dense layers and then 58 with experts are two stacks, each scanned by itself.
     """
 
     vocab_size: int
     model_dim: int
-    num_layers: int
     max_positions: int
-    blocks: tuple[BlockConfig, ...]
+    stacks: tuple[Stack, ...]
     tie_embeddings: bool
     learned_positions: bool = False
     embedding_scale: float = 1.0  # Gemma: sqrt(model_dim)
@@ -222,11 +324,8 @@ class ModelConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        if not self.blocks or self.num_layers < 1 or self.num_layers % len(self.blocks):
-            raise ConfigError(
-                f"num_layers={self.num_layers} is not a multiple of the block pattern's length "
-                f"{len(self.blocks)}; layers are scanned in whole repetitions of the pattern"
-            )
+        if not self.stacks:
+            raise ConfigError("a model needs at least one stack of layers")
         for name in ("vocab_size", "model_dim", "max_positions"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -237,6 +336,54 @@ class ModelConfig:
         _check_cap(self.logit_soft_cap)
 
     @property
-    def num_groups(self) -> int:
-        """Repetitions of the block pattern: the length of the scan over layers."""
-        return self.num_layers // len(self.blocks)
+    def num_layers(self) -> int:
+        """Layers of all stacks."""
+        return sum(len(stack.pattern) * stack.repeats for stack in self.stacks)
+
+    @property
+    def blocks(self) -> tuple[BlockConfig, ...]:
+        """The distinct blocks, all stacks' patterns in a row: ``blocks/i`` in parameter paths."""
+        return tuple(block for stack in self.stacks for block in stack.pattern)
+
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """How often each entry of ``blocks`` is a layer of the model."""
+        return tuple(stack.repeats for stack in self.stacks for _ in stack.pattern)
+
+    def with_layers(self, num_layers: int) -> "ModelConfig":
+        """The model with another number of layers; raises ConfigError for one of several stacks."""
+        if len(self.stacks) > 1:
+            raise ConfigError(
+                f"num_layers={num_layers} for a model of {len(self.stacks)} stacks; set each one's "
+                "repeats"
+            )
+        return dataclasses.replace(
+            self, stacks=stacked(*self.stacks[0].pattern, num_layers=num_layers)
+        )
+
+    @property
+    def layer_places(self) -> tuple[tuple[int, int], ...]:
+        """Of every layer, in the order that they run in: its entry of ``blocks``, and which of that
+        entry's repetitions it is.
+        """
+        places, first = [], 0
+        for stack in self.stacks:
+            pattern = range(first, first + len(stack.pattern))
+            places += [(i, repeat) for repeat in range(stack.repeats) for i in pattern]
+            first = pattern.stop
+        return tuple(places)
+
+    @property
+    def layers(self) -> tuple[BlockConfig, ...]:
+        """The block of every layer, in the order that they run in."""
+        return tuple(self.blocks[i] for i, _ in self.layer_places)
+
+
+def _check_cap(cap: float | None) -> None:
+    if cap is not None and cap <= 0.0:
+        raise ConfigError(f"logit_soft_cap={cap} must be positive, or none")
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ConfigError(f"window={window} must be at least 1 (a token sees itself)")

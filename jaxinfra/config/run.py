@@ -162,12 +162,8 @@ def validate(run: RunConfig) -> None:
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
-        for name, size in (
-            ("num_q_heads", block.attention.num_q_heads),
-            ("num_kv_heads", block.attention.num_kv_heads),
-            ("mlp.hidden_dim", block.mlp.hidden_dim),
-        ):
-            sharded.append((name, size, "tensor", mesh.tensor))
+        sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes
+        sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]
     for name, size, axis, shards in sharded:
         if size % shards:
             raise ConfigError(
@@ -243,7 +239,7 @@ def _validate_context(run: RunConfig) -> None:
         )
     if training.context_method is ContextMethod.ULYSSES:
         for block in run.model.blocks:
-            kv_heads = block.attention.num_kv_heads
+            kv_heads = block.mixer.num_kv_heads
             if kv_heads % (mesh.tensor * mesh.context):
                 raise ConfigError(
                     f"context_method=ulysses gives each device some of num_kv_heads={kv_heads}, "
@@ -257,7 +253,7 @@ def _validate_context_of_stages(run: RunConfig) -> None:
     mesh, method, length = run.mesh, run.training.context_method, run.training.sequence_length
     if mesh.context == 1 or method is ContextMethod.ULYSSES:
         return
-    windows = [w for block in run.model.blocks if (w := block.attention.window) is not None]
+    windows = [w for block in run.model.blocks if (w := block.mixer.window) is not None]
     if method is ContextMethod.RING or any(window < length for window in windows):
         raise ConfigError(
             f"context_method={method.value} with windows {windows or 'none'} is not "
@@ -267,9 +263,15 @@ def _validate_context_of_stages(run: RunConfig) -> None:
 
 
 def _validate_pipeline(run: RunConfig) -> None:
-    mesh, pipeline, groups = run.mesh, run.pipeline, run.model.num_groups
+    mesh, pipeline = run.mesh, run.pipeline
     if mesh.pipe == 1:
         return
+    if len(run.model.stacks) > 1:
+        raise ConfigError(
+            f"pipe={mesh.pipe} with {len(run.model.stacks)} stacks of layers: stages share out the "
+            "repetitions of one; use fsdp and tensor instead"
+        )
+    groups = run.model.stacks[0].repeats
     runs = mesh.pipe * pipeline.chunks_a_stage
     if groups < runs:
         raise ConfigError(

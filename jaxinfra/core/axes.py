@@ -9,6 +9,7 @@ A tensor's name ends in the letters of its dims:
     B batch            T query position     S key position     D model (embed) width
     N query heads      K key/value heads    G query heads per key/value head
     H head width       F mlp width          V vocabulary       L layers
+    E experts          R compressed (latent) width
 
 so ``q_BTNH`` has shape [batch, position, query heads, head width]. Inside ``shard_map`` a
 lower-case letter is a per-shard size.
@@ -40,6 +41,8 @@ KV_HEADS = "kv_heads"  # K
 HEAD = "head"  # H
 VOCAB = "vocab"  # V
 POSITION = "position"  # rows of a learned position table
+EXPERTS = "experts"  # routed experts
+LATENT = "latent"  # compressed width of queries, keys or values
 LAYERS = "layers"  # L: the stacked dim of a scanned block
 
 # Logical dims of activations. The residual stream's width has its own name there, because a

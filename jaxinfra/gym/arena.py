@@ -282,9 +282,9 @@ def _tiny(place: Path) -> list[str]:
         "data.tokenizer.kind": "bytes",
         "model.vocab_size": 300,
         "model.model_dim": 32,
-        "model.num_layers": 1,
-        "model.blocks.0.attention.head_dim": 8,
-        "model.blocks.0.mlp.hidden_dim": 64,
+        "model.stacks.0.repeats": 1,
+        "model.stacks.0.pattern.0.mixer.head_dim": 8,
+        "model.stacks.0.pattern.0.feed_forward.hidden_dim": 64,
     }
     return ["tiny", "--data", str(text), *(f"--set={k}={v}" for k, v in settings.items())]
 

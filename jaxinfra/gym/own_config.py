@@ -77,7 +77,8 @@ def _require_memory(config: RunConfig, devices: int, *, jobs: int) -> None:
         raise ConfigError(
             f"{count:,} parameters need {needed / 2**30:.1f} GiB in {states} copies of the state "
             f"(activations apart), and {free / 2**30:.1f} GiB are free here; make the model "
-            "smaller, as with --set model.num_layers=2" + (", or --jobs less" if jobs > 1 else "")
+            "smaller, as with --set model.stacks.0.repeats=2"
+            + (", or --jobs less" if jobs > 1 else "")
         )
 
 

@@ -3,27 +3,52 @@
 Dims: B batch, T position, D model width.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from flax import nnx
 
-from jaxinfra.config.model import BlockConfig, NormPlacement
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    NormPlacement,
+)
 from jaxinfra.core import axes
-from jaxinfra.layers.attention import Attention
-from jaxinfra.layers.cache import LayerCache
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.experts import Experts
+from jaxinfra.layers.grouped_attention import GroupedAttention
+from jaxinfra.layers.latent_attention import LatentAttention
 from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.norm import Norm
-from jaxinfra.layers.rope import RopeTable
+from jaxinfra.layers.passes import LayerOutput, Pass, joined
+
+type Layer = Callable[[jax.Array, Pass], LayerOutput]
+"""(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""
+
+LAYERS: dict[type, Callable[..., Any]] = {
+    GroupedAttentionConfig: GroupedAttention,
+    LatentAttentionConfig: LatentAttention,
+    MlpConfig: Mlp,
+    ExpertsConfig: Experts,
+}
+"""The layer of each kind of mixer and feed-forward config. All are built alike."""
 
 _STREAM = (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM)
 _NORMED = (axes.BATCH, axes.SEQUENCE, axes.STREAM)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); sandwich placement norms the branch too.
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)); sandwich placement norms branches too.
+
+    In parameter paths the two are ``attention`` and ``mlp`` whatever their kind, as in Hugging
+    Face's.
 
     Args:
         std, out_std: of initial weights, inward and back into the residual stream.
@@ -46,57 +71,48 @@ class Block(nnx.Module):
         norm = functools.partial(
             Norm, config.norm, width=model_dim, dims=(axes.EMBED,), execution=execution
         )
-        sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
+
+        def layer(config: Any) -> Layer:
+            sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
+            return LAYERS[type(config)](config, **sizes, execution=execution, rngs=rngs)
+
         self.attention_norm = norm()
-        self.attention = Attention(config.attention, **sizes, execution=execution, rngs=rngs)
+        self.attention = layer(config.mixer)
         self.mlp_norm = norm()
-        self.mlp = Mlp(config.mlp, **sizes, execution=execution, rngs=rngs)
+        self.mlp = layer(config.feed_forward)
         sandwich = config.norm_placement is NormPlacement.SANDWICH
         self.attention_post_norm = norm() if sandwich else None
         self.mlp_post_norm = norm() if sandwich else None
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        *,
-        rope: RopeTable | None,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array | None = None,
-        cache: LayerCache | None = None,
-        prefill: bool = False,
-        dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """Arguments and result as ``Attention``; dropout only where a key is given."""
-        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
+        """Runs both layers; dropout only where ``given`` has a key."""
+        key = given.dropout_key
+        keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):
-            branch_BTD, cache = self.attention(
+            mixed = self.attention(
                 self._inward(self.attention_norm(x_BTD)),
-                rope=rope,
-                positions_BT=positions_BT,
-                segment_ids_BT=segment_ids_BT,
-                cache=cache,
-                prefill=prefill,
+                dataclasses.replace(given, dropout_key=keys[0]),
             )
-            x_BTD = self._add(x_BTD, branch_BTD, self.attention_post_norm, keys[0])
+            x_BTD = self._add(x_BTD, mixed.x, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            branch_BTD = self.mlp(self._inward(self.mlp_norm(x_BTD)))
-            x_BTD = self._add(x_BTD, branch_BTD, self.mlp_post_norm, keys[1])
-        return x_BTD, cache
+            fed = self.mlp(
+                self._inward(self.mlp_norm(x_BTD)),
+                dataclasses.replace(given, dropout_key=keys[1]),
+            )
+            x_BTD = self._add(x_BTD, fed.x, self.mlp_post_norm, keys[1])
+        return LayerOutput(x=x_BTD, cache=mixed.cache, sums=joined(mixed.sums, fed.sums))
 
     def _inward(self, x_BTD: jax.Array) -> jax.Array:
         # One gather for all the projections that read it, where the stream is split by sequence.
-        return self.execution.constrain(x_BTD, _NORMED)
+        return self.execution.place(x_BTD, _NORMED)
 
     def _add(
         self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None
     ) -> jax.Array:
-        branch_BTD = self.execution.constrain(branch_BTD, _STREAM)
+        branch_BTD = self.execution.place(branch_BTD, _STREAM)
         if norm is not None:
             branch_BTD = norm(branch_BTD)
         branch_BTD = dropout(
-            branch_BTD,
-            rate=self.dropout_rate,
-            key=key,
-            constrain=self.execution.constrain,
+            branch_BTD, rate=self.dropout_rate, key=key, place=self.execution.place
         )
-        return self.execution.constrain(x_BTD + branch_BTD, _STREAM)
+        return self.execution.place(x_BTD + branch_BTD, _STREAM)

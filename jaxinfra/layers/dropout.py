@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.layers.execution import Constrain
+from jaxinfra.layers.execution import Place
 
 
-def dropout(
-    x_BT: jax.Array, *, rate: float, key: jax.Array | None, constrain: Constrain
-) -> jax.Array:
+def dropout(x_BT: jax.Array, *, rate: float, key: jax.Array | None, place: Place) -> jax.Array:
     """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest; identity
     without a key.
 
@@ -16,14 +14,14 @@ def dropout(
     so that a part of a batch, or a sequence in another order, is treated as within the whole.
 
     Args:
-        constrain: knows which rows these are, and which places their tokens have.
+        place: knows which rows these are, and which places their tokens have.
     """
     if key is None or rate == 0.0:
         return x_BT
-    rows_B = constrain.first_row(x_BT.shape[0]) + jnp.arange(x_BT.shape[0])
+    rows_B = place.first_row(x_BT.shape[0]) + jnp.arange(x_BT.shape[0])
     row_keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, rows_B)
     of_places = jax.vmap(jax.random.fold_in, (None, 0))
-    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, constrain.places(x_BT.shape[1]))
+    keys_BT = jax.vmap(of_places, (0, None))(row_keys_B, place.places(x_BT.shape[1]))
 
     def keeps(key: jax.Array) -> jax.Array:
         return jax.random.bernoulli(key, 1.0 - rate, x_BT.shape[2:])

@@ -11,13 +11,18 @@ from jaxinfra.layers.execution import Execution
 
 
 class Embedding(nnx.Module):
-    """A table of rows, read by index."""
+    """A table of rows, read by index.
+
+    Args:
+        matmul: whether activations are multiplied with it too, as logits are with a tied one.
+    """
 
     def __init__(
         self,
         *,
         num_rows: int,
         rows_dim: str,
+        matmul: bool,
         model_dim: int,
         std: float,
         execution: Execution,
@@ -29,6 +34,7 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(
             std * jax.random.normal(rngs.params(), (num_rows, model_dim), param),
             axes=(rows_dim, axes.EMBED),
+            matmul=matmul,
         )
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:

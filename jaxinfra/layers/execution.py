@@ -1,4 +1,7 @@
-"""How a decoder runs, as opposed to what it is: one value handed to every layer."""
+"""How a decoder runs, as opposed to what it is: the ports of every layer as one value.
+
+``jaxinfra.parallel.execution.execution_on`` builds it, for one device and for meshes.
+"""
 
 import dataclasses
 from typing import Protocol
@@ -6,12 +9,28 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import AttentionConfig
-from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
-from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops.attention import attention
+from jaxinfra.numerics.policy import Policy
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.cross_entropy import CrossEntropySums
+
+
+class Multiply(Protocol):
+    """A matmul of activations and a weight; ``jaxinfra.ops.multiply.multiply`` is one."""
+
+    def __call__(
+        self,
+        spec: str,
+        x: jax.Array,
+        weight: jax.Array,
+        *,
+        recipe: Recipe,
+        out: jnp.dtype | None = None,
+    ) -> jax.Array:
+        """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype."""
+        ...
 
 
 class Attend(Protocol):
@@ -23,7 +42,7 @@ class Attend(Protocol):
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         *,
-        config: AttentionConfig,
+        config: MixerConfig,
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype."""
@@ -52,6 +71,29 @@ def take_rows(
     return policy.to_compute(table_VD.at[ids_BT].get(mode="fill", fill_value=jnp.nan))
 
 
+class CrossEntropy(Protocol):
+    """The training loss from the last layer's normalized output."""
+
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        table_VD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        policy: Policy,
+        z_loss: float,
+        label_smoothing: float,
+        logit_soft_cap: float | None,
+    ) -> CrossEntropySums:
+        """Sums over all tokens.
+
+        Args:
+            table_VD: rows of the vocabulary, as stored.
+        """
+        ...
+
+
 class Gather(Protocol):
     """A weight brought together of which a device holds a part; its gradient goes back to parts."""
 
@@ -60,23 +102,8 @@ class Gather(Protocol):
         ...
 
 
-class Constrain(Protocol):
+class Place(Protocol):
     """Where activations lie."""
-
-    @property
-    def batch_shards(self) -> int:
-        """Devices that the compiler spreads the batch dim over."""
-        ...
-
-    @property
-    def num_devices(self) -> int:
-        """That a computation may be spread over in any way."""
-        ...
-
-    @property
-    def sequence_shards(self) -> int:
-        """Devices that the compiler spreads a sequence over, where layers mix its positions."""
-        ...
 
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
@@ -92,35 +119,38 @@ class Constrain(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Anywhere:
-    batch_shards: int = 1
-    sequence_shards: int = 1
-    num_devices: int = 1
+class Anywhere:
+    """``Place`` on one device: the identity."""
 
     def first_row(self, num_rows: int) -> int:
+        """All rows are here."""
         del num_rows
         return 0
 
     def places(self, num_tokens: int) -> jax.Array:
+        """Tokens lie in their order."""
         return jnp.arange(num_tokens)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
+        """x itself."""
         del dims
         return x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """Precision, attention and lookup implementation, recomputation, placement of activations.
+    """The ports through which layers compute, and what is kept for the backward pass.
 
-    Layers call ``constrain(x, dims)`` on activations whose placement matters; on one device it is
-    the identity, on a mesh ``jaxinfra.parallel`` supplies it.
+    Layers call ``place(x, dims)`` on activations whose placement matters; on one device it is the
+    identity, on a mesh ``jaxinfra.parallel`` supplies it.
     """
 
-    policy: Policy = POLICIES[PolicyName.FP32]
-    attend: Attend = attention
-    lookup: Lookup = take_rows
-    constrain: Constrain = _Anywhere()
-    gather: Gather | None = None  # of weights that are kept as gathered; None: left to the compiler
-    remat: Remat = Remat.NONE
-    unroll: int = 1
+    policy: Policy
+    multiply: Multiply
+    attend: Attend
+    lookup: Lookup
+    cross_entropy: CrossEntropy
+    place: Place
+    gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
+    remat: Remat
+    unroll: int

@@ -12,7 +12,9 @@ from flax import nnx
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.axes import LAYERS, Dims
+from jaxinfra.layers.execution import Multiply
 from jaxinfra.numerics.policy import Policy
+from jaxinfra.numerics.recipe import Site
 
 _RANK = "r"  # no letter of a projection
 
@@ -37,10 +39,12 @@ class Adapter(nnx.Module):
         *,
         shape: tuple[int, ...],
         dims: Dims,
+        multiply: Multiply,
         policy: Policy,
         rngs: nnx.Rngs,
     ):
-        self.policy = policy
+        self.multiply = multiply
+        self.recipe = policy.recipe(Site.PROJECTION)
         self.scale = config.scale
         x, weight, out = re.split(r",|->", spec)
         inner = "".join(letter for letter in weight if letter not in out)
@@ -61,13 +65,17 @@ class Adapter(nnx.Module):
         self.a = nnx.Param(
             jax.random.uniform(rngs.params(), a_shape, policy.accum, -bound, bound),
             axes=(*leading, *(dim[letter] for letter in inner), None),
+            matmul=True,
         )
         self.b = nnx.Param(
             jnp.zeros(b_shape, policy.accum),
             axes=(*leading, None, *(dim[letter] for letter in outer)),
+            matmul=True,
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """What the adapter adds to the projection of x, in the accum dtype."""
-        low = self.policy.einsum(self.in_spec, x, self.a[...])
-        return self.scale * self.policy.einsum_accum(self.out_spec, low, self.b[...])
+        low = self.multiply(self.in_spec, x, self.a[...], recipe=self.recipe)
+        return self.scale * self.multiply(
+            self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
+        )

@@ -11,6 +11,7 @@ from flax import nnx
 from jaxinfra.config.model import MlpConfig, MlpKind
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import HIDDEN, Projection
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
@@ -59,8 +60,9 @@ class Mlp(nnx.Module):
             std=out_std,
         )
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
         """[B, T, D] to [B, T, D] in the compute dtype."""
+        del given  # each position by itself
         policy = self.execution.policy
         activation = _ACTIVATIONS[self.config.kind]
         up_BTF = self.up(x_BTD)
@@ -68,7 +70,7 @@ class Mlp(nnx.Module):
             hidden_BTF = activation(policy.to_accum(up_BTF))
         else:
             hidden_BTF = activation(policy.to_accum(self.gate(x_BTD))) * policy.to_accum(up_BTF)
-        hidden_BTF = self.execution.constrain(
+        hidden_BTF = self.execution.place(
             policy.to_compute(hidden_BTF), (axes.BATCH, axes.SEQUENCE, axes.MLP)
         )
-        return self.down(hidden_BTF)
+        return LayerOutput(x=self.down(hidden_BTF))

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.lora import Adapter
+from jaxinfra.numerics.recipe import Site
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
@@ -26,6 +27,7 @@ class Projection(nnx.Module):
         bias_rank: trailing dims of the weight that the bias spans; 0 for none.
         std: standard deviation of the normal distribution that the weight is drawn from.
         name: of the output, for recomputation policies.
+        site: whose recipe it multiplies by.
     """
 
     def __init__(
@@ -39,14 +41,19 @@ class Projection(nnx.Module):
         execution: Execution,
         rngs: nnx.Rngs,
         name: str = PROJECTION,
+        site: Site = Site.PROJECTION,
     ):
         self.name = name
         self.spec = spec
         self.dims = dims
         self.policy = execution.policy
+        self.multiply = execution.multiply
+        self.recipe = execution.policy.recipe(site)
         self.gather = execution.gather
         param = execution.policy.param
-        self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape, param), axes=dims)
+        self.weight = nnx.Param(
+            std * jax.random.normal(rngs.params(), shape, param), axes=dims, matmul=True
+        )
         self.bias = (
             nnx.Param(jnp.zeros(shape[-bias_rank:], param), axes=dims[-bias_rank:])
             if bias_rank
@@ -59,7 +66,7 @@ class Projection(nnx.Module):
         weight = self.weight[...]
         if self.gather is not None:
             weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
-        y = self.policy.einsum(self.spec, x, weight)
+        y = self.multiply(self.spec, x, weight, recipe=self.recipe)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self.policy.to_accum(self.bias[...])

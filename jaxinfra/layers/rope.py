@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.config.model import (
+from jaxinfra.config.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,

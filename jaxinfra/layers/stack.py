@@ -21,6 +21,6 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs
     stacked = jax.vmap(parameters)(jax.random.split(rngs.params(), num_layers))
     module = nnx.merge(graphdef, stacked)
     for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Param):
+        if isinstance(node, nnx.Variable) and "axes" in node.get_metadata():
             node.set_metadata(axes=(LAYERS, *node.axes))
     return module

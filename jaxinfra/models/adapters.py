@@ -5,38 +5,39 @@ from flax import nnx
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.lora import Adapter
+from jaxinfra.layers.projection import Projection
 from jaxinfra.models.decoder import Decoder
 
 
 def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     """Gives each projection that ``config.targets`` names an adapter, in every layer.
 
+    A target is the name that the projection has in its layer: the last but one of its parameters'
+    paths, ``query`` of ``blocks/0/attention/query/weight``.
+
     Raises:
-        ConfigError: the model has no projection of such a name.
+        ConfigError: a block has no projection of such a name.
     """
     for block in decoder.blocks:
-        attention, mlp = block.attention, block.mlp
         projections = {
-            "query": attention.query,
-            "key": attention.key,
-            "value": attention.value,
-            "out": attention.out,
-            "gate": mlp.gate,
-            "up": mlp.up,
-            "down": mlp.down,
+            name: node
+            for layer in (block.attention, block.mlp)
+            for name, node in vars(layer).items()
+            if isinstance(node, Projection)
         }
         for name in config.targets:
-            projection = projections[name]
-            if projection is None:
+            if name not in projections:
                 raise ConfigError(
                     f"lora target {name!r}: this model has no such projection; name others"
                 )
+            projection = projections[name]
             weight = projection.weight
             projection.adapter = Adapter(
                 config,
                 projection.spec,
                 shape=weight.shape,
                 dims=weight.axes,
+                multiply=projection.multiply,
                 policy=projection.policy,
                 rngs=rngs,
             )

@@ -4,6 +4,7 @@ Dims: B batch, T position, S cache slot, D model width, V vocabulary, L repetiti
 pattern (the scanned dim).
 """
 
+import dataclasses
 import functools
 import math
 
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.config.model import BlockConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import BlockConfig, ModelConfig
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core import axes
 from jaxinfra.layers.block import Block
@@ -21,9 +23,11 @@ from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
+from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
+from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 
 type KVCache = tuple[LayerCache, ...]
@@ -50,23 +54,25 @@ class Decoder(nnx.Module):
             execution=execution,
             rngs=rngs,
         )
-        self.embedding = table(num_rows=config.vocab_size, rows_dim=axes.VOCAB)
+        tied, rows = config.tie_embeddings, config.vocab_size
+        self.embedding = table(num_rows=rows, rows_dim=axes.VOCAB, matmul=tied)
         self.positions = (
-            table(num_rows=config.max_positions, rows_dim=axes.POSITION)
+            table(num_rows=config.max_positions, rows_dim=axes.POSITION, matmul=False)
             if config.learned_positions
             else None
         )
-        self.blocks = nnx.List([self._stack(block, rngs) for block in config.blocks])
+        self.blocks = nnx.List(
+            [
+                self._stack(block, repeats, rngs)
+                for block, repeats in zip(config.blocks, config.repeats, strict=True)
+            ]
+        )
         self.final_norm = Norm(
             config.final_norm, width=config.model_dim, dims=(axes.EMBED,), execution=execution
         )
-        self.unembedding = (
-            None
-            if config.tie_embeddings
-            else table(num_rows=config.vocab_size, rows_dim=axes.VOCAB)
-        )
+        self.unembedding = None if tied else table(num_rows=rows, rows_dim=axes.VOCAB, matmul=True)
 
-    def _stack(self, block: BlockConfig, rngs: nnx.Rngs) -> Block:
+    def _stack(self, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
         config = self.config
         build = functools.partial(
             Block,
@@ -77,7 +83,7 @@ class Decoder(nnx.Module):
             dropout_rate=config.dropout_rate,
             execution=self.execution,
         )
-        return stack(lambda rngs: build(rngs=rngs), num_layers=config.num_groups, rngs=rngs)
+        return stack(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
     def __call__(
         self,
@@ -105,10 +111,9 @@ class Decoder(nnx.Module):
             positions: within the document; 0..T-1 by default.
             dropout_key: drops out where given.
         """
-        hidden_BTD, _ = self._run(
+        return self.run(
             token_ids, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
-        )
-        return hidden_BTD
+        ).x
 
     def cached(
         self,
@@ -124,24 +129,14 @@ class Decoder(nnx.Module):
             positions: of the new tokens; each row counts for itself.
             prefill: the cache is empty and rows start at position 0.
         """
-        hidden_BTD, written = self._run(
-            token_ids, positions=positions, cache=cache, prefill=prefill
-        )
-        assert written is not None
-        return hidden_BTD, written
+        out = self.run(token_ids, positions=positions, cache=cache, prefill=prefill)
+        return out.x, out.cache
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
         """A zero cache of ``num_slots`` positions in the compute dtype."""
         caches = []
-        for block in self.config.blocks:
-            attention = block.attention
-            shape = (
-                self.config.num_groups,
-                batch,
-                num_slots,
-                attention.num_kv_heads,
-                attention.head_dim,
-            )
+        for block, repeats in zip(self.config.blocks, self.config.repeats, strict=True):
+            shape = (repeats, batch, num_slots, *block.mixer.cache.arrays[0].shape)
             # Two buffers: one alone could not be donated for both.
             k_LBSKH, v_LBSKH = (jnp.zeros(shape, self.execution.policy.compute) for _ in range(2))
             caches.append(LayerCache(k_BSKH=k_LBSKH, v_BSKH=v_LBSKH))
@@ -152,97 +147,121 @@ class Decoder(nnx.Module):
         """Rows that the final hidden state is projected onto: the embedding's own when tied."""
         return (self.unembedding or self.embedding).table[...]
 
-    @property
-    def gathered_table(self) -> Float[Array, "V D"]:
-        """``vocabulary_table`` for a loss that goes over it in chunks: as whole as a loop should
-        find it, or each of its turns would gather it again.
-
-        Gathered in the compute dtype; its values are rounded to that, its gradients are not.
-        """
-        compute = self.execution.policy.compute
-        place = self.execution.constrain
-
-        @jax.custom_vjp
-        def gathered(table_VD: jax.Array) -> jax.Array:
-            rounded_VD = place(table_VD.astype(compute), (axes.VOCAB, axes.STREAM))
-            return rounded_VD.astype(table_VD.dtype)
-
-        gathered.defvjp(lambda table_VD: (gathered(table_VD), None), lambda _, d_VD: (d_VD,))
-        return gathered(self.vocabulary_table)
-
     def logits(self, hidden_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Projects onto the vocabulary, soft-capped where the config says so, accum dtype."""
         with jax.named_scope("logits"):
-            logits_BTV = self.execution.policy.einsum_accum(
-                "BTD,VD->BTV", hidden_BTD, self.vocabulary_table
+            recipe = self.execution.policy.recipe(Site.LOGITS)
+            logits_BTV = self.execution.multiply(
+                "BTD,VD->BTV", hidden_BTD, self.vocabulary_table, recipe=recipe, out=recipe.accum
             )
             cap = self.config.logit_soft_cap
             if cap is not None:
                 logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         return logits_BTV
 
-    def _run(
+    def run(
         self,
-        ids_BT: jax.Array,
+        token_ids: Int[Array, "B T"],
         *,
-        positions: jax.Array | None,
-        segment_ids: jax.Array | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         prefill: bool = False,
         dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> LayerOutput:
+        """All layers and the final norm: ``hidden`` as x, the cache with the new tokens, and what
+        layers emit, a ``Sums`` for each distinct block with its repetitions in front.
+        """
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(ids_BT.shape[1])[None], ids_BT.shape)
+            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
         embed_key, blocks_key = (
             (None, None) if dropout_key is None else jax.random.split(dropout_key)
         )
-        x_BTD = self.embed(ids_BT, positions, embed_key)
-
-        # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
-        graphdefs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
-        ropes = self.rope_tables(positions)
+        x_BTD = self.embed(token_ids, positions, embed_key)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids, prefill=prefill)
         layer_keys = None
         if blocks_key is not None:
-            layer_keys = jax.random.split(
-                blocks_key, (self.config.num_groups, len(self.config.blocks))
+            layer_keys = jax.random.split(blocks_key, self.config.num_layers)
+        caches, sums, num_blocks, num_layers = [], [], 0, 0
+        for each in self.config.stacks:
+            places = slice(num_blocks, num_blocks + len(each.pattern))
+            num_blocks = places.stop
+            keys = None
+            if layer_keys is not None:
+                count = len(each.pattern) * each.repeats
+                keys = layer_keys[num_layers : num_layers + count]
+                keys = keys.reshape(each.repeats, len(each.pattern))
+                num_layers += count
+            out = self._run_stack(
+                x_BTD, places, given, keys=keys, cache=None if cache is None else cache[places]
             )
+            x_BTD = out.x
+            caches += out.cache or ()
+            sums += out.sums
+        return LayerOutput(
+            x=self.normalized(x_BTD),
+            cache=None if cache is None else tuple(caches),
+            sums=tuple(sums),
+        )
+
+    def _run_stack(
+        self,
+        x_BTD: jax.Array,
+        places: slice,
+        given: Pass,
+        *,
+        keys: jax.Array | None,
+        cache: KVCache | None,
+    ) -> LayerOutput:
+        """One stack of layers.
+
+        Args:
+            places: of its pattern among the blocks.
+            keys: of dropout, [repeats, pattern].
+        """
+        # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
+        blocks = list(self.blocks)[places]
+        graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
+        ropes = self.rope_tables(given.positions_BT)[places]
+        repeats, unroll = self.config.repeats[places.start], self._unroll(places)
 
         # The cache is carried, not scanned over: the loop then works in the one buffer, where a
         # scan would read the whole cache from one and write it to another.
         def repetition(carry: tuple[jax.Array, KVCache | None], layer):
             x_BTD, cache = carry
             index, parameters, keys = layer
-            written = []
+            written, sums = [], []
             for i, (graphdef, rope) in enumerate(zip(graphdefs, ropes, strict=True)):
-                block = nnx.merge(graphdef, parameters[i])
-                x_BTD, layer_cache = block(
+                out = nnx.merge(graphdef, parameters[i])(
                     x_BTD,
-                    rope=rope,
-                    positions_BT=positions,
-                    segment_ids_BT=segment_ids,
-                    cache=None if cache is None else read_layer(cache[i], index),
-                    prefill=prefill,
-                    dropout_key=None if keys is None else keys[i],
+                    dataclasses.replace(
+                        given,
+                        rope=rope,
+                        cache=None if cache is None else read_layer(cache[i], index),
+                        dropout_key=None if keys is None else keys[i],
+                    ),
                 )
+                x_BTD = out.x
+                sums.append(out.sums)
                 if cache is not None:
-                    written.append(write_layer(cache[i], layer_cache, index))
-            return (x_BTD, None if cache is None else tuple(written)), None
+                    written.append(write_layer(cache[i], out.cache, index))
+            return (x_BTD, None if cache is None else tuple(written)), tuple(sums)
 
-        indices = None if cache is None else jnp.arange(self.config.num_groups)
+        indices = None if cache is None else jnp.arange(repeats)
         with jax.named_scope("layer"):
-            (x_BTD, cache), _ = jax.lax.scan(
-                self.rematerialized(repetition),
+            (x_BTD, cache), sums = jax.lax.scan(
+                self.rematerialized(repetition, in_loop=unroll < repeats),
                 (x_BTD, cache),
-                (indices, parameters, layer_keys),
-                unroll=self._unroll(),
+                (indices, parameters, keys),
+                unroll=unroll,
             )
-        return self.normalized(x_BTD), cache
+        return LayerOutput(x=x_BTD, cache=cache, sums=sums)
 
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
         """The last block's output as the vocabulary projection reads it."""
         with jax.named_scope("final_norm"):
             hidden_BTD = self.final_norm(x_BTD)
-            return self.execution.constrain(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
+            return self.execution.place(hidden_BTD, (axes.BATCH, axes.SEQUENCE, axes.STREAM))
 
     def embed(self, ids_BT: jax.Array, positions_BT: jax.Array, key: jax.Array | None) -> jax.Array:
         """The first block's input, [B, T, D] in the compute dtype; a key drops out."""
@@ -257,16 +276,16 @@ class Decoder(nnx.Module):
                 x_BTD,
                 rate=self.config.dropout_rate,
                 key=key,
-                constrain=self.execution.constrain,
+                place=self.execution.place,
             )
-            return self.execution.constrain(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
+            return self.execution.place(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
 
     def rope_tables(self, positions_BT: jax.Array) -> list[RopeTable | None]:
         """One entry a block of the pattern, None without rotary."""
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}
         result: list[RopeTable | None] = []
         for block in self.config.blocks:
-            rope, head_dim = block.attention.rope, block.attention.head_dim
+            rope, head_dim = block.mixer.rope, block.mixer.rotated_dim
             if rope is None:
                 result.append(None)
                 continue
@@ -277,8 +296,13 @@ class Decoder(nnx.Module):
             result.append(tables[rope, head_dim])
         return result
 
-    def rematerialized(self, repetition):
-        """A repetition of the block pattern that keeps what ``execution.remat`` says."""
+    def rematerialized(self, repetition, *, in_loop: bool):
+        """A repetition of a block pattern that keeps what ``execution.remat`` says.
+
+        Args:
+            in_loop: it is the body of a loop. CSE cannot undo recomputation there; forbidding it
+                would only cost fusions.
+        """
         remat = self.execution.remat
         if remat is Remat.NONE:
             return repetition
@@ -286,13 +310,12 @@ class Decoder(nnx.Module):
         policy = policies.save_only_these_names(*_SAVED_NAMES[remat])
         if remat is not Remat.FULL:
             policy = policies.save_from_both_policies(policy, is_attention_result)
-        # Inside a loop, CSE cannot undo the recomputation; forbidding it would only cost fusions.
-        in_loop = self._unroll() < self.config.num_groups
         return jax.checkpoint(repetition, policy=policy, prevent_cse=not in_loop)
 
-    def _unroll(self) -> int:
-        """Repetitions of the block pattern in one body of the loop."""
-        return min(max(1, self.execution.unroll // len(self.blocks)), self.config.num_groups)
+    def _unroll(self, places: slice) -> int:
+        """Repetitions of a stack's pattern in one body of its loop."""
+        pattern = places.stop - places.start
+        return min(max(1, self.execution.unroll // pattern), self.config.repeats[places.start])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -6,20 +6,41 @@ everywhere (checkpoints, tables, weight maps).
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.passes import ModelState, Sums
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.decoder import Decoder
 
 type Parameters = dict[Any, Any]
 """Nested dict with arrays at the leaves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterInfo:
+    """One array of a model, in all layers that have it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    dims: Dims
+    active: float = 1.0  # share of it that a token is multiplied with
+    matmul: bool = False  # whether activations are multiplied with it, not looked up or scaled
+    trained: bool = True  # False: frozen, or changed by a rule
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +49,9 @@ class ModelDefinition:
 
     Some parameters may be frozen: ``bind`` supplies them, and everything else here is about the
     others. So what trains, places or saves a model's parameters sees the trained ones only.
+
+    Beside parameters a model may have state (``layers.passes.ModelState``): a tree of its own,
+    without paths in common, which ``bind`` takes merged with the parameters.
     """
 
     config: ModelConfig
@@ -43,29 +67,85 @@ class ModelDefinition:
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Draws parameters from a typed PRNG key."""
-        model = _build(self.config, self.execution, self.lora, nnx.Rngs(params=key))
-        return _without(nnx.to_pure_dict(nnx.split(model)[1]), self.frozen)
+        return _without(self._drawn(key, nnx.Param), self.frozen)
 
-    def bind(self, parameters: Parameters) -> Decoder:
-        """A Decoder that holds these parameters, and the frozen ones."""
+    def initial_state(self) -> Parameters:
+        """The state before the first step: what layers give it, which no key decides."""
+        return self._drawn(jax.random.key(0), ModelState) if self.state_shapes else {}
+
+    def _drawn(self, key: jax.Array, kind: type[nnx.Variable]) -> Parameters:
+        model = _build(self.config, self.execution, self.lora, nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.filter_state(nnx.split(model)[1], kind))
+
+    def bind(self, tree: Parameters) -> Decoder:
+        """A Decoder that holds these parameters and this state, and the frozen ones."""
         state = jax.tree.map(lambda leaf: leaf, self.template)
-        nnx.replace_by_pure_dict(state, merged(self.frozen, parameters))
+        nnx.replace_by_pure_dict(state, merged(self.frozen, tree))
         return nnx.merge(self.graphdef, state)
+
+    def next_state(self, state: Parameters, sums: Any, emitted: Parameters) -> Parameters:
+        """The state after a step, each array by its own rule.
+
+        Args:
+            sums: of ``Decoder.run``, complete over the batch.
+            emitted: cotangents by the state, as ``Gradients.state``.
+        """
+        template = nnx.to_flat_state(nnx.filter_state(self.template, ModelState))
+        after = {}
+        for path, variable in template:
+            rule = variable.get_metadata()["rule"]
+            value, given = _at(state, path), _at(emitted, path)
+            if path[0] == "blocks":
+                after[path] = jax.vmap(rule)(value, sums[path[1]], given)
+            else:
+                after[path] = rule(value, Sums(), given)
+        return nest(after)
 
     @property
     def shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every parameter."""
-        return _without(nnx.to_pure_dict(self.template), self.frozen)
+        return _without(self._of(nnx.Param, lambda variable: variable[...]), self.frozen)
 
     @property
     def dims(self) -> Parameters:
         """Logical dims of every parameter, in the structure of ``shapes``."""
-        named = jax.tree.map(
-            lambda param: DimsLeaf(param.axes),
-            self.template,
-            is_leaf=lambda node: isinstance(node, nnx.Variable),
+        return _without(
+            self._of(nnx.Param, lambda variable: DimsLeaf(variable.get_metadata()["axes"])),
+            self.frozen,
         )
-        return _without(nnx.to_pure_dict(named), self.frozen)
+
+    @property
+    def state_shapes(self) -> Parameters:
+        """``jax.ShapeDtypeStruct`` of every array of the state."""
+        return self._of(ModelState, lambda variable: variable[...])
+
+    @property
+    def state_dims(self) -> Parameters:
+        """Logical dims of the state, in the structure of ``state_shapes``."""
+        return self._of(ModelState, lambda variable: DimsLeaf(variable.get_metadata()["axes"]))
+
+    def _of(self, kind: type[nnx.Variable], read: Callable[[nnx.Variable], Any]) -> Parameters:
+        variables = nnx.to_flat_state(nnx.filter_state(self.template, kind))
+        return nest({path: read(variable) for path, variable in variables})
+
+    def table(self) -> tuple[ParameterInfo, ...]:
+        """Every array of the model: parameters, frozen ones too, and state."""
+        rows = []
+        frozen = set(by_path(self.frozen))
+        for parts, variable in nnx.to_flat_state(self.template):
+            path, leaf, metadata = "/".join(map(str, parts)), variable[...], variable.get_metadata()
+            rows.append(
+                ParameterInfo(
+                    path=path,
+                    shape=leaf.shape,
+                    dtype=leaf.dtype,
+                    dims=metadata["axes"],
+                    active=metadata.get("active", 1.0),
+                    matmul=metadata.get("matmul", False),
+                    trained=isinstance(variable, nnx.Param) and path not in frozen,
+                )
+            )
+        return tuple(rows)
 
     @property
     def num_parameters(self) -> int:
@@ -107,6 +187,31 @@ def _build(
     if lora is not None:
         add_adapters(model, lora, rngs=rngs)
     return model
+
+
+def by_path(tree: Parameters) -> dict[str, Any]:
+    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def nest(leaves: Mapping[tuple[Any, ...], Any]) -> Parameters:
+    """A nested dict from leaves by their keys."""
+    result: Parameters = {}
+    for (*parents, last), leaf in leaves.items():
+        node = result
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return result
+
+
+def _at(tree: Parameters, path: tuple[Any, ...]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
 
 
 def merged(first: Parameters, second: Parameters) -> Parameters:

@@ -1,9 +1,9 @@
 """Floating-point operations of a decoder, counted as multiply and add."""
 
-from jaxinfra.config.model import AttentionConfig, ModelConfig
+from jaxinfra.config.model import MixerConfig, ModelConfig
 
 
-def mean_visible_keys(attention: AttentionConfig, *, sequence_length: int) -> float:
+def mean_visible_keys(attention: MixerConfig, *, sequence_length: int) -> float:
     """Keys an average query of a whole document sees: T/2 causal, less under a window."""
     length = sequence_length
     if attention.window is None or attention.window >= length:
@@ -27,14 +27,13 @@ def training_flops_per_token(
     if config.learned_positions:
         lookups += config.max_positions * config.model_dim
     core = sum(
-        12
-        * block.attention.num_q_heads
-        * block.attention.head_dim
-        * mean_visible_keys(block.attention, sequence_length=sequence_length)
-        for block in config.blocks
+        6
+        * (block.mixer.score_width + block.mixer.value_width)
+        * mean_visible_keys(block.mixer, sequence_length=sequence_length)
+        for block in config.layers
     )
     unused = 2.0 * (num_frozen - lookups) if num_frozen else 0.0
-    return 6.0 * (num_parameters - lookups) - unused + core * config.num_groups
+    return 6.0 * (num_parameters - lookups) - unused + core
 
 
 def palm_flops_per_token(
@@ -45,5 +44,5 @@ def palm_flops_per_token(
     All parameters count, and every query is taken to see every key: at most twice the attention of
     ``training_flops_per_token``.
     """
-    widths = (block.attention.num_q_heads * block.attention.head_dim for block in config.blocks)
-    return 6.0 * num_parameters + 12.0 * config.num_groups * sum(widths) * sequence_length
+    widths = (block.mixer.score_width for block in config.layers)
+    return 6.0 * num_parameters + 12.0 * sum(widths) * sequence_length

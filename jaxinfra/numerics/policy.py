@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.numerics.einsum import mixed_einsum
+from jaxinfra.numerics.recipe import Recipe, Site
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,29 +22,17 @@ class Policy:
     compute: jnp.dtype
     accum: jnp.dtype
     gradient: jnp.dtype | None = None  # of weights, as a matmul hands it on; None: ``param``
+    sites: tuple[tuple[Site, Recipe], ...] = ()  # that differ from the rest
 
-    def einsum(self, spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Two-operand einsum: operands in ``compute``, sums in ``accum``, result ``compute``.
-
-        The weight's gradient is summed in ``accum`` and returned in ``param``, rounded to
-        ``gradient`` between the two where that is given, before it is summed over devices.
+    def recipe(self, site: Site) -> Recipe:
+        """How the matmuls of a site compute. A router's scores stay in ``accum`` unless asked: a
+        rounded score sends a token elsewhere.
         """
-        return self._einsum(spec, x, weight, self.compute)
-
-    def einsum_accum(self, spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """The same, with the result left in ``accum``: scores and logits."""
-        return self._einsum(spec, x, weight, self.accum)
-
-    def _einsum(self, spec: str, x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
-        return mixed_einsum(
-            spec,
-            x,
-            weight,
-            compute=self.compute,
-            accum=self.accum,
-            out=out,
-            gradient=self.gradient,
-        )
+        for named, recipe in self.sites:
+            if named is site:
+                return recipe
+        compute = self.accum if site is Site.ROUTER else self.compute
+        return Recipe(compute=compute, accum=self.accum, gradient=self.gradient)
 
     def to_compute(self, x: jax.Array) -> jax.Array:
         """Casts for use in a matmul or as an activation."""
@@ -73,3 +61,8 @@ def policy_of(config: PrecisionConfig) -> Policy:
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
     return policy
+
+
+def held_as_computed(policy: Policy) -> Policy:
+    """The policy of weights that nothing trains: they need no masters of more precision."""
+    return dataclasses.replace(policy, param=policy.compute)

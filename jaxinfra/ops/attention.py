@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.core.errors import UnsupportedError
-from jaxinfra.numerics.einsum import mixed_einsum
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.multiply import multiply
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 
@@ -23,7 +24,7 @@ def attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     *,
-    config: AttentionConfig,
+    config: MixerConfig,
     segment_ids_BT: jax.Array | None,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
     is_causal: bool = True,
@@ -73,7 +74,7 @@ def cached_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
-    config: AttentionConfig,
+    config: MixerConfig,
     positions_BT: jax.Array,
 ) -> jax.Array:
     """Attention of new queries to a cache whose slot s holds the key of position s.
@@ -83,7 +84,8 @@ def cached_attention(
     """
     batch, length, num_q_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BSKH.shape[2]
-    dot = functools.partial(mixed_einsum, compute=q_BTNH.dtype, accum=jnp.dtype("float32"))
+    recipe = Recipe(compute=q_BTNH.dtype, accum=jnp.dtype("float32"))
+    dot = functools.partial(multiply, recipe=recipe)
     q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     scale = head_dim**-0.5 if config.scale is None else config.scale
     scores_BKGTS = scale * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=jnp.dtype("float32"))

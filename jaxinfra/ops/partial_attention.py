@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 import pallas_kernels
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation
 from jaxinfra.core.errors import UnsupportedError
 from pallas_kernels import merge_partials as merge_partials
@@ -101,7 +101,7 @@ class PartialAttention:
 
 
 def partial_attention(
-    config: AttentionConfig, implementation: AttentionImplementation
+    config: MixerConfig, implementation: AttentionImplementation
 ) -> PartialAttention:
     """Parts of a layer's attention; its window is the caller's to cut."""
     return PartialAttention(

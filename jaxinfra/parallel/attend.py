@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
@@ -35,7 +35,7 @@ class ShardedAttention:
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         *,
-        config: AttentionConfig,
+        config: MixerConfig,
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """As ``attend``, placed as q."""
@@ -57,7 +57,7 @@ class ShardedAttention:
 
 
 def attention_on(
-    placement: Placement,
+    placement: Placement | None,
     *,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
     method: ContextMethod = ContextMethod.AUTO,
@@ -68,7 +68,7 @@ def attention_on(
         method: where the mesh's context axis shards sequences; their tokens are in zig-zag order.
     """
     attend = named_attention(implementation)
-    if placement.mesh.size == 1:
+    if placement is None or placement.mesh.size == 1:
         return attend
     if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
         return ContextAttention(placement=placement, method=method, implementation=implementation)

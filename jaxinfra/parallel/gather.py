@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.core.axes import EMBED, Dims
+from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Gather
 from jaxinfra.parallel.place import Placement
 
@@ -23,9 +23,9 @@ class KeptWeights:
     compute: jnp.dtype
 
     def __call__(self, weight: jax.Array, dims: Dims) -> jax.Array:
-        """Returns the weight, whole along the model's width."""
+        """Returns the weight as layers use it: whole where only its place in memory is split."""
         share = self.placement.sharding(dims)
-        whole = self.placement.sharding(tuple(None if dim == EMBED else dim for dim in dims))
+        whole = self.placement.sharding(dims, self.placement.rules.used)
         param = weight.dtype
 
         @jax.custom_vjp
@@ -40,6 +40,6 @@ class KeptWeights:
         return gathered(weight)
 
 
-def gather_on(placement: Placement, *, keep: bool, compute: jnp.dtype) -> Gather | None:
+def gather_on(placement: Placement | None, *, keep: bool, compute: jnp.dtype) -> Gather | None:
     """``KeptWeights``, where the config asks for them."""
-    return KeptWeights(placement=placement, compute=compute) if keep else None
+    return KeptWeights(placement=placement, compute=compute) if keep and placement else None

@@ -44,7 +44,7 @@ class ShardedLookup:
             num_rows=table_VD.shape[0],
             policy=policy,
             by_row=by_row,
-            by_width=place.axes(axes.EMBED),
+            by_width=place.gathered_axes(axes.EMBED),
             scattered=bool(by_row) and stream != sequence,
         )
         return place.on_each_device(
@@ -90,6 +90,8 @@ def _local(
     return rows_btd
 
 
-def lookup_on(placement: Placement) -> Lookup:
+def lookup_on(placement: Placement | None) -> Lookup:
     """``take_rows``, or on a mesh of several devices its sharded form."""
-    return take_rows if placement.mesh.size == 1 else ShardedLookup(placement=placement)
+    if placement is None or placement.mesh.size == 1:
+        return take_rows
+    return ShardedLookup(placement=placement)

@@ -1,4 +1,5 @@
-"""The loss of each device's own tokens, where a kernel computes it that runs on one device.
+"""``Execution.cross_entropy``: the loss of each device's own tokens, where a kernel computes it
+that runs on one device; elsewhere the compiler spreads it.
 
 The compiler cannot split a kernel. A device gathers the vocabulary's table along its width, in the
 compute dtype, takes the loss of its tokens, and sums over the devices follow: two scalars forward,
@@ -9,13 +10,15 @@ a token on the way, and sum the parts of hidden's gradient, in its dtype.
 Dims: B batch, T position, D model width, V vocabulary; lower case of one device.
 """
 
+import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
+from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, STREAM, VOCAB
+from jaxinfra.layers.execution import Anywhere, CrossEntropy, Place
+from jaxinfra.numerics.policy import Policy
 from jaxinfra.ops.cross_entropy import (
     CrossEntropySums,
     kernel_on_one_device,
@@ -23,6 +26,72 @@ from jaxinfra.ops.cross_entropy import (
 )
 from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from jaxinfra.parallel.place import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLoss:
+    """Cross entropy of all tokens of a batch; on a mesh by each device's own or by the compiler."""
+
+    placement: Placement | None
+
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        table_VD: jax.Array,
+        targets_BT: jax.Array,
+        weights_BT: jax.Array,
+        *,
+        policy: Policy,
+        z_loss: float,
+        label_smoothing: float,
+        logit_soft_cap: float | None,
+    ) -> CrossEntropySums:
+        """As ``layers.execution.CrossEntropy``."""
+        placement = self.placement
+        operands = hidden_BTD, table_VD, targets_BT, weights_BT
+        if placement and takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
+            return cross_entropy_of_own_tokens(
+                placement,
+                *operands,
+                policy=policy,
+                z_loss=z_loss,
+                label_smoothing=label_smoothing,
+                logit_soft_cap=logit_soft_cap,
+            )
+        place = placement.constraint() if placement else Anywhere()
+        return linear_cross_entropy(
+            hidden_BTD,
+            _gathered(table_VD, policy=policy, place=place),
+            targets_BT,
+            weights_BT,
+            z_loss=z_loss,
+            label_smoothing=label_smoothing,
+            logit_soft_cap=logit_soft_cap,
+            batch_shards=placement.batch_shards if placement else 1,
+            sequence_shards=placement.sequence_shards if placement else 1,
+            num_devices=placement.mesh.size if placement else 1,
+        )
+
+
+def _gathered(table_VD: jax.Array, *, policy: Policy, place: Place) -> jax.Array:
+    """The table for a loss that goes over it in chunks: as whole as a loop should find it, or each
+    of its turns would gather it again.
+
+    Gathered in the compute dtype; its values are rounded to that, its gradients are not.
+    """
+
+    @jax.custom_vjp
+    def gathered(table_VD: jax.Array) -> jax.Array:
+        rounded_VD = place(policy.to_compute(table_VD), (VOCAB, STREAM))
+        return rounded_VD.astype(table_VD.dtype)
+
+    gathered.defvjp(lambda table_VD: (gathered(table_VD), None), lambda _, d_VD: (d_VD,))
+    return gathered(table_VD)
+
+
+def cross_entropy_on(placement: Placement | None) -> CrossEntropy:
+    """The training loss on a mesh, or wherever the arrays are."""
+    return TokenLoss(placement=placement)
 
 
 def takes_own_tokens(placement: Placement, hidden_BTD: jax.Array, *, num_ids: int) -> bool:
@@ -38,8 +107,7 @@ def cross_entropy_of_own_tokens(
     targets_BT: jax.Array,
     weights_BT: jax.Array,
     *,
-    compute: jnp.dtype,
-    gradient: jnp.dtype | None,
+    policy: Policy,
     z_loss: float,
     logit_soft_cap: float | None,
     label_smoothing: float = 0.0,
@@ -48,21 +116,21 @@ def cross_entropy_of_own_tokens(
 
     Args:
         table_VD: as stored, split by width or not, by rows or not.
-        compute: what it is gathered in; its values are rounded to that, its gradients are not.
-        gradient: what its gradient is rounded to before it is summed over devices, if anything.
+        policy: the table is gathered in ``compute``, which rounds its values and not its gradients;
+            those are rounded to ``gradient`` before they are summed over devices, if anything.
     """
-    tokens, by_width = (BATCH, SEQUENCE), placement.axes(EMBED)
+    tokens, by_width = (BATCH, SEQUENCE), placement.gathered_axes(EMBED)
     by_vocabulary = placement.axes(VOCAB)
     over = placement.axes(BATCH) + placement.axes(SEQUENCE) + by_vocabulary
 
     @jax.custom_vjp
     def gathered(table_Vd: jax.Array) -> jax.Array:
-        rounded = table_Vd.astype(compute)
+        rounded = table_Vd.astype(policy.compute)
         whole = all_gather(rounded, by_width, dim=1) if by_width else rounded
         return whole.astype(table_Vd.dtype)
 
     def scattered(_: None, d_VD: jax.Array) -> tuple[jax.Array]:
-        handed_on = d_VD if gradient is None else d_VD.astype(gradient)
+        handed_on = d_VD if policy.gradient is None else d_VD.astype(policy.gradient)
         d_Vd = reduce_scatter(handed_on, by_width, dim=1) if by_width else handed_on
         return (d_Vd.astype(d_VD.dtype),)
 

@@ -49,6 +49,21 @@ class Placement:
             if self.mesh.shape[axis] > 1 and axis not in taken
         )
 
+    def gathered_axes(self, dim: str) -> tuple[str, ...]:
+        """Mesh axes that shard this dim of a parameter where it is kept, not where it is used."""
+        used = self.axes(dim, self.rules.used)
+        return tuple(axis for axis in self.axes(dim) if axis not in used)
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that the compiler spreads the batch dim over."""
+        return self._count(self.axes(BATCH))
+
+    @property
+    def sequence_shards(self) -> int:
+        """Devices that the compiler spreads a sequence over, where layers mix its positions."""
+        return self._count(self.axes(SEQUENCE))
+
     def sharding(self, dims: Dims, rules: Rules | None = None) -> NamedSharding:
         """``spec`` on this mesh, or on what a ``shard_map`` around this trace has left of it."""
         return NamedSharding(self.current_mesh, self.spec(dims, rules))
@@ -103,21 +118,36 @@ class Placement:
         """Shardings of what the optimizer works on: a share of moments, gradients, parameters."""
         return self._place(model, self.rules.optimizer)
 
-    def summed_last(self, *, accumulation: int) -> tuple[str, ...]:
+    def summed_last(self, model: ModelDefinition, *, accumulation: int) -> tuple[str, ...]:
         """Mesh axes over which gradients are summed once, after the last micro-batch: those of the
-        batch over which gradients are whole.
+        batch that shard no parameter's gradient.
 
         With one micro-batch the compiler sums each layer's gradient while the backward pass goes
         on, unless a share of the sum is all that is wanted (ZeRO 1): it would sum the whole.
         """
-        over = tuple(a for a in self.axes(BATCH) if a not in self.axes(EMBED, self.rules.gradients))
-        share = set(self.axes(EMBED, self.rules.optimizer)) & set(over)
+        sharded = self._axes_of(model, self.rules.gradients)
+        over = tuple(axis for axis in self.axes(BATCH) if axis not in sharded)
+        share = self._axes_of(model, self.rules.optimizer) & set(over)
         return over if accumulation > 1 or share else ()
+
+    def _axes_of(self, model: ModelDefinition, rules: Rules) -> set[str]:
+        """Mesh axes that shard some parameter."""
+        dims = {dim for leaf in jax.tree.leaves(model.dims) for dim in leaf.dims}
+        return {axis for dim in dims for axis in self.axes(dim, rules)}
 
     def _count(self, names: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in names)
 
     def _place(self, model: ModelDefinition, rules: Rules) -> Parameters:
+        return self.of_dims(model.shapes, model.dims, rules)
+
+    def model_state(self, model: ModelDefinition) -> Parameters:
+        """Shardings of what rules change: as parameters of such dims."""
+        return self.of_dims(model.state_shapes, model.state_dims, self.rules.parameters)
+
+    def of_dims(self, shapes: Parameters, dims: Parameters, rules: Rules) -> Parameters:
+        """Shardings of a tree of arrays with logical dims."""
+
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
             sharded = [self.axes(dim, rules) for dim in leaf.dims]
             if LAYERS in leaf.dims:
@@ -136,7 +166,7 @@ class Placement:
                     )
             return NamedSharding(self.current_mesh, _partition(leaf.dims, sharded))
 
-        return jax.tree_util.tree_map_with_path(place, model.shapes, model.dims)
+        return jax.tree_util.tree_map_with_path(place, shapes, dims)
 
     def optimizer(
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
@@ -151,7 +181,7 @@ class Placement:
         )
 
     def constraint(self) -> "ActivationPlacement":
-        """What ``Execution.constrain`` should be on this mesh."""
+        """What ``Execution.place`` should be on this mesh."""
         return ActivationPlacement(self)
 
 
@@ -161,21 +191,6 @@ class ActivationPlacement:
 
     placement: Placement
 
-    @property
-    def num_devices(self) -> int:
-        """Of the mesh."""
-        return self.placement.mesh.size
-
-    @property
-    def batch_shards(self) -> int:
-        """Devices that the compiler spreads the batch dim over."""
-        return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(BATCH))
-
-    @property
-    def sequence_shards(self) -> int:
-        """Devices that the compiler spreads a sequence over, where layers mix its positions."""
-        return math.prod(self.placement.mesh.shape[axis] for axis in self.placement.axes(SEQUENCE))
-
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         taken = jax.sharding.get_abstract_mesh().manual_axes
@@ -184,9 +199,10 @@ class ActivationPlacement:
 
     def places(self, num_tokens: int) -> jax.Array:
         """Of tokens in zig-zag order where the context axis shards sequences."""
-        if self.sequence_shards == 1:
+        shards = self.placement.sequence_shards
+        if shards == 1:
             return jnp.arange(num_tokens)
-        return jnp.asarray(zigzag_indices(num_tokens, self.sequence_shards), jnp.int32)
+        return jnp.asarray(zigzag_indices(num_tokens, shards), jnp.int32)
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, constrained to the sharding that the rules give these dims, and where weights are
@@ -203,7 +219,7 @@ class ActivationPlacement:
         x = jax.lax.with_sharding_constraint(x, self.placement.sharding(dims))
         is_stream = x.ndim == 3 and dims[-1] == STREAM
         # Where the stream is scattered by sequence, a sum and its scatter would no longer meet.
-        if is_stream and self.placement.axes(EMBED) and not self._scatters_stream:
+        if is_stream and self.placement.gathered_axes(EMBED) and not self._scatters_stream:
             return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
         return x
 

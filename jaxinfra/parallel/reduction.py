@@ -11,19 +11,21 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfra.layers.passes import over_devices
 from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.models.gradients import Gradients
 from jaxinfra.parallel.place import Placement
 
 
 def summed_once(
-    function: Callable[..., tuple[jax.Array, Parameters]],
+    function: Callable[..., Gradients],
     *,
     placement: Placement,
     model: ModelDefinition,
     axes: tuple[str, ...],
-) -> Callable[..., tuple[jax.Array, Parameters]]:
-    """``function(parameters, batch, *rest) -> (loss, gradients)``, sums over the batch (a tree of
-    [B, ...]), with its rows apart over ``axes``. Gradients come back as ``Placement.updates``.
+) -> Callable[..., Gradients]:
+    """``function(parameters, batch, *rest)``, sums over the batch (a tree of [B, ...]), with its
+    rows apart over ``axes``. Gradients come back as ``Placement.updates``.
 
     A gradient of D bytes is reduce-scattered over those axes that its update is sharded over,
     D (N-1)/N bytes a device for their N devices, and all-reduced over the others, 2 D (N-1)/N.
@@ -33,23 +35,33 @@ def summed_once(
     def add(gradients: Parameters) -> Parameters:
         return jax.tree.map(lambda g, share: _sum(g, share, axes), gradients, shares)
 
-    def apart(parameters: Parameters, batch: Any, *rest: Any) -> tuple[jax.Array, Parameters]:
-        loss, gradients = function(parameters, batch, *rest)
+    def apart(parameters: Parameters, batch: Any, *rest: Any) -> Gradients:
+        part = function(parameters, batch, *rest)
         # Left to the compiler, the other axes' shards would be gathered for this sum.
         placed = jax.tree.map(lambda sharding: sharding.spec, placement.gradients(model))
         with jax.named_scope("gradient_sum"):
             total = placement.on_each_device(
                 add, in_specs=(placed,), out_specs=placed, check_vma=False
             )
-            return jax.lax.psum(loss, axes), total(gradients)
+            return Gradients(
+                loss=jax.lax.psum(part.loss, axes),
+                gradients=total(part.gradients),
+                sums=over_devices(part.sums, axes),
+                state=jax.lax.pmax(part.state, axes),
+            )
 
-    def wrapped(parameters: Parameters, batch: Any, *rest: Any) -> tuple[jax.Array, Parameters]:
-        whole = PartitionSpec()
+    def wrapped(parameters: Parameters, batch: Any, *rest: Any) -> Gradients:
+        whole: Any = PartitionSpec()  # specs in the place of arrays
         return jax.shard_map(
             apart,
             mesh=placement.current_mesh,
             in_specs=(whole, PartitionSpec(axes), *(whole for _ in rest)),
-            out_specs=(whole, jax.tree.map(lambda share: _kept(share.spec, axes), shares)),
+            out_specs=Gradients(
+                loss=whole,
+                gradients=jax.tree.map(lambda share: _kept(share.spec, axes), shares),
+                sums=whole,
+                state=whole,
+            ),
             axis_names=set(axes),
             # Which values differ between devices is not tracked: nothing here differentiates
             # through the sums, and a tracked model would mark each of its own constants.

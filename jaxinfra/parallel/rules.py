@@ -33,7 +33,8 @@ FSDP_TENSOR: Rules = {
 class StateRules:
     """A training step's tables: ZeRO's stages differ in nothing else."""
 
-    parameters: Rules  # and activations
+    parameters: Rules  # as they are kept, and activations
+    used: Rules  # parameters as layers compute with them: what more shards them is gathered
     gradients: Rules
     optimizer: Rules
 
@@ -46,6 +47,7 @@ def state_rules(config: ShardingConfig) -> StateRules:
     whole = sharded | {axes.EMBED: ()}
     return StateRules(
         parameters=sharded if config.zero >= 3 else whole,
+        used=whole,
         gradients=sharded if config.zero >= 2 else whole,
         optimizer=sharded,
     )

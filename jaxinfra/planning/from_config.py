@@ -2,13 +2,22 @@
 
 import itertools
 
-from jaxinfra.config.model import BlockConfig, ModelConfig, NormPlacement
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormPlacement,
+)
+from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
 
 
 def shape_of(config: ModelConfig, *, name: str = "model") -> ModelShape:
     """The weights of ``Decoder(config)``: the same elements, tensor by tensor (tested)."""
-    layers = tuple(_layer(block, config.num_groups) for block in config.blocks)
+    layers = tuple(
+        _layer(block, repeats) for block, repeats in zip(config.blocks, config.repeats, strict=True)
+    )
     # Blocks that differ only in what planning does not see are one kind.
     merged = [
         LayerShape(
@@ -33,7 +42,9 @@ def shape_of(config: ModelConfig, *, name: str = "model") -> ModelShape:
 
 
 def _layer(block: BlockConfig, count: int) -> LayerShape:
-    attention = block.attention
+    attention, mlp = block.mixer, block.feed_forward
+    if not isinstance(attention, GroupedAttentionConfig) or not isinstance(mlp, MlpConfig):
+        raise UnsupportedError("a preset of other layers than grouped attention and a dense mlp")
     return LayerShape(
         attention=Heads(
             num_q_heads=attention.num_q_heads,
@@ -44,9 +55,7 @@ def _layer(block: BlockConfig, count: int) -> LayerShape:
             qk_norm=attention.qk_norm is not None,
             window=attention.window,
         ),
-        feed_forward=Dense(
-            hidden_dim=block.mlp.hidden_dim, gated=block.mlp.kind.gated, bias=block.mlp.bias
-        ),
+        feed_forward=Dense(hidden_dim=mlp.hidden_dim, gated=mlp.kind.gated, bias=mlp.bias),
         count=count,
         norms=4 if block.norm_placement is NormPlacement.SANDWICH else 2,
         norm_bias=block.norm.bias,

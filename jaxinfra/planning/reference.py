@@ -235,7 +235,7 @@ def _h200() -> list[TimedStep]:
     for preset, layers, changes, seconds, source in _OURS:
         config = MODELS[preset]()
         if layers is not None:
-            config = dataclasses.replace(config, num_layers=layers)
+            config = config.with_layers(layers)
         sizes: dict[str, Any] = {"length": 4096, "batch": 4, **changes}
         layout = Layout(**sizes)
         shape = shape_of(config, name=preset)

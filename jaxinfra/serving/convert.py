@@ -16,9 +16,9 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.hf import by_path, to_hf_config, weight_map
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.load import load_run
 from jaxinfra.weights.conversion import describes, write_hf, write_ours
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
@@ -70,7 +70,7 @@ def convert(
     if adapters_only:
         raise ConfigError(f"{source} is a whole model; a run that trained adapters has them alone")
     directory = read_model_directory(source)
-    definition = define_model(directory.config, Execution())
+    definition = define_model(directory.config, execution_on())
     parameters = directory.open(definition)
     hf = directory.hf
     if directory.is_hf:
@@ -88,7 +88,7 @@ def _convert_run(
     run = load_run(source, policy=PolicyName.FP32)
     assert run.config is not None, "load_run"
     config, lora, init = run.definition.config, run.config.lora, run.config.init
-    definition = define_model(config, Execution())
+    definition = define_model(config, execution_on())
     hf = RunDirectory(source).read_hf_config()
     if hf is None or not describes(hf, config):
         hf = to_hf_config(config) | {

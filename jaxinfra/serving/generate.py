@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxinfra.config.model import LongRopeScaling, ModelConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.load import LoadedModel
@@ -275,7 +276,7 @@ def bucket(length: int, *, limit: int) -> int:
 
 def _original_context(config: ModelConfig) -> int | None:
     """Tokens up to which LongRoPE rotates by its short factors; None without it."""
-    scalings = [block.attention.rope and block.attention.rope.scaling for block in config.blocks]
+    scalings = [block.mixer.rope and block.mixer.rope.scaling for block in config.blocks]
     found = {each.original_max_positions for each in scalings if type(each) is LongRopeScaling}
     if len(found) > 1:
         raise ConfigError(

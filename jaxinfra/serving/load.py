@@ -16,10 +16,10 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.separators import read_separators
 from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.model_directory import is_model_directory
@@ -113,8 +113,8 @@ def load_run(
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     if config.lora is not None:
         # As in training: what is frozen is held as it is used.
-        numbers = dataclasses.replace(numbers, param=numbers.compute)
-    execution = Execution(policy=numbers)
+        numbers = held_as_computed(numbers)
+    execution = execution_on(policy=numbers)
     definition = define_model(config.model, execution, lora=config.lora)
     frozen: Parameters = {}
     if config.lora is not None:

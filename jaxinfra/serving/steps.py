@@ -103,5 +103,5 @@ def kv_cache_bytes(config: ModelConfig, *, batch: int, num_slots: int, itemsize:
     Args:
         itemsize: bytes of the compute dtype.
     """
-    widths = (block.attention.num_kv_heads * block.attention.head_dim for block in config.blocks)
-    return 2 * batch * num_slots * config.num_groups * sum(widths) * itemsize
+    elements = sum(block.mixer.cache.elements for block in config.layers)
+    return batch * num_slots * elements * itemsize

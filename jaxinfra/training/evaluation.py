@@ -38,7 +38,7 @@ class Interrupted(Exception):
 
 
 def evaluate_heldout(
-    job: Job, parameters: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
+    job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
 ) -> Evaluation:
     """``evaluate`` by the job's own step, on this process's part of its micro-batches."""
     training = job.config.training
@@ -50,12 +50,12 @@ def evaluate_heldout(
         process_index=part,
         process_count=parts,
     )
-    return evaluate(job.evaluation_step, parameters, batches, arrays, put=job.put, stop=stop)
+    return evaluate(job.evaluation_step, tree, batches, arrays, put=job.put, stop=stop)
 
 
 def evaluate(
     step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]],
-    parameters: Parameters,
+    tree: Parameters,
     batches: Iterable[Batch],
     arrays: TokenArrays,
     *,
@@ -66,6 +66,7 @@ def evaluate(
 
     Args:
         step: a jitted ``make_evaluation_step``.
+        tree: parameters and state of the model.
         put: moves a batch to the devices.
         stop: asked between batches; raises Interrupted where it says so.
     """
@@ -82,7 +83,7 @@ def evaluate(
     for batch in batches:
         if stop is not None and stop():
             raise Interrupted
-        pending.append(step(parameters, put(batch)))
+        pending.append(step(tree, put(batch)))
         drain(keep=2)  # the host prepares the next batch while the device works
     drain(keep=0)
     assert round(count) == arrays.num_counted, f"counted {count} of {arrays.num_counted} tokens"

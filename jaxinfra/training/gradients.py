@@ -3,17 +3,18 @@
 Dims: B sequence of the batch, T position, K micro-batch.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.ops.cross_entropy import CrossEntropySums, linear_cross_entropy
-from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.models.gradients import Gradients, added, nothing_added
+from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
 
@@ -22,49 +23,55 @@ class GradientFunction(Protocol):
     """How a step gets its gradients: accumulation, a pipeline, ... all have this form."""
 
     def __call__(
-        self, parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
-    ) -> tuple[jax.Array, Parameters]:
-        """Mean nll in nats a counted token of the whole batch, and gradients in the parameters'
-        dtypes, of the mean objective (nll, smoothed, and z-loss) times ``loss_scale``.
+        self,
+        parameters: Parameters,
+        state: Parameters,
+        batch: Batch,
+        *,
+        key: jax.Array,
+        loss_scale: jax.Array,
+    ) -> Gradients:
+        """Of the mean objective of the whole batch (nll, smoothed, z-loss, and what layers add).
 
         Args:
+            state: of the model.
             key: of this step; dropout folds its own from it.
             loss_scale: fp32 scalar.
         """
         ...
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchSums:
+    """Sums over a batch's counted targets; divide by their number for means."""
+
+    objective: jax.Array  # fp32 []: what is differentiated
+    nll: jax.Array  # fp32 []
+    layers: Any  # what layers emit, as ``Gradients.sums``
+
+
 def batch_loss(
     model: ModelDefinition,
-    parameters: Parameters,
+    tree: Parameters,
     batch: Batch,
     *,
     z_loss: float,
     label_smoothing: float = 0.0,
     dropout_key: jax.Array | None = None,
-    placement: Placement | None = None,
-) -> CrossEntropySums:
-    """Sums over the batch's counted targets; divide by their number for means.
-
-    Args:
-        placement: of the batch, on a mesh.
-    """
-    decoder = model.bind(parameters)
-    hidden_BTD = decoder.hidden(
+) -> BatchSums:
+    """The objective of a batch; ``tree`` has parameters and state."""
+    out = model.bind(tree).run(
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
     )
-    return hidden_loss(
-        model,
-        parameters,
-        hidden_BTD,
-        batch,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-        placement=placement,
-    )
+    sums = hidden_loss(model, tree, out.x, batch, z_loss=z_loss, label_smoothing=label_smoothing)
+    objective = sums.total
+    for emitted in jax.tree.leaves([block.losses for block in out.sums]):
+        objective = objective + jnp.sum(emitted)
+    return BatchSums(objective=objective, nll=sums.nll, layers=out.sums)
 
 
 def hidden_loss(
@@ -75,39 +82,20 @@ def hidden_loss(
     *,
     z_loss: float,
     label_smoothing: float,
-    placement: Placement | None,
 ) -> CrossEntropySums:
-    """``batch_loss`` from the normalized output of the last layer on; of ``parameters`` it reads
+    """The cross entropy from the normalized output of the last layer on; of ``parameters`` it reads
     the vocabulary's table.
     """
-    decoder = model.bind(parameters)
     with jax.named_scope("loss"):
-        if placement is not None:
-            table_VD = decoder.vocabulary_table
-            if takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):
-                return cross_entropy_of_own_tokens(
-                    placement,
-                    hidden_BTD,
-                    table_VD,
-                    batch.targets,
-                    batch.weights,
-                    compute=model.execution.policy.compute,
-                    gradient=model.execution.policy.gradient,
-                    z_loss=z_loss,
-                    label_smoothing=label_smoothing,
-                    logit_soft_cap=model.config.logit_soft_cap,
-                )
-        return linear_cross_entropy(
+        return model.execution.cross_entropy(
             hidden_BTD,
-            decoder.gathered_table,
+            model.bind(parameters).vocabulary_table,
             batch.targets,
             batch.weights,
+            policy=model.execution.policy,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
             logit_soft_cap=model.config.logit_soft_cap,
-            batch_shards=model.execution.constrain.batch_shards,
-            sequence_shards=model.execution.constrain.sequence_shards,
-            num_devices=model.execution.constrain.num_devices,
         )
 
 
@@ -126,60 +114,73 @@ def make_gradient(
     Args:
         placement: of the state, on a mesh.
     """
-    last = () if placement is None else placement.summed_last(accumulation=training.accumulation)
+    last = ()
+    if placement is not None:
+        last = placement.summed_last(model, accumulation=training.accumulation)
     drops_out = model.config.dropout_rate > 0.0
 
     def gradient(
-        parameters: Parameters, batch: Batch, key: jax.Array, loss_scale: jax.Array, num_targets
-    ) -> tuple[jax.Array, Parameters]:
+        parameters: Parameters, batch: Batch, state: Parameters, key, loss_scale, num_targets
+    ) -> Gradients:
         """This part of the batch's share of the mean."""
 
-        def scaled_loss(parameters: Parameters) -> tuple[jax.Array, jax.Array]:
+        def scaled_loss(trained: tuple[Parameters, Parameters]) -> tuple[jax.Array, Any]:
             sums = batch_loss(
                 model,
-                parameters,
+                merged(*trained),
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,
                 dropout_key=key if drops_out else None,
-                placement=placement,
             )
-            return sums.total * (loss_scale / num_targets), sums.nll / num_targets
+            aux = sums.nll / num_targets, sums.layers
+            return sums.objective * (loss_scale / num_targets), aux
 
-        (_, loss), gradients = jax.value_and_grad(scaled_loss, has_aux=True)(parameters)
-        return loss, placed(gradients)
+        (_, (loss, sums)), (gradients, emitted) = jax.value_and_grad(scaled_loss, has_aux=True)(
+            (parameters, state)
+        )
+        return Gradients(loss=loss, gradients=placed(gradients), sums=sums, state=emitted)
 
     def placed(gradients: Parameters) -> Parameters:
         if placement is None:
             return gradients
         return jax.lax.with_sharding_constraint(gradients, placement.gradients(model))
 
-    def accumulated(
-        parameters: Parameters, batch: Batch, key: jax.Array, loss_scale: jax.Array, num_targets
-    ) -> tuple[jax.Array, Parameters]:
+    def accumulated(parameters: Parameters, batch: Batch, *rest: Any) -> Gradients:
         """The sum over micro-batches."""
         if training.accumulation == 1:
-            return gradient(parameters, batch, key, loss_scale, num_targets)
+            return gradient(parameters, batch, *rest)
+        state, key, loss_scale, num_targets = rest
 
-        def add(sums: tuple[jax.Array, Parameters], micro: tuple[Batch, jax.Array]):
-            part = gradient(parameters, micro[0], micro[1], loss_scale, num_targets)
-            return jax.tree.map(jnp.add, sums, part), None
+        def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
+            part = gradient(parameters, micro[0], state, micro[1], loss_scale, num_targets)
+            return added(sums, part), None
 
-        zeros = (jnp.zeros_like(num_targets), placed(jax.tree.map(jnp.zeros_like, parameters)))
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
-        return jax.lax.scan(add, zeros, (micro_batches, keys))[0]
+        first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
+        shapes = jax.eval_shape(
+            gradient, parameters, first[0], state, first[1], loss_scale, num_targets
+        )
+        start = dataclasses.replace(
+            nothing_added(shapes), gradients=placed(jax.tree.map(jnp.zeros_like, parameters))
+        )
+        return jax.lax.scan(add, start, (micro_batches, keys))[0]
 
+    total = accumulated
     if last:
         assert placement is not None
         total = summed_once(accumulated, placement=placement, model=model, axes=last)
-    else:
-        total = accumulated
 
     def of_batch(
-        parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
-    ) -> tuple[jax.Array, Parameters]:
-        return total(parameters, batch, key, loss_scale, count_targets(batch))
+        parameters: Parameters,
+        state: Parameters,
+        batch: Batch,
+        *,
+        key: jax.Array,
+        loss_scale: jax.Array,
+    ) -> Gradients:
+        return total(parameters, batch, state, key, loss_scale, count_targets(batch))
 
     return of_batch
 
@@ -203,9 +204,9 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 def make_evaluation_step(
     model: ModelDefinition,
 ) -> Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]]:
-    """(parameters, batch) -> (sum of nll in nats, number of counted targets)."""
+    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets)."""
 
-    def evaluation_step(parameters: Parameters, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return batch_loss(model, parameters, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
+    def evaluation_step(tree: Parameters, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        return batch_loss(model, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
 
     return evaluation_step

@@ -19,14 +19,11 @@ from jaxinfra.config.run import Remat, RunConfig, validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
-from jaxinfra.numerics.policy import policy_of
+from jaxinfra.numerics.policy import held_as_computed, policy_of
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
-from jaxinfra.parallel.attend import attention_on
-from jaxinfra.parallel.gather import gather_on
-from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
@@ -60,7 +57,7 @@ class Job:
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
-    evaluation_step: Wrapped  # (parameters, batch) -> (nll, targets), jitted
+    evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
     choice: Choice | None = None  # of recomputation, where the config left it open
 
     def initialize(self) -> TrainState[jax.Array]:
@@ -73,6 +70,7 @@ class Job:
         def around(parameters: Parameters) -> TrainState[jax.Array]:
             return state_around(
                 parameters,
+                self.model.initial_state(),
                 self.optimizer,
                 precision=self.config.precision,
                 seed=self.config.training.seed,
@@ -137,7 +135,7 @@ class Job:
 
         Processes whose devices differ in other mesh axes only hold the same part.
         """
-        shards = self.placement.constraint().batch_shards
+        shards = self.placement.batch_shards
         held = self.placement.sharding((BATCH,)).addressable_devices_indices_map((shards,))
         mine = sorted({index[0].indices(shards)[0] for index in held.values() if index})
         first, count = mine[0], len(mine)
@@ -178,16 +176,13 @@ def make_job(
     )
     policy = policy_of(config.precision)
     if config.lora is not None:
-        # What nothing trains needs no fp32 masters: it is held as it is used.
-        policy = dataclasses.replace(policy, param=policy.compute)
-    execution = Execution(
+        policy = held_as_computed(policy)
+    execution = execution_on(
+        placement,
         policy=policy,
-        attend=attention_on(
-            placement, implementation=training.attention, method=training.context_method
-        ),
-        lookup=lookup_on(placement),
-        constrain=placement.constraint(),
-        gather=gather_on(placement, keep=config.sharding.keep_gathered, compute=policy.compute),
+        attention=training.attention,
+        context_method=training.context_method,
+        keep_gathered=config.sharding.keep_gathered,
         remat=training.remat,
         unroll=training.unroll,
     )
@@ -213,6 +208,7 @@ def make_job(
             optimizer,
             learning_rate=learning_rate(config.optimizer, steps=training.steps),
             precision=config.precision,
+            next_model_state=model.next_state,
             updates=placement.updates(model),
         )
 
@@ -243,7 +239,7 @@ def make_job(
         ),
         evaluation_step=jax.jit(
             _of_frozen(make_evaluation_step, model),
-            in_shardings=(*base, shardings.parameters, rows),
+            in_shardings=(*base, shardings.tree, rows),
         ),
     )
 

@@ -13,6 +13,7 @@ from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.models.definition import Parameters
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.job import Job
+from jaxinfra.training.state import State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,27 +24,25 @@ class NonFinite:
     details: dict[str, Any]
 
 
-def locate_nonfinite(
-    job: Job, parameters: Parameters, batches: TrainIterator, *, step: int
-) -> NonFinite:
+def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: int) -> NonFinite:
     """Computes the gradient of each rank's rows of a step's batch alone. A collective.
 
     The other ranks' rows are replaced by rows that count nothing, so what is not finite then comes
     from the rows left. It costs a compilation, once, and a gradient a part of the batch.
 
     Args:
-        parameters: those of the step, or what they became: a step that is not finite changes none.
+        state: before the step, or after it: a step that is not finite changes no parameter.
     """
-    parts = job.placement.constraint().batch_shards
+    parts = job.placement.batch_shards
     batch = job.put(batches.batch(step - 1))
     key = jax.random.key(0)
     alone = jax.jit(
-        lambda parameters, batch, part: _gradient_of(job, parameters, batch, part, parts, key),
+        lambda state, batch, part: _gradient_of(job, state, batch, part, parts, key),
         out_shardings=job.placement.replicated,
     )
     found = []
     for part in range(parts):
-        loss, flags = jax.device_get(alone(parameters, batch, part))
+        loss, flags = jax.device_get(alone(state, batch, part))
         tensors = _names(job, flags)
         if tensors or not np.isfinite(loss):
             found.append((part, float(loss), tensors))
@@ -63,7 +62,7 @@ def locate_nonfinite(
 
 
 def _gradient_of(
-    job: Job, parameters: Parameters, batch: Batch, part: jax.Array, parts: int, key: jax.Array
+    job: Job, state: State, batch: Batch, part: jax.Array, parts: int, key: jax.Array
 ) -> tuple[jax.Array, Parameters]:
     num_rows = batch.tokens.shape[0]
     mine = jnp.arange(num_rows) // (num_rows // parts) == part
@@ -71,19 +70,19 @@ def _gradient_of(
         lambda x: jnp.where(mine.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x)), batch
     )
     scale = jnp.ones((), batch.weights.dtype)
-    loss, gradients = job.gradient(parameters, kept, key=key, loss_scale=scale)
+    learned = job.gradient(state.parameters, state.model_state, kept, key=key, loss_scale=scale)
 
     def flags(gradient: jax.Array, leaf: Any) -> jax.Array:
         first = 1 if leaf.dims and leaf.dims[0] == LAYERS else 0
         return ~jnp.all(jnp.isfinite(gradient), axis=tuple(range(first, gradient.ndim)))
 
-    return loss, jax.tree.map(flags, gradients, job.model.dims)
+    return learned.loss, jax.tree.map(flags, learned.gradients, job.model.dims)
 
 
 def _names(job: Job, flags: Parameters) -> list[str]:
     """Tensors that are not finite, deepest layer first: the backward pass starts there."""
     found = []
-    pattern = len(job.config.model.blocks)
+    numbers = {place: number for number, place in enumerate(job.config.model.layer_places)}
     for path, flag in jax.tree_util.tree_leaves_with_path(flags):
         name = path_name(path)
         if flag.ndim == 0:
@@ -91,7 +90,7 @@ def _names(job: Job, flags: Parameters) -> list[str]:
             continue
         position = name.split("/")[1] if name.startswith("blocks/") else "0"
         for repetition in np.nonzero(flag)[0]:
-            layer = int(repetition) * pattern + int(position)
+            layer = numbers[int(position), int(repetition)]
             found.append((layer, f"layer {layer}: {name}"))
     return [name for _, name in sorted(found, reverse=True)]
 

@@ -15,8 +15,10 @@ from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.data.batch import Batch
+from jaxinfra.layers.passes import Pass
 from jaxinfra.layers.rope import RopeTable
 from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.models.gradients import Gradients
 from jaxinfra.parallel.pipeline.executor import HeadSums, StageFunctions, run_pipeline
 from jaxinfra.parallel.pipeline.layer_order import (
     layer_places,
@@ -31,10 +33,6 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
 
 _PIPE = MeshAxis.PIPE.value
-
-# Whether the last stage takes the loss as a step without stages does (on Hopper, our kernel). Equal
-# to one device's on CPUs, compiled for H200s, and not yet timed there: DECISIONS 31.
-LOSS_OF_OWN_TOKENS = False
 
 
 @jax.tree_util.register_dataclass
@@ -80,13 +78,13 @@ def make_pipeline_gradient(
         backward_ticks=pipeline.backward_ticks,
     )
     program = make_tick_program(schedule)
-    places = layer_places(model.config.num_groups, schedule.num_positions)
+    (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack
+    places = layer_places(repeats, schedule.num_positions)
     functions = stage_functions(
         model,
         z_loss=training.z_loss,
         label_smoothing=training.label_smoothing,
         places=places,
-        placement=placement,
     )
     drops_out = model.config.dropout_rate > 0.0
 
@@ -98,8 +96,14 @@ def make_pipeline_gradient(
         return loss, to_natural_order(d_weights, schedule, axis=_PIPE), d_shared
 
     def of_batch(
-        parameters: Parameters, batch: Batch, *, key: jax.Array, loss_scale: jax.Array
-    ) -> tuple[jax.Array, Parameters]:
+        parameters: Parameters,
+        state: Parameters,
+        batch: Batch,
+        *,
+        key: jax.Array,
+        loss_scale: jax.Array,
+    ) -> Gradients:
+        assert not state, "stages hand out gradients only"
         weight = 1.0 / count_targets(batch)
         key = jax.random.split(key, micro_batches) if micro_batches > 1 else key[None]
         micro = _Micro(
@@ -121,11 +125,12 @@ def make_pipeline_gradient(
             check_vma=False,
         )(pad_layers(parameters["blocks"], places), shared, micro)
         shardings = placement.gradients(model)
-        if len(places) > model.config.num_groups:  # what pads is left out where each device has all
+        if len(places) > repeats:  # what pads is left out where each device has all
             d_blocks = jax.lax.with_sharding_constraint(d_blocks, shardings["blocks"])
             d_blocks = unpad_layers(d_blocks, places)
         gradients = {name: d_shared.get(name, d_blocks) for name in parameters}
-        return loss, jax.lax.with_sharding_constraint(gradients, shardings)
+        gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+        return Gradients(loss=loss, gradients=gradients, sums=(), state={})
 
     return of_batch
 
@@ -136,7 +141,6 @@ def stage_functions(
     z_loss: float,
     label_smoothing: float,
     places: np.ndarray,
-    placement: Placement,
 ) -> StageFunctions:
     """A decoder in the pieces that stages run; a layer is one repetition of its block pattern.
 
@@ -155,7 +159,7 @@ def stage_functions(
         if micro.key is None:
             return None, None
         embed_key, blocks_key = jax.random.split(micro.key)
-        return embed_key, jax.random.split(blocks_key, (config.num_groups, len(config.blocks)))
+        return embed_key, jax.random.split(blocks_key, (config.repeats[0], len(config.blocks)))
 
     def embed(shared: Any, micro: _Micro) -> jax.Array:
         positions = positions_of(micro.batch)
@@ -179,17 +183,17 @@ def stage_functions(
         def repetition(x_BTD: jax.Array, weights: Any) -> jax.Array:
             decoder = model.bind({"blocks": weights})
             for i, (block, rope) in enumerate(zip(decoder.blocks, context.ropes, strict=True)):
-                x_BTD, _ = block(
-                    x_BTD,
-                    rope=rope,
+                given = Pass(
                     positions_BT=context.positions,
                     segment_ids_BT=context.segment_ids,
+                    rope=rope,
                     dropout_key=None if context.keys is None else context.keys[i],
                 )
+                x_BTD = block(x_BTD, given).x
             return x_BTD
 
         with jax.named_scope("layer"):
-            return model.bind({}).rematerialized(repetition)(x_BTD, weights)
+            return model.bind({}).rematerialized(repetition, in_loop=True)(x_BTD, weights)
 
     def head(shared: Any, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
         hidden_BTD = model.bind(shared).normalized(x_BTD)
@@ -200,7 +204,6 @@ def stage_functions(
             micro.batch,
             z_loss=z_loss,
             label_smoothing=label_smoothing,
-            placement=placement if LOSS_OF_OWN_TOKENS else None,
         )
         return HeadSums(objective=sums.total * micro.scale, loss=sums.nll * micro.weight)
 

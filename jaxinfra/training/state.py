@@ -8,7 +8,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxinfra.config.precision import PrecisionConfig
-from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged
 from jaxinfra.numerics.loss_scale import LossScale, initial_loss_scale
 from jaxinfra.parallel.place import Placement
 
@@ -22,9 +22,15 @@ class TrainState[Leaf]:
     skipped: Leaf  # int32 [], of them not applied because not finite
     skipped_in_a_row: Leaf  # int32 []
     parameters: Parameters
+    model_state: Parameters  # arrays that layers' rules change, not the optimizer; mostly none
     optimizer: optax.OptState
     loss_scale: LossScale[Leaf]
     rng: Leaf  # uint32 [2], key data; a step's keys are folded from it and ``step``
+
+    @property
+    def tree(self) -> Parameters:
+        """Parameters and state of the model, as ``ModelDefinition.bind`` takes them."""
+        return merged(self.parameters, self.model_state)
 
 
 type State = TrainState[jax.Array]
@@ -39,18 +45,24 @@ def initial_state(
 ) -> State:
     """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings."""
     init_key, _ = jax.random.split(jax.random.key(seed))
-    parameters = model.initialize(init_key)
-    return state_around(parameters, optimizer, precision=precision, seed=seed)
+    return state_around(
+        model.initialize(init_key),
+        model.initial_state(),
+        optimizer,
+        precision=precision,
+        seed=seed,
+    )
 
 
 def state_around(
     parameters: Parameters,
+    model_state: Parameters,
     optimizer: optax.GradientTransformation,
     *,
     precision: PrecisionConfig,
     seed: int,
 ) -> State:
-    """``initial_state`` with these parameters instead of random ones."""
+    """``initial_state`` with these parameters and this state instead of new ones."""
     _, rng = jax.random.split(jax.random.key(seed))
     zero = jnp.int32(0)
     return TrainState(
@@ -58,6 +70,7 @@ def state_around(
         skipped=zero,
         skipped_in_a_row=zero,
         parameters=parameters,
+        model_state=model_state,
         optimizer=optimizer.init(parameters),
         loss_scale=initial_loss_scale(precision),
         rng=jax.random.key_data(rng),
@@ -74,6 +87,7 @@ def state_shardings(
         skipped=whole,
         skipped_in_a_row=whole,
         parameters=placement.parameters(model),
+        model_state=placement.model_state(model),
         optimizer=placement.optimizer(optimizer, model),
         loss_scale=LossScale(value=whole, finite_steps=whole),
         rng=whole,

@@ -11,6 +11,7 @@ import optax
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
+from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.training.gradients import GradientFunction
 from jaxinfra.training.state import State, TrainState
@@ -39,6 +40,7 @@ def make_train_step(
     *,
     learning_rate: optax.Schedule,
     precision: PrecisionConfig,
+    next_model_state: Callable[[Parameters, Any, Parameters], Parameters],
     updates: Any = None,
 ) -> TrainStep:
     """Builds the step; jit it with the state donated.
@@ -46,15 +48,21 @@ def make_train_step(
     A step whose loss or gradient is not finite changes nothing but the counters and the loss scale.
 
     Args:
+        next_model_state: ``ModelDefinition.next_state``.
         updates: shardings of what the optimizer works on, a tree as the parameters'; where those
             lie otherwise, each device updates its share and the shares are gathered.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
-        loss, gradients = gradient(
-            state.parameters, batch, key=key, loss_scale=state.loss_scale.value
+        learned = gradient(
+            state.parameters,
+            state.model_state,
+            batch,
+            key=key,
+            loss_scale=state.loss_scale.value,
         )
+        loss, gradients = learned.loss, learned.gradients
         with jax.named_scope("optimizer"):
             old = state.parameters
             if updates is not None:
@@ -74,6 +82,10 @@ def make_train_step(
                 skipped=state.skipped + skip,
                 skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
                 parameters=applied(parameters, old),
+                model_state=applied(
+                    next_model_state(state.model_state, learned.sums, learned.state),
+                    state.model_state,
+                ),
                 optimizer=applied(moments, state.optimizer),
                 loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=precision),
                 rng=state.rng,

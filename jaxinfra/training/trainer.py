@@ -267,7 +267,7 @@ class Trainer:
         """A step that was not applied because something in it was not finite: what, and where."""
         if self._job.scales_dynamically and float(values.loss_scale) > 1.0:
             return  # too large a loss scale: found by trying, and no fault
-        found = locate_nonfinite(self._job, self._state.parameters, self._batches, step=step)
+        found = locate_nonfinite(self._job, self._state, self._batches, step=step)
         self._watch.incident("not finite", step=step, text=found.text, **found.details)
 
     def _watch_copies(self) -> None:
@@ -342,7 +342,7 @@ class Trainer:
         try:
             result = evaluate_heldout(
                 self._job,
-                self._state.parameters,
+                self._state.tree,
                 self._corpus.heldout,
                 stop=self._is_to_stop_evaluating,
             )

@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.weights.model_directory import read_model_directory
@@ -41,13 +41,10 @@ def load_pretrained(
     directory = read_model_directory(path)
     placement = Placement(mesh=make_mesh(mesh or MeshConfig(), devices=jax.local_devices()))
     # Names and shapes do not depend on the policy, and the files say which one fits them.
-    source = directory.open(define_model(directory.config, Execution()))
+    source = directory.open(define_model(directory.config, execution_on()))
     if policy is None:
         policy = _policy_of(source.dtype("embedding/table"))
-    execution = Execution(
-        policy=dataclasses.replace(POLICIES[policy], param=POLICIES[policy].compute),
-        constrain=placement.constraint(),
-    )
+    execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
     definition = define_model(directory.config, execution)
     shardings = placement.parameters(definition)
     return PretrainedModel(

@@ -33,10 +33,10 @@ _SETTINGS = {
     "data.tokenizer.kind": "bytes",
     "model.vocab_size": 300,
     "model.model_dim": 32,
-    "model.num_layers": 2,
+    "model.stacks.0.repeats": 2,
     "model.dropout_rate": 0.1,
-    "model.blocks.0.attention.head_dim": 8,
-    "model.blocks.0.mlp.hidden_dim": 64,
+    "model.stacks.0.pattern.0.mixer.head_dim": 8,
+    "model.stacks.0.pattern.0.feed_forward.hidden_dim": 64,
 }
 
 

@@ -23,7 +23,10 @@ SETTINGS = {
     ),
     "seed": (["--seed", str(10**30)], ["seed", str(10**30)]),
     "fraction": (["--set=data.heldout_fraction=2"], ["heldout_fraction=2", "(0, 1)"]),
-    "heads": (["--set=model.blocks.0.attention.num_q_heads=3"], ["num_q_heads=3", "multiple"]),
+    "heads": (
+        ["--set=model.stacks.0.pattern.0.mixer.num_q_heads=3"],
+        ["num_q_heads=3", "multiple"],
+    ),
     "micro-batch": (["--set=training.accumulation=3"], ["batch_size=8", "accumulation=3"]),
     "axis": (["--mesh", "fdsp=2"], ["unknown mesh axis 'fdsp'", "did you mean 'fsdp'"]),
     "axis size": (["--mesh", "fsdp=two"], ["'fsdp=two'", "whole size"]),
@@ -226,12 +229,12 @@ def test_evaluate_a_step_that_is_not_there(bench, whole):
 
 
 # Compiled for one test each.
-SMALL = {"training__accumulation": 1, "model__num_layers": 1, "model__dropout_rate": 0.0}
+SMALL = {"training__accumulation": 1, "model__stacks__0__repeats": 1, "model__dropout_rate": 0.0}
 
 
 def test_a_model_that_no_device_holds_is_told_in_one_line(bench):
     """Started again it would fail again: exit 1, and no 74 where there are others."""
-    too_wide = "--set=model.blocks.0.mlp.hidden_dim=1000000000000"
+    too_wide = "--set=model.stacks.0.pattern.0.feed_forward.hidden_dim=1000000000000"
     words = ["Out of memory", "jaxinfra plan", "--remat"]
     assert_refused(bench, [*bench.new("run", **SMALL), too_wide], words)
 

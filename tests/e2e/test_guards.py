@@ -22,7 +22,7 @@ SETTINGS = {
     "training__evaluate_every": 6,
     "training__log_every": 100,
     "reliability__hash_every": 3,
-    "model__num_layers": 1,
+    "model__stacks__0__repeats": 1,
     "model__dropout_rate": 0.0,
 }
 SPIKE = {"reliability__spike_factor": 1.2, "reliability__spike_window": 4}

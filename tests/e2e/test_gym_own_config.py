@@ -43,11 +43,11 @@ def test_a_model_too_large_for_this_machine_is_refused(tmp_path, capsys, monkeyp
     memory = tmp_path / "meminfo"
     memory.write_text("MemTotal: 99999999 kB\nMemAvailable:      8 kB\n")
     monkeypatch.setattr(own_config, "_MEMORY", memory)
-    options = ["tiny", "--set=model.num_layers=1"]
+    options = ["tiny", "--set=model.stacks.0.repeats=1"]
     assert main(["gym", "--logs", str(tmp_path / "logs"), "1", "--", *options]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "in 3 copies of the state" in line
-    assert "model.num_layers=2" in line
+    assert "model.stacks.0.repeats=2" in line
 
 
 @pytest.mark.slow
@@ -55,12 +55,12 @@ def test_a_model_too_large_for_this_machine_is_refused(tmp_path, capsys, monkeyp
 def test_faults_of_a_config_file(tmp_path, capsys):
     """Edited by hand: another model, two micro-batches, dropout, bf16, a mesh and steps."""
     settings = {
-        "model.num_layers": 3,
+        "model.stacks.0.repeats": 3,
         "model.model_dim": 48,
         "model.dropout_rate": 0.1,
         "model.vocab_size": 300,
-        "model.blocks.0.attention.head_dim": 12,
-        "model.blocks.0.mlp.hidden_dim": 96,
+        "model.stacks.0.pattern.0.mixer.head_dim": 12,
+        "model.stacks.0.pattern.0.feed_forward.hidden_dim": 96,
         "training.accumulation": 2,
         "training.sequence_length": 32,
         "training.steps": 50_000,

@@ -25,7 +25,7 @@ def test_a_pipeline_trains_resumes_on_one_device_and_back(bench, num_layers):
     """Four steps in a pipeline, two on one device, two in a pipeline of another schedule: losses
     of a run that never saw a pipeline, as near as rounding leaves them after eight steps.
     """
-    settings = {**SHORT, "model__num_layers": num_layers}
+    settings = {**SHORT, "model__stacks__0__repeats": num_layers}
     piped = bench.new("run", **settings)
     ended = bench.run([*piped, "--mesh", "pipe=2", "--schedule", "zb_h1"], before=two_devices)
     assert ended.code == 0, ended

@@ -233,7 +233,9 @@ def test_evaluate_on_another_text(bench, whole, tmp_path):
 
 
 def test_profile_has_names_that_people_read(bench):
-    short = bench.new("run", training__steps=6, training__accumulation=1, model__num_layers=1)
+    short = bench.new(
+        "run", training__steps=6, training__accumulation=1, model__stacks__0__repeats=1
+    )
     arguments = [*short, "--profile", "3:5", "--mesh", "fsdp=2"]
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     ended = bench.run(arguments, environment=two)

@@ -8,8 +8,8 @@ import pytest
 from jaxinfra.config.codec import to_json
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
 
@@ -26,7 +26,7 @@ MESHES = {
 def describe(preset: str) -> str:
     """The resolved run, and a row for each parameter: path | shape | dtype | dims | spec."""
     run = run_preset(preset)
-    model = define_model(run.model, Execution())
+    model = define_model(run.model, execution_on())
     shardings = Placement(mesh=make_mesh(parse_mesh(MESHES[preset]))).parameters(model)
     rows = [("path", "shape", "dtype", "dims", f"spec on {MESHES[preset]}")]
     for (path, shape), named, sharding in zip(

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.numerics.einsum import mixed_einsum
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.multiply import multiply
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +27,8 @@ def test_bf16_products_sum_in_fp32(shape):
     exact = np.asarray(x, np.float64)[0] @ np.asarray(w, np.float64)
 
     def product(x, w):
-        return mixed_einsum("BTD,DF->BTF", x, w, compute=jnp.bfloat16, accum=jnp.float32)
+        recipe = Recipe(compute=jnp.dtype("bfloat16"), accum=jnp.dtype("float32"))
+        return multiply("BTD,DF->BTF", x, w, recipe=recipe)
 
     got = np.asarray(jax.jit(product)(x, w)[0], np.float64)
     # One rounding to bf16 at the end, and fp32 sums far below it.

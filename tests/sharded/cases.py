@@ -15,29 +15,27 @@ import optax
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormKind,
     NormPlacement,
-    RopeConfig,
+    stacked,
 )
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
-from jaxinfra.parallel.attend import attention_on
-from jaxinfra.parallel.gather import gather_on
-from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
@@ -57,15 +55,14 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 def llama_like() -> ModelConfig:
     """GQA, rotary, RMSNorm, SwiGLU, tied embeddings."""
     block = BlockConfig(
-        attention=AttentionConfig(num_q_heads=8, num_kv_heads=4, head_dim=6, rope=RopeConfig()),
-        mlp=MlpConfig(hidden_dim=40),
+        mixer=GroupedAttentionConfig(num_q_heads=8, num_kv_heads=4, head_dim=6, rope=RopeConfig()),
+        feed_forward=MlpConfig(hidden_dim=40),
     )
     return ModelConfig(
         vocab_size=64,
         model_dim=32,
-        num_layers=2,
         max_positions=64,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=2),
         tie_embeddings=True,
         init_std=0.2,
     )
@@ -75,15 +72,15 @@ def gpt_like() -> ModelConfig:
     """Learned positions, LayerNorm, GELU, biases everywhere, untied embeddings."""
     norm = NormConfig(kind=NormKind.LAYER, bias=True)
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=4, num_kv_heads=4, head_dim=6, rope=None, qkv_bias=True, out_bias=True
         ),
-        mlp=MlpConfig(hidden_dim=40, kind=MlpKind.GELU, bias=True),
+        feed_forward=MlpConfig(hidden_dim=40, kind=MlpKind.GELU, bias=True),
         norm=norm,
     )
     return dataclasses.replace(
         llama_like(),
-        blocks=(block,),
+        stacks=stacked(block, num_layers=llama_like().num_layers),
         learned_positions=True,
         final_norm=norm,
         tie_embeddings=False,
@@ -95,7 +92,7 @@ def gemma_like() -> ModelConfig:
     offsets, a scaled embedding.
     """
     norm = NormConfig(scale_offset=1.0)
-    attention = AttentionConfig(
+    attention = GroupedAttentionConfig(
         num_q_heads=8,
         num_kv_heads=4,
         head_dim=6,
@@ -106,8 +103,8 @@ def gemma_like() -> ModelConfig:
     )
     windowed, whole = (
         BlockConfig(
-            attention=dataclasses.replace(attention, window=window),
-            mlp=MlpConfig(hidden_dim=40, kind=MlpKind.GEGLU_TANH),
+            mixer=dataclasses.replace(attention, window=window),
+            feed_forward=MlpConfig(hidden_dim=40, kind=MlpKind.GEGLU_TANH),
             norm=norm,
             norm_placement=NormPlacement.SANDWICH,
         )
@@ -115,8 +112,7 @@ def gemma_like() -> ModelConfig:
     )
     return dataclasses.replace(
         llama_like(),
-        num_layers=4,
-        blocks=(windowed, whole),
+        stacks=stacked(windowed, whole, num_layers=4),
         final_norm=norm,
         embedding_scale=5.5,
         logit_soft_cap=3.0,
@@ -158,7 +154,7 @@ def precision_of(policy: PolicyName) -> PrecisionConfig:
 
 @functools.cache
 def _drawn(config: ModelConfig) -> Any:
-    model = define_model(config, Execution())
+    model = define_model(config, execution_on())
     draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
     return jax.device_get(draw(jax.random.key(0)))
 
@@ -218,16 +214,11 @@ def build(
     placement = Placement(
         mesh=make_mesh(mesh, devices=devices), rules=state_rules(sharding or ShardingConfig())
     )
-    execution = Execution(
+    execution = execution_on(
+        placement,
         policy=policy_of(precision),
-        attend=attention_on(placement, method=context_method),
-        lookup=lookup_on(placement),
-        constrain=placement.constraint(),
-        gather=gather_on(
-            placement,
-            keep=bool(sharding and sharding.keep_gathered),
-            compute=policy_of(precision).compute,
-        ),
+        context_method=context_method,
+        keep_gathered=bool(sharding and sharding.keep_gathered),
         remat=remat,
         unroll=unroll,
     )
@@ -246,6 +237,7 @@ def build(
         optimizer,
         learning_rate=learning_rate(optimizer_config, steps=STEPS),
         precision=precision,
+        next_model_state=model.next_state,
         updates=placement.updates(model),
     )
     shardings = state_shardings(model, optimizer, placement)

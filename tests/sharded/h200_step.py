@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--preset", default="llama32_1b", help="whose shapes, of 4 layers")
     args = parser.parse_args()
     devices, facts = compile_only_devices(find_device("h200"), 4)
-    run = runs.pretraining(dataclasses.replace(MODELS[args.preset](), num_layers=LAYERS))
+    run = runs.pretraining(MODELS[args.preset]().with_layers(LAYERS))
     training = dataclasses.replace(
         run.training,
         batch_size=ROWS,

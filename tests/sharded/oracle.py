@@ -99,11 +99,11 @@ def _block(config: BlockConfig, weights: Any, x, positions, segments):
         return x + y
 
     x = branch("attention", lambda y: _attention(config, weights, y, positions, segments), x)
-    return branch("mlp", lambda y: _mlp(config.mlp.kind, weights["mlp"], y), x)
+    return branch("mlp", lambda y: _mlp(config.feed_forward.kind, weights["mlp"], y), x)
 
 
 def _attention(block: BlockConfig, weights: Any, x, positions, segments):
-    config, weights = block.attention, weights["attention"]
+    config, weights = block.mixer, weights["attention"]
 
     def project(name):
         y = jnp.tensordot(x, weights[name]["weight"], axes=1)

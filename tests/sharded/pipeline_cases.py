@@ -12,10 +12,8 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.parallel.attend import attention_on
-from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
@@ -55,10 +53,9 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
         mesh=make_mesh(case.mesh, devices=jax.devices()[: case.mesh.num_devices]),
         rules=state_rules(ShardingConfig()),
     )
-    execution = Execution(
-        attend=attention_on(placement, method=case.context_method),
-        lookup=lookup_on(placement),
-        constrain=placement.constraint(),
+    execution = execution_on(
+        placement,
+        context_method=case.context_method,
         remat=case.remat,
     )
     model = define_model(case.model, execution)
@@ -90,7 +87,7 @@ def compiled(case: Case) -> tuple[jax.stages.Compiled, Placement, ModelDefinitio
         case.batch,
     )
     key, scale = _key_and_scale(placement)
-    lowered = jax.jit(gradient).lower(arguments, batch, key=key, loss_scale=scale)
+    lowered = jax.jit(gradient).lower(arguments, {}, batch, key=key, loss_scale=scale)
     return lowered.compile(COMPILER_OPTIONS), placement, model
 
 
@@ -105,13 +102,14 @@ def loss_and_gradients(case: Case) -> tuple[np.ndarray, Any]:
     parameters = jax.device_put(drawn(case.model), placement.parameters(model))
     batch = jax.device_put(case.batch, placement.batch)
     key, scale = _key_and_scale(placement)
-    return jax.device_get(program(parameters, batch, key=key, loss_scale=scale))
+    learned = program(parameters, {}, batch, key=key, loss_scale=scale)
+    return jax.device_get((learned.loss, learned.gradients))
 
 
 @functools.cache
 def drawn(config: ModelConfig) -> Any:
     """Initial parameters, on the host."""
-    model = define_model(config, Execution())
+    model = define_model(config, execution_on())
     draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
     return jax.device_get(draw(jax.random.key(0)))
 

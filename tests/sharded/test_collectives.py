@@ -103,7 +103,7 @@ def test_table_gradient_is_reduced_once_not_once_a_chunk():
     """
     config = dataclasses.replace(CONFIG, vocab_size=16_384, tie_embeddings=False)
     built = build(config, mesh=MeshConfig(replica=4, fsdp=2), sequence_length=64)
-    assert built.model.execution.constrain.batch_shards == 8
+    assert built.placement.batch_shards == 8
     batch = packed_batch(length=64)
     compiled = built.step.lower(jax.eval_shape(built.initialize), batch).compile()
     in_loss = in_scope(collectives(compiled), "loss")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.ops.attention import attention
@@ -46,8 +46,8 @@ class Case:
     dtype: str = "float32"
 
     @property
-    def config(self) -> AttentionConfig:
-        return AttentionConfig(
+    def config(self) -> GroupedAttentionConfig:
+        return GroupedAttentionConfig(
             num_q_heads=N,
             num_kv_heads=self.num_kv_heads,
             head_dim=H,

@@ -62,7 +62,7 @@ def test_a_step_sends_keys_round_and_sums_gradients_and_nothing_else():
     sends = [each for each in found if each.kind == "collective-permute"]
     assert all("attention/core" in each.scope for each in sends)
     layers, tokens = llama_like().num_layers, 8 * 16 // 2
-    attention = llama_like().blocks[0].attention
+    attention = llama_like().blocks[0].mixer
     expected = context_bytes(
         RING,
         num_shards=2,

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.layers.dropout import dropout
-from jaxinfra.layers.execution import Execution
 from jaxinfra.parallel.context.zigzag import to_zigzag
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 
@@ -20,7 +20,7 @@ X = np.ones((8, 8, 6), np.float32)
 @functools.cache
 def alone() -> np.ndarray:
     kept = jax.jit(
-        lambda x: dropout(x, rate=0.5, key=jax.random.key(3), constrain=Execution().constrain)
+        lambda x: dropout(x, rate=0.5, key=jax.random.key(3), place=execution_on().place)
     )(X)
     assert 0 < np.count_nonzero(kept) < kept.size
     return np.asarray(kept)
@@ -41,7 +41,7 @@ def test_mask_does_not_depend_on_the_mesh(mesh, spec):
     sharding = NamedSharding(placement.mesh, spec)
 
     def drop(x):
-        return dropout(x, rate=0.5, key=jax.random.key(3), constrain=placement.constraint())
+        return dropout(x, rate=0.5, key=jax.random.key(3), place=placement.constraint())
 
     on_mesh = jax.jit(drop, in_shardings=sharding, out_shardings=sharding)(X)
     expected = alone() if mesh.context == 1 else to_zigzag(alone(), mesh.context)
@@ -53,7 +53,7 @@ def test_rows_apart_draw_as_within_the_batch():
     rows = PartitionSpec("replica")
 
     def drop(x):
-        return dropout(x, rate=0.5, key=jax.random.key(3), constrain=placement.constraint())
+        return dropout(x, rate=0.5, key=jax.random.key(3), place=placement.constraint())
 
     apart = jax.shard_map(
         drop, mesh=placement.mesh, in_specs=rows, out_specs=rows, axis_names={"replica"}

@@ -26,7 +26,7 @@ GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
 
 
 def with_layers(make, num_layers: int):
-    return dataclasses.replace(make(), num_layers=num_layers)
+    return make().with_layers(num_layers)
 
 
 def check(case: Case) -> None:

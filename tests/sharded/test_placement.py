@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
 from jaxinfra.parallel.rules import StateRules
@@ -103,7 +103,7 @@ def test_specs():
 
 def test_a_dim_that_does_not_divide_is_refused():
     placement = Placement(mesh=make_mesh(MeshConfig(tensor=8)))
-    model = define_model(dataclasses.replace(llama_like(), vocab_size=60), Execution())
+    model = define_model(dataclasses.replace(llama_like(), vocab_size=60), execution_on())
     with pytest.raises(ConfigError, match=r"kv_heads=4 does not divide over tensor = 8 devices"):
         placement.parameters(model)
 

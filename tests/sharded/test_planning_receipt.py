@@ -11,7 +11,7 @@ from jaxinfra.planning.layout import UNROLLED, Layout, Recompute
 from jaxinfra.planning.receipt import compile_on_cpu, run_config
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
-UNTIED = dataclasses.replace(llama_like(), vocab_size=128, num_layers=3, tie_embeddings=False)
+UNTIED = dataclasses.replace(llama_like().with_layers(3), vocab_size=128, tie_embeddings=False)
 MODELS = {"llama": UNTIED, "tied": llama_like(), "gpt": gpt_like(), "gemma": gemma_like()}
 
 

@@ -7,16 +7,9 @@ import pytest
 
 from jaxinfra.config.codec import from_dict, override, to_dict, to_json
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.model import (
-    LinearScaling,
-    Llama3Scaling,
-    MlpKind,
-    NormConfig,
-    NtkScaling,
-    RopeConfig,
-    YarnScaling,
-)
+from jaxinfra.config.model import MlpKind, NormConfig
 from jaxinfra.config.presets import MODELS, run_preset
+from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
 from jaxinfra.config.run import RunConfig, validate
 from jaxinfra.core.errors import ConfigError
 
@@ -61,9 +54,9 @@ def test_settings_reach_every_kind_of_field():
             "optimizer.clip_norm=none",
             " mesh.fsdp = 2 ",
             "precision.policy=bf16",
-            "model.blocks.0.mlp.kind=geglu",
-            "model.blocks.0.attention.qk_norm={}",
-            'model.blocks.0.attention.rope.scaling={"kind": "LinearScaling", "factor": 2}',
+            "model.stacks.0.pattern.0.feed_forward.kind=geglu",
+            "model.stacks.0.pattern.0.mixer.qk_norm={}",
+            'model.stacks.0.pattern.0.mixer.rope.scaling={"kind": "LinearScaling", "factor": 2}',
             "data.source=/some/where=else",
             "model.tie_embeddings=false",
         ],
@@ -75,9 +68,9 @@ def test_settings_reach_every_kind_of_field():
     assert run.optimizer.clip_norm is None
     assert run.mesh == MeshConfig(fsdp=2)
     assert run.precision.policy == "bf16"
-    assert block.mlp.kind is MlpKind.GEGLU
-    assert block.attention.qk_norm == NormConfig()
-    assert block.attention.rope == RopeConfig(scaling=LinearScaling(factor=2.0))
+    assert block.feed_forward.kind is MlpKind.GEGLU
+    assert block.mixer.qk_norm == NormConfig()
+    assert block.mixer.rope == RopeConfig(scaling=LinearScaling(factor=2.0))
     assert run.data.source == "/some/where=else"
     assert run.model.tie_embeddings is False
     assert override(run, []) == run
@@ -87,7 +80,7 @@ WRONG_SETTINGS = {
     # Names, with the nearest one.
     "training.stepz=3": r"no setting 'training.stepz'.*did you mean 'steps'\? Known: .*batch_size",
     "trainer.steps=3": r"unknown name 'trainer'; did you mean 'training'\?",
-    "model.blocks.1.mlp.bias=true": r"unknown name '1'; Known: 0",
+    "model.stacks.0.pattern.1.feed_forward.bias=true": r"unknown name '1'; Known: 0",
     "training.steps": r"'training.steps' has no value; write path=value",
     "precision.policy=bf61": r"'bf61' is no PolicyName; did you mean 'bf16'\? Known: bf16, fp16",
     # Types mean what they say.
@@ -104,22 +97,22 @@ WRONG_SETTINGS = {
     "data.tokenizer.kind=file": r"kind=file with path=None: a path goes with kind=file",
     "data.tokenizer.path=x.json": r"kind=bpe with path='x.json'.*only with it",
     "mesh.tensor=0": r"mesh axis tensor=0 must be at least 1",
-    "model.blocks.0.attention.num_kv_heads=3": r"num_q_heads=4 is not a multiple of "
+    "model.stacks.0.pattern.0.mixer.num_kv_heads=3": r"num_q_heads=4 is not a multiple of "
     r"num_kv_heads=3; query heads share key/value heads in equal groups",
-    "model.blocks.0.attention.head_dim=0": r"head_dim=0 must be positive",
-    "model.blocks.0.attention.head_dim=7": r"head_dim=7.*even",
-    "model.blocks.0.attention.window=0": r"window=0 must be at least 1 \(a token sees itself\)",
-    "model.blocks.0.attention.logit_soft_cap=0": r"logit_soft_cap=0.0 must be positive, or none",
-    "model.blocks.0.attention.rope.theta=1": r"theta=1.0 must exceed 1",
-    'model.blocks.0.attention.rope.scaling={"kind": "NtkScaling", "factor": 0}': r"scaling "
+    "model.stacks.0.pattern.0.mixer.head_dim=0": r"head_dim=0 must be positive",
+    "model.stacks.0.pattern.0.mixer.head_dim=7": r"head_dim=7.*even",
+    "model.stacks.0.pattern.0.mixer.window=0": r"window=0 must be at least 1 \(a token sees",
+    "model.stacks.0.pattern.0.mixer.logit_soft_cap=0": r"logit_soft_cap=0.0 must be positive",
+    "model.stacks.0.pattern.0.mixer.rope.theta=1": r"theta=1.0 must exceed 1",
+    'model.stacks.0.pattern.0.mixer.rope.scaling={"kind": "NtkScaling", "factor": 0}': r"scaling "
     r"factor=0.0 must be at least 1",
-    "model.blocks.0.mlp.hidden_dim=0": r"mlp hidden_dim=0 must be at least 1",
-    "model.blocks.0.norm.epsilon=0": r"norm epsilon=0.0 must be positive",
+    "model.stacks.0.pattern.0.feed_forward.hidden_dim=0": r"mlp hidden_dim=0 must be at least 1",
+    "model.stacks.0.pattern.0.norm.epsilon=0": r"norm epsilon=0.0 must be positive",
     "model.final_norm.epsilon=-1": r"norm epsilon=-1.0 must be positive",
     "model.logit_soft_cap=-2": r"logit_soft_cap=-2.0 must be positive, or none",
     "model.init_std=0": r"init_std=0.0 must be positive",
-    "model.num_layers=0": r"num_layers=0 is not a multiple of the block pattern's length 1",
-    "model.blocks=[]": r"block pattern's length 0",
+    "model.stacks.0.repeats=0": r"a stack of 0 repetitions of 1 blocks",
+    "model.stacks.0.pattern=[]": r"repetitions of 0 blocks",
     "model.vocab_size=0": r"vocab_size=0 must be at least 1",
     "model.model_dim=-1": r"model_dim=-1 must be at least 1",
     "model.max_positions=0": r"max_positions=0 must be at least 1",
@@ -167,7 +160,7 @@ IMPOSSIBLE = {
     r"max_positions=2048; shorten the sequence or raise model.max_positions",
     "optimizer.warmup_steps=100000": r"warmup_steps=100000 exceeds steps=",
     "mesh.tensor=4": r"num_kv_heads=2 does not divide over tensor=4; choose a tensor size",
-    "mesh.tensor=2 model.blocks.0.mlp.hidden_dim=5": r"mlp.hidden_dim=5 does not divide over",
+    "mesh.tensor=2 model.stacks.0.pattern.0.feed_forward.hidden_dim=5": r"hidden_dim=5 does not",
     "mesh.tensor=2 model.vocab_size=4097": r"vocab_size=4097 does not divide over tensor=2",
     "mesh.fsdp=2 model.model_dim=127": r"model_dim=127 does not divide over fsdp=2",
 }

@@ -16,8 +16,15 @@ from jaxinfra.cli import generate as cli_generate
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
-from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.serving.generate import TextPiece
@@ -28,13 +35,15 @@ from jaxinfra.training.job import make_job
 MODEL = ModelConfig(
     vocab_size=260,
     model_dim=16,
-    num_layers=2,
     max_positions=64,
-    blocks=(
+    stacks=stacked(
         BlockConfig(
-            attention=AttentionConfig(num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()),
-            mlp=MlpConfig(hidden_dim=24),
+            mixer=GroupedAttentionConfig(
+                num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()
+            ),
+            feed_forward=MlpConfig(hidden_dim=24),
         ),
+        num_layers=2,
     ),
     tie_embeddings=True,
     init_std=0.5,

@@ -6,7 +6,9 @@ import pathlib
 
 import pytest
 
-from jaxinfra.config.model import (
+from jaxinfra.config.model import stacked
+from jaxinfra.config.presets import MODELS
+from jaxinfra.config.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -14,7 +16,6 @@ from jaxinfra.config.model import (
     RopeConfig,
     YarnScaling,
 )
-from jaxinfra.config.presets import MODELS
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf import from_hf_config, to_hf_config
 
@@ -31,7 +32,7 @@ def without(name, *keys):
 
 
 def rope_of(config):
-    return config.blocks[0].attention.rope
+    return config.blocks[0].mixer.rope
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -161,16 +162,16 @@ def test_what_releases_default_differently_must_be_named(name, key, null_is_none
 
 
 def test_windows_by_layer():
-    assert [block.attention.window for block in from_hf_config(values("gemma2")).blocks] == [
+    assert [block.mixer.window for block in from_hf_config(values("gemma2")).blocks] == [
         7,
         None,
     ]
     older = without("qwen2", "layer_types")
     assert from_hf_config(older) == from_hf_config(values("qwen2"))
-    windows = [block.attention.window for block in from_hf_config(older).blocks]
+    windows = [block.mixer.window for block in from_hf_config(older).blocks]
     assert windows == [None, None, 7, 7]
     off = from_hf_config(older | {"use_sliding_window": False})
-    assert [block.attention.window for block in off.blocks] == [None]
+    assert [block.mixer.window for block in off.blocks] == [None]
 
 
 @pytest.mark.parametrize(
@@ -203,5 +204,5 @@ def test_models_without_a_counterpart_are_refused():
 def with_rope(rope):
     tiny = MODELS["tiny"]()
     (block,) = tiny.blocks
-    block = dataclasses.replace(block, attention=dataclasses.replace(block.attention, rope=rope))
-    return dataclasses.replace(tiny, blocks=(block,))
+    block = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, rope=rope))
+    return dataclasses.replace(tiny, stacks=stacked(block, num_layers=tiny.num_layers))

@@ -18,9 +18,9 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.presets import models
 from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.data.tokenizer import train_bpe
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.hf import by_path, from_hf_config
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.weights.conversion import cast, write_hf, write_ours
@@ -82,7 +82,7 @@ def test_there_and_back_is_bitwise(name, tmp_path):
 def test_pieces_of_tensors_make_the_same_files(name, tmp_path):
     """Rows of a few elements at a time, whatever a tensor's layout is."""
     given = read_model_directory(GOLDEN / name)
-    definition = define_model(given.config, Execution())
+    definition = define_model(given.config, execution_on())
     options = dict(
         hf=given.hf,
         tokenizer_directory=GOLDEN / name,
@@ -320,8 +320,8 @@ class Counting:
 
 @pytest.mark.parametrize("piece_bytes", [1, 10**9])
 def test_each_device_reads_its_shard_only(tmp_path, piece_bytes):
-    config = dataclasses.replace(models.tiny(), vocab_size=64, num_layers=3, tie_embeddings=False)
-    definition = define_model(config, Execution())
+    config = dataclasses.replace(models.tiny().with_layers(3), vocab_size=64, tie_embeddings=False)
+    definition = define_model(config, execution_on())
     parameters = definition.initialize(jax.random.key(3))
     write_hf(
         LiveParameters(arrays=by_path(parameters)),
@@ -361,4 +361,4 @@ def test_config_of_a_converted_model_is_kept(tmp_path):
     (ours / "config.json").write_text(json.dumps(ours_values))
     back = convert(ours, tmp_path / "back")
     written = json.loads((back / "config.json").read_text())
-    assert from_hf_config(written).blocks[0].attention.window == 5
+    assert from_hf_config(written).blocks[0].mixer.window == 5

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.hf import from_hf_config, to_hf_config, weight_map
+from jaxinfra.parallel.execution import execution_on
 
 COUNTED = sorted(name for name, preset in MODELS.items() if "parameters" in preset.__doc__)
 
@@ -199,7 +199,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", COUNTED)
 def test_number_of_parameters(name):
     stated = re.search(r"([\d,]+) parameters", MODELS[name].__doc__)
-    definition = define_model(MODELS[name](), Execution())
+    definition = define_model(MODELS[name](), execution_on())
     assert definition.num_parameters == int(stated.group(1).replace(",", ""))
 
 
@@ -217,4 +217,4 @@ def test_every_preset_has_an_architecture(name):
     config = MODELS[name]()
     written = to_hf_config(config)
     assert from_hf_config(written) == config
-    weight_map(written["model_type"], config, define_model(config, Execution()).shapes)
+    weight_map(written["model_type"], config, define_model(config, execution_on()).shapes)

@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfra.config.model import AttentionConfig, MlpConfig, MlpKind, NormConfig, NormKind
+from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, MlpKind, NormConfig, NormKind
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core import axes
-from jaxinfra.layers.attention import Attention
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
-from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.grouped_attention import GroupedAttention
 from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.norm import Norm
+from jaxinfra.layers.passes import Pass
 from jaxinfra.layers.stack import stack
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.parallel.execution import execution_on
 from pallas_kernels import flash_attention
 from tests.sharded import oracle
 from tests.sharded.cases import COMPILER_OPTIONS
@@ -50,16 +51,21 @@ def test_scaled_scores_of_unit_variance_inputs_have_unit_variance(implementation
     assert score_variance(None) == pytest.approx(1.0, rel=within)
 
 
-def attention_layer(config: AttentionConfig) -> Attention:
-    return Attention(
-        config, model_dim=24, std=0.3, out_std=0.3, execution=Execution(), rngs=nnx.Rngs(params=0)
+def attention_layer(config: GroupedAttentionConfig) -> GroupedAttention:
+    return GroupedAttention(
+        config,
+        model_dim=24,
+        std=0.3,
+        out_std=0.3,
+        execution=execution_on(),
+        rngs=nnx.Rngs(params=0),
     )
 
 
-def attend(layer: Attention, x: jax.Array) -> jax.Array:
+def attend(layer: GroupedAttention, x: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(x.shape[1])[None], x.shape[:2])
     run = jax.jit(
-        lambda x: layer(x, rope=None, positions_BT=positions)[0], compiler_options=COMPILER_OPTIONS
+        lambda x: layer(x, Pass(positions_BT=positions)).x, compiler_options=COMPILER_OPTIONS
     )
     return run(x)
 
@@ -68,9 +74,11 @@ def attend(layer: Attention, x: jax.Array) -> jax.Array:
 def test_grouped_query_attention_is_multi_head_with_repeated_keys(num_kv_heads):
     """Multi-query (1 kv head), grouped (2) and multi-head (4) with the same weights."""
     grouped = attention_layer(
-        AttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=6, rope=None)
+        GroupedAttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=6, rope=None)
     )
-    multi = attention_layer(AttentionConfig(num_q_heads=4, num_kv_heads=4, head_dim=6, rope=None))
+    multi = attention_layer(
+        GroupedAttentionConfig(num_q_heads=4, num_kv_heads=4, head_dim=6, rope=None)
+    )
     for name in ("query", "out"):
         getattr(multi, name).weight[...] = getattr(grouped, name).weight[...]
     for name in ("key", "value"):
@@ -96,7 +104,7 @@ def test_grouped_query_attention_is_multi_head_with_repeated_keys(num_kv_heads):
 )
 def test_norm(config, policy):
     width = 48
-    execution = Execution(policy=POLICIES[policy])
+    execution = execution_on(policy=POLICIES[policy])
     norm = Norm(config, width=width, dims=(axes.EMBED,), execution=execution)
     norm.scale[...] = norm.scale[...] + draw(width, seed=1)
     if norm.bias is not None:
@@ -137,7 +145,12 @@ SPELLED = {
 def test_mlp(kind, bias):
     config = MlpConfig(hidden_dim=20, kind=kind, bias=bias)
     mlp = Mlp(
-        config, model_dim=12, std=0.7, out_std=0.7, execution=Execution(), rngs=nnx.Rngs(params=0)
+        config,
+        model_dim=12,
+        std=0.7,
+        out_std=0.7,
+        execution=execution_on(),
+        rngs=nnx.Rngs(params=0),
     )
 
     def apply(projection, x):
@@ -153,17 +166,21 @@ def test_mlp(kind, bias):
         want = apply(mlp.down, SPELLED[kind](up))
     else:
         want = apply(mlp.down, SPELLED[kind](apply(mlp.gate, np.asarray(x, float))) * up)
+    nothing_else = Pass(positions_BT=jnp.zeros(x.shape[:2], jnp.int32))
     # Two sums of products, 12 and 20 long, and an activation.
-    assert np.max(np.abs(mlp(x) - want)) <= EPSILON * (12 + 20 + 8) * np.max(np.abs(want))
+    assert np.max(np.abs(mlp(x, nothing_else).x - want)) <= EPSILON * (12 + 20 + 8) * np.max(
+        np.abs(want)
+    )
 
 
 def embedding(**options) -> Embedding:
     return Embedding(
         num_rows=7,
         rows_dim=axes.VOCAB,
+        matmul=False,
         model_dim=4,
         std=1.0,
-        execution=Execution(**options),
+        execution=execution_on(**options),
         rngs=nnx.Rngs(params=0),
     )
 
@@ -188,29 +205,29 @@ def test_gradient_of_a_repeated_token_is_summed_in_fp32():
     np.testing.assert_array_equal(gradient[0], 1000.0)
 
 
-ANYWHERE = Execution().constrain
+ANYWHERE = execution_on().place
 
 
 def test_dropout_keeps_the_mean():
     rate, x = 0.3, jnp.ones((200, 200))
-    dropped = dropout(x, rate=rate, key=jax.random.key(0), constrain=ANYWHERE)
+    dropped = dropout(x, rate=rate, key=jax.random.key(0), place=ANYWHERE)
     kept = float(jnp.mean(dropped != 0))
     # Five standard deviations of a binomial fraction.
     assert kept == pytest.approx(1 - rate, abs=5 * np.sqrt(rate * (1 - rate) / x.size))
     np.testing.assert_array_equal(np.unique(dropped), np.float32([0.0, 1.0 / (1.0 - rate)]))
     np.testing.assert_array_equal(
-        dropout(x, rate=rate, key=jax.random.key(0), constrain=ANYWHERE), dropped
+        dropout(x, rate=rate, key=jax.random.key(0), place=ANYWHERE), dropped
     )
-    assert (dropout(x, rate=rate, key=jax.random.key(1), constrain=ANYWHERE) != dropped).any()
-    assert dropout(x, rate=rate, key=None, constrain=ANYWHERE) is x
-    assert dropout(x, rate=0.0, key=jax.random.key(0), constrain=ANYWHERE) is x
+    assert (dropout(x, rate=rate, key=jax.random.key(1), place=ANYWHERE) != dropped).any()
+    assert dropout(x, rate=rate, key=None, place=ANYWHERE) is x
+    assert dropout(x, rate=0.0, key=jax.random.key(0), place=ANYWHERE) is x
 
 
 def test_stacked_layers_are_drawn_independently():
     config = MlpConfig(hidden_dim=40)
 
     def make(rngs):
-        return Mlp(config, model_dim=50, std=0.5, out_std=0.25, execution=Execution(), rngs=rngs)
+        return Mlp(config, model_dim=50, std=0.5, out_std=0.25, execution=execution_on(), rngs=rngs)
 
     stacked = stack(make, num_layers=3, rngs=nnx.Rngs(params=0))
     up, down = stacked.up.weight, stacked.down.weight
@@ -225,7 +242,7 @@ def test_stacked_layers_are_drawn_independently():
 
 
 def test_window_counts_the_token_itself():
-    config = AttentionConfig(num_q_heads=1, num_kv_heads=1, head_dim=6, rope=None)
+    config = GroupedAttentionConfig(num_q_heads=1, num_kv_heads=1, head_dim=6, rope=None)
     x = draw(1, 9, 24)
 
     def output(window: int | None) -> jax.Array:

@@ -15,15 +15,22 @@ from tolerance import assert_no_worse
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.config.finetune import LoraConfig, parse_lora
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat, validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import training_flops_per_token
 from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
 from jaxinfra.training.initialize import finetuning_config, first_state, with_frozen
 from jaxinfra.training.job import make_job
@@ -120,13 +127,15 @@ def test_merged_weights_give_the_logits_of_the_adapters(name, tmp_path):
 MODEL = ModelConfig(
     vocab_size=64,
     model_dim=32,
-    num_layers=2,
     max_positions=64,
-    blocks=(
+    stacks=stacked(
         BlockConfig(
-            attention=AttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()),
-            mlp=MlpConfig(hidden_dim=48),
+            mixer=GroupedAttentionConfig(
+                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()
+            ),
+            feed_forward=MlpConfig(hidden_dim=48),
         ),
+        num_layers=2,
     ),
     tie_embeddings=True,
     init_std=0.3,
@@ -137,7 +146,7 @@ MODEL = ModelConfig(
 def directory(tmp_path_factory):
     """A model in a directory of ours."""
     path = tmp_path_factory.mktemp("base") / "model"
-    definition = define_model(MODEL, Execution())
+    definition = define_model(MODEL, execution_on())
     source = LiveParameters(arrays=by_path(definition.initialize(jax.random.key(0))))
     options = dict(hf=None, tokenizer_directory=path, dtype=None, max_shard_bytes=10**9)
     write_ours(source, definition, path, **options)
@@ -287,4 +296,4 @@ def test_what_adapters_need(directory):
         validate(dataclasses.replace(config, mesh=MeshConfig(pipe=2)))
     gpt2 = read_model_directory(GOLDEN / "gpt2").config
     with pytest.raises(ConfigError, match="'gate': this model has no such"):
-        define_model(gpt2, Execution(), lora=ALL)
+        define_model(gpt2, execution_on(), lora=ALL)

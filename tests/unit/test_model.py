@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
-from jaxinfra.ops.attention import named_attention
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.program import matmuls
 from tests.sharded import oracle
@@ -59,7 +58,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", MODELS)
 def test_parameter_counts_are_the_published_ones(name):
     config = MODELS[name]()
-    count = define_model(config, Execution()).num_parameters
+    count = define_model(config, execution_on()).num_parameters
     assert count == PUBLISHED.get(name, count)
     if name not in ("tiny", "small"):
         assert f"{count:,} parameters" in (MODELS[name].__doc__ or "")
@@ -67,7 +66,7 @@ def test_parameter_counts_are_the_published_ones(name):
 
 @functools.cache
 def drawn(config: ModelConfig):
-    model = define_model(config, Execution())
+    model = define_model(config, execution_on())
     draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
     return jax.device_get(draw(jax.random.key(0)))
 
@@ -78,7 +77,7 @@ def jitted(function):
 
 @functools.cache
 def forward(config: ModelConfig, implementation: AttentionImplementation):
-    model = define_model(config, Execution(attend=named_attention(implementation)))
+    model = define_model(config, execution_on(attention=implementation))
 
     def logits(parameters, tokens, **batch):
         return model.bind(parameters)(tokens, **batch)
@@ -108,7 +107,7 @@ def seen_by(config: ModelConfig, implementation, segment_ids=None) -> np.ndarray
     """bool [T, S]: whether the logits at t move with the token embedded at s."""
     length = 12
     tokens = jnp.arange(length)[None]  # each token once: its table row is its position's input
-    model = define_model(config, Execution(attend=named_attention(implementation)))
+    model = define_model(config, execution_on(attention=implementation))
     direction = jnp.asarray(np.random.default_rng(0).normal(size=config.vocab_size), jnp.float32)
 
     def probes(table):
@@ -138,8 +137,8 @@ def test_no_token_sees_the_future_or_another_document(make, implementation):
 def test_receptive_field_of_windows_adds_up_over_layers(implementation):
     config = dataclasses.replace(llama_like(), tie_embeddings=False)
     block = config.blocks[0]
-    windowed = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=3))
-    config = dataclasses.replace(config, blocks=(windowed,))
+    windowed = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, window=3))
+    config = dataclasses.replace(config, stacks=stacked(windowed, num_layers=config.num_layers))
     reach = config.num_layers * (3 - 1)
     np.testing.assert_array_equal(seen_by(config, implementation), (AGE >= 0) & (reach >= AGE))
 
@@ -198,7 +197,7 @@ def test_an_id_beyond_the_vocabulary_is_loud():
 
 def test_scan_over_layers_is_a_loop():
     """Four layers scanned one at a time, in pairs, and unrolled into one repetition."""
-    config = dataclasses.replace(llama_like(), num_layers=4)
+    config = llama_like().with_layers(4)
     tokens = packed_batch(rows=2).tokens
     scanned = decoder(config)(tokens)
     for pattern in (2, 4):
@@ -208,7 +207,9 @@ def test_scan_over_layers_is_a_loop():
             for i in range(pattern)
         }
         unrolled = decoder(
-            dataclasses.replace(config, blocks=config.blocks * pattern),
+            dataclasses.replace(
+                config, stacks=stacked(*config.blocks * pattern, num_layers=config.num_layers)
+            ),
             parameters={**drawn(config), "blocks": blocks},
         )
         np.testing.assert_array_equal(unrolled(tokens), scanned)
@@ -253,7 +254,7 @@ def test_what_is_recomputed(remat, projections, core):
 
 
 def test_initial_deviation_shrinks_with_depth_into_the_residual_stream():
-    config = dataclasses.replace(gpt_like(), model_dim=64, num_layers=8, init_std=0.02)
+    config = dataclasses.replace(gpt_like().with_layers(8), model_dim=64, init_std=0.02)
     into_stream = 0.02 / math.sqrt(2 * 8)
     for path, leaf in jax.tree_util.tree_flatten_with_path(drawn(config))[0]:
         name = path_name(path)
@@ -275,7 +276,7 @@ def test_scale_offset_starts_at_one():
 
 def test_dims_name_every_dim_of_every_parameter():
     for make in MODELS.values():
-        model = define_model(make(), Execution())
+        model = define_model(make(), execution_on())
         for shape, leaf in zip(
             jax.tree.leaves(model.shapes), jax.tree.leaves(model.dims), strict=True
         ):

@@ -17,6 +17,8 @@ from jaxinfra.config.precision import (
 )
 from jaxinfra.numerics.loss_scale import initial_loss_scale, next_loss_scale
 from jaxinfra.numerics.policy import POLICIES, policy_of
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.multiply import multiply
 
 EPSILON = float(np.finfo(np.float32).eps)
 SPEC, SHAPES = "BTD,DNH->BTNH", ((3, 20, 16), (16, 4, 5))
@@ -32,9 +34,9 @@ def test_policies_keep_fp32_masters_and_sums(name):
     assert policy.to_accum(x).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("method", ["einsum", "einsum_accum"])
+@pytest.mark.parametrize("out", ["compute", "accum"])
 @pytest.mark.parametrize("name", PolicyName)
-def test_mixed_einsum_rounds_operands_and_results_only(name, method):
+def test_mixed_einsum_rounds_operands_and_results_only(name, out):
     """Against float64 on the rounded operands: what is left is fp32 summation and one rounding of
     each result that is not fp32. A weight's gradient is fp32: it has no such rounding.
     """
@@ -42,11 +44,12 @@ def test_mixed_einsum_rounds_operands_and_results_only(name, method):
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES)
     x = policy.to_compute(x)
-    einsum = functools.partial(getattr(policy, method), SPEC)
-    out, pull = jax.vjp(einsum, x, weight)
-    cotangent = jnp.asarray(rng.normal(size=out.shape), out.dtype)
+    recipe = policy.recipe(Site.PROJECTION)
+    einsum = functools.partial(multiply, SPEC, recipe=recipe, out=getattr(policy, out))
+    product, pull = jax.vjp(einsum, x, weight)
+    cotangent = jnp.asarray(rng.normal(size=product.shape), product.dtype)
     dx, dweight = pull(cotangent)
-    assert out.dtype == (policy.compute if method == "einsum" else jnp.float32)
+    assert product.dtype == getattr(policy, out)
     assert (dx.dtype, dweight.dtype) == (policy.compute, jnp.float32)
 
     def exact(array):
@@ -54,7 +57,7 @@ def test_mixed_einsum_rounds_operands_and_results_only(name, method):
 
     x64, weight64, cotangent64 = exact(x), exact(weight), exact(cotangent)
     for got, terms, want in (
-        (out, 16, np.einsum(SPEC, x64, weight64)),
+        (product, 16, np.einsum(SPEC, x64, weight64)),
         (dx, 20, np.einsum("BTNH,DNH->BTD", cotangent64, weight64)),
         (dweight, 60, np.einsum("BTD,BTNH->DNH", x64, cotangent64)),
     ):
@@ -63,19 +66,20 @@ def test_mixed_einsum_rounds_operands_and_results_only(name, method):
         assert np.max(np.abs(got.astype(jnp.float32) - want)) <= bound
 
 
-@pytest.mark.parametrize("method", ["einsum", "einsum_accum"])
-def test_weight_gradients_are_rounded_where_asked(method):
+@pytest.mark.parametrize("out", ["compute", "accum"])
+def test_weight_gradients_are_rounded_where_asked(out):
     """To the fp32 gradient's nearest bf16, and nothing else changes."""
     rng = np.random.default_rng(0)
     x, weight = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in SHAPES)
     results = {}
     for rounding in WeightGradients:
         policy = policy_of(PrecisionConfig(policy=PolicyName.BF16, weight_gradients=rounding))
-        einsum = functools.partial(getattr(policy, method), SPEC)
-        out, pull = jax.vjp(einsum, policy.to_compute(x), weight)
-        results[rounding] = (out, *pull(jnp.ones_like(out)))
-    (out, dx, exact), (same, same_dx, rounded) = results.values()
-    np.testing.assert_array_equal(same, out)
+        recipe = policy.recipe(Site.PROJECTION)
+        einsum = functools.partial(multiply, SPEC, recipe=recipe, out=getattr(policy, out))
+        product, pull = jax.vjp(einsum, policy.to_compute(x), weight)
+        results[rounding] = (product, *pull(jnp.ones_like(product)))
+    (product, dx, exact), (same, same_dx, rounded) = results.values()
+    np.testing.assert_array_equal(same, product)
     np.testing.assert_array_equal(same_dx, dx)
     assert rounded.dtype == exact.dtype == jnp.float32
     np.testing.assert_array_equal(rounded, exact.astype(jnp.bfloat16).astype(jnp.float32))

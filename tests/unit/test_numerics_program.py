@@ -13,6 +13,8 @@ import pytest
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import Remat
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.program import (
     Matmul,
     Reduction,
@@ -56,7 +58,7 @@ def wrong_matmuls(found: list[Matmul], compute: str) -> list[Matmul]:
     ``transpose(jvp(BTD,DF->BTF))`` is no equation, and it rounds weights' gradients.
 
     In bf16 alone no preset pins the sums: XLA's CUDA compiler would copy the operands, and sums
-    bf16 in fp32 without one (``mixed_einsum``; ``test_einsum_gpu`` measures it).
+    bf16 in fp32 without one (``ops.multiply``; ``test_einsum_gpu`` measures it).
     """
     pinned = {"bf16": ("f32", None)}.get(compute, ("f32",))
 
@@ -121,7 +123,8 @@ X, W = jnp.ones((2, 4, 8)), jnp.ones((8, 6))
 
 
 def policy_einsum(name: PolicyName):
-    return functools.partial(POLICIES[name].einsum, "BTD,DF->BTF")
+    recipe = POLICIES[name].recipe(Site.PROJECTION)
+    return functools.partial(multiply, "BTD,DF->BTF", recipe=recipe)
 
 
 def plain_fp16(x, w):

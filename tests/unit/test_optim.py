@@ -11,10 +11,10 @@ import pytest
 
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.core import axes
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import DimsLeaf, define_model
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
 from tests.sharded import oracle
 from tests.sharded.cases import gemma_like, gpt_like
@@ -114,7 +114,7 @@ def test_optimizer_is_adamw(clip_norm):
 
 @pytest.mark.parametrize("make", [gpt_like, gemma_like])
 def test_decay_is_on_matrices_only(make):
-    model = define_model(make(), Execution())
+    model = define_model(make(), execution_on())
     config = OptimizerConfig(
         learning_rate=0.5, weight_decay=0.25, schedule=LearningRateSchedule.CONSTANT
     )

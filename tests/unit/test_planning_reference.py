@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning import selfcheck
 from jaxinfra.planning.catalog import SHAPES, find_model
 from jaxinfra.planning.flops import (
@@ -45,7 +45,7 @@ def test_published_rates_agree_with_published_tokens():
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_shapes_have_the_decoders_parameters(name):
     config = MODELS[name]()
-    assert total_parameters(find_model(name)) == define_model(config, Execution()).num_parameters
+    assert total_parameters(find_model(name)) == define_model(config, execution_on()).num_parameters
 
 
 def test_published_mixtures_have_their_published_sizes():

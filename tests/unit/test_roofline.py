@@ -6,10 +6,11 @@ import json
 import pytest
 
 from experiments.pictures import roofline as picture
+from jaxinfra.config.model import stacked
 from jaxinfra.config.presets import MODELS
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import palm_flops_per_token, training_flops_per_token
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.from_config import shape_of
@@ -107,11 +108,10 @@ def test_palm_accounting_gives_palms_figures():
     config = MODELS["tiny"]()
     block = config.blocks[0]
     attention = dataclasses.replace(
-        block.attention, num_q_heads=48, num_kv_heads=1, head_dim=256, rope=None
+        block.mixer, num_q_heads=48, num_kv_heads=1, head_dim=256, rope=None
     )
-    palm = dataclasses.replace(
-        config, num_layers=118, blocks=(dataclasses.replace(block, attention=attention),)
-    )
+    block = dataclasses.replace(block, mixer=attention)
+    palm = dataclasses.replace(config, stacks=stacked(block, num_layers=118))
     parameters = 540_350_000_000
     chips = {"peak_flops": 275e12, "devices": 6144, "seconds": 1 / 238.3e3}
     flops = palm_flops_per_token(palm, num_parameters=parameters, sequence_length=2048)
@@ -121,7 +121,7 @@ def test_palm_accounting_gives_palms_figures():
 
 def test_exact_accounting_is_below_palms_by_half_the_attention():
     config = MODELS["llama32_1b"]()
-    num = define_model(config, Execution()).num_parameters
+    num = define_model(config, execution_on()).num_parameters
     sizes = {"num_parameters": num, "sequence_length": 4096}
     palm = palm_flops_per_token(config, **sizes)
     exact = training_flops_per_token(config, **sizes)

@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.model import (
-    LinearScaling,
-    Llama3Scaling,
-    NtkScaling,
-    RopeConfig,
-    YarnScaling,
-)
+from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
 from jaxinfra.layers.rope import apply_rope, rope_frequencies, rope_table
 
 EPSILON = float(np.finfo(np.float32).eps)

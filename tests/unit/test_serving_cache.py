@@ -13,22 +13,22 @@ import pytest
 from flax import nnx
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormKind,
     NormPlacement,
-    RopeConfig,
 )
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.layers.execution import Execution
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.layers.rope import rope_frequencies
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, kv_cache_bytes
 from tests.tolerance import assert_no_worse
@@ -38,26 +38,25 @@ PROMPTS = (1, 7, 13)  # tokens of each row before decoding starts
 LAYER_NORM = NormConfig(kind=NormKind.LAYER, bias=True)
 
 
-def attention(num_kv_heads: int = 2, **options) -> AttentionConfig:
+def attention(num_kv_heads: int = 2, **options) -> GroupedAttentionConfig:
     options = {"rope": RopeConfig(theta=100.0)} | options
-    return AttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=8, **options)
+    return GroupedAttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=8, **options)
 
 
-def model(*attentions: AttentionConfig, block=None, **options) -> ModelConfig:
+def model(*attentions: GroupedAttentionConfig, block=None, **options) -> ModelConfig:
     blocks = (
-        BlockConfig(**({"attention": each, "mlp": MlpConfig(hidden_dim=24)} | (block or {})))
+        BlockConfig(**({"mixer": each, "feed_forward": MlpConfig(hidden_dim=24)} | (block or {})))
         for each in attentions
     )
     return ModelConfig(
         **{
             "vocab_size": 31,
             "model_dim": 16,
-            "num_layers": 2 * len(attentions),
             "max_positions": 64,
-            "blocks": tuple(blocks),
+            "stacks": stacked(*blocks, num_layers=2 * len(attentions)),
             "tie_embeddings": True,
         }
-        | options
+        | options,
     )
 
 
@@ -77,7 +76,7 @@ MODELS = {
         attention(num_kv_heads=4, rope=None, qkv_bias=True, out_bias=True),
         block={
             "norm": LAYER_NORM,
-            "mlp": MlpConfig(hidden_dim=24, kind=MlpKind.GELU_TANH, bias=True),
+            "feed_forward": MlpConfig(hidden_dim=24, kind=MlpKind.GELU_TANH, bias=True),
         },
         learned_positions=True,
         final_norm=LAYER_NORM,
@@ -138,7 +137,7 @@ def _mlp(x, weights, config: MlpConfig):
     return _project("BTF,FD->BTD", hidden, weights["down"])
 
 
-def _attention(x, weights, config: AttentionConfig):
+def _attention(x, weights, config: GroupedAttentionConfig):
     q = _project("BTD,DNH->BTNH", x, weights["query"])
     k = _project("BTD,DKH->BTKH", x, weights["key"])
     v = _project("BTD,DKH->BTKH", x, weights["value"])
@@ -188,7 +187,7 @@ def decode_logits(decoder: Decoder, ids_B1, positions_B1, cache):
 
 
 def make(name: str, policy: PolicyName = PolicyName.FP32):
-    definition = define_model(MODELS[name], Execution(policy=POLICIES[policy]))
+    definition = define_model(MODELS[name], execution_on(policy=POLICIES[policy]))
     rng = np.random.default_rng(1)
 
     def draw(path, leaf):
@@ -241,14 +240,17 @@ def test_the_tolerance_notices_a_window_off_by_one(name):
     parameters, decoder = make(name)
     wider = dataclasses.replace(
         MODELS[name],
-        blocks=tuple(
-            dataclasses.replace(
-                block,
-                attention=dataclasses.replace(
-                    block.attention, window=block.attention.window and block.attention.window + 1
-                ),
-            )
-            for block in MODELS[name].blocks
+        stacks=stacked(
+            *(
+                dataclasses.replace(
+                    block,
+                    mixer=dataclasses.replace(
+                        block.mixer, window=block.mixer.window and block.mixer.window + 1
+                    ),
+                )
+                for block in MODELS[name].blocks
+            ),
+            num_layers=MODELS[name].num_layers,
         ),
     )
     ids = np.random.default_rng(0).integers(0, 31, (len(PROMPTS), LENGTH)).astype(np.int32)

@@ -9,14 +9,21 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.data import DataConfig
-from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import RunConfig, TrainingConfig
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import FinishReason, bucket, generate, generate_text
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
@@ -25,19 +32,19 @@ VOCABULARY, POSITIONS = 300, 32
 CONFIG = ModelConfig(
     vocab_size=VOCABULARY,
     model_dim=64,
-    num_layers=2,
     max_positions=POSITIONS,
-    blocks=(
+    stacks=stacked(
         BlockConfig(
-            attention=AttentionConfig(
+            mixer=GroupedAttentionConfig(
                 num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig(), window=6
             ),
-            mlp=MlpConfig(hidden_dim=32),
+            feed_forward=MlpConfig(hidden_dim=32),
         ),
+        num_layers=2,
     ),
     tie_embeddings=False,
 )
-DEFINITION = define_model(CONFIG, Execution())
+DEFINITION = define_model(CONFIG, execution_on())
 
 
 def parameters(*, scale: float):

@@ -19,9 +19,16 @@ from jaxinfra.checkpoint import Checkpointer
 from jaxinfra.cli import generate as command
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
-from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer, train_bpe
@@ -31,13 +38,15 @@ from jaxinfra.training.job import make_job
 MODEL = ModelConfig(
     vocab_size=260,
     model_dim=16,
-    num_layers=2,
     max_positions=64,
-    blocks=(
+    stacks=stacked(
         BlockConfig(
-            attention=AttentionConfig(num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()),
-            mlp=MlpConfig(hidden_dim=24),
+            mixer=GroupedAttentionConfig(
+                num_q_heads=2, num_kv_heads=1, head_dim=8, rope=RopeConfig()
+            ),
+            feed_forward=MlpConfig(hidden_dim=24),
         ),
+        num_layers=2,
     ),
     tie_embeddings=True,
 )

@@ -241,7 +241,7 @@ def rms(x: np.ndarray) -> float:
 
 def test_both_steps_and_the_control_train_alike_under_warmup_and_clipping(standard_promotion):
     config = dataclasses.replace(
-        without_rope_scaling(MODELS["tiny"]()), num_layers=1, vocab_size=256
+        without_rope_scaling(MODELS["tiny"]()).with_layers(1), vocab_size=256
     )
     sizes = {"batch": 2, "length": 16}
     # Gradients of the order of AdamW's epsilon, where it feels what they were clipped to.

@@ -3,15 +3,16 @@
 import math
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormPlacement,
-    RopeConfig,
+    stacked,
 )
+from jaxinfra.config.rope import RopeConfig
 
 
 def gemma2_2b() -> ModelConfig:
@@ -50,7 +51,7 @@ def _gemma2(
 
     def block(window: int | None) -> BlockConfig:
         return BlockConfig(
-            attention=AttentionConfig(
+            mixer=GroupedAttentionConfig(
                 num_q_heads=num_q_heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -59,7 +60,7 @@ def _gemma2(
                 logit_soft_cap=50.0,
                 scale=float(scalar) ** -0.5,
             ),
-            mlp=MlpConfig(hidden_dim=hidden_dim, kind=MlpKind.GEGLU_TANH),
+            feed_forward=MlpConfig(hidden_dim=hidden_dim, kind=MlpKind.GEGLU_TANH),
             norm=norm,
             norm_placement=NormPlacement.SANDWICH,
         )
@@ -67,9 +68,8 @@ def _gemma2(
     return ModelConfig(
         vocab_size=256_000,
         model_dim=model_dim,
-        num_layers=num_layers,
         max_positions=8192,
-        blocks=(block(4096), block(None)),
+        stacks=stacked(block(4096), block(None), num_layers=num_layers),
         tie_embeddings=True,
         embedding_scale=math.sqrt(model_dim),
         final_norm=norm,

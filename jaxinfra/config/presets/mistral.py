@@ -1,13 +1,14 @@
 """Mistral 7B and the Phi-3 models of the short contexts: Llama's block, mostly with a window."""
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
-    RopeConfig,
+    stacked,
 )
+from jaxinfra.config.rope import RopeConfig
 
 
 def mistral_7b() -> ModelConfig:
@@ -89,22 +90,21 @@ def _model(
     num_q_heads, num_kv_heads = heads
     norm = NormConfig(epsilon=1e-5)
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=model_dim // num_q_heads,
             rope=RopeConfig(theta=theta),
             window=window,
         ),
-        mlp=MlpConfig(hidden_dim=hidden_dim),
+        feed_forward=MlpConfig(hidden_dim=hidden_dim),
         norm=norm,
     )
     return ModelConfig(
         vocab_size=vocab_size,
         model_dim=model_dim,
-        num_layers=num_layers,
         max_positions=max_positions,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=False,
         final_norm=norm,
     )

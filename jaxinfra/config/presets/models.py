@@ -3,16 +3,16 @@
 import dataclasses
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
-    Llama3Scaling,
+    GroupedAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormKind,
-    RopeConfig,
+    stacked,
 )
+from jaxinfra.config.rope import Llama3Scaling, RopeConfig
 
 
 def tiny() -> ModelConfig:
@@ -146,11 +146,11 @@ def _llama31_scaling(factor: float) -> Llama3Scaling:
 def _long(config: ModelConfig, *, factor: float) -> ModelConfig:
     (block,) = config.blocks
     rope = RopeConfig(theta=500_000.0, scaling=_llama31_scaling(factor))
-    attention = dataclasses.replace(block.attention, rope=rope)
+    attention = dataclasses.replace(block.mixer, rope=rope)
     return dataclasses.replace(
         config,
         max_positions=131_072,
-        blocks=(dataclasses.replace(block, attention=attention),),
+        stacks=stacked(dataclasses.replace(block, mixer=attention), num_layers=config.num_layers),
     )
 
 
@@ -202,21 +202,20 @@ def _llama(
 ) -> ModelConfig:
     num_q_heads, num_kv_heads = heads
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             # Llama-3.2-3B and larger all use 128; 1B uses 64: always model_dim / num_q_heads.
             head_dim=model_dim // num_q_heads,
             rope=rope or RopeConfig(),
         ),
-        mlp=MlpConfig(hidden_dim=hidden_dim),
+        feed_forward=MlpConfig(hidden_dim=hidden_dim),
     )
     return ModelConfig(
         vocab_size=vocab_size,
         model_dim=model_dim,
-        num_layers=num_layers,
         max_positions=max_positions,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=tie_embeddings,
     )
 
@@ -224,7 +223,7 @@ def _llama(
 def _gpt2(*, model_dim: int, num_layers: int, num_heads: int) -> ModelConfig:
     norm = NormConfig(kind=NormKind.LAYER, bias=True)
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=num_heads,
             num_kv_heads=num_heads,
             head_dim=model_dim // num_heads,
@@ -232,15 +231,14 @@ def _gpt2(*, model_dim: int, num_layers: int, num_heads: int) -> ModelConfig:
             qkv_bias=True,
             out_bias=True,
         ),
-        mlp=MlpConfig(hidden_dim=4 * model_dim, kind=MlpKind.GELU_TANH, bias=True),
+        feed_forward=MlpConfig(hidden_dim=4 * model_dim, kind=MlpKind.GELU_TANH, bias=True),
         norm=norm,
     )
     return ModelConfig(
         vocab_size=50_257,
         model_dim=model_dim,
-        num_layers=num_layers,
         max_positions=1024,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=True,
         learned_positions=True,
         final_norm=norm,

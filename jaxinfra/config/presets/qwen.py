@@ -1,13 +1,14 @@
 """Qwen 2.5 (biased query, key and value) and Qwen 3 (query and key normalized by head)."""
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     ModelConfig,
     NormConfig,
-    RopeConfig,
+    stacked,
 )
+from jaxinfra.config.rope import RopeConfig
 
 _NORM = NormConfig(epsilon=1e-6)
 _ROPE = RopeConfig(theta=1e6)
@@ -88,7 +89,7 @@ def _qwen25(
 ) -> ModelConfig:
     num_q_heads, num_kv_heads = heads
     return _model(
-        AttentionConfig(
+        GroupedAttentionConfig(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=model_dim // num_q_heads,
@@ -115,7 +116,7 @@ def _qwen3(
 ) -> ModelConfig:
     num_q_heads, num_kv_heads = heads
     return _model(
-        AttentionConfig(
+        GroupedAttentionConfig(
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=128,
@@ -132,7 +133,7 @@ def _qwen3(
 
 
 def _model(
-    attention: AttentionConfig,
+    attention: GroupedAttentionConfig,
     *,
     vocab_size: int,
     model_dim: int,
@@ -141,13 +142,12 @@ def _model(
     max_positions: int,
     tied: bool,
 ) -> ModelConfig:
-    block = BlockConfig(attention=attention, mlp=MlpConfig(hidden_dim=hidden_dim), norm=_NORM)
+    block = BlockConfig(mixer=attention, feed_forward=MlpConfig(hidden_dim=hidden_dim), norm=_NORM)
     return ModelConfig(
         vocab_size=vocab_size,
         model_dim=model_dim,
-        num_layers=num_layers,
         max_positions=max_positions,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=tied,
         final_norm=_NORM,
     )

@@ -6,7 +6,8 @@ What all of them share is in ``shared.py``, the table of architectures in ``conf
 
 from typing import Any
 
-from jaxinfra.config.model import LongRopeScaling, ModelConfig, NormConfig, NormPlacement
+from jaxinfra.config.model import ModelConfig, NormConfig, NormPlacement
+from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.models.hf.keys import Keys
 from jaxinfra.models.hf.shared import (
     ACTIVATION_NAMES,
@@ -14,6 +15,7 @@ from jaxinfra.models.hf.shared import (
     SLIDING,
     decoder_config,
     decoder_keys,
+    dense_block,
     layer_windows,
     typed_windows,
 )
@@ -27,11 +29,8 @@ def read_llama(keys: Keys) -> ModelConfig:
 
 def write_llama(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_llama``."""
-    block = config.blocks[0]
-    return decoder_keys(config) | {
-        "attention_bias": block.attention.out_bias,
-        "mlp_bias": block.mlp.bias,
-    }
+    attention, mlp = dense_block(config)
+    return decoder_keys(config) | {"attention_bias": attention.out_bias, "mlp_bias": mlp.bias}
 
 
 def read_mistral(keys: Keys) -> ModelConfig:
@@ -42,7 +41,7 @@ def read_mistral(keys: Keys) -> ModelConfig:
 
 def write_mistral(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_mistral``."""
-    return decoder_keys(config) | {"sliding_window": config.blocks[0].attention.window}
+    return decoder_keys(config) | {"sliding_window": config.blocks[0].mixer.window}
 
 
 def read_qwen2(keys: Keys) -> ModelConfig:
@@ -63,7 +62,7 @@ def read_qwen3(keys: Keys) -> ModelConfig:
 
 def write_qwen2(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_qwen2``."""
-    windows = [block.attention.window for block in config.blocks] * config.num_groups
+    windows = [block.mixer.window for block in config.layers]
     widths = {window for window in windows if window is not None}
     return decoder_keys(config) | {
         "use_sliding_window": bool(widths),
@@ -78,7 +77,7 @@ def write_qwen2(config: ModelConfig) -> dict[str, Any]:
 
 def write_qwen3(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_qwen3``."""
-    return write_qwen2(config) | {"attention_bias": config.blocks[0].attention.out_bias}
+    return write_qwen2(config) | {"attention_bias": dense_block(config)[0].out_bias}
 
 
 def read_phi3(keys: Keys) -> ModelConfig:
@@ -94,11 +93,11 @@ def read_phi3(keys: Keys) -> ModelConfig:
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_phi3``."""
-    rope = config.blocks[0].attention.rope
+    rope = config.blocks[0].mixer.rope
     scaling = None if rope is None else rope.scaling
     original = scaling.original_max_positions if isinstance(scaling, LongRopeScaling) else 4096
     return decoder_keys(config) | {
-        "sliding_window": config.blocks[0].attention.window,
+        "sliding_window": config.blocks[0].mixer.window,
         "original_max_position_embeddings": original,
         "resid_pdrop": config.dropout_rate,
         "embd_pdrop": config.dropout_rate,
@@ -135,14 +134,14 @@ def read_gemma2(keys: Keys) -> ModelConfig:
 
 def write_gemma2(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_gemma2``."""
-    attention = config.blocks[0].attention
+    attention, mlp = dense_block(config)
     keys = write_qwen2(config)
     for name in ("use_sliding_window", "max_window_layers", "hidden_act"):
         del keys[name]
     scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
     scalar = round(scale**-2, 6)
     return keys | {
-        "hidden_activation": ACTIVATION_NAMES.get(config.blocks[0].mlp.kind),
+        "hidden_activation": ACTIVATION_NAMES.get(mlp.kind),
         "attention_bias": attention.out_bias,
         "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "attn_logit_softcapping": attention.logit_soft_cap,

@@ -3,15 +3,17 @@
 from typing import Any
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormKind,
+    stacked,
 )
 from jaxinfra.models.hf.keys import Keys
+from jaxinfra.models.hf.shared import dense_block
 
 _ACTIVATIONS = {
     "gelu_new": MlpKind.GELU_TANH,
@@ -32,7 +34,7 @@ def read_gpt2(keys: Keys) -> ModelConfig:
         kind=NormKind.LAYER, bias=True, epsilon=keys.number("layer_norm_epsilon", 1e-5)
     )
     block = BlockConfig(
-        attention=AttentionConfig(
+        mixer=GroupedAttentionConfig(
             num_q_heads=heads,
             num_kv_heads=heads,
             head_dim=width // heads,
@@ -40,7 +42,7 @@ def read_gpt2(keys: Keys) -> ModelConfig:
             qkv_bias=True,
             out_bias=True,
         ),
-        mlp=MlpConfig(
+        feed_forward=MlpConfig(
             hidden_dim=keys.integer("n_inner", 4 * width),
             kind=keys.choice("activation_function", _ACTIVATIONS, "gelu_new"),
             bias=True,
@@ -50,9 +52,8 @@ def read_gpt2(keys: Keys) -> ModelConfig:
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
-        num_layers=keys.integer("n_layer"),
         max_positions=max_positions,
-        blocks=(block,),
+        stacks=stacked(block, num_layers=keys.integer("n_layer")),
         tie_embeddings=keys.flag("tie_word_embeddings", True),
         learned_positions=True,
         final_norm=norm,
@@ -63,16 +64,16 @@ def read_gpt2(keys: Keys) -> ModelConfig:
 
 def write_gpt2(config: ModelConfig) -> dict[str, Any]:
     """Inverse of ``read_gpt2``."""
-    block = config.blocks[0]
+    attention, mlp = dense_block(config)
     return {
         "vocab_size": config.vocab_size,
         "n_embd": config.model_dim,
         "n_layer": config.num_layers,
-        "n_head": block.attention.num_q_heads,
-        "n_inner": block.mlp.hidden_dim,
+        "n_head": attention.num_q_heads,
+        "n_inner": mlp.hidden_dim,
         "n_positions": config.max_positions,
-        "activation_function": _ACTIVATION_NAMES.get(block.mlp.kind),
-        "layer_norm_epsilon": block.norm.epsilon,
+        "activation_function": _ACTIVATION_NAMES.get(mlp.kind),
+        "layer_norm_epsilon": config.blocks[0].norm.epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         "resid_pdrop": config.dropout_rate,
         "embd_pdrop": config.dropout_rate,

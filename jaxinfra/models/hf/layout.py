@@ -11,7 +11,7 @@ P positions of a learned table.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -63,10 +63,11 @@ class Layout:
         return block[tuple(wanted[letter] for letter in self.ours)]
 
 
-def parse_layout(text: str, sizes: Mapping[str, int]) -> Layout:
-    """Reads ``"(N H) D -> D N H"``."""
+def parse_layout(text: str, our_shape: Sequence[int]) -> Layout:
+    """Reads ``"(N H) D -> D N H"``; sizes are those of our parameter."""
     theirs, ours = text.split("->")
     dims = tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S", theirs))
     letters = tuple(ours.split())
     assert sorted(letter for dim in dims for letter in dim) == sorted(letters), text
+    sizes = dict(zip(letters, our_shape, strict=True))
     return Layout(theirs=dims, ours=letters, sizes=sizes)

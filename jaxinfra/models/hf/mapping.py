@@ -5,13 +5,10 @@ lies in them.
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
-import jax
-
-from jaxinfra.config.model import BlockConfig, ModelConfig
+from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.definition import Parameters
+from jaxinfra.models.definition import Parameters, by_path
 from jaxinfra.models.hf.layout import Layout, parse_layout
 from jaxinfra.models.hf.weights import WEIGHTS, Rule
 
@@ -62,18 +59,11 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     """
     table = WEIGHTS[model_type]
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
-    pattern = len(config.blocks)
-    tensors = [
-        tensor
-        for each in table.outside
-        for tensor in _resolve(each, "", "", None, _sizes(config, config.blocks[0]), flat)
-    ]
-    for number in range(config.num_layers):
-        group, i = divmod(number, pattern)
+    tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", None, flat)]
+    for number, (i, repetition) in enumerate(config.layer_places):
         prefix = table.layer_prefix.format(number)
-        sizes = _sizes(config, config.blocks[i])
         for each in table.layer:
-            tensors += _resolve(each, prefix, f"blocks/{i}/", group, sizes, flat)
+            tensors += _resolve(each, prefix, f"blocks/{i}/", repetition, flat)
     places = {
         (part.path, part.layer): (tensor, part) for tensor in tensors for part in tensor.parts
     }
@@ -96,7 +86,6 @@ def _resolve(
     prefix: str,
     path_prefix: str,
     layer: int | None,
-    sizes: Mapping[str, int],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[Tensor]:
     """The rule's tensor, if the model has its parameters."""
@@ -107,7 +96,8 @@ def _resolve(
     start = 0
     shape: tuple[int, ...] = ()
     for path, text in rule.parts:
-        layout = parse_layout(text, sizes)
+        own = shapes[path_prefix + path]
+        layout = parse_layout(text, own if layer is None else own[1:])
         parts.append(Part(path=path_prefix + path, layer=layer, layout=layout, start=start))
         shape = layout.their_shape
         start += shape[rule.fused_dim]
@@ -116,16 +106,9 @@ def _resolve(
     return [Tensor(name=name, shape=whole, fused_dim=rule.fused_dim, parts=tuple(parts))]
 
 
-def _sizes(config: ModelConfig, block: BlockConfig) -> dict[str, int]:
-    return {
-        "D": config.model_dim,
-        "N": block.attention.num_q_heads,
-        "K": block.attention.num_kv_heads,
-        "H": block.attention.head_dim,
-        "F": block.mlp.hidden_dim,
-        "V": config.vocab_size,
-        "P": config.max_positions,
-    }
+def _repeats(config: ModelConfig, path: str) -> int:
+    """Layers that share a stacked parameter, ``blocks/i/...``."""
+    return config.repeats[int(path.split("/")[1])]
 
 
 def _check_complete(
@@ -136,7 +119,7 @@ def _check_complete(
 ) -> None:
     for path, shape in shapes.items():
         stacked = path.startswith("blocks/")
-        layers = range(config.num_groups) if stacked else (None,)
+        layers = range(_repeats(config, path)) if stacked else (None,)
         found = [places[path, layer] for layer in layers if (path, layer) in places]
         if len(found) < len(layers):
             raise ConfigError(
@@ -146,11 +129,3 @@ def _check_complete(
         for _, part in found:
             expected = shape[1:] if stacked else shape
             assert part.layout.our_shape == expected, f"{path}: {part.layout.our_shape}, {expected}"
-
-
-def by_path(parameters: Parameters) -> dict[str, Any]:
-    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(parameters)
-    }

@@ -7,7 +7,7 @@ Older files have ``rope_theta`` and ``rope_scaling``, those of transformers 5 on
 import math
 from typing import Any
 
-from jaxinfra.config.model import (
+from jaxinfra.config.rope import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,

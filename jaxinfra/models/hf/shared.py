@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxinfra.config.model import (
-    AttentionConfig,
     BlockConfig,
+    GroupedAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormPlacement,
+    stacked,
 )
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf.keys import Keys
@@ -81,7 +82,7 @@ def decoder_config(
 
     def block(window: int | None) -> BlockConfig:
         return BlockConfig(
-            attention=AttentionConfig(
+            mixer=GroupedAttentionConfig(
                 num_q_heads=heads,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
@@ -93,7 +94,7 @@ def decoder_config(
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
             ),
-            mlp=mlp,
+            feed_forward=mlp,
             norm=norm,
             norm_placement=norm_placement,
         )
@@ -101,9 +102,8 @@ def decoder_config(
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
-        num_layers=num_layers,
         max_positions=max_positions,
-        blocks=tuple(block(window) for window in _period(windows)),
+        stacks=stacked(*tuple(block(window) for window in _period(windows)), num_layers=num_layers),
         tie_embeddings=keys.flag("tie_word_embeddings", tied_by_default),
         embedding_scale=embedding_scale,
         final_norm=norm,
@@ -116,21 +116,31 @@ def decoder_config(
 def decoder_keys(config: ModelConfig) -> dict[str, Any]:
     """The keys that ``decoder_config`` reads for every architecture."""
     block = config.blocks[0]
-    attention = block.attention
+    attention, mlp = dense_block(config)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.model_dim,
-        "intermediate_size": block.mlp.hidden_dim,
+        "intermediate_size": mlp.hidden_dim,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": attention.num_q_heads,
         "num_key_value_heads": attention.num_kv_heads,
         "head_dim": attention.head_dim,
-        "hidden_act": ACTIVATION_NAMES.get(block.mlp.kind),
+        "hidden_act": ACTIVATION_NAMES.get(mlp.kind),
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": block.norm.epsilon,
         "tie_word_embeddings": config.tie_embeddings,
         "initializer_range": config.init_std,
     } | ({} if attention.rope is None else write_rope(attention.rope))
+
+
+def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]:
+    """The layers of the first block; raises ConfigError where they are of other kinds."""
+    block = config.blocks[0]
+    if not isinstance(block.mixer, GroupedAttentionConfig):
+        raise ConfigError(f"{type(block.mixer).__name__}: grouped attention is what these write")
+    if not isinstance(block.feed_forward, MlpConfig):
+        raise ConfigError(f"{type(block.feed_forward).__name__}: dense layers are what these write")
+    return block.mixer, block.feed_forward
 
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ import functools
 
 import jax
 
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
@@ -49,7 +49,7 @@ class ContextAttention:
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         *,
-        config: AttentionConfig,
+        config: MixerConfig,
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype, placed as q.
@@ -76,7 +76,7 @@ class ContextAttention:
             check_vma=False,
         )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
-    def _check_stages(self, config: AttentionConfig, length: int) -> None:
+    def _check_stages(self, config: MixerConfig, length: int) -> None:
         """In a pipeline, stages do different things at a time. A collective over groups concerns
         the devices of one stage; a permutation names those of all, and would wait for them.
         """
@@ -97,7 +97,7 @@ class ContextAttention:
         v_BtkH: jax.Array,
         ids_Bt: jax.Array | None,
         *,
-        config: AttentionConfig,
+        config: MixerConfig,
     ) -> jax.Array:
         axis = str(MeshAxis.CONTEXT)
         num_shards = self.placement.mesh.shape[axis]
@@ -124,7 +124,7 @@ class ContextAttention:
         return ring_attention(ring, *operands, ids_Bt)
 
 
-def _reach(config: AttentionConfig, length: int) -> int | None:
+def _reach(config: MixerConfig, length: int) -> int | None:
     """Keys before its own that a query reaches; None where its window leaves none of them out."""
     if config.window is None or config.window >= length:
         return None

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfra.numerics.recipe import Recipe
+
 # A preset pins the accumulator in the compiled program itself, where a plain bf16 dot leaves it to
 # the backend. F32_F32_F32 also rules out TF32.
 _ALGORITHMS = {
@@ -19,28 +21,26 @@ _ALGORITHMS = {
 _LEFT_OPEN_ON_CUDA = ("bfloat16",)
 
 
-def mixed_einsum(
+def multiply(
     spec: str,
     x: jax.Array,
     weight: jax.Array,
     *,
-    compute: jnp.dtype,
-    accum: jnp.dtype,
+    recipe: Recipe,
     out: jnp.dtype | None = None,
-    gradient: jnp.dtype | None = None,
 ) -> jax.Array:
-    """``einsum(spec, x, weight)`` with operands in ``compute`` and sums in ``accum``.
+    """``einsum(spec, x, weight)`` as the recipe says: what ``Execution.multiply`` is by default.
 
-    Gradients: the cotangent and both operands in ``compute``, sums in ``accum``; dx is returned in
-    x's dtype, dweight in the weight's (fp32 masters get fp32 gradients straight from the
-    accumulator).
+    Gradients: the cotangent and both operands in ``recipe.compute``, sums in ``recipe.accum``; dx
+    is returned in x's dtype, dweight in the weight's (fp32 masters get fp32 gradients straight from
+    the accumulator, unless ``recipe.gradient`` rounds them between the two).
 
     Args:
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output.
-        out: dtype of the result; ``compute`` by default.
-        gradient: what dweight is rounded to, before it is summed over devices; not by default.
+        out: dtype of the result; ``recipe.compute`` by default.
     """
+    compute, accum, gradient = recipe.compute, recipe.accum, recipe.gradient
 
     def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
         a, b = a.astype(compute), b.astype(compute)

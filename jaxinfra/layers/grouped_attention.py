@@ -7,17 +7,17 @@ H head width.
 import jax
 from flax import nnx
 
-from jaxinfra.config.model import AttentionConfig
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.core import axes
-from jaxinfra.layers.cache import LayerCache
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
+from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import Projection
-from jaxinfra.layers.rope import RopeTable, apply_rope
+from jaxinfra.layers.rope import apply_rope
 from jaxinfra.ops.attention import cached_attention
 
 
-class Attention(nnx.Module):
+class GroupedAttention(nnx.Module):
     """softmax(q k^T / sqrt(H)) v (Vaswani et al. 2017), N/K query heads to a key/value head.
 
     Args:
@@ -26,7 +26,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
-        config: AttentionConfig,
+        config: GroupedAttentionConfig,
         *,
         model_dim: int,
         std: float,
@@ -72,39 +72,28 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BTD: jax.Array,
-        *,
-        rope: RopeTable | None,
-        positions_BT: jax.Array,
-        segment_ids_BT: jax.Array | None = None,
-        cache: LayerCache | None = None,
-        prefill: bool = False,
-    ) -> tuple[jax.Array, LayerCache | None]:
+        given: Pass,
+    ) -> LayerOutput:
         """Attends within x, or with a cache to everything cached so far.
 
-        Args:
-            rope: the table for these positions; None without rotary.
-            segment_ids_BT: documents of a packed row; queries see keys of their own only.
-            cache: written at ``positions_BT``, then attended to.
-            prefill: the cache was empty, so attending within x is the same and cheaper.
-
-        Returns:
-            [B, T, D] in the compute dtype, and the written cache.
+        Returns [B, T, D] in the compute dtype, and the written cache.
         """
-        constrain = self.execution.constrain
+        place = self.execution.place
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if rope is not None:
-            q_BTNH, k_BTKH = apply_rope(q_BTNH, rope), apply_rope(k_BTKH, rope)
-        q_BTNH = constrain(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
+        if given.rope is not None:
+            q_BTNH, k_BTKH = apply_rope(q_BTNH, given.rope), apply_rope(k_BTKH, given.rope)
+        q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
-        k_BTKH, v_BTKH = constrain(k_BTKH, kv_dims), constrain(v_BTKH, kv_dims)
+        k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
+        cache = given.cache
         if cache is not None:
-            cache = cache.write(k_BTKH, v_BTKH, positions_BT)
+            cache = cache.write(k_BTKH, v_BTKH, given.positions_BT)
         with jax.named_scope("core"):
-            if cache is None or prefill:
+            if cache is None or given.prefill:
                 out_BTNH = self.execution.attend(
-                    q_BTNH, k_BTKH, v_BTKH, config=self.config, segment_ids_BT=segment_ids_BT
+                    q_BTNH, k_BTKH, v_BTKH, config=self.config, segment_ids_BT=given.segment_ids_BT
                 )
             else:
                 out_BTNH = cached_attention(
@@ -112,6 +101,6 @@ class Attention(nnx.Module):
                     cache.k_BSKH,
                     cache.v_BSKH,
                     config=self.config,
-                    positions_BT=positions_BT,
+                    positions_BT=given.positions_BT,
                 )
-        return self.out(out_BTNH), cache
+        return LayerOutput(x=self.out(out_BTNH), cache=cache)

@@ -1,0 +1,55 @@
+"""What is learned from a batch, and how the parts of a batch come together."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.layers.passes import Sums, combined
+from jaxinfra.models.definition import Parameters
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Gradients:
+    """What a step learns from its batch, or from a part of it: the part's share."""
+
+    loss: jax.Array  # fp32 []: mean nll in nats per counted token
+    gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
+    sums: Any  # a ``layers.passes.Sums`` for each distinct block
+    state: Parameters  # what the backward pass emits, in the structure of the model's state
+
+
+def added(first: Gradients, second: Gradients) -> Gradients:
+    """Of two parts of a batch together."""
+    return Gradients(
+        loss=first.loss + second.loss,
+        gradients=jax.tree.map(jnp.add, first.gradients, second.gradients),
+        sums=combined(first.sums, second.sums),
+        state=jax.tree.map(jnp.maximum, first.state, second.state),
+    )
+
+
+def nothing_added(shapes: Gradients) -> Gradients:
+    """What the first part of a batch is added to.
+
+    Args:
+        shapes: of a part.
+    """
+
+    def zeros(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+    def least(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)
+
+    def empty(sums: Sums) -> Sums:
+        return Sums(losses=zeros(sums.losses), added=zeros(sums.added), largest=least(sums.largest))
+
+    return Gradients(
+        loss=zeros(shapes.loss),
+        gradients=zeros(shapes.gradients),
+        sums=jax.tree.map(empty, shapes.sums, is_leaf=lambda node: isinstance(node, Sums)),
+        state=least(shapes.state),
+    )

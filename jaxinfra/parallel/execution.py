@@ -1,0 +1,45 @@
+"""The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
+
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
+from jaxinfra.layers.execution import Anywhere, Execution
+from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.ops.multiply import multiply
+from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.gather import gather_on
+from jaxinfra.parallel.lookup import lookup_on
+from jaxinfra.parallel.loss import cross_entropy_on
+from jaxinfra.parallel.place import Placement
+
+
+def execution_on(
+    placement: Placement | None = None,
+    *,
+    policy: Policy = POLICIES[PolicyName.FP32],
+    attention: AttentionImplementation = AttentionImplementation.AUTO,
+    context_method: ContextMethod = ContextMethod.AUTO,
+    keep_gathered: bool = False,
+    remat: Remat = Remat.NONE,
+    unroll: int = 1,
+) -> Execution:
+    """How a decoder runs on this mesh.
+
+    Args:
+        placement: None: wherever the arrays are, which is for one device and for shapes alone.
+        policy: numeric formats.
+        attention, context_method: implementation, and form over the context axis.
+        keep_gathered: gather weights once for both passes.
+        remat: what is kept for the backward pass.
+        unroll: layers in one body of their loop.
+    """
+    return Execution(
+        policy=policy,
+        multiply=multiply,
+        attend=attention_on(placement, implementation=attention, method=context_method),
+        lookup=lookup_on(placement),
+        cross_entropy=cross_entropy_on(placement),
+        place=Anywhere() if placement is None else placement.constraint(),
+        gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
+        remat=remat,
+        unroll=unroll,
+    )
