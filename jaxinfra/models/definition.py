@@ -104,7 +104,7 @@ class ModelDefinition:
     @property
     def shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every parameter."""
-        return _without(self._of(nnx.Param, lambda variable: variable[...]), self.frozen)
+        return _without(self._of(nnx.Param, lambda variable: variable.get_value()), self.frozen)
 
     @property
     def dims(self) -> Parameters:
@@ -117,7 +117,7 @@ class ModelDefinition:
     @property
     def state_shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every array of the state."""
-        return self._of(ModelState, lambda variable: variable[...])
+        return self._of(ModelState, lambda variable: variable.get_value())
 
     @property
     def state_dims(self) -> Parameters:
@@ -133,7 +133,11 @@ class ModelDefinition:
         rows = []
         frozen = set(by_path(self.frozen))
         for parts, variable in nnx.to_flat_state(self.template):
-            path, leaf, metadata = "/".join(map(str, parts)), variable[...], variable.get_metadata()
+            path, leaf, metadata = (
+                "/".join(map(str, parts)),
+                variable.get_value(),
+                variable.get_metadata(),
+            )
             rows.append(
                 ParameterInfo(
                     path=path,
