@@ -19,15 +19,17 @@ import jaxtyping
 PACKAGES = ("jaxinfra", "pallas_kernels")
 
 
-def names_shape(annotation: object, *, within: tuple[object, ...] = ()) -> bool:
-    """Whether an annotation is, or holds, one of jaxtyping's; ``within`` recursive aliases."""
+def names_shape(annotation: object, aliases: frozenset[object] = frozenset()) -> bool:
+    """Whether an annotation is, or holds, one of jaxtyping's; ``aliases`` are those it is within,
+    since an alias may name itself.
+    """
     if isinstance(annotation, typing.TypeAliasType):
-        if annotation in within:
+        if annotation in aliases:
             return False
-        return names_shape(annotation.__value__, within=(*within, annotation))
+        return names_shape(annotation.__value__, aliases | {annotation})
     if inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
         return True
-    return any(names_shape(part, within=within) for part in typing.get_args(annotation))
+    return any(names_shape(part, aliases) for part in typing.get_args(annotation))
 
 
 def _functions(owner: types.ModuleType | type, module: str) -> Iterator[tuple[object, str]]:
