@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -87,10 +88,10 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        token_ids: Int[Array, "B T"],
+        token_ids: Int[Array | np.ndarray, "B T"],
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, in the accum dtype (fp32). Compiled once a shape."""
         graphdef, parameters = nnx.split(self)
