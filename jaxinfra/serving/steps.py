@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.models.decoder import Decoder, KVCache
-from jaxinfra.serving.sampling import SamplingConfig, sample
+from jaxinfra.serving.sampling import SamplingRows, sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,6 @@ class StepConfig:
     """What a step is compiled for, besides shapes."""
 
     graphdef: nnx.GraphDef[Decoder]
-    sampling: SamplingConfig
     num_ids: int  # ids from here on are never drawn
 
 
@@ -31,7 +30,8 @@ class DecodeState:
 
     cache: KVCache
     positions_B: jax.Array  # int32, where each row's next token goes
-    keys_B: jax.Array  # typed PRNG keys, one a row
+    keys_B: jax.Array  # typed PRNG keys, one per row
+    sampling: SamplingRows
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_slots"))
@@ -40,6 +40,7 @@ def prefill(
     ids_BT: jax.Array,
     lengths_B: jax.Array,
     keys_B: jax.Array,
+    sampling: SamplingRows,
     *,
     config: StepConfig,
     num_slots: int,
@@ -50,7 +51,7 @@ def prefill(
         ids_BT: prompts, padded on the right with any id: causality hides the padding from every
             token before it, and decoding overwrites its slots before it sees them.
         lengths_B: of the prompts without padding.
-        keys_B: one a row.
+        keys_B, sampling: one per row.
         num_slots: of the cache; at least T.
     """
     model = nnx.merge(config.graphdef, parameters)
@@ -63,7 +64,7 @@ def prefill(
     )
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B1D = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)
-    state = DecodeState(cache=cache, positions_B=lengths_B, keys_B=keys_B)
+    state = DecodeState(cache=cache, positions_B=lengths_B, keys_B=keys_B, sampling=sampling)
     return _next_tokens(model, last_B1D, state, config), state
 
 
@@ -94,7 +95,7 @@ def _next_tokens(
     logits_BV = model.logits(hidden_B1D)[:, 0, : config.num_ids]
     # A key for every row and position: what a row draws does not depend on the rest of the batch.
     keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.positions_B)
-    return sample(logits_BV, keys_B, config=config.sampling)
+    return sample(logits_BV, keys_B, rows=state.sampling)
 
 
 def kv_cache_bytes(config: ModelConfig, *, batch: int, num_slots: int, itemsize: int) -> int:

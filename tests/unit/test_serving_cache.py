@@ -29,7 +29,7 @@ from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.serving.sampling import GREEDY, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, kv_cache_bytes
 from tests.tolerance import assert_no_worse
 
@@ -275,9 +275,10 @@ def test_decoding_keeps_one_cache():
         cache=decoder.empty_cache(batch=batch, num_slots=num_slots),
         positions_B=jnp.zeros(batch, jnp.int32),
         keys_B=jax.random.split(jax.random.key(0), batch),
+        sampling=SamplingRows.of([GREEDY] * batch),
     )
     graphdef, weights = nnx.split(decoder)
-    config = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=31)
+    config = StepConfig(graphdef=graphdef, num_ids=31)
     compiled = decode.lower(weights, state, jnp.zeros(batch, jnp.int32), config=config).compile()
     cache_bytes = kv_cache_bytes(MODELS["gqa"], batch=batch, num_slots=num_slots, itemsize=4)
     memory = compiled.memory_analysis()
