@@ -14,6 +14,7 @@ from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 
 
@@ -46,6 +47,18 @@ class Attend(Protocol):
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype."""
+        ...
+
+
+class Decode(Protocol):
+    """Attention over a cache; ``jaxinfra.ops.cached_attention.cached_attention`` is one."""
+
+    def __call__(
+        self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+    ) -> jax.Array:
+        """Returns [B, T, N, H] in q's dtype: each query sees keys up to its own position, which the
+        cache holds already; one whose position is below 0 is padding.
+        """
         ...
 
 
@@ -148,6 +161,7 @@ class Execution:
     policy: Policy
     multiply: Multiply
     attend: Attend
+    decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy
     place: Place

@@ -10,8 +10,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import AttentionConfig
-from jaxinfra.numerics.einsum import mixed_einsum
+from jaxinfra.config.model import MixerConfig
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.multiply import multiply
 
 _QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
 
@@ -40,7 +41,7 @@ class Pages:
 
 
 def cached_attention(
-    q_BTNH: jax.Array, pages: Pages, *, config: AttentionConfig, positions_BT: jax.Array
+    q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
 ) -> jax.Array:
     """Attention of new queries to all keys cached, their own among them.
 
@@ -75,14 +76,15 @@ def _attend(
     *,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    config: AttentionConfig,
+    config: MixerConfig,
 ) -> jax.Array:
     batch, length, num_q_heads, head_dim = q_BTNH.shape
     num_kv_heads = k_BSKH.shape[2]
-    dot = functools.partial(mixed_einsum, compute=q_BTNH.dtype, accum=jnp.dtype("float32"))
+    fp32 = jnp.dtype("float32")
+    dot = functools.partial(multiply, recipe=Recipe(compute=q_BTNH.dtype, accum=fp32))
     q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
     scale = head_dim**-0.5 if config.scale is None else config.scale
-    scores_BKGTS = scale * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=jnp.dtype("float32"))
+    scores_BKGTS = scale * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=fp32)
     if config.logit_soft_cap is not None:
         cap = config.logit_soft_cap
         scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)

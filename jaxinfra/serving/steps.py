@@ -120,9 +120,7 @@ def _extend(
     positions_BT = state.positions_B[:, None] + offsets_T[None]
     positions_BT = jnp.where(offsets_T[None] < counts_B[:, None], positions_BT, -1)
     out = model.run(ids_BT, positions=positions_BT, cache=state.cache, contexts=contexts_B)
-    state = dataclasses.replace(
-        state, cache=out.cache, positions_B=state.positions_B + counts_B
-    )
+    state = dataclasses.replace(state, cache=out.cache, positions_B=state.positions_B + counts_B)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B1D = jnp.take_along_axis(out.x, jnp.maximum(counts_B - 1, 0)[:, None, None], axis=1)
     logits_BV = model.logits(last_B1D)[:, 0, : config.num_ids]

@@ -24,13 +24,14 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
+from jaxinfra.layers.cache import PagedCache, kv_elements
 from jaxinfra.layers.rope import rope_frequencies
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode, kv_cache_bytes
+from jaxinfra.serving.steps import DecodeState, StepConfig, decode
 from tests.tolerance import assert_no_worse
 
 LENGTH = 24
@@ -176,14 +177,20 @@ def prefill_logits(decoder: Decoder, ids_BT):
     batch, length = ids_BT.shape
     positions = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     cache = decoder.empty_cache(batch=batch, num_slots=LENGTH)
-    hidden, cache = decoder.cached(ids_BT, positions=positions, cache=cache, prefill=True)
-    return decoder.logits(hidden), cache
+    out = decoder.run(ids_BT, positions=positions, cache=cache)
+    return decoder.logits(out.x), out.cache
+
+
+@jax.jit
+def chunk_logits(decoder: Decoder, ids_BT, positions_BT, cache):
+    out = decoder.run(ids_BT, positions=positions_BT, cache=cache)
+    return decoder.logits(out.x), out.cache
 
 
 @jax.jit
 def decode_logits(decoder: Decoder, ids_B1, positions_B1, cache):
-    hidden, cache = decoder.cached(ids_B1, positions=positions_B1, cache=cache, prefill=False)
-    return decoder.logits(hidden)[:, 0], cache
+    out = decoder.run(ids_B1, positions=positions_B1, cache=cache)
+    return decoder.logits(out.x)[:, 0], out.cache
 
 
 def make(name: str, policy: PolicyName = PolicyName.FP32):
@@ -235,6 +242,53 @@ def test_cached_logits_agree_at_every_position(name, policy):
     assert_no_worse(logits, plain=plain, oracle=true, what="decoding alone")
 
 
+def in_pages(decoder, rng, *, batch: int, page_size: int = 4):
+    """An empty cache of the decoder whose rows have their pages in random order."""
+    num_pages = LENGTH // page_size
+    pool = 2 * batch * num_pages
+    tables = rng.permutation(pool)[: batch * num_pages].reshape(batch, num_pages)
+    config = decoder.config
+    return tuple(
+        PagedCache.zeros(
+            block.mixer.cache,
+            num_layers=repeats,
+            num_pages=pool,
+            page_size=page_size,
+            tables_BM=jnp.asarray(tables, jnp.int32),
+            dtype=decoder.execution.policy.compute,
+        )
+        for block, repeats in zip(config.blocks, config.repeats, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
+def test_a_prompt_in_chunks_is_the_prompt_at_once(name, policy):
+    parameters, decoder = make(name, policy)
+    rng = np.random.default_rng(7)
+    ids = rng.integers(0, 31, (len(PROMPTS), LENGTH)).astype(np.int32)
+    plain = uncached_logits(decoder, ids)
+    true = oracle(parameters, MODELS[name], ids)
+    contiguous = decoder.empty_cache(batch=len(PROMPTS), num_slots=LENGTH)
+    results = []
+    for cache in (contiguous, in_pages(decoder, rng, batch=len(PROMPTS))):
+        logits = np.full(true.shape, np.nan, np.float32)
+        done = np.zeros(len(PROMPTS), int)
+        draws = np.random.default_rng(8)
+        while (done < LENGTH).any():
+            # Every row takes a chunk of its own size, some none, in a shape that all have.
+            counts = np.minimum(draws.integers(0, 9, len(PROMPTS)), LENGTH - done)
+            there = np.arange(8) < counts[:, None]
+            positions = np.where(there, done[:, None] + np.arange(8), -1).astype(np.int32)
+            chunk = np.where(there, np.take_along_axis(ids, positions, axis=1), 30)
+            new, cache = chunk_logits(decoder, chunk, positions, cache)
+            for row, count in enumerate(counts):
+                logits[row, done[row] : done[row] + count] = np.asarray(new)[row, :count]
+            done += counts
+        assert_no_worse(logits, plain=plain, oracle=true, what="in chunks")
+        results.append(logits)
+    np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("name", ["window", "gemma"])
 def test_the_tolerance_notices_a_window_off_by_one(name):
     parameters, decoder = make(name)
@@ -264,8 +318,15 @@ def test_cache_bytes(name, policy):
     _, decoder = make(name, policy)
     cache = decoder.empty_cache(batch=3, num_slots=40)
     itemsize = POLICIES[policy].compute.itemsize
-    expected = kv_cache_bytes(MODELS[name], batch=3, num_slots=40, itemsize=itemsize)
+    expected = 3 * kv_elements(MODELS[name], context=40) * itemsize
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == expected
+
+
+def test_windows_bound_what_has_to_be_kept():
+    config = MODELS["gemma"]  # two layers of each kind, one with a window of 6
+    assert kv_elements(config, context=40) == 2 * (2 * 2 * 8 + 2 * 1 * 8) * 40
+    kept = 2 * (2 * 2 * 8 * 6 + 2 * 1 * 8 * 40)
+    assert kv_elements(config, context=40, keeps_windows_only=True) == kept
 
 
 def test_decoding_keeps_one_cache():
@@ -280,7 +341,7 @@ def test_decoding_keeps_one_cache():
     graphdef, weights = nnx.split(decoder)
     config = StepConfig(graphdef=graphdef, num_ids=31)
     compiled = decode.lower(weights, state, jnp.zeros(batch, jnp.int32), config=config).compile()
-    cache_bytes = kv_cache_bytes(MODELS["gqa"], batch=batch, num_slots=num_slots, itemsize=4)
+    cache_bytes = batch * kv_elements(MODELS["gqa"], context=num_slots) * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     # One layer's slice of two, and scores: a second cache would show.

@@ -42,7 +42,8 @@ def caches(spec: CacheSpec, tables_BM: np.ndarray, *, dtype=jnp.float32):
     paged = PagedCache.zeros(
         spec, num_pages=POOL, page_size=PAGE, tables_BM=jnp.asarray(tables_BM, jnp.int32), **sizes
     )
-    assert contiguous.is_empty and paged.is_empty
+    assert contiguous.is_empty
+    assert paged.is_empty
     assert contiguous.num_slots == paged.num_slots == SLOTS
     for cache in (contiguous, paged):
         junk = {name: jnp.full_like(stored, JUNK) for name, stored in cache.arrays.items()}
