@@ -21,6 +21,7 @@ from jaxinfra.config.model import (
     NormConfig,
     NormKind,
     NormPlacement,
+    stacked,
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
@@ -44,17 +45,18 @@ def attention(num_kv_heads: int = 2, **options) -> GroupedAttentionConfig:
     return GroupedAttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=8, **options)
 
 
-def model(*attentions: GroupedAttentionConfig, block=None, **options) -> ModelConfig:
-    blocks = (
-        BlockConfig(**({"mixer": each, "feed_forward": MlpConfig(hidden_dim=24)} | (block or {})))
-        for each in attentions
-    )
+def block(mixer: GroupedAttentionConfig, **options) -> BlockConfig:
+    return BlockConfig(**({"mixer": mixer, "feed_forward": MlpConfig(hidden_dim=24)} | options))
+
+
+def model(*attentions: GroupedAttentionConfig, blocks=None, **options) -> ModelConfig:
+    pattern = [block(each, **(blocks or {})) for each in attentions]
     return ModelConfig(
         **{
             "vocab_size": 31,
             "model_dim": 16,
             "max_positions": 64,
-            "stacks": stacked(*blocks, num_layers=2 * len(attentions)),
+            "stacks": stacked(*pattern, num_layers=2 * len(attentions)),
             "tie_embeddings": True,
         }
         | options,
@@ -69,13 +71,20 @@ MODELS = {
     "gemma": model(
         attention(window=6, logit_soft_cap=2.0, scale=0.2, qk_norm=NormConfig(scale_offset=1.0)),
         attention(num_kv_heads=1, logit_soft_cap=2.0),
-        block={"norm_placement": NormPlacement.SANDWICH},
+        blocks={"norm_placement": NormPlacement.SANDWICH},
         logit_soft_cap=3.0,
         embedding_scale=4.0,
     ),
+    "two_stacks": dataclasses.replace(
+        model(attention(window=5)),
+        stacks=(
+            *stacked(block(attention()), num_layers=1),
+            *stacked(block(attention(window=5)), block(attention(num_kv_heads=1)), num_layers=4),
+        ),
+    ),
     "learned_positions": model(
         attention(num_kv_heads=4, rope=None, qkv_bias=True, out_bias=True),
-        block={
+        blocks={
             "norm": LAYER_NORM,
             "feed_forward": MlpConfig(hidden_dim=24, kind=MlpKind.GELU_TANH, bias=True),
         },
@@ -97,13 +106,13 @@ def oracle(parameters, config: ModelConfig, ids_BT: np.ndarray) -> np.ndarray:
     x_BTD = table_VD[ids_BT] * config.embedding_scale
     if config.learned_positions:
         x_BTD = x_BTD + parameters["positions"]["table"][: ids_BT.shape[1]]
-    for layer in range(config.num_layers):
-        repetition, i = divmod(layer, len(config.blocks))
+    for i, repetition in _layers(config):
         block = config.blocks[i]
         weights = jax.tree.map(lambda x, n=repetition: x[n], parameters["blocks"][i])
-        for name, function in (("attention", _attention), ("mlp", _mlp)):
+        branches = {"attention": (_attention, block.mixer), "mlp": (_mlp, block.feed_forward)}
+        for name, (function, branch) in branches.items():
             y = _norm(x_BTD, weights[f"{name}_norm"], block.norm)
-            y = function(y, weights[name], getattr(block, name))
+            y = function(y, weights[name], branch)
             if block.norm_placement is NormPlacement.SANDWICH:
                 y = _norm(y, weights[f"{name}_post_norm"], block.norm)
             x_BTD = x_BTD + y
@@ -111,6 +120,16 @@ def oracle(parameters, config: ModelConfig, ids_BT: np.ndarray) -> np.ndarray:
     if not config.tie_embeddings:
         table_VD = parameters["unembedding"]["table"]
     return _cap(x_BTD @ table_VD.T, config.logit_soft_cap)
+
+
+def _layers(config: ModelConfig):
+    """The distinct block of each layer, and which of its repetitions it is."""
+    first = 0
+    for stack in config.stacks:
+        for repetition in range(stack.repeats):
+            for i in range(len(stack.pattern)):
+                yield first + i, repetition
+        first += len(stack.pattern)
 
 
 def _norm(x, weights, config: NormConfig):
