@@ -17,6 +17,7 @@ from jax import lax
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
+from jaxinfra.layers.cache import after_pass
 from jaxinfra.models.decoder import KVCache
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
@@ -159,7 +160,10 @@ def decoded(name: str, preset: str, batch: int, context: int, device: Device) ->
     ids, lengths, keys = model.rows(batch, context)
     zeros = model.empty_cache(batch=batch, num_slots=context + 2 * DECODED)
     # Numbers, as a prefill would leave them: zeros take less power.
-    cache = jax.tree.map(lambda x: random(3, *x.shape, dtype=x.dtype), zeros)
+    cache = tuple(
+        after_pass(each, {n: random(3, *x.shape, dtype=x.dtype) for n, x in each.arrays.items()})
+        for each in zeros
+    )
     del zeros
     sampling = SamplingRows.of([GREEDY] * batch)
     state = DecodeState(cache=cache, positions_B=lengths, keys_B=keys, sampling=sampling)

@@ -118,6 +118,11 @@ class Gather(Protocol):
 class Place(Protocol):
     """Where activations lie."""
 
+    @property
+    def batch_shards(self) -> int:
+        """Devices that rows of a batch are spread over; as many divide it."""
+        ...
+
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         ...
@@ -134,6 +139,8 @@ class Place(Protocol):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anywhere:
     """``Place`` on one device: the identity."""
+
+    batch_shards: int = 1
 
     def first_row(self, num_rows: int) -> int:
         """All rows are here."""

@@ -102,6 +102,7 @@ def generate(
         parameters=parameters,
         eos_ids=frozenset(eos_ids),
         config=StepConfig(graphdef=graphdef, num_ids=num_ids),
+        batch_shards=model.execution.place.batch_shards,
         seed=seed,
     )
     original = _original_context(model.config)
@@ -167,8 +168,12 @@ def _stream(
     parameters: nnx.State,
     eos_ids: frozenset[int],
     config: StepConfig,
+    batch_shards: int,
     seed: int,
 ) -> Iterator[GeneratedToken]:
+    unfinished = set(range(len(rows)))
+    # Rows that divide over the devices; nobody listens to the last one's copies.
+    rows = [*rows, *[rows[-1]] * (-len(rows) % batch_shards)]
     request = _Request(rows=rows, max_positions=max_positions, eos_ids=eos_ids)
     budgets = request.budgets.tolist()
     row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
@@ -181,7 +186,6 @@ def _stream(
         config=config,
         num_slots=request.num_slots,
     )
-    unfinished = set(range(len(rows)))
     for index in range(max(budgets)):
         drawn = tokens
         if index + 1 < max(budgets):

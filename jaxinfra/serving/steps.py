@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxinfra.core import axes
 from jaxinfra.models.decoder import Decoder, KVCache
 from jaxinfra.serving.sampling import SamplingRows, sample
 
@@ -124,6 +125,8 @@ def _extend(
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B1D = jnp.take_along_axis(out.x, jnp.maximum(counts_B - 1, 0)[:, None, None], axis=1)
     logits_BV = model.logits(last_B1D)[:, 0, : config.num_ids]
+    # Where devices have parts of the vocabulary: a draw is over all of it.
+    logits_BV = model.execution.place(logits_BV, (axes.BATCH, None))
     # A key for every row and position: what a row draws does not depend on the rest of the batch.
     keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.positions_B)
     return sample(logits_BV, keys_B, rows=state.sampling), state
