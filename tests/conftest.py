@@ -1,4 +1,6 @@
-"""Every test runs on 8 virtual CPU devices, under strict promotion, with warnings as errors."""
+"""Every test runs on 8 virtual CPU devices, under strict promotion, with warnings as errors and the
+shapes that the product's annotations name checked.
+"""
 
 import os
 
@@ -12,8 +14,10 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 import jax
+import shape_checks
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+shape_checks.install()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxinfra.data.arrays import TokenArrays
+from jaxinfra.data.token_arrays import TokenArrays
 
 BOS, EOS = 1000, 1001
 

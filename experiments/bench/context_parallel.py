@@ -28,8 +28,8 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.ops.attention import named_attention
-from jaxinfra.parallel.context.attend import ContextAttention
-from jaxinfra.parallel.context.order import from_zigzag, to_zigzag
+from jaxinfra.parallel.context.methods import ContextAttention
+from jaxinfra.parallel.context.zigzag import from_zigzag, to_zigzag
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.environment import environment
-from jaxinfra.checkpoint.tensor_files import open_tensor_files
-from jaxinfra.checkpoint.tensor_writer import write_tensor_files
 from jaxinfra.config.presets import MODELS
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.hf import to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.weights.tensor_files import open_tensor_files
+from jaxinfra.weights.tensor_writer import write_tensor_files
 
 _ROWS = 4096
 

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.bench.environment import environment
 from experiments.bench.step_programs import LEARNING_RATE, WEIGHT_DECAY, data, without_rope_scaling
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.reliability import ReliabilityConfig
@@ -37,11 +37,11 @@ from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
-from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
-from jaxinfra.reliability.exchange import Exchange, Row
+from jaxinfra.reliability.exchange import Exchange, ProcessRow
 from jaxinfra.reliability.hashes import StateHash
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.stragglers import Stragglers
@@ -107,7 +107,9 @@ class _Bench:
             steps=10**6, batch_size=args.batch, sequence_length=args.length, remat=Remat.DOTS
         )
         optimizing = OptimizerConfig(
-            learning_rate=LEARNING_RATE, schedule=Schedule.CONSTANT, weight_decay=WEIGHT_DECAY
+            learning_rate=LEARNING_RATE,
+            schedule=LearningRateSchedule.CONSTANT,
+            weight_decay=WEIGHT_DECAY,
         )
         precision = PrecisionConfig(policy=PolicyName.BF16)
         execution = execution_on(
@@ -174,7 +176,7 @@ class _Bench:
             host_s = self._recorder.phase("step", step=step)
             self._state, metrics = self._steps["with"](self._state, self._batch)
             pending.append(
-                (metrics, self._exchange.start(Row(input_s=input_s, host_s=host_s)), step)
+                (metrics, self._exchange.start(ProcessRow(input_s=input_s, host_s=host_s)), step)
             )
             if len(pending) > 1:
                 values, table, of_step = pending.pop(0)

@@ -22,7 +22,7 @@ from experiments.bench import plain_step
 from experiments.bench.step_programs import LEARNING_RATE, WEIGHT_DECAY, data
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import AttentionImplementation, Remat
@@ -166,7 +166,7 @@ def _ours(
     )
     optimizer = OptimizerConfig(
         learning_rate=LEARNING_RATE,
-        schedule=Schedule.CONSTANT,
+        schedule=LearningRateSchedule.CONSTANT,
         weight_decay=WEIGHT_DECAY,
         clip_norm=None,
     )

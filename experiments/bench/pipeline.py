@@ -42,9 +42,9 @@ from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.program import make_program
-from jaxinfra.parallel.pipeline.timing import run
+from jaxinfra.parallel.pipeline.schedule_cost import run
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
@@ -227,7 +227,7 @@ def own_cost(args: argparse.Namespace, variant: Variant) -> float:
     )  # causal scores and their product, as parameters
     # In forwards of one chunk: the loss does its forward and both gradients at once.
     head = 3 * args.vocab * args.width / (layer * variant.num_layers / stages / chunks)
-    timeline = run(make_program(schedule), head=head)
+    timeline = run(make_tick_program(schedule), head=head)
     return timeline.total / (variant.micro_batches * (3 * chunks + head))
 
 

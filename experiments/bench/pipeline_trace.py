@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 
 from experiments.bench.environment import environment
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.diagnostics.trace import Event, device_events
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.program import make_program
+from jaxinfra.diagnostics.trace import TraceEvent, device_events
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.timing import run
+from jaxinfra.parallel.pipeline.schedule_cost import run
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 
 _SCOPE = re.compile(r"/(forward|backward|input|weight|exchange)/")
 _COLOURS = {"forward": "#4c78a8", "backward": "#2f7d4f", "input": "#59a14f", "weight": "#f2a93b"}
@@ -34,7 +34,7 @@ _LONG_NS = 1e5
 """Shorter runs of kernels are an idle stage looking at its table."""
 
 
-def intervals(events: list[Event]) -> list[tuple[str, float, float]]:
+def intervals(events: list[TraceEvent]) -> list[tuple[str, float, float]]:
     """(scope, start, end) of each run of kernels of one scope.
 
     Kernels that XLA added have no scope and belong to the run around them. Every tick asks for each
@@ -107,7 +107,7 @@ def table_bubble(
         backward_ticks=pipeline.backward_ticks,
     )
     head = rows[-1]["mean_ms"]["forward"] - durations[Kind.FORWARD]
-    return run(make_program(table), durations=durations, head=head).bubble
+    return run(make_tick_program(table), durations=durations, head=head).bubble
 
 
 def draw(result: dict[str, Any], file: pathlib.Path) -> None:

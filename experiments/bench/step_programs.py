@@ -11,14 +11,14 @@ import numpy as np
 
 from experiments.bench import plain_step
 from jaxinfra.config.model import ModelConfig, stacked
-from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import policy_of
+from jaxinfra.optim.learning_rate import learning_rate as schedule_of
 from jaxinfra.optim.optimizer import make_optimizer
-from jaxinfra.optim.schedule import learning_rate as schedule_of
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import initial_state
@@ -106,7 +106,7 @@ def ours(
     )
     optimizer_config = OptimizerConfig(
         learning_rate=learning_rate,
-        schedule=Schedule.CONSTANT,
+        schedule=LearningRateSchedule.CONSTANT,
         warmup_steps=warmup,
         weight_decay=WEIGHT_DECAY,
         clip_norm=clip_norm,

@@ -13,7 +13,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxinfra.parallel.context.order import chunk_order
+from jaxinfra.parallel.context.zigzag import chunk_order
 
 DEVICES = 4
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")

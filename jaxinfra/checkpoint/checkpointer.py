@@ -9,10 +9,10 @@ from typing import Self, final
 import jax
 from jaxtyping import PyTree
 
-from jaxinfra.checkpoint import arrays, layout, metadata, processes
+from jaxinfra.checkpoint import arrays, directory_layout, metadata, processes
 from jaxinfra.checkpoint.metadata import JSON, Metadata
 from jaxinfra.checkpoint.restoring import Restored, read_newest
-from jaxinfra.checkpoint.saving import Save, Target
+from jaxinfra.checkpoint.saving import Save, SaveTarget
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.core.errors import CheckpointError
 
@@ -47,8 +47,8 @@ class Checkpointer:
     def _open(self) -> str:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = layout.lock(self._directory)
-            layout.sweep(self._directory)
+            self._lock = directory_layout.lock(self._directory)
+            directory_layout.sweep(self._directory)
         except OSError as error:
             raise CheckpointError(
                 f"{self._directory} cannot hold checkpoints: {error.strerror}. Choose a writable "
@@ -109,7 +109,7 @@ class Checkpointer:
             tree=metadata.describe(flat),
         ).encode()
         self._num_saves += 1
-        target = Target(
+        target = SaveTarget(
             directory=self._directory,
             step=step,
             unique=f"{self._unique}{self._num_saves:04d}",
@@ -141,7 +141,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, ascending. Whether their files are intact, ``verify`` says."""
-        return layout.steps(self._directory)
+        return directory_layout.steps(self._directory)
 
     def latest(self) -> int | None:
         """The newest committed step."""
@@ -166,7 +166,7 @@ class Checkpointer:
             abstract_state,
             step=step,
             identity=self._identity,
-            reject=layout.set_aside,
+            reject=directory_layout.set_aside,
             subset=False,
         )
 
@@ -180,7 +180,7 @@ class Checkpointer:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {self._directory}; there are {self.steps()}"
             )
-        layout.set_aside(self._directory, step, [reason])
+        directory_layout.set_aside(self._directory, step, [reason])
 
     def close(self) -> None:
         """Waits for the save in flight, frees the directory; raises if a save failed."""

@@ -9,14 +9,9 @@ from pathlib import Path
 
 import jax
 
-from jaxinfra.checkpoint import layout, manifest, processes
-from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
-from jaxinfra.checkpoint.onto_mesh import place_parameters
+from jaxinfra.checkpoint import directory_layout, manifest, processes
 from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
-from jaxinfra.checkpoint.tensor_files import open_tensor_files
 from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
@@ -24,6 +19,11 @@ from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.models.hf import by_path
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.weights.conversion import TOKENIZER_FILES
+from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
+from jaxinfra.weights.onto_mesh import place_parameters
+from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.weights.tensor_files import open_tensor_files
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def read_initial(path: Path) -> InitialModel:
             f"{path} holds adapters, not a whole model; merge them first: "
             f"jaxinfra convert {path} DIR, then start from DIR"
         )
-    step = max(layout.steps(run.checkpoints), default=None)
+    step = max(directory_layout.steps(run.checkpoints), default=None)
     if step is None:
         raise ConfigError(f"{path} has no checkpoint to start from yet; train it further")
     return InitialModel(
@@ -144,7 +144,7 @@ def _sum_of_model(path: Path) -> str:
 
 def _sum_of_step(run: RunDirectory, step: int) -> str:
     """The manifest has the sums of all files, and loading checks them."""
-    file = run.checkpoints / layout.step_name(step) / layout.MANIFEST
+    file = run.checkpoints / directory_layout.step_name(step) / directory_layout.MANIFEST
     if not file.is_file():
         raise CheckpointError(
             f"{run.path} has no checkpoint of step {step}, which the run started from; restore it, "

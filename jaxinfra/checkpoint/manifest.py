@@ -23,7 +23,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint import layout
+from jaxinfra.checkpoint import directory_layout
 
 _FORMAT = 1
 # One thread hashes about 1.6 GB/s on a core with SHA instructions; 1-4 MiB blocks are fastest.
@@ -31,7 +31,7 @@ _BLOCK_BYTES = 4 << 20
 MAX_THREADS = 16
 
 
-class Fault(enum.StrEnum):
+class FileFault(enum.StrEnum):
     """What can be wrong with one file of a checkpoint."""
 
     MISSING = "missing"
@@ -47,7 +47,7 @@ class Problem:
     """One reason why a checkpoint cannot be trusted."""
 
     file: str  # relative to the checkpoint's directory
-    fault: Fault
+    fault: FileFault
     detail: str
 
     def __str__(self) -> str:
@@ -63,11 +63,11 @@ def write(checkpoint: Path, *, step: int) -> None:
             name: {"size": size, "sha256": digest}
             for name, (size, digest) in zip(names, sums, strict=True)
         }
-    path = checkpoint / layout.MANIFEST
+    path = checkpoint / directory_layout.MANIFEST
     path.write_bytes(_encode({"format": _FORMAT, "step": step, "files": files}))
-    layout.sync(path)
+    directory_layout.sync(path)
     for directory, _, _ in os.walk(checkpoint):
-        layout.sync(Path(directory))
+        directory_layout.sync(Path(directory))
 
 
 def verify(directory: Path, step: int) -> list[Problem]:
@@ -76,27 +76,27 @@ def verify(directory: Path, step: int) -> list[Problem]:
     Reads, and changes nothing. Sizes are compared first, so a truncated checkpoint is found without
     reading the rest of it.
     """
-    checkpoint = directory / layout.step_name(step)
+    checkpoint = directory / directory_layout.step_name(step)
     try:
-        expected = _decode((checkpoint / layout.MANIFEST).read_bytes(), step=step)
+        expected = _decode((checkpoint / directory_layout.MANIFEST).read_bytes(), step=step)
         actual = _files(checkpoint)
     except OSError as error:
-        return [Problem(file=layout.MANIFEST, fault=Fault.UNREADABLE, detail=_reason(error))]
+        return [_of_manifest(FileFault.UNREADABLE, _reason(error))]
     except ValueError as error:
-        return [Problem(file=layout.MANIFEST, fault=Fault.MANIFEST, detail=str(error))]
+        return [_of_manifest(FileFault.MANIFEST, str(error))]
     problems = [
-        Problem(file=name, fault=Fault.MISSING, detail="listed in the manifest, not there")
+        Problem(file=name, fault=FileFault.MISSING, detail="listed in the manifest, not there")
         for name in sorted(expected.keys() - actual.keys())
     ]
     problems += [
-        Problem(file=name, fault=Fault.EXTRA, detail="there, but not listed in the manifest")
-        for name in sorted(actual.keys() - expected.keys() - {layout.MANIFEST})
+        Problem(file=name, fault=FileFault.EXTRA, detail="there, but not listed in the manifest")
+        for name in sorted(actual.keys() - expected.keys() - {directory_layout.MANIFEST})
     ]
     common = sorted(expected.keys() & actual.keys())
     problems += [
         Problem(
             file=name,
-            fault=Fault.SIZE,
+            fault=FileFault.SIZE,
             detail=f"{actual[name]} bytes, written with {expected[name]['size']}",
         )
         for name in common
@@ -109,15 +109,19 @@ def verify(directory: Path, step: int) -> list[Problem]:
         return [problem for problem in found if problem is not None]
 
 
+def _of_manifest(fault: FileFault, detail: str) -> Problem:
+    return Problem(file=directory_layout.MANIFEST, fault=fault, detail=detail)
+
+
 def _check(checkpoint: Path, name: str, expected: str) -> Problem | None:
     try:
         digest = sha256(checkpoint / name)
     except OSError as error:
-        return Problem(file=name, fault=Fault.UNREADABLE, detail=_reason(error))
+        return Problem(file=name, fault=FileFault.UNREADABLE, detail=_reason(error))
     if digest == expected:
         return None
     detail = f"SHA-256 {digest[:16]}…, written with {expected[:16]}…"
-    return Problem(file=name, fault=Fault.CONTENT, detail=detail)
+    return Problem(file=name, fault=FileFault.CONTENT, detail=detail)
 
 
 def _files(checkpoint: Path) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint import layout
+from jaxinfra.checkpoint import directory_layout
 from jaxinfra.core.errors import CheckpointError
 
 type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
@@ -63,7 +63,7 @@ class Metadata:
 
 def read(checkpoint: Path) -> Metadata:
     """The metadata of a verified checkpoint."""
-    values = json.loads((checkpoint / layout.METADATA).read_bytes())
+    values = json.loads((checkpoint / directory_layout.METADATA).read_bytes())
     if values["format"] != _FORMAT:
         raise CheckpointError(
             f"{checkpoint} has metadata format {values['format']}; this version reads {_FORMAT}. "
@@ -84,9 +84,9 @@ def read(checkpoint: Path) -> Metadata:
 def heldout_losses(directory: Path) -> dict[int, float | None]:
     """Held-out loss of every committed step; None where unknown or unreadable."""
     losses = {}
-    for step in layout.steps(directory):
+    for step in directory_layout.steps(directory):
         try:
-            losses[step] = read(directory / layout.step_name(step)).heldout_loss
+            losses[step] = read(directory / directory_layout.step_name(step)).heldout_loss
         except (OSError, ValueError, LookupError, TypeError, CheckpointError):
             losses[step] = None  # retention may still drop it by age; restore() names the damage
     return losses

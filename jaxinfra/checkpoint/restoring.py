@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jaxinfra.checkpoint import arrays, layout, manifest, metadata, processes
-from jaxinfra.checkpoint.layout import Rejected
+from jaxinfra.checkpoint import arrays, directory_layout, manifest, metadata, processes
+from jaxinfra.checkpoint.directory_layout import Rejected
 from jaxinfra.checkpoint.metadata import JSON
 from jaxinfra.core.errors import CheckpointError
 
@@ -49,7 +49,7 @@ type Reject = Callable[[Path, int, list[str]], Rejected]
 
 
 def _skip(directory: Path, step: int, reasons: list[str]) -> Rejected:
-    path = directory / layout.step_name(step)
+    path = directory / directory_layout.step_name(step)
     rejected = Rejected(step=step, path=path, reasons=tuple(reasons))
     _log.warning("checkpoint skipped: %s, in %s", rejected, path)
     return rejected
@@ -78,7 +78,7 @@ def read_newest(
         Rejected(step=item["step"], path=Path(item["path"]), reasons=tuple(item["reasons"]))
         for item in found["rejected"]
     )
-    checkpoint = directory / layout.step_name(found["step"])
+    checkpoint = directory / directory_layout.step_name(found["step"])
     saved = metadata.read(checkpoint)
     if identity is not None:
         metadata.require_same_identity(saved.identity, identity, where=checkpoint)
@@ -87,7 +87,7 @@ def read_newest(
     )
     try:
         # Orbax refuses relative paths.
-        flat = arrays.read((checkpoint / layout.ARRAYS).absolute(), wanted)
+        flat = arrays.read((checkpoint / directory_layout.ARRAYS).absolute(), wanted)
     except Exception as error:
         raise CheckpointError(
             f"{checkpoint} is as it was written, but reading it failed: {error}"
@@ -103,7 +103,7 @@ def read_newest(
 
 def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]:
     """The step to read, as JSON: the one asked for or the newest good one; and the bad ones."""
-    available = layout.steps(directory)
+    available = directory_layout.steps(directory)
     candidates = list(reversed(available)) if step is None else [step]
     rejected: list[Rejected] = []
     for candidate in candidates:
@@ -118,7 +118,7 @@ def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]
                     for bad in rejected
                 ],
             }
-        if candidate not in layout.steps(directory):
+        if candidate not in directory_layout.steps(directory):
             continue  # a training run that is still going on pruned it meanwhile
         rejected.append(reject(directory, candidate, [str(problem) for problem in problems]))
     if rejected:
@@ -129,5 +129,5 @@ def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]
 
 
 def _others(directory: Path) -> str:
-    others = layout.steps(directory)
+    others = directory_layout.steps(directory)
     return f". Other steps there: {', '.join(map(str, others))}" if others else ""

@@ -23,10 +23,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint.conversion import TOKENIZER_FILES
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _RECORDERS = 3  # of earlier sessions
 

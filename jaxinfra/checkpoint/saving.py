@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from jaxinfra.checkpoint import arrays, layout, manifest, metadata, processes
+from jaxinfra.checkpoint import arrays, directory_layout, manifest, metadata, processes
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.core.errors import CheckpointError
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class SaveTarget:
     """Where a save goes and what becomes of older ones."""
 
     directory: Path
@@ -30,12 +30,12 @@ class Target:
     @property
     def partial(self) -> Path:
         """The directory being written."""
-        return self.directory / f"{layout.step_name(self.step)}.partial-{self.unique}"
+        return self.directory / f"{directory_layout.step_name(self.step)}.partial-{self.unique}"
 
     @property
     def final(self) -> Path:
         """The directory once committed."""
-        return self.directory / layout.step_name(self.step)
+        return self.directory / directory_layout.step_name(self.step)
 
     def written_marker(self, process: int) -> Path:
         """Exists once a process has written its part; gone before the sums are taken."""
@@ -48,18 +48,19 @@ class Target:
                 f"step {self.step} is already saved in {self.final}; a saved step is never "
                 "overwritten. Compare with latest() before saving, or set_aside() the old one"
             )
-        layout.sweep(self.directory)  # a failed save's last threads may have outlived its clean-up
+        # A failed save's last threads may have outlived its clean-up.
+        directory_layout.sweep(self.directory)
         try:
-            (self.partial / layout.ARRAYS).mkdir(parents=True)
+            (self.partial / directory_layout.ARRAYS).mkdir(parents=True)
         except OSError as error:
-            layout.discard(self.partial)
+            directory_layout.discard(self.partial)
             raise failed(self, error) from error
 
 
 class Save:
     """A save in flight from the moment it is constructed."""
 
-    def __init__(self, target: Target, flat: Mapping[str, jax.Array], record: bytes) -> None:
+    def __init__(self, target: SaveTarget, flat: Mapping[str, jax.Array], record: bytes) -> None:
         self._target, self._record = target, record
         self._flat: Mapping[str, jax.Array] | None = flat
         self._copied = threading.Event()
@@ -85,7 +86,7 @@ class Save:
             self.failure.__cause__ = error
             _log.error("%s", self.failure)
             if jax.process_index() == 0:
-                layout.discard(self._target.partial)
+                directory_layout.discard(self._target.partial)
         finally:
             self._copied.set()
 
@@ -93,7 +94,7 @@ class Save:
         target = self._target
         write, own_failure = None, None
         try:
-            write = arrays.Write(target.partial / layout.ARRAYS, self._flat or {})
+            write = arrays.Write(target.partial / directory_layout.ARRAYS, self._flat or {})
             self._flat = None  # the caller may want the memory back before the files are written
             self._copied.set()
             write.finish()
@@ -116,16 +117,16 @@ class Save:
         for marker in markers:
             marker.unlink()
         write.merge()
-        (target.partial / layout.METADATA).write_bytes(self._record)
+        (target.partial / directory_layout.METADATA).write_bytes(self._record)
         manifest.write(target.partial, step=target.step)
-        layout.commit(target.partial, target.final)
+        directory_layout.commit(target.partial, target.final)
         # Only now: until the new one is committed, the newest good one is an older one.
         losses = metadata.heldout_losses(target.directory)
-        for step in losses.keys() - layout.retained(losses, target.config):
-            layout.delete(target.directory, step)
+        for step in losses.keys() - directory_layout.retained(losses, target.config):
+            directory_layout.delete(target.directory, step)
 
 
-def failed(target: Target, error: Exception) -> CheckpointError:
+def failed(target: SaveTarget, error: Exception) -> CheckpointError:
     """What people read when a save fails: step, path, cause, and that nothing older is lost."""
     # TensorStore puts the number among a page of its own state; the exception's cause has it all.
     in_text = re.search(r"os_error_code='(\d+)'", str(error))

@@ -1,1 +1,1 @@
-"""Floor 10: parse, call one function, print."""
+"""Parse, call one function, print."""

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from jaxinfra.checkpoint.conversion import parse_dtype
-from jaxinfra.checkpoint.tensor_files import DTYPES
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.convert import convert
+from jaxinfra.weights.conversion import parse_dtype
+from jaxinfra.weights.tensor_files import DTYPES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

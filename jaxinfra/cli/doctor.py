@@ -10,10 +10,10 @@ import json
 import time
 from pathlib import Path
 
-from jaxinfra.checkpoint import layout, verify
+from jaxinfra.checkpoint import directory_layout, verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.reliability.recorder import describe_events, read_rings
+from jaxinfra.reliability.recorder import describe_events, read_records
 from jaxinfra.reliability.watchdog import REPORT
 
 
@@ -39,20 +39,20 @@ def run(args: argparse.Namespace) -> int:
 def _recorder(args: argparse.Namespace) -> int:
     """What the ranks recorded; 1 where the watchdog ended that session."""
     place = args.run / f"recorder.{args.session}" if args.session else args.run / "recorder"
-    rings = read_rings(place)
-    if not rings:
+    records = read_records(place)
+    if not records:
         there = sorted(path.name for path in args.run.glob("recorder*"))
         raise ConfigError(f"{place} holds no recorder; there are {', '.join(there) or 'none'}")
     report = place / REPORT
     if args.json:
-        shown = [dataclasses.asdict(ring) for ring in rings]
+        shown = [dataclasses.asdict(record) for record in records]
         said = report.read_text().splitlines()[0] if report.exists() else None
         print(json.dumps({"report": said, "ranks": shown}))
         return 1 if report.exists() else 0
-    for ring in rings:
-        where = f"{ring.phase} of step {ring.step}"
-        print(f"rank {ring.rank} on {ring.host}, process {ring.pid}: {where}")
-        for line in describe_events(ring, last=args.last):
+    for record in records:
+        where = f"{record.phase} of step {record.step}"
+        print(f"rank {record.rank} on {record.host}, process {record.pid}: {where}")
+        for line in describe_events(record, last=args.last):
             print(f"    {line}")
     if report.exists():
         print(f"ended by the watchdog: {report.read_text().splitlines()[0]}; all of it: {report}")
@@ -61,7 +61,7 @@ def _recorder(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
-    steps = layout.steps(directory.checkpoints)
+    steps = directory_layout.steps(directory.checkpoints)
     if not steps:
         raise ConfigError(f"{args.run} has no checkpoint yet")
     found = {}
@@ -79,7 +79,7 @@ def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
         print(f"step {step}: {'DAMAGED' if problems else 'good'}  ({seconds:.2f} s)")
         for problem in problems:
             print(f"    {problem}")
-    set_aside = sorted((directory.checkpoints / layout.QUARANTINE).glob("step_*.json"))
+    set_aside = sorted((directory.checkpoints / directory_layout.QUARANTINE).glob("step_*.json"))
     for note in set_aside:
         reasons = json.loads(note.read_text())["reasons"]
         print(f"set aside earlier: {note.with_suffix('')}: {'; '.join(reasons)}")

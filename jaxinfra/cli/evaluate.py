@@ -4,13 +4,13 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxinfra.checkpoint.model_directory import is_model_directory
 from jaxinfra.cli.train import user_cache
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import evaluate_run
 from jaxinfra.training.metrics import finite
+from jaxinfra.weights.model_directory import is_model_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,11 +24,11 @@ from pathlib import Path
 from jaxinfra.cli import train
 from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.gym import damage, deaths, errors, own_config  # entered by import
+from jaxinfra.gym import damage, deaths, own_config, wrong_or_slow  # entered by import
 from jaxinfra.gym.arena import Arena
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
-_LISTS = (deaths, errors, damage)
+_LISTS = (deaths, wrong_or_slow, damage)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

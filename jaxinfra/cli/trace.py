@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfra.diagnostics.axes import mesh_axes
 from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace_axes import mesh_axes
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
 
 

@@ -31,8 +31,8 @@ from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.initialize import finetuning_config, require_same_start
 from jaxinfra.training.job import make_job
-from jaxinfra.training.loop import train
 from jaxinfra.training.profile import parse_profile_range
+from jaxinfra.training.session import train
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
 _SAMPLE_PROMPT = "def "

@@ -1,1 +1,1 @@
-"""Floor 1: frozen dataclasses that say what to compute. Presets are functions."""
+"""Frozen dataclasses that say what to compute. Presets are functions."""

@@ -6,7 +6,7 @@ import enum
 from jaxinfra.core.errors import ConfigError
 
 
-class Schedule(enum.StrEnum):
+class LearningRateSchedule(enum.StrEnum):
     """Shape of the learning rate after warm-up."""
 
     CONSTANT = "constant"
@@ -20,7 +20,7 @@ class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019); decay applies to matrices only."""
 
     learning_rate: float
-    schedule: Schedule = Schedule.COSINE
+    schedule: LearningRateSchedule = LearningRateSchedule.COSINE
     warmup_steps: int = 0
     decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
     final_fraction: float = 0.1  # learning rate at the end, over its peak

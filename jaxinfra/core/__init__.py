@@ -1,1 +1,1 @@
-"""Floor 0: axis names, errors, and what every other floor may assume."""
+"""Axis names, errors, and what every other floor may assume."""

@@ -1,1 +1,1 @@
-"""Floor 7: text to packed, sharded, resumable batches."""
+"""Text to packed, sharded, resumable batches."""

@@ -16,7 +16,13 @@ import tokenizers
 
 from jaxinfra.config.data import DataConfig, TokenizerKind
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import (
+from jaxinfra.data.chat import ChatEncoder
+from jaxinfra.data.chat_template import load_chat_template
+from jaxinfra.data.pretokenized import open_pretokenized
+from jaxinfra.data.readers import Document
+from jaxinfra.data.sources import Source, scan
+from jaxinfra.data.split import Split, require_both_sides
+from jaxinfra.data.token_arrays import (
     VERSION,
     TokenArrays,
     TokenWriter,
@@ -24,12 +30,6 @@ from jaxinfra.data.arrays import (
     new_directory,
     open_token_arrays,
 )
-from jaxinfra.data.chat import ChatEncoder
-from jaxinfra.data.chat_template import load_chat_template
-from jaxinfra.data.pretokenized import open_pretokenized
-from jaxinfra.data.readers import Document
-from jaxinfra.data.sources import Source, scan
-from jaxinfra.data.split import Split, require_both_sides
 from jaxinfra.data.tokenizer import (
     BPE_PATTERN,
     Tokenizer,

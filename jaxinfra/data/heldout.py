@@ -8,9 +8,9 @@ from typing import final
 import numpy as np
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pipeline import process_rows
+from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.data.train_iterator import process_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)

@@ -4,18 +4,19 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int32
 
 # A process sends its number to the others as a float32, which holds no larger whole numbers.
 MODULUS = 1 << 24
 
 
-def rows_sum(tokens_BT: np.ndarray, *, first: int) -> int:
+def rows_sum(tokens_BT: Int32[np.ndarray, "B T"], *, first: int) -> int:
     """The sum of (number of the row in the batch + 1) x CRC-32 of its tokens, modulo 2^24.
 
     Sums of a batch's parts add up to the whole batch's, however many processes read it.
 
     Args:
-        tokens_BT: int32 [B, T], some rows of a batch.
+        tokens_BT: some rows of a batch.
         first: number of the first of them.
     """
     rows = enumerate(np.ascontiguousarray(tokens_BT), start=first + 1)

@@ -14,11 +14,12 @@ import functools
 from typing import final
 
 import numpy as np
+from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.permutation import permute
+from jaxinfra.data.token_arrays import TokenArrays
 
 ORDER_VERSION = 1  # of the functions below: another order must not resume this one
 
@@ -44,7 +45,7 @@ class PackedWindows:
         # Batches of two epochs are in flight around each epoch's end.
         self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
 
-    def batch(self, samples: np.ndarray) -> Batch[np.ndarray]:
+    def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
         """The rows of these samples, in this order."""
         epochs, index = np.divmod(samples, self.num_windows)
         parts = []

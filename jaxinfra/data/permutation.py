@@ -3,12 +3,15 @@
 import hashlib
 
 import numpy as np
+from jaxtyping import Int64, Integer
 
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def permute(index: np.ndarray, *, size: int, key: str) -> np.ndarray:
+def permute(
+    index: Integer[np.ndarray, "*shape"], *, size: int, key: str
+) -> Int64[np.ndarray, "*shape"]:
     """Where a pseudo-random permutation of ``range(size)`` sends each ``index``, as int64.
 
     An eight-round Feistel network on the bits of the index; a result outside the range is sent

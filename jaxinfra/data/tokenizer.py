@@ -9,6 +9,7 @@ from typing import final
 
 import numpy as np
 import tokenizers
+from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxinfra.core.errors import DataError
@@ -63,11 +64,11 @@ class Tokenizer:
         """SHA-256 of the vocabulary, merges and rules."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> Int32[np.ndarray, "T"]:
         """Token ids of a text, int32, without separators."""
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """Token ids of each text, on all cores.
 
         A text of more than 262,144 characters is cut after a line break where the tokenizer
@@ -85,7 +86,7 @@ class Tokenizer:
         starts = [0, *ends[:-1]]
         return [np.concatenate(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
 
-    def encode_rendered(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_rendered(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """Token ids of texts in which special tokens are spelled out, as templates do."""
         tokenizer = tokenizers.Tokenizer.from_str(self._json)
         encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)

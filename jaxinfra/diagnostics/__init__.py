@@ -1,1 +1,1 @@
-"""Floor 9: traces, explained."""
+"""Traces, explained."""

@@ -23,7 +23,7 @@ SCOPES = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class TraceEvent:
     """One launch on one device."""
 
     kernel: str
@@ -40,7 +40,7 @@ class Event:
         return self.start_ns + self.duration_ns
 
 
-def device_events(trace: Path, *, device: int = 0) -> list[Event]:
+def device_events(trace: Path, *, device: int = 0) -> list[TraceEvent]:
     """Launches on one GPU in the newest trace under a directory, by start.
 
     Raises DataError where there is no trace, or no such GPU in it.
@@ -63,7 +63,7 @@ def device_events(trace: Path, *, device: int = 0) -> list[Event]:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 stats = dict(event.stats)
             events.append(
-                Event(
+                TraceEvent(
                     kernel=event.name,
                     hlo_op=str(stats.get("hlo_op", "")),
                     op_name=str(stats.get("name", "")),
@@ -121,7 +121,7 @@ _KINDS = (
 KINDS = ("matmul", "attention", "reduction", "elementwise", "copy", "collective")
 
 
-def kind_of(event: Event) -> str:
+def kind_of(event: TraceEvent) -> str:
     """One of ``KINDS``, by the kernel's name: who wrote it decides what it is called."""
     text = f"{event.kernel} {event.hlo_op}".lower()
     kind = next((kind for kind, pattern in _KINDS if re.search(pattern, text)), "elementwise")

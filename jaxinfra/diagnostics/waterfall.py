@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.diagnostics.axes import MeshAxes
-from jaxinfra.diagnostics.trace import KINDS, Event, kind_of, scope_of
+from jaxinfra.diagnostics.trace import KINDS, TraceEvent, kind_of, scope_of
+from jaxinfra.diagnostics.trace_axes import CollectiveAxes
 
 IDLE = "idle"
 
@@ -92,7 +92,7 @@ class Waterfall:
 
 
 def explain(
-    events: Sequence[Event], *, steps: int | None = None, axes: MeshAxes | None = None
+    events: Sequence[TraceEvent], *, steps: int | None = None, axes: CollectiveAxes | None = None
 ) -> Waterfall:
     """Counts every moment once: for what computes, before copies, before communication.
 
@@ -133,9 +133,9 @@ def explain(
 
 
 def _by_axis(
-    events: Iterable[Event], axes: MeshAxes, exposed: Mapping[str, float], steps: int
+    events: Iterable[TraceEvent], axes: CollectiveAxes, exposed: Mapping[str, float], steps: int
 ) -> dict[str, AxisTime]:
-    groups: dict[str, list[Event]] = collections.defaultdict(list)
+    groups: dict[str, list[TraceEvent]] = collections.defaultdict(list)
     for event in events:
         if kind_of(event) == "collective":
             groups[axes.of(event)].append(event)
@@ -151,7 +151,7 @@ def _by_axis(
     return dict(sorted(found.items(), key=lambda item: -item[1].exposed_ms))
 
 
-def _count_steps(events: Iterable[Event]) -> int:
+def _count_steps(events: Iterable[TraceEvent]) -> int:
     time: dict[str, float] = collections.defaultdict(float)
     launches: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for event in events:
@@ -160,12 +160,14 @@ def _count_steps(events: Iterable[Event]) -> int:
     return min(launches[max(time, key=time.__getitem__)].values())
 
 
-def _exposures(events: Sequence[Event]) -> Iterable[tuple[Event | None, float]]:
+def _exposures(events: Sequence[TraceEvent]) -> Iterable[tuple[TraceEvent | None, float]]:
     """Stretches of time with the event each counts for; None where nothing ran."""
     rank = {kind: place for place, kind in enumerate(KINDS)}
     bounds = sorted({bound for event in events for bound in (event.start_ns, event.end_ns)})
     waiting = sorted(events, key=lambda event: event.start_ns, reverse=True)
-    running: list[tuple[int, int, Event]] = []  # by kind; ended ones are dropped when they surface
+    running: list[
+        tuple[int, int, TraceEvent]
+    ] = []  # by kind; ended ones are dropped when they surface
     order = 0
     for begin, end in itertools.pairwise(bounds):
         while waiting and waiting[-1].start_ns <= begin:
@@ -177,8 +179,8 @@ def _exposures(events: Sequence[Event]) -> Iterable[tuple[Event | None, float]]:
         yield (running[0][2] if running else None), end - begin
 
 
-def _kernels(events: Iterable[Event], steps: int) -> list[KernelTime]:
-    groups: dict[tuple[str, str], list[Event]] = collections.defaultdict(list)
+def _kernels(events: Iterable[TraceEvent], steps: int) -> list[KernelTime]:
+    groups: dict[tuple[str, str], list[TraceEvent]] = collections.defaultdict(list)
     for event in events:
         groups[event.hlo_op, event.kernel].append(event)
     times = [

@@ -19,13 +19,13 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from jaxinfra.checkpoint import layout, load
+from jaxinfra.checkpoint import directory_layout, load
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.reliability.faults import VARIABLE
-from jaxinfra.reliability.recorder import Ring, read_ring, read_rings, ring_file
+from jaxinfra.reliability.recorder import RankRecord, read_record, read_records, record_file
 from jaxinfra.training.job import make_job
 
 STEPS = 12
@@ -60,12 +60,12 @@ def require(condition: object, text: str) -> None:
         raise NotProvenError(text)
 
 
-def ring_of(recorder: Path, rank: int) -> Ring:
+def record_of(recorder: Path, rank: int) -> RankRecord:
     """What a rank has recorded."""
-    ring = read_ring(ring_file(recorder, rank))
-    if ring is None:
+    record = read_record(record_file(recorder, rank))
+    if record is None:
         raise NotProvenError(f"rank {rank} does not record")
-    return ring
+    return record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Ended:
 
 
 @final
-class Job:
+class RunningJob:
     """A job that runs."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, run: Path):
@@ -92,11 +92,11 @@ class Job:
 
     def pid_of(self, rank: int) -> int:
         """A rank's process."""
-        return self.ring_of(rank).pid
+        return self.record_of(rank).pid
 
-    def ring_of(self, rank: int) -> Ring:
+    def record_of(self, rank: int) -> RankRecord:
         """What a rank has recorded."""
-        return ring_of(self.run / "recorder", rank)
+        return record_of(self.run / "recorder", rank)
 
     def wait_for_step(self, step: int) -> None:
         """Until all of a step is recorded in the metrics."""
@@ -164,7 +164,7 @@ class Arena:
         processes: int | None = None,
         restarts: int = 2,
         options: Sequence[str] = (),
-    ) -> Iterator[Job]:
+    ) -> Iterator[RunningJob]:
         """Starts ``jaxinfra launch``; kills what is left of it at the end of the block.
 
         Args:
@@ -184,7 +184,7 @@ class Arena:
     @contextlib.contextmanager
     def start(
         self, words: Sequence[str], *, run: str, environment: Mapping[str, str]
-    ) -> Iterator[Job]:
+    ) -> Iterator[RunningJob]:
         """Starts ``jaxinfra WORDS``."""
         log = self.place / f"{run}.{next(self._log_numbers)}.log"
         # Jobs here are many, alike and short: even small programs are worth keeping.
@@ -201,7 +201,7 @@ class Arena:
                 env=changed,
             )
         try:
-            yield Job(process, log, self.place / run)
+            yield RunningJob(process, log, self.place / run)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
@@ -236,10 +236,10 @@ class Arena:
         phases = [
             [
                 ended.value
-                for begun, ended in itertools.pairwise(ring.events)
+                for begun, ended in itertools.pairwise(record.events)
                 if begun.name in _SHORT
             ]
-            for ring in read_rings(self.reference() / "recorder")
+            for record in read_records(self.reference() / "recorder")
         ]
         return max(itertools.chain(*phases))
 
@@ -351,4 +351,4 @@ def the_incident(run: Path, kind: str) -> dict[str, Any]:
 
 def saved_steps(run: Path) -> list[int]:
     """Committed checkpoints."""
-    return layout.steps(run / "checkpoints")
+    return directory_layout.steps(run / "checkpoints")

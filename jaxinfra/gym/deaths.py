@@ -8,19 +8,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxinfra.checkpoint import layout, verify
+from jaxinfra.checkpoint import directory_layout, verify
 from jaxinfra.gym.arena import (
     SAVE_EVERY,
     STEPS,
     Arena,
     Ended,
-    Job,
+    RunningJob,
+    record_of,
     require,
-    ring_of,
     saved_steps,
 )
 from jaxinfra.gym.verdict import fault
-from jaxinfra.reliability.recorder import read_ring, ring_file
+from jaxinfra.reliability.recorder import read_record, record_file
 from jaxinfra.reliability.watchdog import REPORT, TRIP
 
 # Once a step, after it was handed to the devices.
@@ -41,7 +41,7 @@ def _kill_at(target: str, *, rank: int, call: int) -> dict[str, Any]:
 
 def _kill_in_step(arena: Arena, run: str, *, rank: int) -> dict[str, Any]:
     """In step 7, or later where a slow disk has not yet got all of step 4's checkpoint."""
-    saved = arena.place / run / "checkpoints" / layout.step_name(SAVE_EVERY)
+    saved = arena.place / run / "checkpoints" / directory_layout.step_name(SAVE_EVERY)
     return _kill_at(_SEND, rank=rank, call=7) | {"once": str(saved)}
 
 
@@ -66,10 +66,10 @@ def _gate(arena: Arena, run: str) -> Path:
     return arena.place / f"{run}.go"
 
 
-def _wait_until_in(job: Job, *, rank: int, phase: str, step: int) -> None:
+def _wait_until_in(job: RunningJob, *, rank: int, phase: str, step: int) -> None:
     def is_there() -> bool:
-        ring = read_ring(ring_file(job.run / "recorder", rank))
-        return ring is not None and (ring.phase, ring.step) == (phase, step)
+        record = read_record(record_file(job.run / "recorder", rank))
+        return record is not None and (record.phase, record.step) == (phase, step)
 
     job.wait_until(is_there, f"{phase} of rank {rank} in step {step}")
 
@@ -114,7 +114,7 @@ def kill_in_save(arena: Arena) -> str:
 @fault(4, "SIGKILL between data and commit marker")
 def kill_before_commit(arena: Arena) -> str:
     """The second save has everything but its name."""
-    plan = _kill_at("jaxinfra.checkpoint.layout:commit", rank=0, call=2)
+    plan = _kill_at("jaxinfra.checkpoint.directory_layout:commit", rank=0, call=2)
     evidence = _survives_kill(arena, "f4", plan, resumed_at=SAVE_EVERY)
     return _require_all_saved(arena, "f4") + evidence
 
@@ -151,9 +151,9 @@ def stop_at_any_time(arena: Arena) -> str:
     """One rank is asked at each moment in turn; the same run goes on from each."""
     # The phase of each moment, and the call that the signal comes in, or that does not return.
     moments = {
-        "warm-up": ("setup", "jaxinfra.training.loop:open_corpus", 1),
+        "warm-up": ("setup", "jaxinfra.training.session:open_corpus", 1),
         "compilation": ("compile", "jaxinfra.training.trainer:same_program", 1),
-        "a data stall": ("input", "jaxinfra.data.pipeline:TrainIterator.__next__", 3),
+        "a data stall": ("input", "jaxinfra.data.train_iterator:TrainIterator.__next__", 3),
         "evaluation": ("evaluate", "jaxinfra.training.trainer:evaluate_heldout", 1),
     }
     seen = []
@@ -171,7 +171,7 @@ def stop_at_any_time(arena: Arena) -> str:
                 os.kill(job.pid_of(1), signal.SIGTERM)
             ended = job.end()
         require(ended.code == 75, f"{moment}: exit {ended.code}: {ended.said[-1500:]}")
-        asked_at = max(event.time for event in job.ring_of(1).events if event.name == phase)
+        asked_at = max(event.time for event in job.record_of(1).events if event.name == phase)
         took_s = ended.at - asked_at
         require(took_s < _GRACE_S, f"{moment}: it took {took_s:.0f} s")
         steps = saved_steps(arena.place / "f6")
@@ -226,7 +226,7 @@ def halt_one(arena: Arena) -> str:
     before = arena.place / "f8" / "recorder.1"
     text = _report_of(before)
     require(text.startswith("rank 1 does not run"), f"the report says: {text}")
-    took_s = _noticed_at(before) - ring_of(before, 1).beat_time
+    took_s = _noticed_at(before) - record_of(before, 1).beat_time
     require(took_s <= heartbeat_s + 5, f"noticed {took_s:.1f} s after its last beat")
     same = arena.require_same("f8")
     return f"T: {took_s:.1f} s (heartbeat {heartbeat_s:g} s); W: {text}; {same}"
@@ -251,7 +251,7 @@ def stuck_rank(arena: Arena) -> str:
     before = arena.place / "f9" / "recorder.1"
     text = _report_of(before)
     require("rank 1 is absent" in text, f"the report says: {text}")
-    took_s = _noticed_at(before) - ring_of(before, 1).since
+    took_s = _noticed_at(before) - record_of(before, 1).since
     require(took_s <= hang_s + 5, f"noticed after {took_s:.1f} s")
     stacks = [(before / f"rank-{rank:05d}.stacks").read_text() for rank in range(arena.processes)]
     require(all("trainer.py" in stack for stack in stacks), "not all stacks are there")
@@ -335,7 +335,7 @@ def _require_code(ended: Ended, code: int) -> None:
     require(ended.code == code, f"exit {ended.code}, expected {code}: {ended.said[-2000:]}")
 
 
-def _report(job: Job) -> list[dict[str, Any]]:
+def _report(job: RunningJob) -> list[dict[str, Any]]:
     return json.loads((job.run.with_name(job.run.name + ".launch") / "report.json").read_text())
 
 

@@ -28,7 +28,7 @@ from jaxinfra.launch.ending import (
     own_memory_group,
 )
 from jaxinfra.launch.output import Tail, last_line
-from jaxinfra.reliability.recorder import read_ring, ring_file
+from jaxinfra.reliability.recorder import read_record, record_file
 from jaxinfra.reliability.watchdog import REPORT
 
 _POLL_S = 0.05
@@ -299,9 +299,9 @@ class Supervisor:
         elif said := last_line(self._logs / f"attempt-{number}.rank-{failed.rank}.err"):
             parts.append(f"it said: {said}")
         if self._recorder is not None:
-            ring = read_ring(ring_file(self._recorder, failed.rank))
-            if ring is not None:
-                parts.append(f"last recorded in {ring.phase} of step {ring.step}")
+            record = read_record(record_file(self._recorder, failed.rank))
+            if record is not None:
+                parts.append(f"last recorded in {record.phase} of step {record.step}")
         others = [end.describe() for end in endings if end.rank != failed.rank]
         if others:
             parts.append(f"then {', '.join(others)}")

@@ -1,1 +1,1 @@
-"""Floor 4: the parts of a decoder, each with its own config and logical dims."""
+"""The parts of a decoder, each with its own config and logical dims."""

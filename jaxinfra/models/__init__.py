@@ -1,1 +1,1 @@
-"""Floor 5: one decoder for all architectures."""
+"""One decoder for all architectures."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -88,10 +89,10 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        token_ids: Int[Array, "B T"],
+        token_ids: Int[Array | np.ndarray, "B T"],
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Logits of the next token, in the accum dtype (fp32). Compiled once a shape."""
         graphdef, parameters = nnx.split(self)
@@ -99,10 +100,10 @@ class Decoder(nnx.Module):
 
     def hidden(
         self,
-        token_ids: Int[Array, "B T"],
+        token_ids: Int[Array | np.ndarray, "B T"],
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
         dropout_key: jax.Array | None = None,
     ) -> Float[Array, "B T D"]:
         """The final norm's output, in the compute dtype: what the loss projects.
@@ -156,10 +157,10 @@ class Decoder(nnx.Module):
 
     def run(
         self,
-        token_ids: Int[Array, "B T"],
+        token_ids: Int[Array | np.ndarray, "B T"],
         *,
-        positions: Int[Array, "B T"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
         cache: KVCache | None = None,
         contexts: Int[Array, "B"] | None = None,
         dropout_key: jax.Array | None = None,

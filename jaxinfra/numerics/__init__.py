@@ -1,1 +1,1 @@
-"""Floor 2: precision policies and loss scaling; the only floor that names float dtypes."""
+"""Precision policies and loss scaling; the only floor that names float dtypes."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from jaxinfra.config.precision import LossScaling, PrecisionConfig
 
@@ -24,7 +25,7 @@ def initial_loss_scale(config: PrecisionConfig) -> LossScale[jax.Array]:
 
 
 def next_loss_scale(
-    scale: LossScale[jax.Array], *, finite: jax.Array, config: PrecisionConfig
+    scale: LossScale[jax.Array], *, finite: Bool[Array, ""], config: PrecisionConfig
 ) -> LossScale[jax.Array]:
     """Dynamic: halves after a non-finite step (not under 1), doubles after ``growth_interval``
     finite ones. Static scales never change.

@@ -1,1 +1,1 @@
-"""Floor 3: one facade over every kernel; the only importer of pallas_kernels."""
+"""One facade over every kernel; the only importer of pallas_kernels."""

@@ -1,1 +1,1 @@
-"""Floor 7: optimizer chains and learning-rate schedules."""
+"""Optimizer chains and learning-rate schedules."""

@@ -7,8 +7,8 @@ import optax
 
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.core.axes import HEAD, LAYERS, Dims
+from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.promotion import standard_promotion
-from jaxinfra.optim.schedule import learning_rate
 
 
 def make_optimizer(

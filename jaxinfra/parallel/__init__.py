@@ -1,1 +1,1 @@
-"""Floor 6: meshes, placement of parameters and activations, collectives."""
+"""Meshes, placement of parameters and activations, collectives."""

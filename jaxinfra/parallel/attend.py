@@ -1,5 +1,5 @@
 """``Execution.attend`` and ``decode`` on a mesh: here, where devices hold whole sequences; where
-the context axis shards them, ``context.attend``.
+the context axis shards them, ``context.methods``.
 
 Dims: B batch, T position, N query heads, K key/value heads, H head width.
 """
@@ -15,7 +15,7 @@ from jaxinfra.core.axes import MeshAxis
 from jaxinfra.layers.execution import Attend, Decode
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.ops.cached_attention import Pages, cached_attention
-from jaxinfra.parallel.context.attend import ContextAttention
+from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.place import Placement
 
 
@@ -91,25 +91,29 @@ class ShardedDecode:
         self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
     ) -> jax.Array:
         """As ``decode``, placed as q."""
-        place = self.placement
-        q_spec, row_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None)), (axes.BATCH, None)
-        first = axes.BATCH if pages.tables_BM is None else None
-        pages_spec = Pages(
-            arrays={
-                each.name: place.spec((first, None, *each.dims)) for each in config.cache.arrays
-            },
-            tables_BM=None if pages.tables_BM is None else place.spec(row_spec),
-        )
+        place, tables_BM = self.placement, pages.tables_BM
+        q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
+        rows_spec = place.spec((axes.BATCH, None))
+        first = axes.BATCH if tables_BM is None else None
+        arrays_spec = {
+            each.name: place.spec((first, None, *each.dims)) for each in config.cache.arrays
+        }
 
-        def local(q: jax.Array, pages: Pages, positions: jax.Array) -> jax.Array:
+        def local(
+            q: jax.Array,
+            arrays: dict[str, jax.Array],
+            tables: jax.Array | None,
+            positions: jax.Array,
+        ) -> jax.Array:
+            pages = Pages(arrays=arrays, tables_BM=tables)
             return self.decode(q, pages, config=config, positions_BT=positions)
 
         return place.on_each_device(
             local,
-            in_specs=(q_spec, pages_spec, place.spec(row_spec)),
+            in_specs=(q_spec, arrays_spec, None if tables_BM is None else rows_spec, rows_spec),
             out_specs=q_spec,
             check_vma=False,  # as above
-        )(q_BTNH, pages, positions_BT)
+        )(q_BTNH, pages.arrays, tables_BM, positions_BT)
 
 
 def decode_on(placement: Placement | None) -> Decode:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32, Shaped
 
 type Axis = str | tuple[str, ...]
 """Mesh axes that a collective runs over."""
@@ -39,12 +40,12 @@ def num_devices(axis: Axis) -> int:
     return math.prod(jax.lax.axis_size(name) for name in _names(axis))
 
 
-def rank(axis: Axis) -> jax.Array:
+def rank(axis: Axis) -> Int32[Array, ""]:
     """This device's number along these axes, 0..N-1."""
     return jax.lax.axis_index(_names(axis))
 
 
-def broadcast(x: jax.Array, axis: Axis, *, root: int = 0) -> jax.Array:
+def broadcast(x: Shaped[Array, "*dims"], axis: Axis, *, root: int = 0) -> Shaped[Array, "*dims"]:
     """The root's x on every device. Sends 2 D (N-1)/N.
 
     An all-reduce of the root's x and zeros, exact: ``jax.lax.pbroadcast``, which sends half, is of
@@ -71,7 +72,7 @@ def gather(x: jax.Array, axis: Axis, *, root: int = 0, dim: int = 0) -> jax.Arra
     return _only_at(all_gather(x, axis, dim=dim), axis, root)
 
 
-def reduce(x: jax.Array, axis: Axis, *, root: int = 0) -> jax.Array:
+def reduce(x: Shaped[Array, "*dims"], axis: Axis, *, root: int = 0) -> Shaped[Array, "*dims"]:
     """The root gets the sum over devices, the others zeros. Sends 2 D (N-1)/N: an all-reduce whose
     result the others drop.
     """
@@ -89,7 +90,7 @@ def reduce_scatter(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
     return jax.lax.psum_scatter(x, _names(axis), scatter_dimension=dim, tiled=True)
 
 
-def all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
+def all_reduce(x: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "*dims"]:
     """The sum over devices, on every device. Sends 2 D (N-1)/N: reduce-scatter, then all-gather."""
     return jax.lax.psum(x, _names(axis))
 

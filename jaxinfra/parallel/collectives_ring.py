@@ -8,6 +8,7 @@ to explain and to check them, or where a step's work must fit between two sends.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Shaped
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.collectives import Axis, num_devices, rank, shift
@@ -38,7 +39,9 @@ def ring_all_gather(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
     return jnp.concatenate(list(blocks), axis=dim)
 
 
-def ring_all_reduce(x: jax.Array, axis: Axis, *, dim: int = 0) -> jax.Array:
+def ring_all_reduce(
+    x: Shaped[Array, "*dims"], axis: Axis, *, dim: int = 0
+) -> Shaped[Array, "*dims"]:
     """The sum on every device: 2 (N-1) steps, sends 2 D (N-1)/N; ``dim`` must divide by N."""
     return ring_all_gather(ring_reduce_scatter(x, axis, dim=dim), axis, dim=dim)
 

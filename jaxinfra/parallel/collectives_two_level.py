@@ -11,7 +11,7 @@ Bytes a device sends, of D that it passes in:
 | all-to-all | D (I-1)/I | D (O-1)/O in O-1 messages | D (O-1)/O in I (O-1) messages |
 """
 
-import jax
+from jaxtyping import Array, Shaped
 
 from jaxinfra.parallel.collectives import (
     Axis,
@@ -23,7 +23,9 @@ from jaxinfra.parallel.collectives import (
 )
 
 
-def two_level_all_reduce(x: jax.Array, *, inner: Axis, outer: Axis, dim: int = 0) -> jax.Array:
+def two_level_all_reduce(
+    x: Shaped[Array, "*dims"], *, inner: Axis, outer: Axis, dim: int = 0
+) -> Shaped[Array, "*dims"]:
     """The sum over both axes: reduce-scatter within, all-reduce between, all-gather within.
 
     ``dim`` must divide by the inner axis.
@@ -32,7 +34,9 @@ def two_level_all_reduce(x: jax.Array, *, inner: Axis, outer: Axis, dim: int = 0
     return all_gather(all_reduce(part, outer), inner, dim=dim)
 
 
-def two_level_all_to_all(x: jax.Array, *, inner: Axis, outer: Axis) -> jax.Array:
+def two_level_all_to_all(
+    x: Shaped[Array, "*dims"], *, inner: Axis, outer: Axis
+) -> Shaped[Array, "*dims"]:
     """As ``all_to_all(x, (outer, inner))`` along dim 0, which holds O x I equal parts.
 
     First each device collects, within its node, all that its node sends to devices of its own inner

@@ -17,7 +17,7 @@ from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.core.axes import BATCH, EMBED, LAYERS, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
-from jaxinfra.parallel.context.order import zigzag_indices
+from jaxinfra.parallel.context.zigzag import zigzag_indices
 from jaxinfra.parallel.rules import Rules, StateRules, state_rules
 
 

@@ -1,1 +1,1 @@
-"""Floor 9: what fits, which mesh, how fast, and how far the answers are from measurements."""
+"""What fits, which mesh, how fast, and how far the answers are from measurements."""

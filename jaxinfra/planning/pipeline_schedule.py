@@ -10,10 +10,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.program import Program, lifetime_violations, make_program
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.timing import Timeline, bubble_formula, peak_activations, run
+from jaxinfra.parallel.pipeline.schedule_cost import Timeline, bubble_formula, peak_activations, run
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import (
+    TickProgram,
+    lifetime_violations,
+    make_tick_program,
+)
 
 _COLOURS = {
     Kind.FORWARD: "#4c78a8",
@@ -65,7 +69,7 @@ def report(
     chunks = pipeline.chunks_a_stage
     sizes = {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}
     schedule = make_schedule(name, **sizes, backward_ticks=pipeline.backward_ticks)
-    program = make_program(schedule)
+    program = make_tick_program(schedule)
     assert not lifetime_violations(program)
     timeline = run(program)
     if out is not None:
@@ -83,7 +87,7 @@ def report(
     )
 
 
-def draw(program: Program, timeline: Timeline, file: Path) -> None:
+def draw(program: TickProgram, timeline: Timeline, file: Path) -> None:
     """Stages from top to bottom, time to the right, a box for each action with its micro-batch."""
     schedule = program.schedule
     width = float(np.clip(timeline.total * 0.22 / schedule.num_chunks**0.5, 8, 40))
@@ -122,7 +126,7 @@ def _suffix(schedule: Any, chunk: int) -> str:
     return f", chunk {chunk}" if schedule.num_chunks > 1 else ""
 
 
-def _box(axes: Axes, program: Program, timeline: Timeline, tick: int, stage: int) -> None:
+def _box(axes: Axes, program: TickProgram, timeline: Timeline, tick: int, stage: int) -> None:
     action = program.schedule.action(tick, stage)
     if action is None:
         return

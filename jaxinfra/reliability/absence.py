@@ -7,7 +7,7 @@ wait for is in another phase, or at an earlier step, or does not run at all.
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jaxinfra.reliability.recorder import Ring
+from jaxinfra.reliability.recorder import RankRecord
 
 # The order within a step; whoever is furthest behind is waited for.
 _ORDER = {"input": 0, "place": 1, "compile": 2, "step": 2, "wait": 3, "evaluate": 4, "save": 5}
@@ -23,7 +23,7 @@ class Absence:
 
 
 def find_absent(
-    rings: Sequence[Ring], *, num_ranks: int, not_running: Collection[int] = (), now: float
+    records: Sequence[RankRecord], *, num_ranks: int, not_running: Collection[int] = (), now: float
 ) -> Absence:
     """Names the ranks that the others wait for, and what those do instead.
 
@@ -31,7 +31,7 @@ def find_absent(
         not_running: ranks whose heartbeat stands still: stopped, dead, or their host is.
         now: wall time.
     """
-    there = {ring.rank: ring for ring in rings}
+    there = {record.rank: record for record in records}
     unseen = [rank for rank in range(num_ranks) if rank not in there]
     if unseen:
         return Absence(ranks=tuple(unseen), text=f"{_ranks(unseen)} never began to record")
@@ -43,14 +43,16 @@ def find_absent(
             for rank in absent
         )
         return Absence(ranks=tuple(absent), text=text)
-    places = {ring.rank: _place(ring) for ring in rings if ring.phase not in ENDED}
+    places = {record.rank: _place(record) for record in records if record.phase not in ENDED}
     behind = min(places.values(), default=(0, 0))
     absent = sorted(rank for rank, place in places.items() if place == behind)
     if len(absent) == num_ranks:
         text = f"no rank is behind: all {num_ranks} are in {_where(there[absent[0]])}"
         return Absence(ranks=(), text=f"{text}; a device or a link between them stands still")
     others = [there[rank] for rank in sorted(places) if rank not in absent]
-    waiting = f"; {_ranks([ring.rank for ring in others])} in {_where(others[0])}" if others else ""
+    waiting = (
+        f"; {_ranks([record.rank for record in others])} in {_where(others[0])}" if others else ""
+    )
     text = "; ".join(
         f"rank {rank} is absent: for {now - there[rank].since:.0f} s in {_where(there[rank])}"
         for rank in absent
@@ -58,12 +60,12 @@ def find_absent(
     return Absence(ranks=tuple(absent), text=text + waiting)
 
 
-def _place(ring: Ring) -> tuple[int, int]:
-    return ring.step, _ORDER.get(ring.phase, -1)
+def _place(record: RankRecord) -> tuple[int, int]:
+    return record.step, _ORDER.get(record.phase, -1)
 
 
-def _where(ring: Ring) -> str:
-    return f"{ring.phase} of step {ring.step}"
+def _where(record: RankRecord) -> str:
+    return f"{record.phase} of step {record.step}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

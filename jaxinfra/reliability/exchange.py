@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class ProcessRow:
     """What a process tells the others."""
 
     stop: float = 0.0  # number of the signal that asks it to stop; 0: none
@@ -24,22 +24,22 @@ class Row:
     rows_sum: float = 0.0  # of the rows it has read (jaxinfra.data.ledger); below 2^24
 
 
-_NAMES = tuple(field.name for field in dataclasses.fields(Row))
+_NAMES = tuple(field.name for field in dataclasses.fields(ProcessRow))
 
 
 @final
-class Table:
+class ProcessTable:
     """A dispatched exchange; ``rows`` waits for it."""
 
     def __init__(self, gathered: jax.Array, num_processes: int):
         self._gathered = gathered
         self._num_processes = num_processes
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProcessRow]:
         """By process."""
         values = np.asarray(self._gathered.addressable_data(0))
         values = values.reshape(self._num_processes, -1, len(_NAMES))[:, 0]
-        return [Row(**dict(zip(_NAMES, map(float, row), strict=True))) for row in values]
+        return [ProcessRow(**dict(zip(_NAMES, map(float, row), strict=True))) for row in values]
 
 
 @final
@@ -53,9 +53,9 @@ class Exchange:
         whole = NamedSharding(mesh, PartitionSpec())
         self._gather = jax.jit(lambda x: x, out_shardings=whole)
 
-    def start(self, row: Row) -> Table:
+    def start(self, row: ProcessRow) -> ProcessTable:
         """Sends this process's row; returns at once."""
         local = np.array([[getattr(row, name) for name in _NAMES]], np.float32)
         local = np.repeat(local, jax.local_device_count(), axis=0)
         sent = jax.make_array_from_process_local_data(self._sharding, local)
-        return Table(self._gather(sent), jax.process_count())
+        return ProcessTable(self._gather(sent), jax.process_count())

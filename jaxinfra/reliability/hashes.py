@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, UInt32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +51,11 @@ class StateHash:
         """Whether anything is held twice by different devices."""
         return any(len(group) > 1 for groups in self._copies for group in groups)
 
-    def __call__(self, state: Any) -> jax.Array:
-        """uint32 [device, tensor], replicated; dispatched, and not waited for."""
+    def __call__(self, state: Any) -> UInt32[Array, "devices tensors"]:
+        """A sum of each device's part of each tensor, replicated; it is not waited for."""
         return self._hash(jax.tree.leaves(state))
 
-    def compare(self, table: np.ndarray) -> list[Mismatch]:
+    def compare(self, table: UInt32[np.ndarray, "devices tensors"]) -> list[Mismatch]:
         """The tensors whose copies differ."""
         found = []
         for number, groups in enumerate(self._copies):

@@ -31,7 +31,7 @@ _NOW = struct.Struct("<qd24s")
 _log = logging.getLogger(__name__)
 
 
-def ring_file(directory: Path, rank: int) -> Path:
+def record_file(directory: Path, rank: int) -> Path:
     """Where a rank records."""
     return directory / f"rank-{rank:05d}.ring"
 
@@ -49,7 +49,7 @@ class Recorder:
         size = _HEADER_BYTES + CAPACITY * _EVENT.size
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with ring_file(directory, rank).open("w+b") as file:
+            with record_file(directory, rank).open("w+b") as file:
                 # Room for all of it now: a full disk would kill the process at a write later.
                 os.posix_fallocate(file.fileno(), 0, size)
                 self._ring = mmap.mmap(file.fileno(), size)
@@ -115,7 +115,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Ring:
+class RankRecord:
     """What a rank's file says."""
 
     rank: int
@@ -129,8 +129,8 @@ class Ring:
     events: tuple[Event, ...]  # oldest first
 
 
-def read_ring(file: Path) -> Ring | None:
-    """What is in a file; None where it is no ring, or not yet one."""
+def read_record(file: Path) -> RankRecord | None:
+    """What is in a file; None where it is no record, or not yet one."""
     try:
         data = file.read_bytes()
     except OSError:
@@ -143,7 +143,7 @@ def read_ring(file: Path) -> Ring | None:
         at = _HEADER_BYTES + number % CAPACITY * _EVENT.size
         when, value, of_step, name = _EVENT.unpack_from(data, at)
         events.append(Event(time=when, name=_text(name), step=of_step, value=value))
-    return Ring(
+    return RankRecord(
         rank=rank,
         pid=pid,
         host=_text(host),
@@ -156,13 +156,13 @@ def read_ring(file: Path) -> Ring | None:
     )
 
 
-def describe_events(ring: Ring, *, last: int) -> list[str]:
+def describe_events(record: RankRecord, *, last: int) -> list[str]:
     """A rank's newest events, oldest first, a line each: when, step, what, and its value.
 
     The value at a phase's begin is the seconds of the phase before it.
     """
     lines = []
-    for event in ring.events[-last:]:
+    for event in record.events[-last:]:
         at = time.strftime("%H:%M:%S", time.localtime(event.time))
         lines.append(
             f"{at}.{int(event.time % 1 * 1000):03d}  step {event.step:<7d} {event.name:24s} "
@@ -171,10 +171,10 @@ def describe_events(ring: Ring, *, last: int) -> list[str]:
     return lines
 
 
-def read_rings(directory: Path) -> list[Ring]:
-    """All ranks' rings, by rank."""
-    rings = (read_ring(file) for file in sorted(directory.glob("rank-*.ring")))
-    return [ring for ring in rings if ring is not None]
+def read_records(directory: Path) -> list[RankRecord]:
+    """All ranks' records, by rank."""
+    records = (read_record(file) for file in sorted(directory.glob("rank-*.ring")))
+    return [record for record in records if record is not None]
 
 
 def _text(data: bytes) -> str:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
-from jaxinfra.reliability.exchange import Row
+from jaxinfra.reliability.exchange import ProcessRow
 
 # What each time is called in a verdict, and what to look at.
 _CAUSES = {
@@ -31,12 +31,14 @@ class Stragglers:
     """
 
     def __init__(self, *, window: int = 16, margin_s: float = 0.05, share: float = 0.1):
-        self._rows: deque[list[Row]] = deque(maxlen=window)
+        self._rows: deque[list[ProcessRow]] = deque(maxlen=window)
         self._steps: deque[float] = deque(maxlen=window)
         self._margin_s, self._share = margin_s, share
         self._named: set[tuple[int, str]] = set()
 
-    def add(self, rows: Sequence[Row], *, step_s: float | None) -> list[tuple[int, str, str]]:
+    def add(
+        self, rows: Sequence[ProcessRow], *, step_s: float | None
+    ) -> list[tuple[int, str, str]]:
         """A step's table and time; returns newly found (rank, cause, sentence)."""
         self._rows.append(list(rows))
         if step_s is not None:

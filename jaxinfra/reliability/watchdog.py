@@ -22,12 +22,12 @@ from typing import Self, final
 from jaxinfra.core.errors import LostPeerError
 from jaxinfra.reliability.absence import ENDED, find_absent
 from jaxinfra.reliability.recorder import (
+    RankRecord,
     Recorder,
-    Ring,
     describe_events,
-    read_ring,
-    read_rings,
-    ring_file,
+    read_record,
+    read_records,
+    record_file,
 )
 
 HUNG_EXIT = LostPeerError.exit_code
@@ -114,13 +114,13 @@ class Watchdog:
         return "", []
 
     def _next_stands_still(self) -> bool:
-        ring = read_ring(ring_file(self._directory, self._next))
+        record = read_record(record_file(self._directory, self._next))
         now = time.monotonic()
-        if ring is None or ring.phase in ENDED or ring.beats != self._seen[0]:
-            self._seen = (0 if ring is None else ring.beats, now)
+        if record is None or record.phase in ENDED or record.beats != self._seen[0]:
+            self._seen = (0 if record is None else record.beats, now)
             return False
         bound_s = self._heartbeat_s
-        if ring.phase in _LONG_PHASES:
+        if record.phase in _LONG_PHASES:
             bound_s = max(bound_s, _LONG_HEARTBEAT_S)
         return now - self._seen[1] > bound_s
 
@@ -135,17 +135,18 @@ class Watchdog:
             pass  # a full disk: the others' own bounds will tell them
         self._dump()
         self._ask_those_that_run_no_python(skip=not_running)
-        rings = read_rings(self._directory)
+        records = read_records(self._directory)
         now = time.time()
-        verdict = find_absent(rings, num_ranks=self._num_ranks, not_running=not_running, now=now)
+        verdict = find_absent(records, num_ranks=self._num_ranks, not_running=not_running, now=now)
         lines = [verdict.text, f"noticed by rank {self._recorder.rank}: {reason}", ""]
-        for ring in rings:
+        for record in records:
             lines.append(
-                f"rank {ring.rank} on {ring.host}, process {ring.pid}: {ring.phase} of step "
-                f"{ring.step} for {now - ring.since:.1f} s, last beat {now - ring.beat_time:.1f} s "
-                f"ago; stacks in {stacks_file(self._directory, ring.rank)}"
+                f"rank {record.rank} on {record.host}, process {record.pid}: {record.phase} of "
+                f"step {record.step} for {now - record.since:.1f} s, "
+                f"last beat {now - record.beat_time:.1f} s ago; "
+                f"stacks in {stacks_file(self._directory, record.rank)}"
             )
-            lines += [f"    {line}" for line in describe_events(ring, last=_LAST_EVENTS)]
+            lines += [f"    {line}" for line in describe_events(record, last=_LAST_EVENTS)]
         with contextlib.suppress(OSError):
             (self._directory / REPORT).write_text("\n".join(lines) + "\n")
         print(f"jaxinfra watchdog: {verdict.text}; see {self._directory / REPORT}", file=sys.stderr)
@@ -157,19 +158,19 @@ class Watchdog:
             deadline = time.monotonic() + _STACKS_S / 2
             while (late := self._without_stacks(skip)) and time.monotonic() < deadline:
                 time.sleep(0.1)
-            for ring in late:
-                here = ring.host == socket.gethostname()[:32]
+            for record in late:
+                here = record.host == socket.gethostname()[:32]
                 if not asked and here:
                     with contextlib.suppress(OSError):
-                        os.kill(ring.pid, signal.SIGUSR1)
+                        os.kill(record.pid, signal.SIGUSR1)
 
-    def _without_stacks(self, skip: Collection[int]) -> list[Ring]:
+    def _without_stacks(self, skip: Collection[int]) -> list[RankRecord]:
         return [
-            ring
-            for ring in read_rings(self._directory)
-            if ring.phase not in ENDED
-            and ring.rank not in skip
-            and not _size(stacks_file(self._directory, ring.rank))
+            record
+            for record in read_records(self._directory)
+            if record.phase not in ENDED
+            and record.rank not in skip
+            and not _size(stacks_file(self._directory, record.rank))
         ]
 
     def _follow(self) -> None:

@@ -1,1 +1,1 @@
-"""Floor 8: loading, generating and evaluating."""
+"""Loading, generating and evaluating."""

@@ -11,12 +11,8 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
-from jaxinfra.checkpoint.adapters import MergedParameters, host_adapters, write_peft
-from jaxinfra.checkpoint.conversion import describes, write_hf, write_ours
 from jaxinfra.checkpoint.initial import initial_source
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.checkpoint.sources import LiveParameters, ParameterSource
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import Tokenizer
@@ -24,6 +20,10 @@ from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.hf import by_path, to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.load import load_run
+from jaxinfra.weights.conversion import describes, write_hf, write_ours
+from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
+from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters, write_peft
 
 
 class Target(enum.StrEnum):

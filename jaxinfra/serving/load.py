@@ -10,8 +10,6 @@ import jax
 
 from jaxinfra import checkpoint
 from jaxinfra.checkpoint.initial import place_initial
-from jaxinfra.checkpoint.load_pretrained import PretrainedModel, load_pretrained
-from jaxinfra.checkpoint.model_directory import is_model_directory, read_model_directory
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
@@ -25,6 +23,8 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
+from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
+from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""Floor 8: the pure step and the impure loop around it."""
+"""The pure step and the impure loop around it."""

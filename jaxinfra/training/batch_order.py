@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxinfra.data.batch import Batch
-from jaxinfra.parallel.context.order import to_zigzag
+from jaxinfra.parallel.context.zigzag import to_zigzag
 
 
 def in_zigzag(batch: Batch[np.ndarray], num_shards: int) -> Batch[np.ndarray]:

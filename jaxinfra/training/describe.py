@@ -6,8 +6,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.corpus import Corpus
+from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.job import Job
 from jaxinfra.training.xla_options import describe_options

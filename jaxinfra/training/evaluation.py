@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import jax
 import numpy as np
 
-from jaxinfra.data.arrays import TokenArrays
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.heldout import heldout_batches
+from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.models.definition import Parameters
 from jaxinfra.training.job import Job
 

@@ -21,8 +21,8 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.numerics.policy import held_as_computed, policy_of
+from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
-from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement

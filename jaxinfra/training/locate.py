@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxinfra.core.axes import BATCH, LAYERS
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pipeline import TrainIterator
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.models.definition import Parameters
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.job import Job
@@ -17,14 +17,14 @@ from jaxinfra.training.state import State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class NonFinite:
     """What is not finite, in words and as data."""
 
     text: str
     details: dict[str, Any]
 
 
-def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: int) -> Found:
+def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: int) -> NonFinite:
     """Computes the gradient of each rank's rows of a step's batch alone. A collective.
 
     The other ranks' rows are replaced by rows that count nothing, so what is not finite then comes
@@ -47,14 +47,14 @@ def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: in
         if tensors or not np.isfinite(loss):
             found.append((part, float(loss), tensors))
     if not found:
-        return Found(
+        return NonFinite(
             text="computed again, the batch's loss and gradient are finite: a fault that passed",
             details={"cause": "transient", "ranks": [], "tensors": []},
         )
     ranks = sorted({rank for part, _, _ in found for rank in _ranks(job, part, parts)})
     first = next((tensors for _, _, tensors in found if tensors), [])
     where = f"first in {first[0]} ({len(first)} tensors in all)" if first else "in the loss only"
-    return Found(
+    return NonFinite(
         text=f"the rows of rank {', '.join(map(str, ranks))} make it so, {where}; the batch is "
         "skipped",
         details={"cause": "batch", "ranks": ranks, "tensors": first[:20]},

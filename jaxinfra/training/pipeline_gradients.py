@@ -20,15 +20,15 @@ from jaxinfra.layers.rope import RopeTable
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.models.gradients import Gradients
 from jaxinfra.parallel.pipeline.executor import HeadSums, StageFunctions, run_pipeline
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.order import (
+from jaxinfra.parallel.pipeline.layer_order import (
     layer_places,
     pad_layers,
     to_natural_order,
     to_stage_order,
     unpad_layers,
 )
-from jaxinfra.parallel.pipeline.program import make_program
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
 
@@ -77,7 +77,7 @@ def make_pipeline_gradient(
         chunks=pipeline.chunks_a_stage,
         backward_ticks=pipeline.backward_ticks,
     )
-    program = make_program(schedule)
+    program = make_tick_program(schedule)
     (repeats,) = (stack.repeats for stack in model.config.stacks)  # validate: one stack
     places = layer_places(repeats, schedule.num_positions)
     functions = stage_functions(

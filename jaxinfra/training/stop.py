@@ -15,7 +15,7 @@ from typing import final
 
 import jax
 
-from jaxinfra.reliability.exchange import Exchange, Row, Table
+from jaxinfra.reliability.exchange import Exchange, ProcessRow, ProcessTable
 
 RESUMABLE_EXIT = 75
 """Exit code of a run that was asked to stop and can be continued (EX_TEMPFAIL)."""
@@ -104,14 +104,14 @@ class Agreement:
         """Why all stop; None while they do not."""
         return self._request.signal if self._exchange is None else self._agreed
 
-    def start(self, row: Row) -> Table | None:
+    def start(self, row: ProcessRow) -> ProcessTable | None:
         """Sends this process's wish and times; a collective."""
         if self._exchange is None:
             return None
         asked = self._request.signal
         return self._exchange.start(dataclasses.replace(row, stop=float(asked or 0)))
 
-    def read(self, table: Table | None) -> list[Row]:
+    def read(self, table: ProcessTable | None) -> list[ProcessRow]:
         """What all sent, by process; from now on this may be true."""
         if table is None:
             return []
@@ -123,7 +123,7 @@ class Agreement:
 
     def now(self) -> bool:
         """Whether to stop, as of now; a collective."""
-        self.read(self.start(Row()))
+        self.read(self.start(ProcessRow()))
         return bool(self)
 
 

@@ -14,8 +14,8 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.data.corpus import Corpus
 from jaxinfra.data.ledger import rows_sum, whole_sum
-from jaxinfra.data.pipeline import TrainIterator
-from jaxinfra.reliability.exchange import Table
+from jaxinfra.data.train_iterator import TrainIterator
+from jaxinfra.reliability.exchange import ProcessTable
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate_heldout
@@ -30,8 +30,8 @@ from jaxinfra.training.guards import (
 )
 from jaxinfra.training.job import Job
 from jaxinfra.training.locate import locate_nonfinite
+from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog
-from jaxinfra.training.picture import draw_loss
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
 from jaxinfra.training.state import State
@@ -59,7 +59,7 @@ class _Pending:
     metrics: StepMetrics | None  # None: its batch is not trained on
     samples: tuple[int, int]  # the first and the last of its batch
     rows_sum: int  # of the rows that this process has read
-    table: Table | None
+    table: ProcessTable | None
 
 
 @final

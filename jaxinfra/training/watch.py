@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.reliability.exchange import Row, Table
+from jaxinfra.reliability.exchange import ProcessRow, ProcessTable
 from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import excluded_steps, record_incident
 from jaxinfra.reliability.recorder import Recorder
@@ -65,17 +65,17 @@ class Watch:
         """Records which program of the training step this is."""
         self._recorder.event(f"program {fingerprint}", step=self._recorder.step)
 
-    def send(self, *, input_s: float, host_s: float, rows_sum: int) -> Table | None:
+    def send(self, *, input_s: float, host_s: float, rows_sum: int) -> ProcessTable | None:
         """Tells the others what this process spent alone, and what it read; a collective."""
-        row = Row(input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_sum=rows_sum)
+        row = ProcessRow(input_s=input_s, host_s=host_s, probe_s=self._probe_s, rows_sum=rows_sum)
         self._probe_s = 0.0
         return self._stop.start(row)
 
-    def read(self, table: Table | None) -> list[Row]:
+    def read(self, table: ProcessTable | None) -> list[ProcessRow]:
         """What all sent with a step, by process; whether to stop is known from now on."""
         return self._stop.read(table)
 
-    def look_for_slow(self, rows: Sequence[Row], *, step: int, step_s: float | None) -> None:
+    def look_for_slow(self, rows: Sequence[ProcessRow], *, step: int, step_s: float | None) -> None:
         """Names the ranks that the others wait for."""
         for rank, cause, text in self._stragglers.add(rows, step_s=step_s):
             self.incident("slow rank", step=step, text=text, rank=rank, cause=cause)

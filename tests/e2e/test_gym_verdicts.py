@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfra.gym import damage, deaths, errors
+from jaxinfra.gym import damage, deaths, wrong_or_slow
 from jaxinfra.gym.verdict import FAULTS
 
 ROOT = Path(__file__).parents[2]
-GYM = (damage, deaths, errors)  # they enter their faults when imported
+GYM = (damage, deaths, wrong_or_slow)  # they enter their faults when imported
 
 # Fault: file, what it says, what the broken one says, and words of the evidence.
 BREAKS = {
     1: (
-        "training/loop.py",
+        "training/session.py",
         "state=first_state(job) if restored is None else restored.state,",
         "state=first_state(job),",
         "differs from the undisturbed run",
@@ -33,14 +33,14 @@ BREAKS = {
         "exit 1, expected 0",
     ),
     3: (
-        "checkpoint/layout.py",
+        "checkpoint/directory_layout.py",
         "if _LEFTOVER.fullmatch(path.name))",
         "if False)",
         "a killed save left",
     ),
     4: (
         "checkpoint/saving.py",
-        'return self.directory / f"{layout.step_name(self.step)}.partial-{self.unique}"',
+        'return self.directory / f"{directory_layout.step_name(self.step)}.partial-{self.unique}"',
         "return self.final",
         "it did not go on from step 4",
     ),
@@ -113,7 +113,7 @@ BREAKS = {
         "exit 1",
     ),
     18: (
-        "data/pipeline.py",
+        "data/train_iterator.py",
         "return slice(process_index * rows, (process_index + 1) * rows)",
         "return slice(0, rows)",
         "",

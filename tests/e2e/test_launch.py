@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.gym import damage, deaths, errors
+from jaxinfra.gym import damage, deaths, wrong_or_slow
 from jaxinfra.gym.arena import Arena, metrics, state_sums, values
 from jaxinfra.gym.verdict import FAULTS, judge
-from jaxinfra.reliability.recorder import read_rings
+from jaxinfra.reliability.recorder import read_records
 
-GYM = (damage, deaths, errors)  # they enter their faults when imported
+GYM = (damage, deaths, wrong_or_slow)  # they enter their faults when imported
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 # Take no second start of a job.
 FAST = (1,)
@@ -84,8 +84,8 @@ def test_the_first_process_alone_writes_the_run(arena):
 
 def test_every_rank_records_its_program_phases_and_queue(arena, capsys):
     run = arena.reference()
-    rings = read_rings(run / "recorder")
-    names = [[event.name for event in ring.events] for ring in rings]
+    records = read_records(run / "recorder")
+    names = [[event.name for event in record.events] for record in records]
     (program,) = {name for name in names[0] if name.startswith("program ")}
     assert all(seen.count(program) == 1 for seen in names), "the fingerprint, the same on all"
     phases = {"input", "batches ready", "place", "compile", "step", "wait", "evaluate", "save"}
@@ -93,7 +93,7 @@ def test_every_rank_records_its_program_phases_and_queue(arena, capsys):
     assert main(["doctor", "recorder", str(run), "--last", "3"]) == 0
     said = capsys.readouterr().out
     assert "rank 1 on " in said
-    assert len(said.splitlines()) == len(rings) * (1 + 3)
+    assert len(said.splitlines()) == len(records) * (1 + 3)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_ranks_killed_at_random_moments(arena):
         with arena.launch(f"kills-{number}", arena.settings(), **options) as job:
             gone: set[int] = set()
             while kills < 10 and job.process.poll() is None:
-                here = {ring.rank: ring.pid for ring in read_rings(job.run / "recorder")}
+                here = {record.rank: record.pid for record in read_records(job.run / "recorder")}
                 if len(here) < arena.processes or gone & {*here.values()}:
                     time.sleep(0.02)
                     continue

@@ -17,7 +17,7 @@ from e2e.runs import STEPS, Bench, assert_same_run, checkpoints, metrics
 
 from jaxinfra.reliability.faults import VARIABLE
 from jaxinfra.reliability.goodput import read_sessions
-from jaxinfra.reliability.recorder import read_ring, ring_file
+from jaxinfra.reliability.recorder import read_record, record_file
 from jaxinfra.training.stop import RESUMABLE_EXIT
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
@@ -131,8 +131,8 @@ def armed(*faults: dict[str, object]) -> dict[str, str]:
 
 
 def in_phase(run: Path, phase: str, *, step: int) -> bool:
-    ring = read_ring(ring_file(run / "recorder", 0))
-    return ring is not None and (ring.phase, ring.step) == (phase, step)
+    record = read_record(record_file(run / "recorder", 0))
+    return record is not None and (record.phase, record.step) == (phase, step)
 
 
 def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
@@ -142,8 +142,8 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
         ("os:fsync", 1, 0),  # there is a directory with half a config
         ("jaxinfra.data.tokenizer:Tokenizer.save", 1, 0),
         ("jaxinfra.checkpoint.manifest:write", 1, 0),  # step 4: the files are there, no sums
-        ("jaxinfra.checkpoint.layout:commit", 2, 4),  # step 8: all is there but the name
-        ("jaxinfra.checkpoint.layout:delete", 1, 12),  # of step 4, after the commit of 12
+        ("jaxinfra.checkpoint.directory_layout:commit", 2, 4),  # step 8: all is there but the name
+        ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
         ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
         ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
         ("jaxinfra.training.trainer:draw_loss", 1, STEPS),

@@ -15,7 +15,7 @@ from pallas_kernels.flash_attention import (
     hopper,
     implementations,
 )
-from pallas_kernels.flash_attention.hopper_backward_operands import row_statistics
+from pallas_kernels.flash_attention.hopper.backward_block import row_statistics
 from pallas_kernels.flash_attention.implementations import Plan
 from pallas_kernels.flash_attention.masking import visible_BTS
 from pallas_kernels.flash_attention.validate import make_spec

@@ -17,9 +17,9 @@ from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.ops.attention import attention
-from jaxinfra.parallel.context.attend import ContextAttention
 from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.parallel.context.order import from_zigzag, to_zigzag, zigzag_indices
+from jaxinfra.parallel.context.methods import ContextAttention
+from jaxinfra.parallel.context.zigzag import from_zigzag, to_zigzag, zigzag_indices
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import Collective, collectives

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.layers.dropout import dropout
-from jaxinfra.parallel.context.order import to_zigzag
+from jaxinfra.parallel.context.zigzag import to_zigzag
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.checkpoint import Checkpointer, Fault, load, verify
+from jaxinfra.checkpoint import Checkpointer, FileFault, load, verify
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.core.errors import CheckpointError
 
@@ -67,22 +67,22 @@ def truncate(checkpoint):
 
 
 DAMAGE = {
-    "flip in the data": (lambda c: flip(largest(c), 1000), Fault.CONTENT),
-    "flip in the metadata": (lambda c: flip(c / "metadata.json", 99), Fault.CONTENT),
-    "flip in the manifest": (lambda c: flip(c / "manifest.json", 99), Fault.MANIFEST),
-    "truncated": (truncate, Fault.SIZE),
-    "empty metadata": (lambda c: (c / "metadata.json").write_text(""), Fault.SIZE),
-    "missing data": (lambda c: largest(c).unlink(), Fault.MISSING),
-    "missing metadata": (lambda c: (c / "metadata.json").unlink(), Fault.MISSING),
-    "missing manifest": (lambda c: (c / "manifest.json").unlink(), Fault.UNREADABLE),
-    "empty manifest": (lambda c: (c / "manifest.json").write_text(""), Fault.MANIFEST),
-    "extra file": (lambda c: (c / "arrays" / "extra").touch(), Fault.EXTRA),
-    "missing arrays": (lambda c: shutil.rmtree(c / "arrays"), Fault.MISSING),
+    "flip in the data": (lambda c: flip(largest(c), 1000), FileFault.CONTENT),
+    "flip in the metadata": (lambda c: flip(c / "metadata.json", 99), FileFault.CONTENT),
+    "flip in the manifest": (lambda c: flip(c / "manifest.json", 99), FileFault.MANIFEST),
+    "truncated": (truncate, FileFault.SIZE),
+    "empty metadata": (lambda c: (c / "metadata.json").write_text(""), FileFault.SIZE),
+    "missing data": (lambda c: largest(c).unlink(), FileFault.MISSING),
+    "missing metadata": (lambda c: (c / "metadata.json").unlink(), FileFault.MISSING),
+    "missing manifest": (lambda c: (c / "manifest.json").unlink(), FileFault.UNREADABLE),
+    "empty manifest": (lambda c: (c / "manifest.json").write_text(""), FileFault.MANIFEST),
+    "extra file": (lambda c: (c / "arrays" / "extra").touch(), FileFault.EXTRA),
+    "missing arrays": (lambda c: shutil.rmtree(c / "arrays"), FileFault.MISSING),
     "manifest of another step": (
         lambda c: shutil.copy(c.with_name("step_00000001") / "manifest.json", c),
-        Fault.MANIFEST,
+        FileFault.MANIFEST,
     ),
-    "link": (lambda c: (c / "link").symlink_to("metadata.json"), Fault.EXTRA),
+    "link": (lambda c: (c / "link").symlink_to("metadata.json"), FileFault.EXTRA),
 }
 
 
@@ -132,7 +132,7 @@ def test_flips_in_the_manifest_itself_are_noticed(directory):
     path = directory / "step_00000003" / "manifest.json"
     for bit in rng.sample(range(path.stat().st_size * 8), 300):
         flip(path, bit)
-        assert [problem.fault for problem in verify(directory, 3)] == [Fault.MANIFEST]
+        assert [problem.fault for problem in verify(directory, 3)] == [FileFault.MANIFEST]
         flip(path, bit)
     assert verify(directory, 3) == []
 
@@ -162,7 +162,7 @@ def test_damaged_step_asked_for_is_not_replaced_by_another(directory):
 def test_renamed_checkpoint_is_noticed(directory):
     (directory / "step_00000003").rename(directory / "step_00000009")
     (problem,) = verify(directory, 9)
-    assert (problem.fault, "belongs to step 3" in problem.detail) == (Fault.MANIFEST, True)
+    assert (problem.fault, "belongs to step 3" in problem.detail) == (FileFault.MANIFEST, True)
 
 
 def test_reader_moves_nothing(directory, caplog):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.data.arrays import (
+from jaxinfra.data.token_arrays import (
     TokenWriter,
     is_token_arrays,
     new_directory,

@@ -10,13 +10,13 @@ from chat_model import MODEL, write_model
 
 import jaxinfra
 from jaxinfra.checkpoint import load
-from jaxinfra.checkpoint.load_pretrained import load_pretrained
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import make_job
+from jaxinfra.weights.load_pretrained import load_pretrained
 
 IDS = np.arange(40, dtype=np.int32)[None]
 SIZES = ("--batch-size", "4", "--sequence-length", "64", "--set", "optimizer.warmup_steps=0")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tolerance import assert_no_worse
 
-from jaxinfra.checkpoint.load_pretrained import load_pretrained
-from jaxinfra.checkpoint.sources import LiveParameters, assemble
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.models.hf import by_path, weight_map
 from jaxinfra.serving.generate import FinishReason, generate
 from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.weights.load_pretrained import load_pretrained
+from jaxinfra.weights.parameter_sources import LiveParameters, assemble
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

@@ -12,13 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
-from jaxinfra.checkpoint.adapters import MergedParameters, host_adapters, write_peft
-from jaxinfra.checkpoint.conversion import write_ours
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.load_pretrained import load_pretrained
-from jaxinfra.checkpoint.model_directory import read_model_directory
-from jaxinfra.checkpoint.onto_mesh import place_parameters
-from jaxinfra.checkpoint.sources import LiveParameters
 from jaxinfra.config.finetune import LoraConfig, parse_lora
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import (
@@ -40,6 +34,12 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.describe import describe_job, placement_table
 from jaxinfra.training.initialize import finetuning_config, first_state, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.weights.conversion import write_ours
+from jaxinfra.weights.load_pretrained import load_pretrained
+from jaxinfra.weights.model_directory import read_model_directory
+from jaxinfra.weights.onto_mesh import place_parameters
+from jaxinfra.weights.parameter_sources import LiveParameters
+from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters, write_peft
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 ALL = LoraConfig(rank=3, alpha=7.0, targets=("query", "key", "value", "out", "gate", "up", "down"))

@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxinfra.config.optimizer import OptimizerConfig, Schedule
+from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.core import axes
 from jaxinfra.models.definition import DimsLeaf, define_model
+from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
-from jaxinfra.optim.schedule import learning_rate
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
 from tests.sharded import oracle
@@ -30,20 +30,20 @@ def closed_form(config: OptimizerConfig, step: int) -> float:
     length = STEPS - config.warmup_steps
     done = min((step - config.warmup_steps) / length, 1.0)
     match config.schedule:
-        case Schedule.CONSTANT:
+        case LearningRateSchedule.CONSTANT:
             return peak
-        case Schedule.LINEAR:
+        case LearningRateSchedule.LINEAR:
             return peak + (final - peak) * done
-        case Schedule.COSINE:
+        case LearningRateSchedule.COSINE:
             return final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
-        case Schedule.WSD:
+        case LearningRateSchedule.WSD:
             decay = config.decay_steps or STEPS // 5
             left = min(STEPS - step, decay)
             return final + (peak - final) * max(left, 0) / decay
     raise AssertionError(config.schedule)
 
 
-@pytest.mark.parametrize("schedule", Schedule)
+@pytest.mark.parametrize("schedule", LearningRateSchedule)
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize("decay_steps", [None, 3])
 def test_schedule_is_its_closed_form(schedule, warmup, decay_steps):
@@ -77,7 +77,10 @@ def tree_of_dims():
 @pytest.mark.parametrize("clip_norm", [None, 0.7])
 def test_optimizer_is_adamw(clip_norm):
     config = OptimizerConfig(
-        learning_rate=0.05, warmup_steps=3, schedule=Schedule.LINEAR, clip_norm=clip_norm
+        learning_rate=0.05,
+        warmup_steps=3,
+        schedule=LearningRateSchedule.LINEAR,
+        clip_norm=clip_norm,
     )
     optimizer = make_optimizer(config, dims=tree_of_dims(), steps=STEPS)
     rng = np.random.default_rng(0)
@@ -112,7 +115,9 @@ def test_optimizer_is_adamw(clip_norm):
 @pytest.mark.parametrize("make", [gpt_like, gemma_like])
 def test_decay_is_on_matrices_only(make):
     model = define_model(make(), execution_on())
-    config = OptimizerConfig(learning_rate=0.5, weight_decay=0.25, schedule=Schedule.CONSTANT)
+    config = OptimizerConfig(
+        learning_rate=0.5, weight_decay=0.25, schedule=LearningRateSchedule.CONSTANT
+    )
     optimizer = make_optimizer(config, dims=model.dims, steps=STEPS)
     ones = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), model.shapes)
     zeros = jax.tree.map(np.zeros_like, ones)

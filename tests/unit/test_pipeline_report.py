@@ -9,10 +9,10 @@ import pytest
 
 from experiments.bench import pipeline_trace
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.program import make_program
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.timing import run
+from jaxinfra.parallel.pipeline.schedule_cost import run
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 from jaxinfra.planning.pipeline_schedule import report
 
 
@@ -68,7 +68,7 @@ def gpu_trace(timeline, kind) -> bytes:
 
 def test_the_bubble_is_read_from_a_trace(tmp_path, monkeypatch):
     schedule = make_schedule(PipelineSchedule.ONE_F_ONE_B, stages=4, micro_batches=8)
-    timeline = run(make_program(schedule), head=0.5)
+    timeline = run(make_tick_program(schedule), head=0.5)
     directory = tmp_path / "1f1b-m=8"
     directory.mkdir()
     (directory / "t.xplane.pb").write_bytes(gpu_trace(timeline, schedule.kind))

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.parallel.pipeline.generate import make_schedule
-from jaxinfra.parallel.pipeline.order import exchange_rounds, layer_places
-from jaxinfra.parallel.pipeline.program import lifetime_violations, make_program
+from jaxinfra.parallel.pipeline.layer_order import exchange_rounds, layer_places
 from jaxinfra.parallel.pipeline.schedule import Kind, violations
-from jaxinfra.parallel.pipeline.timing import (
+from jaxinfra.parallel.pipeline.schedule_cost import (
     UNIT_TIMES,
     bubble_formula,
     held_chunks,
     peak_activations,
     run,
 )
+from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.tick_program import lifetime_violations, make_tick_program
 
 GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
 CHUNKS = {GPIPE: [1], ONE: [1], INTERLEAVED: [2, 3, 4], ZB_H1: [1], ZB_V: [2]}
@@ -30,7 +30,7 @@ CASES = [(name, chunks) for name, options in CHUNKS.items() for chunks in option
 def programs(draw):
     name, chunks = draw(st.sampled_from(CASES))
     stages, micro_batches = draw(st.integers(1, 7)), draw(st.integers(1, 20))
-    return make_program(
+    return make_tick_program(
         make_schedule(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
     )
 
@@ -73,7 +73,7 @@ def test_each_round_of_the_layers_exchange_sends_and_receives_one_run_a_stage(pr
 def test_bubble_is_the_formula(name, chunks, stages, multiple):
     micro_batches = stages * multiple
     sizes = {"stages": stages, "micro_batches": micro_batches, "chunks": chunks}
-    program = make_program(make_schedule(name, **sizes))
+    program = make_tick_program(make_schedule(name, **sizes))
     # The interleaved order of the formula is one of equal forwards and backwards.
     durations = UNIT_TIMES | ({Kind.BACKWARD: 1.0} if name is INTERLEAVED else {})
     bubble = run(program, durations=durations).bubble
@@ -84,7 +84,7 @@ def test_bubble_is_the_formula(name, chunks, stages, multiple):
 @pytest.mark.parametrize("backward", [1.0, 2.0, 2.3, 3.0])
 def test_bubble_does_not_depend_on_how_long_a_backward_takes(name, backward):
     """Stages wait only for whom they exchange with, so a tick has no common length."""
-    program = make_program(make_schedule(name, stages=4, micro_batches=16))
+    program = make_tick_program(make_schedule(name, stages=4, micro_batches=16))
     timeline = run(program, durations={Kind.FORWARD: 1.0, Kind.BACKWARD: backward})
     assert timeline.bubble == pytest.approx(3 / 16, rel=1e-12)
 
@@ -140,7 +140,7 @@ def test_a_missing_and_a_repeated_action_are_found():
 @pytest.mark.parametrize("table", ["read", "saved", "receive", "pending", "write"])
 def test_a_wrong_slot_is_found(table):
     """The check must notice every kind of slot: each is shifted where it is used."""
-    program = make_program(make_schedule(ZB_V, stages=4, micro_batches=8, chunks=2))
+    program = make_tick_program(make_schedule(ZB_V, stages=4, micro_batches=8, chunks=2))
     counts = {"saved": program.num_saved, "pending": program.num_pending}
     count = counts.get(table, program.num_inbox)
     slots = getattr(program, table).copy()

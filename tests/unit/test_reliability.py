@@ -21,12 +21,12 @@ from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.reliability import faults
 from jaxinfra.reliability.absence import find_absent
-from jaxinfra.reliability.exchange import Exchange, Row
+from jaxinfra.reliability.exchange import Exchange, ProcessRow
 from jaxinfra.reliability.fingerprint import describe, deviating
 from jaxinfra.reliability.goodput import CAUSES, Goodput, goodput, read_sessions, sum_causes
 from jaxinfra.reliability.hashes import StateHash, odd_ones
 from jaxinfra.reliability.incidents import EXCLUDED, excluded_steps, record_incident
-from jaxinfra.reliability.recorder import CAPACITY, Recorder, read_ring, read_rings, ring_file
+from jaxinfra.reliability.recorder import CAPACITY, Recorder, read_record, read_records, record_file
 from jaxinfra.reliability.stragglers import Stragglers
 
 ROOT = Path(__file__).parents[2]
@@ -38,18 +38,18 @@ def test_a_ring_keeps_the_newest_events(tmp_path):
         recorder.event("tick", step=step, value=step / 2)
     recorder.phase("input", step=77)
     recorder.beat()
-    ring = read_ring(ring_file(tmp_path, 3))
-    assert (ring.rank, ring.pid, ring.phase, ring.step, ring.beats) == (
+    record = read_record(record_file(tmp_path, 3))
+    assert (record.rank, record.pid, record.phase, record.step, record.beats) == (
         3,
         os.getpid(),
         "input",
         77,
         1,
     )
-    assert len(ring.events) == CAPACITY
-    assert [event.step for event in ring.events[:-1]] == list(range(11, CAPACITY + 10))
-    assert ring.events[-2].value == (CAPACITY + 9) / 2
-    assert ring.events[-1].name == "input"
+    assert len(record.events) == CAPACITY
+    assert [event.step for event in record.events[:-1]] == list(range(11, CAPACITY + 10))
+    assert record.events[-2].value == (CAPACITY + 9) / 2
+    assert record.events[-1].name == "input"
 
 
 def test_seconds_are_those_of_phases(tmp_path):
@@ -74,20 +74,20 @@ def test_the_ring_of_a_killed_process_is_there(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment)
     assert ended.returncode == -signal.SIGKILL
-    (ring,) = read_rings(tmp_path)
-    assert (ring.phase, ring.step) == ("step", 9)
+    (record,) = read_records(tmp_path)
+    assert (record.phase, record.step) == ("step", 9)
 
 
 def test_what_is_no_ring_is_not_read(tmp_path):
     (tmp_path / "rank-00000.ring").write_bytes(b"something else")
-    assert read_rings(tmp_path) == []
-    assert read_ring(tmp_path / "none") is None
+    assert read_records(tmp_path) == []
+    assert read_record(tmp_path / "none") is None
 
 
-def rings(tmp_path, *places: tuple[str, int]):
+def records(tmp_path, *places: tuple[str, int]):
     for rank, (phase, step) in enumerate(places):
         Recorder(tmp_path, rank).phase(phase, step=step)
-    return read_rings(tmp_path)
+    return read_records(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def rings(tmp_path, *places: tuple[str, int]):
     ],
 )
 def test_the_absent_rank_is_the_one_behind(tmp_path, places, ranks, words):
-    found = find_absent(rings(tmp_path, *places), num_ranks=3, now=time.time())
+    found = find_absent(records(tmp_path, *places), num_ranks=3, now=time.time())
     assert found.ranks == ranks
     assert words in found.text
 
 
 def test_a_rank_that_does_not_run_is_absent_wherever_it_is(tmp_path):
-    there = rings(tmp_path, ("wait", 8), ("input", 8), ("wait", 9))
+    there = records(tmp_path, ("wait", 8), ("input", 8), ("wait", 9))
     found = find_absent(there, num_ranks=3, not_running=[2], now=time.time())
     assert (found.ranks, found.text) == (
         (2,),
@@ -121,7 +121,7 @@ def find_slow(rows, *, step_s=0.3, steps=20):
 
 
 def test_slow_ranks_are_named_once_with_their_cause():
-    row = Row(input_s=0.001, host_s=0.004, probe_s=0.003)
+    row = ProcessRow(input_s=0.001, host_s=0.004, probe_s=0.003)
     assert find_slow([row] * 4) == []
     late = dataclasses.replace(row, host_s=0.2)
     ((rank, cause, text),) = find_slow([row, row, late, row])
@@ -134,14 +134,14 @@ def test_slow_ranks_are_named_once_with_their_cause():
 
 
 def test_a_little_slower_is_not_slow():
-    row = Row(input_s=0.01, host_s=0.004)
+    row = ProcessRow(input_s=0.01, host_s=0.004)
     assert find_slow([row, dataclasses.replace(row, input_s=0.05)]) == [], "less than 50 ms"
     long = find_slow([row, dataclasses.replace(row, input_s=0.3)], step_s=10.0)
     assert long == [], "3% of a step"
 
 
 def test_one_slow_step_is_not_a_slow_rank():
-    stragglers, row = Stragglers(), Row(host_s=0.01)
+    stragglers, row = Stragglers(), ProcessRow(host_s=0.01)
     found = []
     for step in range(40):
         late = dataclasses.replace(row, host_s=3.0 if step % 10 == 0 else 0.01)
@@ -150,7 +150,7 @@ def test_one_slow_step_is_not_a_slow_rank():
 
 
 def test_all_processes_see_one_table():
-    sent = Row(stop=15.0, input_s=0.25, host_s=0.5, probe_s=0.125)
+    sent = ProcessRow(stop=15.0, input_s=0.25, host_s=0.5, probe_s=0.125)
     assert Exchange().start(sent).rows() == [sent]
 
 
@@ -336,7 +336,7 @@ def test_a_job_that_stands_still_is_ended_with_stacks_and_a_name(tmp_path, stuck
         ]
     try:
         if stuck == "halted":
-            while not (ring := read_ring(ring_file(tmp_path, 1))) or ring.phase != "input":
+            while not (record := read_record(record_file(tmp_path, 1))) or record.phase != "input":
                 time.sleep(0.02)
             ranks[1].send_signal(signal.SIGSTOP)
         assert ranks[0].wait(90) == 74

@@ -7,8 +7,8 @@ import pytest
 
 from jaxinfra.cli.main import main
 from jaxinfra.core.errors import DataError
-from jaxinfra.diagnostics.axes import UNKNOWN, MeshAxes
-from jaxinfra.diagnostics.trace import Event, device_events, kind_of, scope_of
+from jaxinfra.diagnostics.trace import TraceEvent, device_events, kind_of, scope_of
+from jaxinfra.diagnostics.trace_axes import UNKNOWN, CollectiveAxes
 from jaxinfra.diagnostics.waterfall import IDLE, draw, explain
 
 MLP = "jit(step)/transpose(jvp(layer))/rematted_computation/mlp/dot"
@@ -18,9 +18,9 @@ COPY = ("MemcpyD2D", "loop_dynamic_update_slice_fusion.2", "")
 REDUCE = ("ncclDevKernel_AllReduce", "all-reduce.1", "jit(step)/optimizer/psum")
 
 
-def event(what, start, duration) -> Event:
+def event(what, start, duration) -> TraceEvent:
     kernel, hlo_op, op_name = what
-    return Event(
+    return TraceEvent(
         kernel=kernel,
         hlo_op=hlo_op,
         op_name=op_name,
@@ -30,7 +30,7 @@ def event(what, start, duration) -> Event:
     )
 
 
-def two_steps() -> list[Event]:
+def two_steps() -> list[TraceEvent]:
     """Of each step's 10 ms the copy delays 1 and hides 1, the all-reduce delays 2 and hides 1."""
     return [
         event(what, 10 * step + start, duration)
@@ -86,7 +86,7 @@ def test_communication_is_told_apart_by_axis():
             *((GEMM, 0, 4), (GATHER, 1, 4), (NORM, 5, 2), (REDUCE, 6, 3), (STRANGER, 9, 1)),
         )
     ]
-    found = explain(events, steps=2, axes=MeshAxes(PROGRAM)).by_axis
+    found = explain(events, steps=2, axes=CollectiveAxes(PROGRAM)).by_axis
     assert list(found) == ["fsdp x tensor", "fsdp", UNKNOWN]
     assert found["fsdp"].exposed_ms == pytest.approx(1)
     assert found["fsdp"].hidden_ms == pytest.approx(3)
@@ -99,10 +99,10 @@ def test_communication_is_told_apart_by_axis():
 def test_axes_are_by_name_then_by_place_then_by_kind():
     other = {**SCATTER, "scope": "jit(step)/attention/dot", "axes": ["tensor"]}
     nowhere = event(("nccl", "reduce-scatter.7.1", "jit(step)/renamed"), 0, 1)
-    assert MeshAxes([*PROGRAM, SCATTER]).of(nowhere) == "fsdp"
-    assert MeshAxes([*PROGRAM, SCATTER, other]).of(nowhere) == UNKNOWN
+    assert CollectiveAxes([*PROGRAM, SCATTER]).of(nowhere) == "fsdp"
+    assert CollectiveAxes([*PROGRAM, SCATTER, other]).of(nowhere) == UNKNOWN
     placed = event(("nccl", "reduce-scatter.7.1", other["scope"]), 0, 1)
-    assert MeshAxes([*PROGRAM, SCATTER, other]).of(placed) == "tensor"
+    assert CollectiveAxes([*PROGRAM, SCATTER, other]).of(placed) == "tensor"
 
 
 def test_picture(tmp_path):
@@ -200,7 +200,7 @@ def test_an_asynchronous_one_is_known_by_what_started_it(tmp_path):
     (gather,) = device_events(tmp_path)
     assert (gather.hlo_op, gather.started_by) == ("all_gather.30.1", "all-gather-start.2")
     other = {**PROGRAM[1], "instruction": "all-gather-start.9", "axes": ["tensor"]}
-    assert MeshAxes([*PROGRAM, other]).of(gather) == "fsdp"
+    assert CollectiveAxes([*PROGRAM, other]).of(gather) == "fsdp"
 
 
 def test_no_trace(tmp_path):

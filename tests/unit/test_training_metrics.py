@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.core.json_lines import read_json_lines
+from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog, finite
-from jaxinfra.training.picture import draw_loss
 
 
 @pytest.fixture

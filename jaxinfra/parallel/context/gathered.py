@@ -12,22 +12,23 @@ K key/value heads, H head width.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
 from jaxinfra.parallel.collectives import all_gather, num_devices, rank
-from jaxinfra.parallel.context.order import chunks_in_sequence
+from jaxinfra.parallel.context.zigzag import chunks_in_sequence
 
 
 def gathered_attention(
     part: PartialAttention,
     axis: str,
-    q_BtNH: jax.Array,
-    k_BtKH: jax.Array,
-    v_BtKH: jax.Array,
-    ids_Bt: jax.Array | None,
+    q_BtNH: Float[Array, "B t N H"],
+    k_BtKH: Float[Array, "B t K H"],
+    v_BtKH: Float[Array, "B t K Hv"],
+    ids_Bt: Int32[Array, "B t"] | None,
     *,
     is_causal: bool,
-) -> jax.Array:
+) -> Float[Array, "B t N Hv"]:
     """This device's rows of attention over the whole sequence, [B, t, N, H] in q's dtype.
 
     Args:

@@ -14,6 +14,7 @@ width.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from jaxinfra.ops.partial_attention import PartialAttention
 from jaxinfra.parallel.collectives import num_devices, rank
@@ -22,13 +23,13 @@ from jaxinfra.parallel.collectives import num_devices, rank
 def windowed_attention(
     part: PartialAttention,
     axis: str,
-    q_BtNH: jax.Array,
-    k_BtKH: jax.Array,
-    v_BtKH: jax.Array,
-    ids_Bt: jax.Array | None,
+    q_BtNH: Float[Array, "B t N H"],
+    k_BtKH: Float[Array, "B t K H"],
+    v_BtKH: Float[Array, "B t K H"],
+    ids_Bt: Int32[Array, "B t"] | None,
     *,
     left: int,
-) -> jax.Array:
+) -> Float[Array, "B t N H"]:
     """This device's rows of causal attention over ``left`` keys before each query's own.
 
     Args:

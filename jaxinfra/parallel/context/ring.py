@@ -25,15 +25,16 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int32
 
 from jaxinfra.ops.attention import ATTENTION_NAMES
 from jaxinfra.ops.partial_attention import PartialAttention, merge_partials
 from jaxinfra.parallel.collectives import shift_together
 
-type Part = tuple[jax.Array, jax.Array]
+type Partial = tuple[jax.Array, jax.Array]
 """(out, lse) over some of the keys."""
 
-type Keys = tuple[jax.Array, jax.Array, jax.Array | None]
+type KeyBlock = tuple[jax.Array, jax.Array, jax.Array | None]
 """k and v [B, t, K, H] of one device, and their documents [B, t]."""
 
 
@@ -50,11 +51,11 @@ class Ring:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(
     ring: Ring,
-    q_BtNH: jax.Array,
-    k_BtKH: jax.Array,
-    v_BtKH: jax.Array,
-    ids_Bt: jax.Array | None,
-) -> jax.Array:
+    q_BtNH: Float[Array, "B t N H"],
+    k_BtKH: Float[Array, "B t K H"],
+    v_BtKH: Float[Array, "B t K Hv"],
+    ids_Bt: Int32[Array, "B t"] | None,
+) -> Float[Array, "B t N Hv"]:
     """This device's rows of attention over the whole sequence, inside ``shard_map``.
 
     Args:
@@ -68,7 +69,7 @@ def ring_attention(
     return _forward(ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt)[0]
 
 
-def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Part:
+def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Partial:
     arriving = shift_together((k_BtKH, v_BtKH, ids_Bt), ring.axis)
     # Its own keys: its two chunks follow one another, so that their causal mask is the plain one.
     out, lse = ring.part.forward(
@@ -90,8 +91,8 @@ def _forward(ring: Ring, q_BtNH, k_BtKH, v_BtKH, ids_Bt) -> Part:
 # Jitted, so that P-1 steps are traced and lowered once.
 @functools.partial(jax.jit, static_argnums=0)
 def _merge_step(
-    ring: Ring, halves: tuple[Part, Part], rows, keys: Keys, is_earlier: jax.Array
-) -> tuple[Part, Part]:
+    ring: Ring, halves: tuple[Partial, Partial], rows, keys: KeyBlock, is_earlier: jax.Array
+) -> tuple[Partial, Partial]:
     q_BtNH, ids_Bt = rows
     k_BtKH, v_BtKH, kv_ids_Bt = keys
     early, late = halves
@@ -159,7 +160,7 @@ ring_attention.defvjp(_ring_fwd, _ring_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gradient_step(ring: Ring, rows, keys: Keys, is_earlier: jax.Array):
+def _gradient_step(ring: Ring, rows, keys: KeyBlock, is_earlier: jax.Array):
     """dq, dk, dv [B, t, ...] of one step, fp32 where blocks were added."""
     q_BtNH, ids_Bt, out, lse, d_out_BtNH = rows
     k_BtKH, v_BtKH, kv_ids_Bt = keys
@@ -216,7 +217,7 @@ def _keys(is_earlier: jax.Array, x_Bt: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.where(is_earlier, lo, hi), lo])
 
 
-def _halves(part: Part) -> tuple[Part, Part]:
+def _halves(part: Partial) -> tuple[Partial, Partial]:
     (out_a, out_b), (lse_a, lse_b) = (jnp.split(x, 2, axis=1) for x in part)
     return (out_a, lse_a), (out_b, lse_b)
 

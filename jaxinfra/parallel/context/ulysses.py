@@ -11,11 +11,11 @@ Dims: B batch, t tokens of a device, T of the sequence, N query heads, n = N/P, 
 k = K/P, H head width.
 """
 
-import jax
+from jaxtyping import Array, Float, Int32
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.collectives import all_gather, all_to_all, num_devices
-from jaxinfra.parallel.context.order import chunks_in_sequence, chunks_in_zigzag
+from jaxinfra.parallel.context.zigzag import chunks_in_sequence, chunks_in_zigzag
 
 
 def require_heads(num_kv_heads: int, num_shards: int) -> None:
@@ -28,20 +28,20 @@ def require_heads(num_kv_heads: int, num_shards: int) -> None:
         )
 
 
-def heads_to_tokens(out_BTnH: jax.Array, axis: str) -> jax.Array:
-    """All heads of this device's tokens, [B, t, N, H] in zig-zag order."""
+def heads_to_tokens(out_BTnH: Float[Array, "B T n H"], axis: str) -> Float[Array, "B t N H"]:
+    """All heads of this device's tokens, in zig-zag order."""
     out_BTnH = chunks_in_zigzag(out_BTnH, num_devices(axis))
     return all_to_all(out_BTnH, axis, split_dim=1, concat_dim=2)
 
 
-def tokens_to_heads(x_BtNH: jax.Array, axis: str) -> jax.Array:
-    """This device's heads of all tokens, [B, T, n, H] in the sequence's order."""
+def tokens_to_heads(x_BtNH: Float[Array, "B t N H"], axis: str) -> Float[Array, "B T n H"]:
+    """This device's heads of all tokens, in the sequence's order."""
     x_BTnH = all_to_all(x_BtNH, axis, split_dim=2, concat_dim=1)
     return chunks_in_sequence(x_BTnH, num_devices(axis))
 
 
-def all_documents(ids_Bt: jax.Array | None, axis: str) -> jax.Array | None:
-    """Documents of all tokens, [B, T] in the sequence's order."""
+def all_documents(ids_Bt: Int32[Array, "B t"] | None, axis: str) -> Int32[Array, "B T"] | None:
+    """Documents of all tokens, in the sequence's order."""
     if ids_Bt is None:
         return None
     return chunks_in_sequence(all_gather(ids_Bt, axis, dim=1), num_devices(axis))

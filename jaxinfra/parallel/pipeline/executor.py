@@ -12,18 +12,16 @@ on every device.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from jaxinfra.parallel.pipeline.program import Pairs, Program
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.slices import LayerParts, cut_layer
-
-type Tree = Any
+from jaxinfra.parallel.pipeline.slices import LayerParts, Tree, cut_layer
+from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram
 
 
 class HeadSums(NamedTuple):
@@ -72,7 +70,7 @@ class _State(NamedTuple):
 
 
 def run_pipeline(
-    program: Program,
+    program: TickProgram,
     functions: StageFunctions,
     *,
     weights: Tree,
@@ -113,7 +111,7 @@ def run_pipeline(
     return loss, state.d_weights, d_shared
 
 
-def _rows(program: Program) -> _Row:
+def _rows(program: TickProgram) -> _Row:
     """Tables [ticks, ..., stages]."""
     schedule = program.schedule
     stages = np.arange(schedule.num_stages)[None, :]
@@ -148,7 +146,7 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        program: TickProgram,
         functions: StageFunctions,
         weights: Tree,
         shared: Tree,

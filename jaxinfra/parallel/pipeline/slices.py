@@ -59,7 +59,7 @@ def _is_program(node: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class Equations:
     """Equations in order, run from values by number."""
 
     equations: tuple[_Equation, ...]
@@ -104,10 +104,10 @@ class LayerParts:
     _with_input: frozenset[int]  # leaves whose gradient goes with the input's
     _saved: tuple[int, ...]
     _pending: tuple[int, ...]
-    _forward: Part
-    _backward: Part
-    _input: Part
-    _weight: Part
+    _forward: Equations
+    _backward: Equations
+    _input: Equations
+    _weight: Equations
 
     def forward(self, weights: Tree, context: Tree, x: jax.Array):
         """(y, saved)."""
@@ -215,9 +215,9 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
         provide(value)
     order = {id(equation): i for i, equation in enumerate(flat.equations)}
 
-    def part(*equations: Iterable[_Equation]) -> Part:
+    def part(*equations: Iterable[_Equation]) -> Equations:
         ordered = sorted((e for group in equations for e in group), key=lambda e: order[id(e)])
-        return Part(equations=tuple(ordered), constants=flat.constants)
+        return Equations(equations=tuple(ordered), constants=flat.constants)
 
     waiting = tuple(sorted(pending))
     return LayerParts(

@@ -1,0 +1,159 @@
+"""Training batches: which samples a step sees, and a resumable Grain iterator over them."""
+
+import threading
+from typing import Any, Self, final
+
+import grain
+import numpy as np
+from jaxtyping import Int64
+
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.batch import Batch
+from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
+from jaxinfra.data.token_arrays import TokenArrays
+
+# Epochs follow one another without end; a run's last step is the trainer's affair.
+_NUM_STEPS = 1 << 40
+
+
+def sample_ids(step: int, *, batch_size: int) -> Int64[np.ndarray, "B"]:
+    """The global batch of a step: sample numbers over all processes.
+
+    Sample ``n`` is the ``n % num_windows``-th window in the shuffled order of epoch
+    ``n // num_windows``; a batch may span two epochs, and no sample is dropped or repeated.
+    """
+    return np.arange(step * batch_size, (step + 1) * batch_size, dtype=np.int64)
+
+
+def process_rows(*, batch_size: int, process_index: int, process_count: int) -> slice:
+    """A process's rows of the global batch.
+
+    They are contiguous, so that the processes' rows put together (as
+    ``jax.make_array_from_process_local_data`` does) are the same array for any process count.
+    """
+    if batch_size % process_count or not 0 <= process_index < process_count:
+        raise DataError(
+            f"batch_size={batch_size} does not divide over {process_count} processes (this is "
+            f"number {process_index}); make it a multiple of {process_count}"
+        )
+    rows = batch_size // process_count
+    return slice(process_index * rows, (process_index + 1) * rows)
+
+
+def train_batches(
+    arrays: TokenArrays,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = 2,
+    prefetch: int = 4,
+) -> "TrainIterator":
+    """Endless batches of this process's rows; ``batch_size`` counts all processes' rows.
+
+    ``prefetch`` batches are made ahead by ``num_threads`` threads; with 0 threads, when asked for.
+    """
+    rows = process_rows(
+        batch_size=batch_size, process_index=process_index, process_count=process_count
+    )
+    windows = PackedWindows(arrays, sequence_length=sequence_length, seed=seed)
+    identity = {
+        "data": arrays.fingerprint,
+        "sequence_length": sequence_length,
+        "batch_size": batch_size,
+        "seed": seed,
+        "order_version": ORDER_VERSION,
+    }
+    steps = grain.MapDataset.range(_NUM_STEPS).map(
+        lambda step: windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+    )
+    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
+    return TrainIterator(steps, options=options, identity=identity)
+
+
+@final
+class TrainIterator:
+    """Batches of step 0, 1, 2..., and the state that continues them elsewhere."""
+
+    def __init__(
+        self, steps: grain.MapDataset, *, options: grain.ReadOptions, identity: dict[str, Any]
+    ):
+        self._steps = steps
+        self._options = options
+        self._identity = identity
+        self._step = self._first = 0
+        self._made = _Count()
+        self._iterator = self._start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch[np.ndarray]:
+        batch = next(self._iterator)
+        self._step += 1
+        return batch
+
+    @property
+    def step(self) -> int:
+        """The step whose batch comes next."""
+        return self._step
+
+    @property
+    def num_ready(self) -> int:
+        """Batches that are made and wait; 0 for long: the readers are slower than the steps."""
+        return max(0, self._made.value - (self._step - self._first))
+
+    def batch(self, step: int) -> Batch[np.ndarray]:
+        """This process's rows of any step, made anew; what comes next stays as it is."""
+        rows = self._steps[step]
+        assert rows is not None, "no transformation of these drops a step"
+        return rows
+
+    def sample_ids(self, step: int) -> Int64[np.ndarray, "B"]:
+        """The sample numbers of a step's global batch, for a ledger of what was seen."""
+        return sample_ids(step, batch_size=self._identity["batch_size"])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores: JSON values, the same for every process."""
+        return {"step": self._step, **self._identity}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues after the step at which ``state`` was taken, on any number of processes."""
+        for name, value in self._identity.items():
+            if state.get(name) != value:
+                raise DataError(
+                    f"the saved data order had {name}={state.get(name)!r}, this run has {value!r}; "
+                    "resume with the same data, tokenizer, sequence length, batch size and seed"
+                )
+        step = state.get("step")
+        if not isinstance(step, int) or not 0 <= step < _NUM_STEPS:
+            raise DataError(f"the saved data order has step={step!r}; it must be a step number")
+        self.close()
+        self._step = step
+        self._iterator = self._start()
+
+    def close(self) -> None:
+        """Stops the prefetching threads."""
+        self._iterator.close()
+
+    def _start(self) -> grain.DatasetIterator:
+        # A slice rather than Grain's own iterator state, whose layout is not ours to promise.
+        self._first, self._made = self._step, _Count()
+        steps = self._steps[self._step :].map(self._made.passed)
+        return iter(steps.to_iter_dataset(self._options))
+
+
+class _Count:
+    """Counts what passes, in whichever thread."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._lock = threading.Lock()
+
+    def passed[T](self, x: T) -> T:
+        """x."""
+        with self._lock:
+            self.value += 1
+        return x

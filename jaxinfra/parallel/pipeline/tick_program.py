@@ -1,0 +1,219 @@
+"""A schedule made executable: which buffer slot each action reads and writes, who sends to whom.
+
+Three buffers on each stage. *Inbox*: activations and cotangents on their way in. *Saved*: what a
+forward leaves for its backward. *Pending*: what a backward leaves for its weight gradient. Slots
+are shared out by lifetime, so their number is the schedule's peak.
+
+Within a tick, a stage first acts and then exchanges: an action reads what earlier ticks delivered.
+"""
+
+import dataclasses
+import functools
+import heapq
+
+import numpy as np
+
+from jaxinfra.parallel.pipeline.schedule import Action, Kind, Schedule
+
+type Pairs = tuple[tuple[int, int], ...]
+"""(sender, receiver) stages; no stage twice on a side."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TickProgram:
+    """Tables by tick and stage. Where there is nothing to read or write, the slot is the last one
+    of its buffer, which holds nothing.
+    """
+
+    schedule: Schedule
+    num_inbox: int  # slots, the last one for what nobody reads
+    num_saved: int
+    num_pending: int
+    read: np.ndarray  # int [ticks, stages]: inbox slot of the action's input
+    write: np.ndarray  # int [ticks, stages]: inbox slot of an output that stays on its stage
+    saved: np.ndarray  # int [ticks, stages]
+    pending: np.ndarray  # int [ticks, stages]
+    receive: np.ndarray  # int [ticks, 2, stages]: inbox slots of what comes from before and after
+    exchange: np.ndarray  # int [ticks]: index into ``exchanges``
+    exchanges: tuple[tuple[Pairs, Pairs], ...]  # to the next stage, to the one before
+
+
+type _Value = tuple[str, int, int]
+"""What a slot holds: of which kind, of which micro-batch, for or from which position."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Message:
+    """An output on its way from the action that makes it to the one that reads it."""
+
+    source: int  # stages
+    target: int
+    sent: int  # ticks
+    used: int
+
+
+def make_tick_program(schedule: Schedule) -> TickProgram:
+    """Shares out slots and finds what is exchanged after each tick."""
+    when = schedule.ticks()
+    stages, shape = schedule.num_stages, (schedule.num_ticks, schedule.num_stages)
+
+    saved, pending, inbox = (_Slots(stages) for _ in range(3))
+    for action, tick in when.items():
+        stage = int(schedule.stage_of[action.position])
+        done = _tick_of(when, action, Kind.BACKWARD, Kind.WEIGHT)
+        if action.kind is Kind.FORWARD:
+            # A forward may reuse a slot from the tick after it was freed: a stage acts once a tick.
+            saved.add(stage, tick, done + 1, action)
+        elif action.kind is Kind.INPUT:
+            pending.add(stage, tick, done + 1, action)
+    messages = {action: message for action in when if (message := _message(schedule, when, action))}
+    for action, message in messages.items():
+        # Delivered at the end of its tick, so into a slot that the same tick has read.
+        inbox.add(message.target, message.sent, message.used, action)
+    slots = {name: s.assign() for name, s in (("s", saved), ("p", pending), ("i", inbox))}
+
+    tables = {
+        "read": np.full(shape, inbox.peak, np.int32),
+        "write": np.full(shape, inbox.peak, np.int32),
+        "saved": np.full(shape, max(saved.peak - 1, 0), np.int32),
+        "pending": np.full(shape, max(pending.peak - 1, 0), np.int32),
+    }
+    receive = np.full((schedule.num_ticks, 2, stages), inbox.peak, np.int32)
+    sent: list[tuple[set[tuple[int, int]], set[tuple[int, int]]]] = [
+        (set(), set()) for _ in range(schedule.num_ticks)
+    ]
+    for action, tick in when.items():
+        stage = int(schedule.stage_of[action.position])
+        forward = dataclasses.replace(action, kind=Kind.FORWARD)
+        tables["saved"][tick, stage] = slots["s"][forward]
+        if action.kind in (Kind.INPUT, Kind.WEIGHT):
+            source = dataclasses.replace(action, kind=Kind.INPUT)
+            tables["pending"][tick, stage] = slots["p"][source]
+        message = messages.get(action)
+        if message is None:
+            continue
+        slot = slots["i"][action]
+        tables["read"][message.used, message.target] = slot
+        if message.source == message.target:
+            tables["write"][tick, stage] = slot
+            continue
+        from_after = (message.source + 1) % stages != message.target
+        sent[tick][from_after].add((message.source, message.target))
+        receive[tick, int(from_after), message.target] = slot
+    kinds = [(tuple(sorted(up)), tuple(sorted(down))) for up, down in sent]
+    exchanges = tuple(sorted(set(kinds)))
+    return TickProgram(
+        schedule=schedule,
+        num_inbox=inbox.peak + 1,
+        num_saved=saved.peak,
+        num_pending=pending.peak,
+        receive=receive,
+        exchange=np.array([exchanges.index(kind) for kind in kinds], np.int32),
+        exchanges=exchanges,
+        **tables,
+    )
+
+
+def _tick_of(when: dict[Action, int], action: Action, *kinds: Kind) -> int:
+    """Tick of the first of these kinds that the action's run and micro-batch has."""
+    alternatives = (dataclasses.replace(action, kind=kind) for kind in kinds)
+    return next(when[alternative] for alternative in alternatives if alternative in when)
+
+
+def _message(schedule: Schedule, when: dict[Action, int], action: Action) -> _Message | None:
+    """Who reads an action's output; the last forward's is the cotangent of its own backward."""
+    last = schedule.num_positions - 1
+    match action.kind:
+        case Kind.FORWARD if action.position == last:
+            target, kinds = last, (Kind.BACKWARD, Kind.INPUT)
+        case Kind.FORWARD:
+            target, kinds = action.position + 1, (Kind.FORWARD,)
+        case Kind.BACKWARD | Kind.INPUT if action.position > 0:
+            target, kinds = action.position - 1, (Kind.BACKWARD, Kind.INPUT)
+        case _:
+            return None
+    return _Message(
+        source=int(schedule.stage_of[action.position]),
+        target=int(schedule.stage_of[target]),
+        sent=when[action],
+        used=_tick_of(when, dataclasses.replace(action, position=target), *kinds),
+    )
+
+
+class _Slots:
+    """Slots of one buffer on every stage, the same number on each."""
+
+    def __init__(self, stages: int):
+        self._spans: list[list[tuple[int, int, Action]]] = [[] for _ in range(stages)]
+        self.peak = 0
+
+    def add(self, stage: int, start: int, end: int, owner: Action) -> None:
+        """A value that lives from tick ``start`` and is gone for values that start at ``end``."""
+        self._spans[stage].append((start, end, owner))
+
+    def assign(self) -> dict[Action, int]:
+        """The lowest free slot for each, in order of time."""
+        result = {}
+        for spans in self._spans:
+            free: list[int] = []
+            busy: list[tuple[int, int]] = []  # (end, slot)
+            used = 0
+            for start, end, owner in sorted(spans, key=lambda span: span[:2]):
+                while busy and busy[0][0] <= start:
+                    heapq.heappush(free, heapq.heappop(busy)[1])
+                if free:
+                    slot = heapq.heappop(free)
+                else:
+                    slot, used = used, used + 1
+                result[owner] = slot
+                heapq.heappush(busy, (end, slot))
+            self.peak = max(self.peak, used)
+        return result
+
+
+def lifetime_violations(program: TickProgram) -> list[str]:
+    """Runs the tables with names instead of tensors; every action that would read another value
+    than its own input is named. Independent of how slots were shared out.
+    """
+    schedule = program.schedule
+    stages, last = schedule.num_stages, schedule.num_positions - 1
+    counts = (program.num_inbox, program.num_saved, program.num_pending)
+    empty: _Value | None = None
+    inbox, saved, pending = ([[empty] * max(count, 1) for _ in range(stages)] for count in counts)
+    found: list[str] = []
+    for tick in range(schedule.num_ticks):
+        outputs = [empty] * stages
+        for stage in range(stages):
+            action = schedule.action(tick, stage)
+            if action is None:
+                continue
+            i, j = action.micro_batch, action.position
+            expect = functools.partial(_expect, found, f"tick {tick} stage {stage}: {action}")
+            at = int(program.saved[tick, stage]), int(program.pending[tick, stage])
+            given = inbox[stage][program.read[tick, stage]]
+            match action.kind:
+                case Kind.FORWARD:
+                    if j > 0:
+                        expect(given, ("activation", i, j))
+                    saved[stage][at[0]] = ("saved", i, j)
+                    outputs[stage] = ("cotangent", i, j) if j == last else ("activation", i, j + 1)
+                case Kind.BACKWARD | Kind.INPUT:
+                    expect(given, ("cotangent", i, j))
+                    expect(saved[stage][at[0]], ("saved", i, j))
+                    outputs[stage] = ("cotangent", i, j - 1)
+                    if action.kind is Kind.INPUT:
+                        pending[stage][at[1]] = ("pending", i, j)
+                case Kind.WEIGHT:
+                    expect(saved[stage][at[0]], ("saved", i, j))
+                    expect(pending[stage][at[1]], ("pending", i, j))
+        for stage in range(stages):
+            inbox[stage][program.write[tick, stage]] = outputs[stage]
+        for direction, pairs in enumerate(program.exchanges[program.exchange[tick]]):
+            for source, target in pairs:
+                inbox[target][program.receive[tick, direction, target]] = outputs[source]
+    return found
+
+
+def _expect(found: list[str], reader: str, got: object, wanted: object) -> None:
+    if got != wanted:
+        found.append(f"{reader} reads {got} instead of {wanted}")

@@ -1,0 +1,387 @@
+"""A run from its config: set-up here, the steps in ``trainer``."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfra.checkpoint import directory_layout, processes
+from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.restoring import Restored
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceMemoryError,
+    JaxinfraError,
+    LostPeerError,
+)
+from jaxinfra.data.corpus import Corpus, open_corpus
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.launch.cluster import LAUNCHER
+from jaxinfra.launch.connect import connect
+from jaxinfra.reliability import faults
+from jaxinfra.reliability.exchange import Exchange
+from jaxinfra.reliability.recorder import Recorder
+from jaxinfra.reliability.watchdog import Watchdog, launcher_of
+from jaxinfra.training.clock import Clock
+from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
+from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
+from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.metrics import MetricsLog
+from jaxinfra.training.profile import Profiler, ProfileRange
+from jaxinfra.training.progress import Progress
+from jaxinfra.training.state import State
+from jaxinfra.training.stop import Agreement, Stopped, StopRequest, stop_on_signals
+from jaxinfra.training.trainer import Outcome, Trainer
+from jaxinfra.training.watch import Watch, attempt, compute_s
+
+
+def train(
+    config: RunConfig,
+    directory: Path,
+    *,
+    resume: bool,
+    cache_dir: Path,
+    profile: ProfileRange | None = None,
+    ends_process: bool = False,
+) -> Outcome:
+    """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
+
+    A new run makes ``directory``; a resumed one continues from its newest good checkpoint with the
+    state and data order of a run that never stopped, bit for bit. One that is complete is left as
+    it is. Where the environment says that this process is one of several, it joins them: all call
+    this alike, and all stop alike.
+
+    Args:
+        cache_dir: where tokenized corpora and compiled programs are kept between runs.
+        profile: steps to trace.
+        ends_process: the caller exits next, so that a signal after the end changes nothing.
+
+    Raises:
+        LostPeerError: another process is gone; to be started again, all of them.
+        JaxinfraError: what is wrong with config, data or checkpoints, in one line.
+    """
+    began = time.perf_counter()
+    with stop_on_signals(ends_process=ends_process) as stop, contextlib.ExitStack() as resources:
+        try:
+            with stop.at_once(nothing_to_save=True):
+                cluster = connect()
+                rank = 0 if cluster is None else cluster.process_id
+                faults.arm(os.environ, rank=rank, attempt=attempt())
+                keep_compiled_programs(cache_dir)
+        except Stopped:
+            return Outcome(summary=None, step=0)
+        progress = resources.enter_context(
+            Progress(every=config.training.log_every, quiet=rank > 0)
+        )
+        session = _Session(
+            config=config,
+            run=RunDirectory(directory),
+            resume=resume,
+            cache_dir=cache_dir,
+            profile=profile,
+            stop=stop,
+            progress=progress,
+            resources=resources,
+            began=began,
+        )
+        try:
+            return session.outcome()
+        except jax.errors.JaxRuntimeError as error:
+            if cluster is None:
+                raise
+            raise LostPeerError(
+                f"rank {rank}: a collective or a device failed: {str(error).splitlines()[0]}"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Session:
+    """One call of ``train``, once its process knows the others."""
+
+    config: RunConfig
+    run: RunDirectory
+    resume: bool
+    cache_dir: Path
+    profile: ProfileRange | None
+    stop: StopRequest
+    progress: Progress
+    resources: contextlib.ExitStack
+    began: float
+
+    def outcome(self) -> Outcome:
+        """Sets up and trains."""
+        config, run, progress = self.config, self.run, self.progress
+        if self.resume and (summary := _final_summary(config, run)) is not None:
+            progress.message(
+                f"{run.path} is complete: all of its {config.training.steps} steps are done; to "
+                "train on, raise training.steps"
+            )
+            steps = config.training.steps
+            return Outcome(summary=summary, step=steps, was_complete=True, together=True)
+        trainer = None
+        try:
+            with self.stop.at_once(nothing_to_save=True):
+                trainer = self._set_up()
+            return dataclasses.replace(trainer.run(), together=True)
+        except jax.errors.JaxRuntimeError as error:
+            if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
+                raise DeviceMemoryError(
+                    f"rank {jax.process_index()}: the first step does not fit into a device's "
+                    f"memory ({str(error).splitlines()[0]}); more --accumulation, another --remat, "
+                    "a smaller --batch-size or more sharding need less: jaxinfra plan says what "
+                    "fits"
+                ) from error
+            raise
+        except Stopped:
+            assert self.stop.signal is not None
+            progress.message(
+                f"stopped by {self.stop.signal.name} before a step was done, nothing was lost; "
+                f"continue with jaxinfra train --resume {run.path}"
+            )
+            step = max(directory_layout.steps(run.checkpoints), default=0)
+            return Outcome(summary=None, step=step)
+
+    def _set_up(self) -> Trainer:
+        config, run, progress, resources = self.config, self.run, self.progress, self.resources
+        profile = self.profile
+        _require_all_devices(config)
+        job = make_job(config, traceable=profile is not None)
+        progress.message(describe_job(job))
+        if warning := describe_ranking(config.training, config.checkpoint):
+            progress.message(warning)
+        job = with_frozen(job)
+        if self.resume:
+            run.read_config()  # raises where this is no run, before anything is written
+        else:
+            if profile is not None:
+                profile.require_within(first=0, steps=config.training.steps)
+            # Before the corpus is tokenized, which may take long: stopped meanwhile, there is a
+            # directory to resume.
+            processes.on_first(lambda: run.create(job.config, kept_from_start(config)))
+        set_up = functools.partial(
+            _resumed if self.resume else _new,
+            job,
+            run,
+            resources,
+            cache_dir=self.cache_dir,
+            profile=profile,
+        )
+        if jax.process_count() > 1:
+            recorder, start = _record_and_watch(config, run, resources), set_up()
+        else:  # alone there is nobody to wait for, and a refused resumption leaves all as it was
+            start, recorder = set_up(), _record_and_watch(config, run, resources)
+        recorder.spent["setup"] += recorder.began - self.began
+        progress.message(describe_corpus(start.corpus))
+        if start.saved:
+            progress.message(f"resumed at step {start.batches.step}")
+        log = resources.enter_context(
+            MetricsLog(
+                run.metrics_file,
+                run.tensorboard,
+                after_step=start.batches.step,
+                writes=jax.process_index() == 0,
+            )
+        )
+        profiler = Profiler(profile, run.trace)
+        resources.callback(profiler.close)
+        exchange = Exchange() if jax.process_count() > 1 else None
+        stop = Agreement(self.stop, exchange)
+        return Trainer(
+            job=job,
+            run=run,
+            corpus=start.corpus,
+            batches=start.batches,
+            state=start.state,
+            saved=start.saved,
+            saver=start.saver,
+            log=log,
+            clock=Clock(job, log.records, began=self.began),
+            progress=progress,
+            profiler=profiler,
+            stop=stop,
+            watch=Watch(
+                run=run,
+                recorder=recorder,
+                stop=stop,
+                config=config.reliability,
+                progress=progress,
+                began=time.time() - (time.perf_counter() - self.began),
+                lost_s=compute_s(log.undone),
+            ),
+        )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
+
+
+def _require_all_devices(config: RunConfig) -> None:
+    if jax.process_count() > 1 and config.mesh.num_devices != jax.device_count():
+        raise ConfigError(
+            f"the mesh has {config.mesh.num_devices} devices, and the job's {jax.process_count()} "
+            f"processes {jax.device_count()}; give a mesh of all of them, such as --mesh "
+            f"fsdp={jax.device_count()}"
+        )
+
+
+def _record_and_watch(
+    config: RunConfig, run: RunDirectory, resources: contextlib.ExitStack
+) -> Recorder:
+    """Starts this rank's flight recorder and watchdog."""
+    processes.on_first(run.new_recorder)
+    recorder = Recorder(run.recorder, jax.process_index())
+    resources.enter_context(
+        Watchdog(
+            recorder,
+            run.recorder,
+            num_ranks=jax.process_count(),
+            hang_s=config.reliability.hang_s,
+            heartbeat_s=config.reliability.heartbeat_s,
+            launcher=launcher_of(os.environ, LAUNCHER),
+        )
+    )
+    resources.callback(lambda: recorder.phase("done", step=recorder.step))
+    return recorder
+
+
+def _final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
+    """The outcome of a run that has no step left to do; None while there is one."""
+    summary, steps = run.read_summary(), config.training.steps
+    done = summary is not None and summary["steps"] == steps
+    return (
+        summary
+        if done and max(directory_layout.steps(run.checkpoints), default=0) == steps
+        else None
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a run's steps start from."""
+
+    corpus: Corpus
+    batches: TrainIterator  # the next one is of the state's step
+    saver: Checkpointer
+    state: State
+    saved: bool  # whether the state is that of a checkpoint
+
+
+def _new(
+    job: Job,
+    run: RunDirectory,
+    resources: contextlib.ExitStack,
+    *,
+    cache_dir: Path,
+    profile: ProfileRange | None,
+) -> _Start:
+    del profile  # checked before the directory was made
+    try:
+        corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=None)
+        state = first_state(job)
+    except (JaxinfraError, OSError):
+        if jax.process_index() == 0:
+            run.discard()
+        raise
+    processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+    saver = _open_checkpoints(job, run, resources)
+    return _Start(corpus=corpus, batches=batches, saver=saver, state=state, saved=False)
+
+
+def _resumed(
+    job: Job,
+    run: RunDirectory,
+    resources: contextlib.ExitStack,
+    *,
+    cache_dir: Path,
+    profile: ProfileRange | None,
+) -> _Start:
+    saver = _open_checkpoints(job, run, resources)
+    restored = _restore(job, run, saver)
+    if profile is not None:
+        first = restored.step if restored else 0
+        profile.require_within(first=first, steps=job.config.training.steps)
+    saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
+    corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=saved)
+    if restored is not None:
+        batches.restore(restored.data_state)
+    # Only now is it known that the run can go on under this config.
+    processes.on_first(lambda: run.update_config(job.config))
+    if saved is None:
+        processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+    return _Start(
+        corpus=corpus,
+        batches=batches,
+        saver=saver,
+        state=first_state(job) if restored is None else restored.state,
+        saved=restored is not None,
+    )
+
+
+def _open_data(
+    job: Job,
+    run: RunDirectory,
+    resources: contextlib.ExitStack,
+    *,
+    cache_dir: Path,
+    tokenizer: Tokenizer | None,
+) -> tuple[Corpus, TrainIterator]:
+    config = job.config
+    open_it = functools.partial(
+        open_corpus,
+        config.data,
+        vocab_size=config.model.vocab_size,
+        cache_dir=cache_dir,
+        tokenizer=tokenizer,
+        template_directory=run.path,  # what came with the model is kept there
+    )
+    if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
+        processes.on_first(lambda: open_it() and None)
+    corpus = open_it()
+    part, parts = job.process_share()
+    batches = train_batches(
+        corpus.train,
+        sequence_length=config.training.sequence_length,
+        batch_size=config.training.batch_size,
+        seed=config.training.seed,
+        process_index=part,
+        process_count=parts,
+        num_threads=config.data.num_prefetch_threads,
+        prefetch=config.data.prefetch_batches,
+    )
+    resources.callback(batches.close)
+    return corpus, batches
+
+
+def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
+    return resources.enter_context(
+        Checkpointer(run.checkpoints, job.config.checkpoint, identity=identity(job.config))
+    )
+
+
+def _restore(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
+    """The newest good checkpoint; None where a run was stopped before it made one."""
+    if saver.latest() is None:
+        quarantine = run.checkpoints / directory_layout.QUARANTINE
+        if quarantine.exists() and any(quarantine.iterdir()):
+            raise CheckpointError(
+                f"{run.path} has no checkpoint but those set aside as damaged in {quarantine}; "
+                "restore one of them from a copy, or start another run"
+            )
+        return None
+    restored = saver.restore(job.abstract_state())
+    steps = job.config.training.steps
+    if restored.step > steps:
+        raise ConfigError(
+            f"{run.path} is at step {restored.step}, past training.steps={steps}; raise it to "
+            "train on, or start another run"
+        )
+    return restored

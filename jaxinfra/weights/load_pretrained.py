@@ -1,0 +1,60 @@
+"""A model from a directory of safetensors, as Hugging Face or ``jaxinfra convert`` writes them."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.weights.model_directory import read_model_directory
+from jaxinfra.weights.onto_mesh import place_parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainedModel:
+    """A model and its parameters on a mesh."""
+
+    definition: ModelDefinition
+    parameters: Parameters
+    placement: Placement
+
+
+def load_pretrained(
+    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
+) -> PretrainedModel:
+    """Reads a model directory, tensor by tensor, each device its shard only.
+
+    Parameters are held in the compute dtype, as nothing trains them: half the memory of fp32
+    masters, and exact where the checkpoint has no more precision.
+
+    Args:
+        policy: None: that of the dtype in which the embedding is stored.
+        placement: on the first device by default.
+    """
+    directory = read_model_directory(path)
+    if placement is None:
+        placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))
+    # Names and shapes do not depend on the policy, and the files say which one fits them.
+    source = directory.open(define_model(directory.config, execution_on()))
+    if policy is None:
+        policy = _policy_of(source.dtype("embedding/table"))
+    execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
+    definition = define_model(directory.config, execution)
+    shardings = placement.parameters(definition)
+    return PretrainedModel(
+        definition=definition,
+        parameters=place_parameters(source, definition, shardings),
+        placement=placement,
+    )
+
+
+def _policy_of(dtype: np.dtype) -> PolicyName:
+    names = {policy.compute.name: name for name, policy in POLICIES.items()}
+    return names.get(dtype.name, PolicyName.FP32)

@@ -1,0 +1,223 @@
+"""Where parameters come from: files in the layout of Hugging Face or in ours, or a live model.
+
+A source gives a slice of one of our parameters, stacked over layers. What is read for it from disk
+is that slice and no more.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxinfra.core.errors import CheckpointError
+from jaxinfra.models.hf.layout import Index
+from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.weights.tensor_files import TensorFiles
+
+_COMPARED_ROWS = 4096  # of two tied tables at a time
+
+
+class ParameterSource(Protocol):
+    """Where parameters come from."""
+
+    def dtype(self, path: str) -> np.dtype:
+        """Element type in which a parameter is stored."""
+        ...
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """A slice of a parameter, stacked over layers where it is."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StoredParameters:
+    """Parameters in our layout: tensors have our paths for names."""
+
+    files: TensorFiles
+
+    def dtype(self, path: str) -> np.dtype:
+        """As in the file."""
+        return self.files.tensors[path].dtype
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """As in the file."""
+        return self.files.read(path, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MappedParameters:
+    """Parameters in the layout of Hugging Face."""
+
+    files: TensorFiles
+    weights: WeightMap
+    names: Mapping[str, str]  # of the map's tensors, as these files spell them
+
+    def dtype(self, path: str) -> np.dtype:
+        """As in the file; raises CheckpointError where layers differ."""
+        found = {
+            self.files.tensors[self.names[tensor.name]].dtype
+            for tensor, part in self.weights.parts_of(path)
+        }
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self.files.directory}: layers of {path} are stored as "
+                f"{' and '.join(sorted(str(each) for each in found))}; name one dtype for all"
+            )
+        return found.pop()
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """Gathered layer by layer."""
+        if (path, None) in self.weights.places:
+            return self._read_layer(path, None, index)
+        layers = range(index[0].start, index[0].stop)
+        return np.stack([self._read_layer(path, layer, index[1:]) for layer in layers])
+
+    def _read_layer(self, path: str, layer: int | None, index: Index) -> np.ndarray:
+        tensor, part = self.weights.places[path, layer]
+
+        def read_part(theirs: Index) -> np.ndarray:
+            moved = list(theirs)
+            rows = moved[tensor.fused_dim]
+            moved[tensor.fused_dim] = slice(rows.start + part.start, rows.stop + part.start)
+            return self.files.read(self.names[tensor.name], tuple(moved))
+
+        return part.layout.read(read_part, index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LiveParameters:
+    """Parameters of a model in memory, wherever they lie."""
+
+    arrays: Mapping[str, jax.Array]  # by path
+
+    def dtype(self, path: str) -> np.dtype:
+        """As in memory."""
+        return np.dtype(self.arrays[path].dtype)
+
+    def read(self, path: str, index: Index) -> np.ndarray:
+        """Fetched from the devices."""
+        return np.asarray(self.arrays[path][index])
+
+
+def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameters:
+    """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
+
+    Files of the bare model lack the root of all names; a tensor tied to another may be there if it
+    equals it.
+    """
+    bare = not any(name.startswith(weights.root) for name in files.tensors)
+    names = {
+        name: name.removeprefix(weights.root) if bare else name
+        for name in (*weights.tensors, *weights.tied)
+    }
+    where = files.directory
+    missing = [names[name] for name in weights.tensors if names[name] not in files.tensors]
+    if missing:
+        raise CheckpointError(
+            f"{where}: {_listed(missing)} missing; the config asks for them: "
+            "copy all files again, or correct the config"
+        )
+    known = set(names.values())
+    root = weights.root if bare else ""
+    extra = [
+        name
+        for name in files.tensors
+        if name not in known
+        and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
+    ]
+    if extra:
+        raise CheckpointError(
+            f"{where}: {_listed(sorted(extra))} not part of the model that the config describes; "
+            "correct the config, or remove them"
+        )
+    for name, tensor in weights.tensors.items():
+        shape = files.tensors[names[name]].shape
+        if shape != tensor.shape:
+            raise CheckpointError(
+                f"{where}: tensor {names[name]} has shape {list(shape)}, the config asks for "
+                f"{list(tensor.shape)}; one of them is of another model"
+            )
+    for tied, original in weights.tied.items():
+        if names[tied] in files.tensors and not _equal(files, names[tied], names[original]):
+            raise CheckpointError(
+                f"{where}: tie_word_embeddings is true, but {names[tied]} differs from "
+                f"{names[original]}; set it to false"
+            )
+    return MappedParameters(files=files, weights=weights, names=names)
+
+
+def stored_parameters(
+    files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]
+) -> StoredParameters:
+    """Checks names and shapes; raises CheckpointError naming the tensors that are wrong."""
+    found = {name: tensor.shape for name, tensor in files.tensors.items()}
+    wrong = sorted(
+        name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)
+    )
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{files.directory}: {_listed(wrong)} not what the config asks for: {name} has shape "
+            f"{found.get(name, 'none')}, expected {shapes.get(name, 'none')}"
+        )
+    return StoredParameters(files=files)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
+
+
+def _equal(files: TensorFiles, first: str, second: str) -> bool:
+    shape = files.tensors[first].shape
+    if shape != files.tensors[second].shape:
+        return False
+    for start in range(0, shape[0], _COMPARED_ROWS):
+        index = (slice(start, min(start + _COMPARED_ROWS, shape[0])), slice(0, shape[1]))
+        if not np.array_equal(files.read(first, index), files.read(second, index)):
+            return False
+    return True
+
+
+def assemble(source: ParameterSource, tensor: Tensor) -> np.ndarray:
+    """One of their tensors from ours."""
+
+    def layer_of(part: Part) -> np.ndarray:
+        whole = tuple(slice(0, size) for size in part.layout.our_shape)
+        if part.layer is None:
+            return source.read(part.path, whole)
+        return source.read(part.path, (slice(part.layer, part.layer + 1), *whole))[0]
+
+    parts = [part.layout.to_theirs(layer_of(part)) for part in tensor.parts]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=tensor.fused_dim)
+
+
+def assemble_rows(
+    source: ParameterSource, tensor: Tensor, *, piece_bytes: int
+) -> Iterator[np.ndarray]:
+    """One of their tensors in pieces of whole rows, which hold about ``piece_bytes`` each."""
+    if tensor.fused_dim > 0 and len(tensor.parts) > 1:
+        yield assemble(source, tensor)  # every row has elements of all parts
+        return
+    for part in tensor.parts:
+        cut = part.layout.theirs[0][0]
+        size = part.layout.sizes[cut]
+        num_bytes = math.prod(part.layout.our_shape) * source.dtype(part.path).itemsize
+        step = max(1, piece_bytes * size // num_bytes)
+        for start in range(0, size, step):
+            stop = min(start + step, size)
+            index = tuple(
+                slice(start, stop) if letter == cut else slice(0, part.layout.sizes[letter])
+                for letter in part.layout.ours
+            )
+            if part.layer is None:
+                ours = source.read(part.path, index)
+            else:
+                ours = source.read(part.path, (slice(part.layer, part.layer + 1), *index))[0]
+            layout = dataclasses.replace(
+                part.layout, sizes={**part.layout.sizes, cut: stop - start}
+            )
+            yield layout.to_theirs(ours)
