@@ -100,10 +100,10 @@ class Decoder(nnx.Module):
 
     def hidden(
         self,
-        token_ids: Int[Array | np.ndarray, "B T"],
+        token_ids: Int[Array, "B T"],
         *,
-        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
-        positions: Int[Array | np.ndarray, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
         dropout_key: jax.Array | None = None,
     ) -> Float[Array, "B T D"]:
         """The final norm's output, in the compute dtype: what the loss projects.
@@ -157,10 +157,10 @@ class Decoder(nnx.Module):
 
     def run(
         self,
-        token_ids: Int[Array | np.ndarray, "B T"],
+        token_ids: Int[Array, "B T"],
         *,
-        positions: Int[Array | np.ndarray, "B T"] | None = None,
-        segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         contexts: Int[Array, "B"] | None = None,
         dropout_key: jax.Array | None = None,
