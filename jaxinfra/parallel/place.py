@@ -191,6 +191,11 @@ class ActivationPlacement:
 
     placement: Placement
 
+    @property
+    def batch_shards(self) -> int:
+        """Devices that rows of a batch are spread over."""
+        return self.placement.batch_shards
+
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         taken = jax.sharding.get_abstract_mesh().manual_axes

@@ -253,14 +253,13 @@ def stand_in(monkeypatch):
     """Where the kernel would run: a custom call to JAX, computed by the reference."""
     seen = []
 
-    def compute(arrays, *, spec, dtype):
-        seen.append(arrays["q"].shape)
-        operands = fp8_operands.Fp8Operands(**arrays)
+    def compute(operands, *, spec, dtype):
+        seen.append(operands.q.shape)
         args = *fp8_operands.dequantized(operands), fp8.AttentionMasks()
         out, lse = fp8.reference.forward(*args, spec=spec)
         return out.astype(dtype), lse
 
-    monkeypatch.setattr(fp8, "_hopper", compute)
+    monkeypatch.setattr(hopper, "forward_fp8", compute)
     with device.compiling_for(device.H200):
         yield seen
 
