@@ -22,6 +22,7 @@ from experiments.bench.context_parallel import GIB, peak_gib
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import AttentionConfig, BlockConfig, MlpConfig, ModelConfig, RopeConfig
+from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat, RunConfig
@@ -54,6 +55,7 @@ def config_of(args: argparse.Namespace, *, num_devices: int) -> RunConfig:
     return dataclasses.replace(
         base,
         model=model,
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=60, final_fraction=0.05),
         mesh=MeshConfig(context=num_devices),
         precision=PrecisionConfig(policy=PolicyName.BF16),
         training=dataclasses.replace(

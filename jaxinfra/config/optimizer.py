@@ -6,13 +6,6 @@ import enum
 from jaxinfra.core.errors import ConfigError
 
 
-class OptimizerKind(enum.StrEnum):
-    """How a gradient becomes an update."""
-
-    ADAMW = "adamw"  # Loshchilov and Hutter 2019
-    MUON = "muon"  # Jordan et al. 2024, for matrices between hidden widths; AdamW for the rest
-
-
 class Schedule(enum.StrEnum):
     """Shape of the learning rate after warm-up."""
 
@@ -24,7 +17,7 @@ class Schedule(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
-    """What Muon has beside AdamW's settings."""
+    """Muon (Jordan et al. 2024), for matrices between hidden widths."""
 
     momentum: float = 0.95  # Nesterov's
     # Learning rate of the matrices over that of the rest. At 1 their updates have the root mean
@@ -40,10 +33,9 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW or Muon; decay applies to matrices only."""
+    """AdamW (Loshchilov and Hutter 2019), or Muon beside it; decay applies to matrices only."""
 
     learning_rate: float
-    kind: OptimizerKind = OptimizerKind.ADAMW
     schedule: Schedule = Schedule.COSINE
     warmup_steps: int = 0
     decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
@@ -53,7 +45,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
-    muon: MuonConfig = MuonConfig()
+    muon: MuonConfig | None = None  # None: AdamW for every parameter
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.warmup_steps < 0:
@@ -73,8 +65,3 @@ class OptimizerConfig:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or none")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ConfigError(f"decay_steps={self.decay_steps} must be at least 1, or none")
-        if self.kind is not OptimizerKind.MUON and self.muon != MuonConfig():
-            raise ConfigError(
-                f"muon momentum={self.muon.momentum}, rate={self.muon.rate} with "
-                f"kind={self.kind.value}: nothing would read them; set optimizer.kind=muon too"
-            )

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from jaxinfra.config.optimizer import OptimizerConfig, OptimizerKind
+from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
 from jaxinfra.optim.promotion import standard_promotion
@@ -31,11 +31,10 @@ def make_optimizer(
         else optax.clip_by_global_norm(config.clip_norm)
     )
     rate = learning_rate(config, steps=steps)
-    match config.kind:
-        case OptimizerKind.ADAMW:
-            chain = optax.chain(clip, _adamw(config, rate, dims))
-        case OptimizerKind.MUON:
-            chain = optax.chain(clip, _muon(config, rate, dims))
+    if config.muon is None:
+        chain = optax.chain(clip, _adamw(config, rate, dims))
+    else:
+        chain = optax.chain(clip, _muon(config, config.muon, rate, dims))
     return optax.GradientTransformationExtraArgs(chain.init, standard_promotion(chain.update))
 
 
@@ -52,13 +51,15 @@ def _adamw(
     )
 
 
-def _muon(config: OptimizerConfig, rate: optax.Schedule, dims: Any) -> optax.GradientTransformation:
+def _muon(
+    config: OptimizerConfig, muon: MuonConfig, rate: optax.Schedule, dims: Any
+) -> optax.GradientTransformation:
     adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
     return optax.chain(
-        orthogonalized(config.muon, dims),
+        orthogonalized(muon, dims),
         optax.masked(adam, _where(lambda dims: not is_hidden_matrix(dims), dims)),
         optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
-        optax.masked(optax.scale(config.muon.rate), _where(is_hidden_matrix, dims)),
+        optax.masked(optax.scale(muon.rate), _where(is_hidden_matrix, dims)),
         optax.scale_by_learning_rate(rate),
     )
 

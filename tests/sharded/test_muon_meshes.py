@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.optimizer import OptimizerKind
+from jaxinfra.config.optimizer import MuonConfig
+from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.optim.optimizer import make_optimizer
@@ -26,7 +28,7 @@ from tests.sharded.cases import (
     packed_batch,
 )
 
-MUON = dataclasses.replace(OPTIMIZER, kind=OptimizerKind.MUON, epsilon=1e-8, learning_rate=0.03)
+MUON = dataclasses.replace(OPTIMIZER, muon=MuonConfig(), epsilon=1e-8, learning_rate=0.03)
 _MODEL = define_model(gpt_like(), Execution())
 _OPTIMIZER = make_optimizer(MUON, dims=_MODEL.dims, steps=STEPS)
 MESHES = {
@@ -135,3 +137,27 @@ def test_losses_are_one_device_s(mesh):
     got = losses(*MESHES[mesh])
     bound = 2 * spread + 2 * np.finfo(np.float32).eps * orders.max()
     assert np.abs(got - orders[0]).max() <= bound
+
+
+def test_a_saved_state_goes_on_bitwise(tmp_path):
+    """Its moments are fewer than its parameters: what has none is no part of the checkpoint."""
+    built, other = _built(*MESHES["fsdp2-tensor4"]), _built(MeshConfig(), ShardingConfig())
+    batch = built.put(packed_batch(rows=8))
+    state, _ = built.step(built.state(), batch)
+    with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), identity={}) as checkpointer:
+        checkpointer.save(1, state, data_state={})
+        apart, alone = (
+            checkpointer.restore(
+                jax.tree.map(
+                    lambda leaf, place: jax.ShapeDtypeStruct(
+                        leaf.shape, leaf.dtype, sharding=place
+                    ),
+                    jax.eval_shape(built.initialize),
+                    shardings,
+                )
+            ).state
+            for shardings in (built.shardings, other.shardings)
+        )
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((apart, alone)))
+    for want, got in zip(built.step(state, batch), built.step(apart, batch), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, *jax.device_get((got, want)))

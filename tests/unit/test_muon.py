@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfra.config.codec import override
 from jaxinfra.config.finetune import LoraConfig
-from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig, OptimizerKind, Schedule
+from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig, Schedule
 from jaxinfra.config.presets import run_preset
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
@@ -23,7 +23,6 @@ from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
 CONFIG = OptimizerConfig(
     learning_rate=0.05,
-    kind=OptimizerKind.MUON,
     schedule=Schedule.CONSTANT,
     muon=MuonConfig(momentum=0.8, rate=3.0),
 )
@@ -51,6 +50,7 @@ def near_orthogonal(matrix: np.ndarray) -> np.ndarray:
 
 def muon(config: OptimizerConfig, theta: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
     """Of one matrix."""
+    assert config.muon is not None
     beta, rate = config.muon.momentum, config.learning_rate * config.muon.rate
     momentum = np.zeros_like(theta)
     for t, gradient in enumerate(gradients, start=1):
@@ -166,17 +166,21 @@ def test_state_is_one_moment_of_a_matrix_and_two_of_the_rest():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("setting", "message"),
     [
-        (["optimizer.muon.momentum=0.9"], r"momentum=0.9, rate=1.0 with kind=adamw.*kind=muon"),
-        (
-            ["optimizer.kind=muon", "optimizer.muon.momentum=1"],
-            r"momentum=1.0 must lie in \[0, 1\)",
-        ),
-        (["optimizer.kind=muon", "optimizer.muon.rate=0"], "rate=0.0 be positive"),
-        (["optimizer.kind=moon"], "'moon' is no OptimizerKind; did you mean 'muon'"),
+        ("optimizer.muon.momentum=0.9", "no setting 'optimizer.muon.momentum'"),  # it is AdamW
+        ('optimizer.muon={"momentum": 1}', r"momentum=1.0 must lie in \[0, 1\)"),
+        ('optimizer.muon={"rate": 0}', "rate=0.0 be positive"),
+        ('optimizer.muon={"beta": 0.9}', r"extra fields found \(beta\)"),
     ],
 )
-def test_wrong_settings(settings, message):
+def test_wrong_settings(setting, message):
     with pytest.raises(ConfigError, match=message):
-        override(run_preset("small"), settings)
+        override(run_preset("small"), [setting])
+
+
+def test_it_is_chosen_by_a_setting():
+    assert run_preset("small").optimizer.muon is None
+    chosen = override(run_preset("small"), ["optimizer.muon={}"])
+    assert chosen.optimizer.muon == MuonConfig()
+    assert override(chosen, ["optimizer.muon=none"]) == run_preset("small")
