@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_kernels import flash_attention
 from tests.kernels import attention_oracle
+from tests.rounding import Rounded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,9 +180,7 @@ def run(case: Case, dtype, *, residual: bool = True, **options) -> dict[str, jax
     return result | {named[name]: grad for name, grad in grads.items()}
 
 
-def oracle(
-    case: Case, input_dtype, *, dtype=np.float64, residual: bool = True, **options
-) -> dict[str, np.ndarray]:
+def oracle(case: Case, input_dtype, *, residual: bool = True) -> dict[str, Rounded]:
     """The same results in NumPy, from the inputs as rounded to ``input_dtype``."""
     arrays, others = arguments(case, input_dtype)
     arrays = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
@@ -209,8 +208,7 @@ def oracle(
         cap=case.cap,
         sinks=arrays.get("sinks"),
         bias=arrays.get("bias"),
-        dtype=dtype,
-        **options,
+        kept=input_dtype,
     )
     if not residual:
         del result["lse"]
@@ -226,26 +224,6 @@ def _array(x):
 
 
 @functools.cache
-def expected(case: Case, dtype_name: str, *, residual: bool = True):
-    """(plain, oracle), computed once for all implementations that are compared with them."""
-    dtype = jnp.dtype(dtype_name)
-    plain = run(case, dtype, residual=residual, implementation="reference")
-    return plain, oracle(case, dtype, residual=residual)
-
-
-@functools.cache
-def sink_gradients(case: Case, dtype_name: str) -> list[np.ndarray]:
-    """d_sinks by the definition, of probabilities rounded at four positions of their mantissas.
-
-    A few numbers, each a sum over all queries in which some rows weigh much: how one plain
-    implementation's rounding happens to add up says little of what rounding may do to them. What
-    a kernel rounds are the probabilities times a row's sum.
-    """
-
-    def rounded_at(factor: float):
-        return lambda x: (x * factor).astype(jnp.dtype(dtype_name)).astype(np.float64) / factor
-
-    return [
-        oracle(case, jnp.dtype(dtype_name), rounded=rounded_at(2.0 ** (i / 4)))["d_sinks"]
-        for i in range(4)
-    ]
+def expected(case: Case, dtype_name: str, *, residual: bool = True) -> dict[str, Rounded]:
+    """The oracle, computed once for all implementations that are compared with it."""
+    return oracle(case, jnp.dtype(dtype_name), residual=residual)
