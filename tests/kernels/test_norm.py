@@ -20,7 +20,7 @@ from pallas_kernels.common.hopper_rows_config import Twice, Wide
 from pallas_kernels.norm import api
 from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, Workload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
-from tests.rounding import Rounded
+from tests.rounding import Rounded, stored
 from tests.tolerance import assert_within_rounding
 
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
@@ -49,11 +49,15 @@ def evaluate(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON, **
     return y, vjp(ds)
 
 
-def exact(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON):
+def exact(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON, wide_sum=False):
+    """``wide_sum``: whether a program may compute the norm of a sum that it has not rounded."""
     xs, ds = (xs, ds) if residual else (xs[:1], ds[:1])
     x, scale, d_y = (
         Rounded(wide(a)) for a in (xs[0] + xs[1] if residual else xs[0], vectors[0], ds[0])
     )
+    total = x
+    if residual and wide_sum:
+        x = stored(Rounded(wide(xs[0])) + wide(xs[1]), xs[0].dtype)
     centered = x - x.mean(axis=-1, keepdims=True) if f is layer_norm else x
     root = 1 / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + epsilon)
     unit = centered * root
@@ -65,7 +69,7 @@ def exact(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON):
         d_x = d_x - root * g.mean(axis=-1, keepdims=True)
         d_vectors.append(d_y.sum(axis=0))
     if residual:
-        return (y, x), ((d_x + wide(ds[1]),) * 2, tuple(d_vectors))
+        return (y, total), ((d_x + wide(ds[1]),) * 2, tuple(d_vectors))
     return (y,), ((d_x,), tuple(d_vectors))
 
 

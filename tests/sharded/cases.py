@@ -157,7 +157,8 @@ def precision_of(policy: PolicyName) -> PrecisionConfig:
 
 
 @functools.cache
-def _drawn(config: ModelConfig) -> Any:
+def drawn(config: ModelConfig) -> Any:
+    """Initial parameters, on the host."""
     model = define_model(config, Execution())
     draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
     return jax.device_get(draw(jax.random.key(0)))
@@ -184,7 +185,7 @@ class Built:
 
     def state(self) -> TrainState:
         """The initial state, drawn once a model: drawing compiles longer than a step."""
-        parameters = _drawn(self.model.config)
+        parameters = drawn(self.model.config)
         zeros = jax.tree.map(
             lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.initialize)
         )
