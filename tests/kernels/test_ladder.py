@@ -18,6 +18,7 @@ from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
 from pallas_kernels.ladder.specialized import Tiles
 from tests.rounding import Rounded
+from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -30,7 +31,7 @@ def interpreter():
 
 
 def operands(M, N, K):
-    rng = np.random.default_rng(M + N + K)
+    rng = np.random.default_rng(seeded(M + N + K))
     a, b = rng.normal(size=(M, K)), rng.normal(size=(K, N))
     return jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)
 

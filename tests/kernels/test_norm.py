@@ -21,6 +21,7 @@ from pallas_kernels.norm import api
 from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, Workload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.rounding import Rounded, stored
+from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
 RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
@@ -28,8 +29,8 @@ RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
 
 def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
     """x, residual, scale, bias; gradients of the norm and of the sum. The offset is x's mean."""
-    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
-    keys = jax.random.split(jax.random.key(2), 3)
+    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(seeded(1)), dtype)
+    keys = jax.random.split(jax.random.key(seeded(2)), 3)
     residual, d_sum = (jax.random.normal(key, shape, dtype) for key in keys[:2])
     bias = jax.random.normal(keys[2], shape[1:], jnp.float32)
     x = (made["x"].astype(jnp.float32) + offset).astype(dtype)
@@ -105,7 +106,7 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
     assert_within_rounding(got, exact(*case, **FORMS[3]))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.float32])
 @pytest.mark.parametrize(
     "config",
     [

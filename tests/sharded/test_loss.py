@@ -16,6 +16,7 @@ from jaxinfra.parallel.program import collectives
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training import gradients
 from tests.rounding import Rounded
+from tests.seeds import seeded
 from tests.sharded.test_meshes import assert_as_one_device, run
 from tests.tolerance import assert_within_rounding
 
@@ -24,7 +25,7 @@ HOW = {"z_loss": 1e-2, "logit_soft_cap": 5.0, "label_smoothing": 0.2}
 
 
 def operands():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seeded(0))
     return (
         rng.standard_normal((B, T, D), np.float32),
         rng.standard_normal((V, D), np.float32),

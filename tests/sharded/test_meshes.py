@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,12 +39,20 @@ CASES = {
     "capped": (gemma_like, {}),
 }
 # Every mesh with one model; every model with one mesh of three axes and one with more tensor
-# shards than the smaller dims would like.
+# shards than the smaller dims would like. By default each mesh and each model once: what they do
+# together is the sample's of ``test_matrix`` too.
 PAIRS = [
     *(("tied", mesh) for mesh in MESHES),
     *(("untied", mesh) for mesh in ("replica8", "fsdp2-tensor4", "replica2-fsdp2-tensor2")),
     *(("capped", mesh) for mesh in ("fsdp2-tensor4", "replica2-fsdp2-tensor2")),
 ]
+QUICK = {
+    ("tied", "replica8"),
+    ("tied", "fsdp8"),
+    ("tied", "tensor2"),
+    ("untied", "fsdp2-tensor4"),
+    ("capped", "replica2-fsdp2-tensor2"),
+}
 
 
 def run(case: str, mesh: MeshConfig, **how):
@@ -106,7 +115,10 @@ def test_one_device_equals_the_oracle(case):
     assert_as_one_device(result, case, what=f"{case} on one device")
 
 
-@pytest.mark.parametrize(("case", "mesh"), PAIRS)
+@pytest.mark.parametrize(
+    ("case", "mesh"),
+    [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow) for pair in PAIRS],
+)
 def test_mesh_equals_one_device(case, mesh):
     start, result = run(case, MESHES[mesh])
     jax.tree.map(np.testing.assert_array_equal, start, drawn(CASES[case][0]()))
@@ -140,3 +152,66 @@ def test_dropout_mask_is_the_same_on_a_mesh():
     ):
         relative = 2 * SPREADS * np.max(true.spread) / np.max(np.abs(true.value))
         assert np.max(np.abs(sharded - alone)) <= relative * np.max(np.abs(alone))
+
+
+def _on_half_of_the_rows(result):
+    """What a device has before gradients are summed over two."""
+    make, options = CASES["tied"]
+    built = build(make(), **options)
+    batch = packed_batch(rows=8)
+    half = dataclasses.replace(batch, weights=batch.weights.at[4:].set(0.0))
+    state, metrics = built.step(built.state(), half)
+    return metrics.loss, metrics.gradient_norm, jax.device_get(gradients_of(state))
+
+
+def _with_gradients(change):
+    return lambda result: (*result[:2], jax.tree.map(change, result[2]))
+
+
+def _with_one_gradient(change):
+    def faulty(result):
+        leaves, structure = jax.tree.flatten(result[2])
+        largest = max(range(len(leaves)), key=lambda i: np.max(np.abs(leaves[i])))
+        leaves[largest] = change(leaves[largest])
+        return (*result[:2], structure.unflatten(leaves))
+
+    return faulty
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _on_half_of_the_rows,
+        _with_gradients(lambda g: g.astype(jnp.bfloat16).astype(np.float32)),
+        _with_gradients(lambda g: g * np.float32(1.0001)),
+        _with_one_gradient(lambda g: np.where(g == np.max(g), 0.0, g).astype(np.float32)),
+        _with_one_gradient(lambda g: np.roll(g, 1, axis=0)),
+        lambda result: (result[0] * np.float32(1.0001), *result[1:3]),
+        lambda result: (result[0], result[1] * np.float32(2.0), result[2]),
+    ],
+    ids=[
+        "gradients not summed over devices",
+        "gradients summed in bf16",
+        "scale one in ten thousand off",
+        "an element lost",
+        "a shard in another's place",
+        "loss",
+        "gradients summed twice, then clipped",
+    ],
+)
+def test_the_bound_catches(fault):
+    _, result = single("tied")
+    assert_as_one_device(result[:3], "tied", what="without the fault")
+    with pytest.raises(AssertionError, match="are rounding"):
+        assert_as_one_device(fault(result), "tied", what="with it")
+
+
+def test_a_gradient_of_zero_is_held_on_the_scale_of_its_terms():
+    """A shift of all keys moves no softmax: a key bias's gradient is rounding, and no more."""
+    _, (loss, norm, gradients, _) = single("untied")
+    key = gradients["blocks"][0]["attention"]["key"]["bias"]
+    value = gradients["blocks"][0]["attention"]["value"]["bias"]
+    assert np.max(np.abs(key)) < 1e-5 * np.max(np.abs(value))
+    key += 1e-4 * value
+    with pytest.raises(AssertionError, match=r"\['key'\]\['bias'\].*are rounding"):
+        assert_as_one_device((loss, norm, gradients), "untied", what="a shift that counts")

@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from tests.rounding import Rounded, stored
+from tests.seeds import seeded
 from tests.sharded.cases import COMPILER_OPTIONS
 from tests.tolerance import assert_within_rounding
 
@@ -29,7 +30,7 @@ OPTIONS = {
 @functools.cache
 def inputs(dtype: str):
     """hidden, table, targets, weights; the table is fp32 but representable in ``dtype``."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seeded(0))
     hidden = jnp.asarray(rng.normal(size=(B, T, D)), dtype)
     table = jnp.asarray(rng.normal(size=(V, D)) / 2, dtype).astype(jnp.float32)
     targets = jnp.asarray(rng.integers(0, V, (B, T)), jnp.int32)

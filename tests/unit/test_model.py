@@ -220,12 +220,19 @@ def stepped(remat: Remat, unroll: int = 1):
     return jax.device_get((metrics.loss, gradients_of(state)))
 
 
-@pytest.mark.parametrize("remat", [Remat.FULL, Remat.DOTS, Remat.MLP, Remat.NAMED])
+@pytest.mark.parametrize(
+    "remat",
+    [
+        Remat.FULL,
+        Remat.NAMED,
+        *(pytest.param(remat, marks=pytest.mark.slow) for remat in (Remat.DOTS, Remat.MLP)),
+    ],
+)
 def test_recomputation_changes_no_bit(remat):
     jax.tree.map(np.testing.assert_array_equal, stepped(remat), stepped(Remat.NONE))
 
 
-@pytest.mark.parametrize("remat", [Remat.NONE, Remat.DOTS])
+@pytest.mark.parametrize("remat", [Remat.NONE, pytest.param(Remat.DOTS, marks=pytest.mark.slow)])
 def test_unrolling_changes_no_bit(remat):
     jax.tree.map(np.testing.assert_array_equal, stepped(remat, unroll=2), stepped(remat))
 

@@ -84,9 +84,15 @@ MODELS = {
     ),
 }
 CASES = [
-    *((name, PolicyName.FP32) for name in MODELS),
+    # Between grouped heads and one or all of them only numbers differ.
+    *(
+        pytest.param(
+            name, PolicyName.FP32, marks=[pytest.mark.slow] * (name in ("mha", "mqa", "window"))
+        )
+        for name in MODELS
+    ),
     ("gqa", PolicyName.BF16),
-    ("gemma", PolicyName.BF16),
+    pytest.param("gemma", PolicyName.BF16, marks=pytest.mark.slow),
 ]
 
 

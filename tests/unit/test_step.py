@@ -61,7 +61,7 @@ def same(tree, other):
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
-@pytest.mark.parametrize("accumulation", [4, 8])
+@pytest.mark.parametrize("accumulation", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_micro_batches_equal_the_batch(accumulation):
     """Though their counted targets differ: documents and padding are ragged."""
     batch = packed_batch()
