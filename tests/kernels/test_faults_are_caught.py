@@ -23,7 +23,6 @@ FAULTS = {
     "scale half a percent off": (CAUSAL, {"scale": 1.005 * CAUSAL.H**-0.5}),
     "a key too many on the left": (WINDOW, {"window": (14, 5)}),
     "a key too few on the right": (WINDOW, {"window": (13, 4)}),
-    "no key of one's own": (CAUSAL, {"causal": False, "window": (None, -1)}),
     "the future": (CAUSAL, {"causal": False, "window": (None, 1)}),
     "last tile of keys dropped": (WINDOW, {"kv_lengths": (64, 64)}),
     "last key dropped": (CAUSAL, {"kv_lengths": (76, 76)}),
@@ -31,8 +30,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fault", FAULTS)
+IN_BF16 = ("scale half a percent off", "a key too many on the left", "last key dropped")
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [*((fault, "float32") for fault in FAULTS), *((fault, "bfloat16") for fault in IN_BF16)],
+)
 def test_attention_that_computes_another_function(fault, dtype):
     case, changes = FAULTS[fault]
     oracle = cases.expected(case, dtype)
