@@ -63,7 +63,8 @@ def test_members_train_by_their_own_numbers(tmp_path):
     settings = (
         "model.vocab_size=300 model.model_dim=16 model.stacks.0.repeats=1 training.steps=6 "
         "training.batch_size=2 training.sequence_length=32 optimizer.warmup_steps=1 "
-        "model.stacks.0.pattern.0.mixer.head_dim=8 model.stacks.0.pattern.0.feed_forward.hidden_dim=16"
+        "model.stacks.0.pattern.0.mixer.head_dim=8 "
+        "model.stacks.0.pattern.0.feed_forward.hidden_dim=16"
     )
     rates = (0.01, 0.03, 0.01)
     group = {"settings": settings, "members": [{"learning_rate": rate} for rate in rates]}
