@@ -37,20 +37,20 @@ def gpt(*, layers: int, width: int, heads: int) -> ModelConfig:
 
 
 def gpt3_175b() -> ModelConfig:
-    """GPT-3, 96 layers of width 12,288 (arXiv 2005.14165, table 2.1): PARAMS parameters."""
+    """GPT-3 (arXiv 2005.14165, table 2.1): 174,615,846,912 parameters."""
     return gpt(layers=96, width=12_288, heads=96)
 
 
 def megatron_22b() -> ModelConfig:
-    """22B of arXiv 2205.05198, table 3: PARAMS parameters."""
+    """22B of arXiv 2205.05198, table 3: 22,074,273,792 parameters."""
     return gpt(layers=48, width=6144, heads=64)
 
 
 def megatron_530b() -> ModelConfig:
-    """530B of arXiv 2205.05198, table 3: PARAMS parameters."""
+    """530B of arXiv 2205.05198, table 3: 529,600,819,200 parameters."""
     return gpt(layers=105, width=20_480, heads=128)
 
 
 def megatron_1t() -> ModelConfig:
-    """1T of arXiv 2205.05198, table 3, and of arXiv 2104.04473, table 1: PARAMS parameters."""
+    """1T of arXiv 2205.05198, table 3, as of 2104.04473: 1,008,038,758,400 parameters."""
     return gpt(layers=128, width=25_600, heads=160)

@@ -35,7 +35,7 @@ def qwen3_30b_a3b() -> ModelConfig:
 
 
 def qwen3_235b_a22b() -> ModelConfig:
-    """Qwen3-235B-A22B (arXiv 2505.09388, table 2): PARAMS parameters, 22B active."""
+    """Qwen3-235B-A22B (arXiv 2505.09388, table 2): 235,093,634,560 parameters, 22B active."""
     return _qwen3(width=4096, hidden=1536, layers=94, heads=(64, 4))
 
 
@@ -69,7 +69,7 @@ def deepseek_v3() -> ModelConfig:
 
 
 def moe_1t() -> ModelConfig:
-    """A trillion parameters in 128 experts of which a token passes 8: PARAMS parameters.
+    """128 experts of which a token passes 8: 998,736,158,720 parameters.
 
     The worked case of the docs, no published model: 64 layers of width 8192, grouped heads,
     experts of width 4864.
