@@ -119,9 +119,7 @@ def main() -> None:
         "temp_gib": memory.temp_size_in_bytes / GIB,
     }
     print(facts, flush=True)
-    flops = args.tokens * training_flops_per_token(
-        job.config.model, num_parameters=job.model.num_parameters, sequence_length=args.tokens
-    )
+    flops = args.tokens * training_flops_per_token(job.model, args.tokens)
     losses, taken = [], []
     for _ in range(args.steps):
         start = time.perf_counter()

@@ -25,7 +25,7 @@ from jaxinfra.parallel.rules import Rules, StateRules, state_rules
 class Placement:
     """A mesh and the rules that map logical dims onto it."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # abstract: for shapes alone
     rules: StateRules = dataclasses.field(default_factory=lambda: state_rules(ShardingConfig()))
 
     def spec(self, dims: Dims, rules: Rules | None = None) -> PartitionSpec:

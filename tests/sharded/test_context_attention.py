@@ -191,9 +191,8 @@ def test_bytes_sent_are_the_formula(method, dtype):
         method,
         num_shards=4,
         tokens=B * T // 4,
-        num_q_heads=N,
-        num_kv_heads=4,
-        head_dim=H,
+        q_width=N * H,
+        kv_width=2 * 4 * H,
         itemsize=jnp.dtype(dtype).itemsize,
         is_packed=True,
     )
