@@ -12,9 +12,9 @@ from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.optimizer import MuonConfig
 from jaxinfra.config.run import CheckpointConfig
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import define_model
 from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
 from jaxinfra.parallel.rules import state_rules
@@ -29,7 +29,7 @@ from tests.sharded.cases import (
 )
 
 MUON = dataclasses.replace(OPTIMIZER, muon=MuonConfig(), epsilon=1e-8, learning_rate=0.03)
-_MODEL = define_model(gpt_like(), Execution())
+_MODEL = define_model(gpt_like(), execution_on())
 _OPTIMIZER = make_optimizer(MUON, dims=_MODEL.dims, steps=STEPS)
 MESHES = {
     "fsdp8": (MeshConfig(fsdp=8), ShardingConfig()),

@@ -9,21 +9,21 @@ import pytest
 
 from jaxinfra.config.codec import override
 from jaxinfra.config.finetune import LoraConfig
-from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig, Schedule
+from jaxinfra.config.optimizer import LearningRateSchedule, MuonConfig, OptimizerConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.layers.execution import Execution
 from jaxinfra.models.definition import DimsLeaf, define_model
 from jaxinfra.optim.muon import is_hidden_matrix, sides
 from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
 from tests.sharded import oracle
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
 CONFIG = OptimizerConfig(
     learning_rate=0.05,
-    schedule=Schedule.CONSTANT,
+    schedule=LearningRateSchedule.CONSTANT,
     muon=MuonConfig(momentum=0.8, rate=3.0),
 )
 STEPS = 4
@@ -130,7 +130,7 @@ def test_updates_have_the_size_of_adamw_s():
 @pytest.mark.parametrize("make", [llama_like, gpt_like, gemma_like])
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4.0, targets=("query", "down"))])
 def test_it_is_for_hidden_matrices(make, lora):
-    model = define_model(make(), Execution(), lora=lora)
+    model = define_model(make(), execution_on(), lora=lora)
     found, others = set(), set()
     for (path, leaf), named in zip(
         jax.tree_util.tree_leaves_with_path(model.shapes), jax.tree.leaves(model.dims), strict=True
@@ -144,7 +144,7 @@ def test_it_is_for_hidden_matrices(make, lora):
 
 
 def test_state_is_one_moment_of_a_matrix_and_two_of_the_rest():
-    model = define_model(llama_like(), Execution())
+    model = define_model(llama_like(), execution_on())
     optimizer = make_optimizer(CONFIG, dims=model.dims, steps=STEPS)
     moments: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(
