@@ -1,10 +1,12 @@
-"""Small decoders of all kinds, and what they compute: the formulas in float64.
+"""Small decoders of all kinds, and what they compute: the formulas in float64,
+with what rounding may do to them.
 
 Dims: B batch, T position, S key position, D model width, N query heads, K kv heads, H head width,
 F mlp width, V vocabulary.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +29,8 @@ from jaxinfra.layers.rope import rope_frequencies
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
+from tests.rounding import UNIT, Rounded, stored
+from tests.seeds import seeded
 
 LAYER_NORM = NormConfig(kind=NormKind.LAYER, bias=True)
 
@@ -85,37 +89,40 @@ MODELS = {
 }
 
 
-def oracle(parameters, config: ModelConfig, ids_BT: np.ndarray) -> np.ndarray:
-    """The decoder in float64 NumPy: logits [B, T, V]."""
-    parameters = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
+def oracle(
+    parameters,
+    config: ModelConfig,
+    ids_BT: np.ndarray,
+    policy: PolicyName = PolicyName.FP32,
+) -> Rounded:
+    """The decoder in float64 NumPy, and what rounding to the policy's dtypes may do to it: logits
+    [B, T, V].
+    """
+    compute = POLICIES[policy].compute
+
+    def held(x):
+        return Rounded(np.asarray(jnp.asarray(x).astype(compute), np.float64))
+
+    parameters = jax.tree.map(held, parameters)
     table_VD = parameters["embedding"]["table"]
-    x_BTD = table_VD[ids_BT] * config.embedding_scale
+    keep = functools.partial(stored, dtype=compute)
+    x_BTD = keep(table_VD[ids_BT] * config.embedding_scale)
     if config.learned_positions:
-        x_BTD = x_BTD + parameters["positions"]["table"][: ids_BT.shape[1]]
-    for i, repetition in _layers(config):
+        x_BTD = keep(x_BTD + parameters["positions"]["table"][: ids_BT.shape[1]])
+    for i, repetition in config.layer_places:
         block = config.blocks[i]
         weights = jax.tree.map(lambda x, n=repetition: x[n], parameters["blocks"][i])
         branches = {"attention": (_attention, block.mixer), "mlp": (_mlp, block.feed_forward)}
         for name, (function, branch) in branches.items():
-            y = _norm(x_BTD, weights[f"{name}_norm"], block.norm)
-            y = function(y, weights[name], branch)
+            y = keep(_norm(x_BTD, weights[f"{name}_norm"], block.norm))
+            y = function(y, weights[name], branch, keep)
             if block.norm_placement is NormPlacement.SANDWICH:
-                y = _norm(y, weights[f"{name}_post_norm"], block.norm)
-            x_BTD = x_BTD + y
-    x_BTD = _norm(x_BTD, parameters["final_norm"], config.final_norm)
+                y = keep(_norm(y, weights[f"{name}_post_norm"], block.norm))
+            x_BTD = keep(x_BTD + y)
+    x_BTD = keep(_norm(x_BTD, parameters["final_norm"], config.final_norm))
     if not config.tie_embeddings:
         table_VD = parameters["unembedding"]["table"]
     return _cap(x_BTD @ table_VD.T, config.logit_soft_cap)
-
-
-def _layers(config: ModelConfig):
-    """The distinct block of each layer, and which of its repetitions it is."""
-    first = 0
-    for stack in config.stacks:
-        for repetition in range(stack.repeats):
-            for i in range(len(stack.pattern)):
-                yield first + i, repetition
-        first += len(stack.pattern)
 
 
 def _norm(x, weights, config: NormConfig):
@@ -129,32 +136,33 @@ def _cap(x, cap):
     return x if cap is None else cap * np.tanh(x / cap)
 
 
-def _project(spec, x, weights):
-    return np.einsum(spec, x, weights["weight"]) + weights.get("bias", 0.0)
+def _project(spec, x, weights, keep):
+    product = keep(np.einsum(spec, x, weights["weight"]))
+    return keep(product + weights["bias"]) if "bias" in weights else product
 
 
-def _mlp(x, weights, config: MlpConfig):
-    up = _project("BTD,DF->BTF", x, weights["up"])
+def _mlp(x, weights, config: MlpConfig, keep):
+    up = _project("BTD,DF->BTF", x, weights["up"], keep)
     if config.kind is MlpKind.SWIGLU:
-        gate = _project("BTD,DF->BTF", x, weights["gate"])
+        gate = _project("BTD,DF->BTF", x, weights["gate"], keep)
         hidden = gate / (1 + np.exp(-gate)) * up
     else:
         hidden = 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
-    return _project("BTF,FD->BTD", hidden, weights["down"])
+    return _project("BTF,FD->BTD", keep(hidden), weights["down"], keep)
 
 
-def _attention(x, weights, config: GroupedAttentionConfig):
-    q = _project("BTD,DNH->BTNH", x, weights["query"])
-    k = _project("BTD,DKH->BTKH", x, weights["key"])
-    v = _project("BTD,DKH->BTKH", x, weights["value"])
+def _attention(x, weights, config: GroupedAttentionConfig, keep):
+    q = _project("BTD,DNH->BTNH", x, weights["query"], keep)
+    k = _project("BTD,DKH->BTKH", x, weights["key"], keep)
+    v = _project("BTD,DKH->BTKH", x, weights["value"], keep)
     if config.qk_norm is not None:
-        q = _norm(q, weights["query_norm"], config.qk_norm)
-        k = _norm(k, weights["key_norm"], config.qk_norm)
+        q = keep(_norm(q, weights["query_norm"], config.qk_norm))
+        k = keep(_norm(k, weights["key_norm"], config.qk_norm))
     position = np.arange(x.shape[1])
     if config.rope is not None:
         frequencies, factor = rope_frequencies(config.rope, head_dim=config.head_dim)
-        turn = factor * np.exp(1j * position[:, None] * frequencies)[None, :, None, :]
-        q, k = (_rotated(part, turn) for part in (q, k))
+        angle = position[None, :, None, None] * np.asarray(frequencies, np.float64)
+        q, k = (keep(_rotated(part, angle, factor)) for part in (q, k))
     k, v = (np.repeat(part, config.num_q_heads // config.num_kv_heads, axis=2) for part in (k, v))
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     scores = _cap(scale * np.einsum("BTNH,BSNH->BNTS", q, k), config.logit_soft_cap)
@@ -162,14 +170,16 @@ def _attention(x, weights, config: GroupedAttentionConfig):
     visible = (age >= 0) & (age < (config.window or len(position)))
     scores = np.where(visible, scores, -np.inf)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
-    scores /= scores.sum(-1, keepdims=True)
-    return _project("BTNH,NHD->BTD", np.einsum("BNTS,BSNH->BTNH", scores, v), weights["out"])
+    scores = keep(scores / scores.sum(-1, keepdims=True))
+    out = keep(np.einsum("BNTS,BSNH->BTNH", scores, v))
+    return _project("BTNH,NHD->BTD", out, weights["out"], keep)
 
 
-def _rotated(x, turn):
+def _rotated(x, angle, factor):
     first, second = np.split(x, 2, axis=-1)
-    turned = (first + 1j * second) * turn
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    # An angle in fp32 is known to u times itself.
+    cos, sin = (Rounded(factor * f(angle), UNIT * (4 + angle)) for f in (np.cos, np.sin))
+    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
 
 
 def make(name: str, policy: PolicyName = PolicyName.FP32):
@@ -181,7 +191,7 @@ def make(name: str, policy: PolicyName = PolicyName.FP32):
 
 def drawn(definition: ModelDefinition) -> Parameters:
     """Weights so large that attention is far from uniform, and biases and scales are noticed."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seeded(1))
 
     def draw(path, leaf):
         mean = float(path[-1].key == "scale")

@@ -152,9 +152,9 @@ def stop_at_any_time(arena: Arena) -> str:
     # The phase of each moment, and the call that the signal comes in, or that does not return.
     moments = {
         "warm-up": ("setup", "jaxinfra.training.session:open_corpus", 1),
-        "compilation": ("compile", "jaxinfra.training.trainer:same_program", 1),
+        "compilation": ("compile", "jaxinfra.training.loop:same_program", 1),
         "a data stall": ("input", "jaxinfra.data.train_iterator:TrainIterator.__next__", 3),
-        "evaluation": ("evaluate", "jaxinfra.training.trainer:evaluate_heldout", 1),
+        "evaluation": ("evaluate", "jaxinfra.training.loop:evaluate_heldout", 1),
     }
     seen = []
     for moment, (phase, target, call) in moments.items():
@@ -254,7 +254,7 @@ def stuck_rank(arena: Arena) -> str:
     took_s = _noticed_at(before) - record_of(before, 1).since
     require(took_s <= hang_s + 5, f"noticed after {took_s:.1f} s")
     stacks = [(before / f"rank-{rank:05d}.stacks").read_text() for rank in range(arena.processes)]
-    require(all("trainer.py" in stack for stack in stacks), "not all stacks are there")
+    require(all("training/loop.py" in stack for stack in stacks), "not all stacks are there")
     require("faults.py" in stacks[1], f"rank 1's stack does not show where it is: {stacks[1]}")
     require("exit 74" in ended.said, _reports(ended))
     return (

@@ -65,7 +65,7 @@ def flipped_weight(arena: Arena) -> str:
     """The vote of four copies names it within the interval."""
     plan = {
         "rank": 1,
-        "target": "jaxinfra.training.trainer:same_program",
+        "target": "jaxinfra.training.loop:same_program",
         "action": "jaxinfra.gym.corruption:flipping_step",
         "at": 6,
     }
@@ -85,7 +85,7 @@ def transient(arena: Arena) -> str:
     step = 10
     plan = {
         "rank": 1,
-        "target": "jaxinfra.training.trainer:same_program",
+        "target": "jaxinfra.training.loop:same_program",
         "action": "jaxinfra.gym.corruption:poisoning_step",
         "at": step,
         "token": RunDirectory(arena.reference()).read_config().model.vocab_size - 1,

@@ -3,6 +3,7 @@ directory of safetensors.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class LoadedModel:
     """A model, with the tokenizer that its tokens are of."""
 
     definition: ModelDefinition
-    parameters: Parameters
+    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     tokenizer: Tokenizer
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
     step: int | None
@@ -142,21 +143,24 @@ def load_run(
         base = define_model(config.model, execution)
         frozen = place_initial(config.init, base, placement.parameters(base))
     trained = definition.freeze(frozen)
+    # Fields of the training state by name; what else is in there is not read.
     placed = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-        trained.shapes,
-        placement.parameters(trained),
+        {"parameters": trained.shapes, "model_state": trained.state_shapes},
+        {
+            "parameters": placement.parameters(trained),
+            "model_state": placement.model_state(trained),
+        },
     )
     checkpoints = RunDirectory(path).checkpoints
     if not checkpoints.is_dir():
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
-    # The name of the field of the training state; what else is in there is not read.
-    restored = checkpoint.load(checkpoints, {"parameters": placed}, step=step)
+    restored = checkpoint.load(checkpoints, placed, step=step)
     return LoadedModel(
         definition=definition,
-        parameters=merged(frozen, restored.state["parameters"]),
+        parameters=functools.reduce(merged, restored.state.values(), frozen),
         tokenizer=tokenizer,
         config=config,
         step=restored.step,

@@ -1,4 +1,4 @@
-"""A run from its config: set-up here, the steps in ``trainer``."""
+"""A run from its config: set-up here, the steps in ``loop``."""
 
 import contextlib
 import dataclasses
@@ -35,12 +35,12 @@ from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.loop import Outcome, Trainer
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.state import State
 from jaxinfra.training.stop import Agreement, Stopped, StopRequest, stop_on_signals
-from jaxinfra.training.trainer import Outcome, Trainer
 from jaxinfra.training.watch import Watch, attempt, compute_s
 
 

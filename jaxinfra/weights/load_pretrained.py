@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
@@ -19,10 +19,10 @@ from jaxinfra.weights.onto_mesh import place_parameters
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedModel:
-    """A model and its parameters on a mesh."""
+    """A model, its parameters and its state on a mesh."""
 
     definition: ModelDefinition
-    parameters: Parameters
+    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     placement: Placement
 
 
@@ -47,7 +47,7 @@ def load_pretrained(
         policy = _policy_of(source.dtype("embedding/table"))
     execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
     definition = define_model(directory.config, execution)
-    shardings = placement.parameters(definition)
+    shardings = merged(placement.parameters(definition), placement.model_state(definition))
     return PretrainedModel(
         definition=definition,
         parameters=place_parameters(source, definition, shardings),

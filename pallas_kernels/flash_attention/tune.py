@@ -14,8 +14,7 @@ import datetime
 import functools
 import itertools
 import os
-import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,8 +25,16 @@ from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import hopper
 from .fp8_operands import quantize_fp8
-from .hopper import config as tiles
-from .hopper.config import UNGROUPED, TileConfig
+from .hopper.config import (
+    TUNED,
+    UNGROUPED,
+    WIDTHS,
+    BackwardConfig,
+    ForwardConfig,
+    Fp8Config,
+    TileConfig,
+    exceeds_shared_memory,
+)
 from .hopper.gradients import WIDEST_BY_KEYS
 from .spec import AttentionMasks, AttentionSpec, BackwardOperands
 
@@ -68,10 +75,10 @@ def candidates(direction: str, key: str) -> list[TileConfig]:
         InputError: no kernel of this direction has such widths.
     """
     H, V = widths(key)
-    shipped = tiles.shipped(direction, key)
+    shipped = TUNED.shipped(direction, key)
     if direction == "backward":
-        by_keys = f"{H}/{V}" in tiles.WIDTHS and max(H, V) <= WIDEST_BY_KEYS
-        shipped = (shipped or tiles.BackwardConfig()) if by_keys else None
+        by_keys = f"{H}/{V}" in WIDTHS and max(H, V) <= WIDEST_BY_KEYS
+        shipped = (shipped or BackwardConfig()) if by_keys else None
     if shipped is None:
         raise InputError(f"--widths {key}: no {direction} of these widths takes tiles")
     space = SPACE[direction]
@@ -93,9 +100,9 @@ def widths(key: str) -> tuple[int, int]:
 
 
 def _fits(config: TileConfig, H: int, V: int) -> bool:
-    if tiles.exceeds_shared_memory(config, H, V):
+    if exceeds_shared_memory(config, H, V):
         return False
-    if isinstance(config, tiles.BackwardConfig):
+    if isinstance(config, BackwardConfig):
         try:
             config.check(H)
         except UnsupportedError:
@@ -116,25 +123,6 @@ def tune(direction: str, key: str, times: Times) -> list[tables.Row]:
     ]
 
 
-def keep(rows: Iterable[tables.Row], environment: dict[str, str]) -> pathlib.Path:
-    """Adds rows to the user's table of this device, in place of those of the same case."""
-    rows = tuple(rows)
-    path = tiles.user_file()
-    old = tables.load(path).rows if path.exists() else ()
-    replaced = {row.case for row in rows}
-    table = tables.Table(
-        op=tiles.OP,
-        question=tiles.QUESTION,
-        device_kind=device.target().kind,
-        environment=tuple(sorted(environment.items())),
-        rows=(*(row for row in old if row.case not in replaced), *rows),
-    )
-    for row in table.rows:
-        tiles.check_row(row)
-    tables.save(table, path)
-    return path
-
-
 def on_this_gpu(direction: str, key: str) -> Times:
     """Times by running: kernel time of a full and a causal call together."""
     H, V = widths(key)
@@ -148,10 +136,10 @@ def on_this_gpu(direction: str, key: str) -> Times:
 
     def run(config: TileConfig, right: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         spec = AttentionSpec(scale=H**-0.5, right=right)
-        if isinstance(config, tiles.ForwardConfig):
+        if isinstance(config, ForwardConfig):
             forward = functools.partial(hopper.forward, masks=masks, spec=spec, config=config)
             return forward, (q, k, v)
-        if isinstance(config, tiles.Fp8Config):
+        if isinstance(config, Fp8Config):
             operands = jax.jit(quantize_fp8)(q, k, v)
             fp8 = functools.partial(hopper.forward_fp8, spec=spec, dtype=q.dtype, config=config)
             return fp8, (operands,)
@@ -219,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows = tune(direction, key, on_this_gpu(direction, key))
             for row in sorted(rows, key=lambda row: row.ms):
                 print(f"{direction} {key} {row.ms:.3f} ms {dict(row.choice)}", flush=True)
-            print(f"kept in {keep(rows, environment)}", flush=True)
+            print(f"kept in {TUNED.keep(rows, environment)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ SOURCES = sorted(
 READING_PATH = (
     "jaxinfra/core/axes.py",
     "jaxinfra/config/presets/models.py",
-    "jaxinfra/layers/attention.py",
+    "jaxinfra/layers/grouped_attention.py",
     "jaxinfra/models/decoder.py",
     "jaxinfra/parallel/place.py",
     "jaxinfra/training/step.py",

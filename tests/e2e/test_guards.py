@@ -27,7 +27,7 @@ SETTINGS = {
 }
 SPIKE = {"reliability__spike_factor": 1.2, "reliability__spike_window": 4}
 BATCHES = "jaxinfra.data.packing:PackedWindows.batch"
-STEP = "jaxinfra.training.trainer:same_program"
+STEP = "jaxinfra.training.loop:same_program"
 
 
 def train(bench: Bench, name: str, *, devices: int, faults: list[dict], **settings) -> Ended:

@@ -45,13 +45,13 @@ BREAKS = {
         "it did not go on from step 4",
     ),
     5: (
-        "training/trainer.py",
+        "training/loop.py",
         "if not processes.on_first(lambda: self._step in self._saver.steps()):",
         "if False:",
         "stopped by SIGTERM at step",
     ),
     6: (
-        "training/trainer.py",
+        "training/loop.py",
         "                self._evaluate_and_save()  # what a stop or a kill left undone\n",
         "",
         "has other values",
@@ -107,7 +107,7 @@ BREAKS = {
         "doctor said",
     ),
     17: (
-        "training/trainer.py",
+        "training/loop.py",
         'self._watch.incident("not saved", step=step, text=str(error))',
         "raise",
         "exit 1",

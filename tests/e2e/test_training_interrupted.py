@@ -44,10 +44,10 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path):
         ("jaxinfra.training.job:Job.put", 2, INT, 2),
         ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
         ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
-        ("jaxinfra.training.trainer:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
+        ("jaxinfra.training.loop:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
         ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
-        ("jaxinfra.training.trainer:evaluate_heldout", 2, INT, STEPS),
-        ("jaxinfra.training.trainer:summarize", 1, TERM, None),  # too late to stop anything
+        ("jaxinfra.training.loop:evaluate_heldout", 2, INT, STEPS),
+        ("jaxinfra.training.loop:summarize", 1, TERM, None),  # too late to stop anything
     ]
     run = bench / "run"
     for number, (target, call, which, at_step) in enumerate(moments):
@@ -89,7 +89,7 @@ def test_stopped_while_the_program_never_comes_and_then_the_data(bench, whole):
     A disk that hangs: what is done is saved at once, and nobody waits for its readers.
     """
     compiles = {
-        "target": "jaxinfra.training.trainer:same_program",
+        "target": "jaxinfra.training.loop:same_program",
         "action": "sleep",
         "value": 3600,
         "in_c": True,
@@ -146,7 +146,7 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
         ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
         ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
         ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
-        ("jaxinfra.training.trainer:draw_loss", 1, STEPS),
+        ("jaxinfra.training.loop:draw_loss", 1, STEPS),
         ("jaxinfra.checkpoint.run_directory:RunDirectory.write_summary", 1, STEPS),
     ]
     for target, call, newest in moments:

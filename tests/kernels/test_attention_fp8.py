@@ -109,7 +109,7 @@ def oracle(q, k, v, *, left=None, right=None):
     zeros = np.zeros((*q.shape[:3], v.shape[3])), np.zeros(q.shape[:3])
     result = attention_oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)), *zeros, seen,
-        scale=H**-0.5, dtype=np.float64,
+        scale=H**-0.5,
     )  # fmt: skip
     return {name: result[name] for name in ("out", "lse")}
 
@@ -253,14 +253,13 @@ def stand_in(monkeypatch):
     """Where the kernel would run: a custom call to JAX, computed by the reference."""
     seen = []
 
-    def compute(arrays, *, spec, dtype):
-        seen.append(arrays["q"].shape)
-        operands = fp8_operands.Fp8Operands(**arrays)
+    def compute(operands, *, spec, dtype):
+        seen.append(operands.q.shape)
         args = *fp8_operands.dequantized(operands), fp8.AttentionMasks()
         out, lse = fp8.reference.forward(*args, spec=spec)
         return out.astype(dtype), lse
 
-    monkeypatch.setattr(fp8, "_hopper", compute)
+    monkeypatch.setattr(hopper, "forward_fp8", compute)
     with device.compiling_for(device.H200):
         yield seen
 

@@ -23,10 +23,10 @@ def receipt(model, **sizes):
 
 CASES = [
     ("llama", {"fsdp": 2, "tensor": 4}),
-    ("llama", {"context": 4}),
     ("llama", {"fsdp": 8, "accumulation": 4, "remat": Recompute.FULL}),
 ]
 MORE = [
+    ("llama", {"context": 4}),
     ("llama", {"fsdp": 8}),
     ("llama", {"fsdp": 8, "zero": 1}),
     ("llama", {"fsdp": 8, "zero": 2}),

@@ -235,7 +235,9 @@ def one_device(directory):
         pytest.param(
             "fsdp=4,tensor=2", {"accumulation": 2, "remat": Remat.FULL}, marks=pytest.mark.slow
         ),
-        ("replica=4,tensor=2", {"accumulation": 2, "remat": Remat.NONE}),
+        pytest.param(
+            "replica=4,tensor=2", {"accumulation": 2, "remat": Remat.NONE}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_on_a_mesh_as_on_one_device(directory, one_device, mesh, settings):

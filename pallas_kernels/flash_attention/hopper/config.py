@@ -1,24 +1,15 @@
 """What the Hopper attention kernels take, what a tile costs, and which tile a call gets."""
 
 import dataclasses
-import functools
-import json
-import logging
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import device, tables
 from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.common.tuned import TunedConfigs
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.machine import SMEM_BYTES
-
-OP = "flash_attention"
-TUNED = pathlib.Path(__file__).parents[1] / "tuned"
-
-_logger = logging.getLogger(__name__)
 
 DTYPES = (jnp.bfloat16, jnp.float16)
 WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
@@ -125,6 +116,18 @@ class Fp8Config:
         return kv + self.block_q * row_bytes + scales + BARRIER_BYTES
 
 
+type TileConfig = ForwardConfig | BackwardConfig | Fp8Config
+
+TUNED: TunedConfigs[TileConfig] = TunedConfigs(
+    op="flash_attention",
+    folder=pathlib.Path(__file__).parents[1] / "tuned",
+    kinds={"forward": ForwardConfig, "backward": BackwardConfig, "fp8": Fp8Config},
+)
+"""A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``."""
+UNGROUPED = " ungrouped"
+"""Ends the key of a backward with as many key/value heads as query heads."""
+
+
 def unsupported(
     spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> str | None:
@@ -150,7 +153,7 @@ def refuse(reason: str | None) -> None:
         raise UnsupportedError(f"Hopper attention: {reason}")
 
 
-def exceeds_shared_memory(config: "TileConfig", head_dim: int, value_dim: int) -> str | None:
+def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> str | None:
     """Why tiles fit in no block; None if they do."""
     used = config.smem_bytes(head_dim, value_dim)
     if used <= SMEM_BYTES:
@@ -160,14 +163,14 @@ def exceeds_shared_memory(config: "TileConfig", head_dim: int, value_dim: int) -
 
 def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
     """The fastest tiles measured for this pair of widths."""
-    config = tiles("forward", f"{head_dim}/{value_dim}")
+    config = TUNED.fastest("forward", f"{head_dim}/{value_dim}")
     assert isinstance(config, ForwardConfig)
     return config
 
 
 def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:
     """The fastest tiles measured for this pair of widths."""
-    config = tiles("fp8", f"{head_dim}/{value_dim}")
+    config = TUNED.fastest("fp8", f"{head_dim}/{value_dim}")
     assert isinstance(config, Fp8Config)
     return config
 
@@ -180,86 +183,7 @@ def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig
         group: query heads per key/value head. A block then loops that much longer.
     """
     widths = f"{head_dim}/{value_dim}"
-    alone = tiles("backward", widths + UNGROUPED) if group == 1 else None
-    config = alone or tiles("backward", widths) or BackwardConfig()
+    alone = TUNED.fastest("backward", widths + UNGROUPED) if group == 1 else None
+    config = alone or TUNED.fastest("backward", widths) or BackwardConfig()
     assert isinstance(config, BackwardConfig)
     return config
-
-
-type TileConfig = ForwardConfig | BackwardConfig | Fp8Config
-
-KINDS: dict[str, type[TileConfig]] = {
-    "forward": ForwardConfig,
-    "backward": BackwardConfig,
-    "fp8": Fp8Config,
-}
-QUESTION = "tiles"
-"""The user's own ``flash_attention/tiles-DEVICE.json``, made by ``tune``: a row's case is
-{"direction", "key"}, its choice the fields of a configuration."""
-UNGROUPED = " ungrouped"
-"""Ends the key of a backward with as many key/value heads as query heads."""
-
-
-def tiles(direction: str, key: str) -> TileConfig | None:
-    """The user's own fastest for this device if there is one, else the H200's.
-
-    Args:
-        direction: of ``KINDS``.
-        key: head widths of query and value as "128/128", perhaps with ``UNGROUPED``.
-
-    Raises:
-        TableError: the user's file holds what no kernel understands.
-    """
-    own = tables.find(TUNED, OP, QUESTION)
-    rows = [] if own is None else [row for row in own.rows if check_row(row) == (direction, key)]
-    if not rows:
-        return shipped(direction, key)
-    row = min(rows, key=lambda row: row.ms)
-    choice: dict[str, Any] = dict(row.choice)  # of the right kinds: ``check_row``
-    config = KINDS[direction](**choice)
-    _announce(direction, key, str(config), str(user_file()))
-    return config
-
-
-def shipped(direction: str, key: str) -> TileConfig | None:
-    """The fastest on an H200, from the table in the package."""
-    fields = _shipped()[direction].get(key)
-    return None if fields is None else KINDS[direction](**fields)
-
-
-def user_file() -> pathlib.Path:
-    """Where the user's own tiles for this kind of device are kept."""
-    return tables.user_folder() / OP / f"{QUESTION}-{device.target().slug}.json"
-
-
-def check_row(row: tables.Row) -> tuple[str, str]:
-    """A row's (direction, key), its choice being one that a kernel has."""
-    case, choice = dict(row.case), dict(row.choice)
-    direction, key = case.get("direction"), case.get("key")
-    if set(case) != {"direction", "key"} or direction not in KINDS or not isinstance(key, str):
-        raise tables.TableError(
-            f"{user_file()} has a case {case}: a direction of {', '.join(KINDS)} and a key are "
-            "expected; tune again, or delete it"
-        )
-    kinds: dict[str, Any] = {
-        field.name: field.type for field in dataclasses.fields(KINDS[direction])
-    }
-    for name, value in choice.items():
-        if name not in kinds or type(value) is not kinds[name]:
-            raise tables.TableError(
-                f"{user_file()} has {name}={value!r} for {direction} {key}: "
-                f"{KINDS[direction].__name__} has "
-                f"{', '.join(f'{name}: {kind.__name__}' for name, kind in kinds.items())}; tune "
-                "again, or delete it"
-            )
-    return direction, key
-
-
-@functools.cache
-def _announce(direction: str, key: str, config: str, path: str) -> None:
-    _logger.info("flash_attention %s %s: %s, from %s", direction, key, config, path)
-
-
-@functools.cache
-def _shipped() -> dict[str, dict[str, dict[str, Any]]]:
-    return json.loads((TUNED / "nvidia-h200.json").read_text())

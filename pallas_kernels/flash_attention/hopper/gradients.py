@@ -44,9 +44,8 @@ def backward(
     refuse(unsupported(spec, o.masks, o.q, o.k, o.v))
     H, Hv = o.q.shape[3], o.v.shape[3]
     width = PADDED.get(H, max(H, Hv))
-    wide = dataclasses.replace(
-        o, **{name: _pad_width(getattr(o, name), width) for name in ("q", "k", "v", "out", "d_out")}
-    )
+    q, k, v, out, d_out = (_pad_width(x, width) for x in (o.q, o.k, o.v, o.out, o.d_out))
+    wide = dataclasses.replace(o, q=q, k=k, v=v, out=out, d_out=d_out)
     if width > WIDEST_BY_KEYS:
         dq, dk, dv = backward_by_columns.backward(wide, spec=spec)
     else:
