@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_one_device_equals_the_oracle(case):
 def test_mesh_equals_one_device(case, mesh):
     start, _ = single(case)
     mesh_start, result = run(case, MESHES[mesh])
-    jax.tree.map(np.testing.assert_array_equal, mesh_start, start)
+    chex.assert_trees_all_equal(mesh_start, start)
     assert_as_one_device(result, case, what=f"{case} on {mesh}")
 
 
