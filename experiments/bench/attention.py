@@ -31,7 +31,7 @@ from jax.experimental.mosaic.gpu import profiler
 from experiments.bench.attention_cases import EXTRA, HEADS, PACKED, Case, grid
 from experiments.bench.environment import clocks, environment
 from pallas_kernels.flash_attention import flash_attention, hopper, tune
-from pallas_kernels.flash_attention.spec import AttentionMasks
+from pallas_kernels.flash_attention.spec import AttentionMasks, BackwardOperands
 
 NO_MASKS = AttentionMasks()
 PROFILER_TRIES = 4
@@ -47,10 +47,10 @@ def ours(q, k, v, ids=None, *, spec):
 def ours_both(q, k, v, d_out, ids=None, *, spec, deterministic=False):
     masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
     out, lse = hopper.forward(q, k, v, masks, spec=spec)
-    gradients = hopper.backward(
-        q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=deterministic
+    operands = BackwardOperands(
+        q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
     )
-    return out, gradients[:3]
+    return out, hopper.backward(operands, spec=spec, deterministic=deterministic)[:3]
 
 
 def portable(q, k, v, ids, *, spec):

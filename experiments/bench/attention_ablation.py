@@ -24,8 +24,9 @@ import jax
 from experiments.bench import attention
 from experiments.bench.attention import NO_MASKS, Case
 from experiments.bench.environment import clocks, environment
-from pallas_kernels.flash_attention import hopper_forward, hopper_forward_block
-from pallas_kernels.flash_attention.hopper_config import ForwardConfig, forward_config
+from pallas_kernels.flash_attention import hopper
+from pallas_kernels.flash_attention.hopper import forward_block, forward_kernel, value_sum
+from pallas_kernels.flash_attention.hopper.config import ForwardConfig, forward_config
 
 REPEATS = 2
 GROUPS = {64: 1, 128: 4, 256: 1}  # query heads a key head
@@ -39,7 +40,21 @@ def shortest_first(kernel: Any, block: jax.Array) -> tuple[jax.Array, jax.Array]
     return head, kernel.num_q_tiles - 1 - q_tile
 
 
-TILE_OF: Callable[..., tuple[jax.Array, jax.Array]] = hopper_forward._Forward.tile_of
+TILE_OF: Callable[..., tuple[jax.Array, jax.Array]] = forward_kernel._Forward.tile_of
+
+
+@contextlib.contextmanager
+def every_tile_rescales() -> Iterator[None]:
+    """A row's reference follows its maximum; the sum is multiplied whether that grew or not."""
+
+    def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
+        return x * jax.lax.broadcast_in_dim(factor, x.shape, [0])
+
+    with (
+        mock.patch.object(forward_kernel, "RESCALE_ABOVE", 0.0),
+        mock.patch.object(value_sum, "scale_rows_if_needed", scale),
+    ):
+        yield
 
 
 def forms(case: Case) -> Iterator[tuple[str, ForwardConfig, contextlib.AbstractContextManager]]:
@@ -49,16 +64,16 @@ def forms(case: Case) -> Iterator[tuple[str, ForwardConfig, contextlib.AbstractC
     nothing = contextlib.nullcontext()
     yield "shipped", shipped, nothing
     yield "no turns at the tensor cores", with_change(ping_pong=False), nothing
-    yield "every tile rescales", with_change(lazy_rescale=False), nothing
+    yield "every tile rescales", shipped, every_tile_rescales()
     pin = "without" if shipped.overlap else "with"
     yield f"{pin} the pin of the softmax", with_change(overlap=not shipped.overlap), nothing
     yield "one tile of K and V in flight", with_change(num_stages=1), nothing
     if case.H in SMALLER_TILES:
         yield "smaller tile", with_change(**SMALLER_TILES[case.H]), nothing
-    all_heads = mock.patch.object(hopper_forward_block, "heads_per_wave", lambda heads, *_: heads)
+    all_heads = mock.patch.object(forward_block, "heads_per_wave", lambda heads, *_: heads)
     yield "all heads side by side", shipped, all_heads
     if case.causal:
-        order = mock.patch.object(hopper_forward._Forward, "tile_of", shortest_first)
+        order = mock.patch.object(forward_kernel._Forward, "tile_of", shortest_first)
         yield "shortest rows first", shipped, order
 
 
@@ -66,7 +81,7 @@ def forward(case: Case, config: ForwardConfig):
     """q, k, v to out."""
 
     def run(q, k, v):
-        return hopper_forward.forward(q, k, v, NO_MASKS, spec=case.spec, config=config)[0]
+        return hopper.forward(q, k, v, NO_MASKS, spec=case.spec, config=config)[0]
 
     return run
 

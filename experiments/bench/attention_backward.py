@@ -25,8 +25,11 @@ import jax.numpy as jnp
 from experiments.bench import attention
 from experiments.bench.attention import NO_MASKS, Case, compiled, times_of
 from experiments.bench.environment import clocks, environment
-from pallas_kernels.flash_attention import hopper, hopper_backward, hopper_backward_wide
-from pallas_kernels.flash_attention.hopper_config import BackwardConfig
+from pallas_kernels.flash_attention import hopper
+from pallas_kernels.flash_attention.hopper import backward_by_columns, backward_by_keys
+from pallas_kernels.flash_attention.hopper.config import BackwardConfig
+from pallas_kernels.flash_attention.hopper.gradients import WIDEST_BY_KEYS
+from pallas_kernels.flash_attention.spec import BackwardOperands
 
 ONE_TIMING_S = 20  # longer than what is compiled meanwhile takes, so a sure hang
 FORMS: dict[int, dict[str, dict]] = {
@@ -36,7 +39,7 @@ FORMS: dict[int, dict[str, dict]] = {
         "warpgroup for dQ": {"dq_warpgroup": True, "num_stages": 3, "register_ds": True},
     },
     128: {"late dQ": {}},
-    256: {"by columns": {}, "P and dS in registers": {"register_operands": True}},
+    256: {"by columns": {}},
 }
 SHAPES = (
     (4, 4096, 1, False),
@@ -58,14 +61,17 @@ def cases(H: int) -> list[Case]:
 
 def backward(case: Case, form: dict):
     """The backward of one form: q, k, v, out, lse, d_out to the gradients."""
-    if case.H > hopper.WIDEST_BY_KEYS:
-        f = functools.partial(hopper_backward_wide.backward, **form)
+    if case.H > WIDEST_BY_KEYS:
+        f = backward_by_columns.backward
     else:
         config = BackwardConfig(**form)
-        f = functools.partial(hopper_backward.backward, config=config)
+        f = functools.partial(backward_by_keys.backward, config=config)
 
     def run(q, k, v, out, lse, d_out):
-        return f(q, k, v, NO_MASKS, out, lse, d_out, None, spec=case.spec)
+        operands = BackwardOperands(
+            q=q, k=k, v=v, masks=NO_MASKS, out=out, lse=lse, d_out=d_out, d_lse=None
+        )
+        return f(operands, spec=case.spec)
 
     return run
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.flash_attention import preference
-from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
+from pallas_kernels.flash_attention import dispatch
+from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks, AttentionSpec
 
 SHAPES = ((8, 2048), (4, 4096), (1, 16384))
 HEADS = {64: 32, 128: 32, 256: 16}
@@ -71,7 +71,7 @@ class Case:
         q, k, v, _ = jax.eval_shape(self.arrays)
         ids: Any = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32) if self.packed else None
         masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
-        return preference.case_of(self.spec, masks, q, k, v)
+        return dispatch.case_of(AttentionCall(spec=self.spec, masks=masks, q=q, k=k, v=v))
 
 
 def grid(dims: list[int]) -> list[Case]:

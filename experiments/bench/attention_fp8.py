@@ -30,10 +30,10 @@ from experiments.bench.attention import alone
 from experiments.bench.attention_cases import Case
 from experiments.bench.environment import environment
 from pallas_kernels.common import timing
-from pallas_kernels.flash_attention import hopper, hopper_fp8
+from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.fp8_operands import E4M3, dequantized, quantize_fp8
-from pallas_kernels.flash_attention.hopper_config import Fp8Config
-from pallas_kernels.flash_attention.hopper_fp8_forward import P_SHIFT
+from pallas_kernels.flash_attention.hopper.config import Fp8Config
+from pallas_kernels.flash_attention.hopper.fp8_kernel import P_SHIFT
 from pallas_kernels.flash_attention.spec import AttentionMasks
 
 NO_MASKS = AttentionMasks()
@@ -114,7 +114,7 @@ def bf16(q, k, v, *, spec):
 
 
 def fp8(operands, *, spec, config=None):
-    return hopper_fp8.forward(operands, spec=spec, dtype=jnp.bfloat16, config=config)[0]
+    return hopper.forward_fp8(operands, spec=spec, dtype=jnp.bfloat16, config=config)[0]
 
 
 def errors(case: Case, configs: dict[str, Fp8Config | None], lock: pathlib.Path, emit) -> None:

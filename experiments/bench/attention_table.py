@@ -8,7 +8,7 @@ import json
 import pathlib
 
 from pallas_kernels.common import device, tables
-from pallas_kernels.flash_attention import preference
+from pallas_kernels.flash_attention import dispatch
 
 
 def table_of(result: dict) -> tables.Table:
@@ -31,7 +31,7 @@ def table_of(result: dict) -> tables.Table:
     ]
     return tables.Table(
         op="flash_attention",
-        question=preference.QUESTION,
+        question=dispatch.QUESTION,
         device_kind=source["device"],
         environment=(
             ("clocks", str(source["clocks"])),
@@ -46,11 +46,11 @@ def table_of(result: dict) -> tables.Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measured", type=pathlib.Path)
-    parser.add_argument("--folder", type=pathlib.Path, default=preference.TUNED)
+    parser.add_argument("--folder", type=pathlib.Path, default=dispatch.TUNED)
     args = parser.parse_args()
     table = table_of(json.loads(args.measured.read_text()))
     slug = device.Facts(kind=table.device_kind, is_gpu=True).slug
-    path = args.folder / f"{preference.QUESTION}-{slug}.json"
+    path = args.folder / f"{dispatch.QUESTION}-{slug}.json"
     tables.save(table, path)
     print(f"{path}: {len(table.rows)} rows")
 

@@ -25,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.environment import clocks, environment
+from experiments.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
+from experiments.ladder.specialized import Tiles
 from pallas_kernels.common import timing
-from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
-from pallas_kernels.ladder.specialized import Tiles
 
 SIZES = (4096, 8192)
 SLOW = ("naive", "coalesced", "shared")  # one size, few repeats

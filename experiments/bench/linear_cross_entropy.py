@@ -26,15 +26,15 @@ from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.table import Table
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
-from pallas_kernels.linear_cross_entropy.hopper_exponentials import Config, exponentials
+from pallas_kernels.linear_cross_entropy.hopper_exponentials import ExponentialsConfig, exponentials
 
 TOKENS, WIDTH, VOCAB = (4, 4096), 2048, 128256
 CHUNK = 2048
 CONFIGS = {
-    "cluster 1, turns": Config(),
-    "cluster 2, turns": Config(cluster=2),
-    "cluster 2": Config(cluster=2, in_turns=False),
-    "cluster 1": Config(in_turns=False),
+    "cluster 1, turns": ExponentialsConfig(),
+    "cluster 2, turns": ExponentialsConfig(cluster=2),
+    "cluster 2": ExponentialsConfig(cluster=2, in_turns=False),
+    "cluster 1": ExponentialsConfig(in_turns=False),
 }
 REGULARIZED = {"z_loss": 1e-4, "logit_soft_cap": 30.0}
 # In order of importance: what comes late may find no time left.

@@ -28,11 +28,11 @@ from jax.experimental.mosaic.gpu import profiler
 from experiments.bench.memory_cases import OPS, make_inputs
 from experiments.bench.memory_plain import PLAIN
 from experiments.bench.table import Table
-from pallas_kernels.common import rows
-from pallas_kernels.common.hopper_rows_config import Config, Stream, Wide
-from pallas_kernels.common.rows import BARS, OTHERS, Workload
+from pallas_kernels.rows import dispatch
+from pallas_kernels.rows.config import RowConfig, Stream, Wide
+from pallas_kernels.rows.dispatch import BARS, OTHERS, RowWorkload
 
-DTYPES = tuple(jnp.dtype(dtype).name for dtype in rows.DTYPES)
+DTYPES = tuple(jnp.dtype(dtype).name for dtype in dispatch.DTYPES)
 BAR_OPS = ("softmax", "rms_norm", "rms_norm_gradient", "softmax_gradient")
 _GRADIENTS: dict[str, Wide] = {
     "half": Wide(cluster=2, chunks=2, slots=5, vector=4, in_memory=1),
@@ -40,7 +40,7 @@ _GRADIENTS: dict[str, Wide] = {
     "scale in registers": Wide(cluster=2, chunks=2, slots=6),
     "scale in registers, ahead": Wide(cluster=2, chunks=2, slots=6, ahead=True),
 }
-VARIANTS: dict[tuple[str, int], Mapping[str, Config]] = {
+VARIANTS: dict[tuple[str, int], Mapping[str, RowConfig]] = {
     ("softmax", 32768): {
         "6 slots": Wide(tiles=2, chunks=2, slots=6),
         "a row a block of 2": Wide(warpgroups=2, tiles=2, chunks=4, slots=4, row_a_block=True),
@@ -95,7 +95,7 @@ type Program = concurrent.futures.Future[jax.stages.Compiled]
 
 
 def compiled(
-    workload: Workload, dtype: str, names: list[str], variants: bool, deadline: float
+    workload: RowWorkload, dtype: str, names: list[str], variants: bool, deadline: float
 ) -> dict[tuple[str, str], Program]:
     """All programs of a group by op and form, "fp32" XLA's; none is left to compile meanwhile."""
     made = jax.eval_shape(lambda: make_inputs(workload, dtype))
@@ -160,7 +160,7 @@ def forms_of(name: str, columns: int, with_variants: bool) -> dict[str, Callable
     return forms
 
 
-def groups() -> Iterator[tuple[Workload, list[str]]]:
+def groups() -> Iterator[tuple[RowWorkload, list[str]]]:
     """Shapes and ops in order of importance: what comes late may find no time left."""
     others = [name for name in OPS if name not in BAR_OPS]
     for workload in BARS:
@@ -178,7 +178,7 @@ def widened(x):
 
 
 def measure_group(
-    table: Table, workload: Workload, dtype: str, names: list[str], variants: bool
+    table: Table, workload: RowWorkload, dtype: str, names: list[str], variants: bool
 ) -> None:
     """Copy, XLA, kernels and their variants at one shape."""
     elements, itemsize = workload.rows * workload.columns, jnp.dtype(dtype).itemsize

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.rows import Workload
 from pallas_kernels.norm import fp8
 from pallas_kernels.norm import hopper as norm
 from pallas_kernels.norm.formulas import Norm
 from pallas_kernels.norm.reference import layer_norm_reference, rms_norm_reference
 from pallas_kernels.norm.workloads import EPSILON, arrays
+from pallas_kernels.rows.dispatch import RowWorkload
 from pallas_kernels.softmax import hopper as softmax
 from pallas_kernels.softmax.reference import (
     log_softmax_reference,
@@ -40,7 +40,7 @@ class Op:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def make_inputs(workload: Workload, dtype: str) -> dict[str, jax.Array]:
+def make_inputs(workload: RowWorkload, dtype: str) -> dict[str, jax.Array]:
     """All arguments by letter."""
     made = arrays(workload, jax.random.key(0), dtype)
     x, keys = made["x"], jax.random.split(jax.random.key(7), 4)

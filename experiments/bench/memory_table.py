@@ -16,8 +16,9 @@ import re
 from collections.abc import Collection, Sequence
 
 from experiments.bench.memory_cases import OPS
-from pallas_kernels.common import device, rows, tables
+from pallas_kernels.common import device, tables
 from pallas_kernels.norm import api as norm
+from pallas_kernels.rows import dispatch
 from pallas_kernels.softmax import api as softmax
 
 _ROW = re.compile(
@@ -78,7 +79,7 @@ def table_of(result: dict, op: str, skip: Collection[str] = ()) -> tables.Table:
         measured.append(tables.Row.of(case=case, choice=choice, ms=row["ms"]))
     return tables.Table(
         op=op,
-        question=rows.QUESTION,
+        question=dispatch.QUESTION,
         device_kind=result["device"],
         environment=(
             ("clocks", str(result["clocks"])),
@@ -103,7 +104,7 @@ def main() -> None:
     for op, folder in FOLDERS.items():
         table = table_of(result, op, args.skip)
         slug = device.Facts(kind=table.device_kind, is_gpu=True).slug
-        path = folder / f"{rows.QUESTION}-{slug}.json"
+        path = folder / f"{dispatch.QUESTION}-{slug}.json"
         tables.save(table, path)
         print(f"{path.name} of {op}: {len(table.rows)} rows")
 

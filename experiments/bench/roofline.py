@@ -25,14 +25,14 @@ from jax import lax
 
 from experiments.bench.environment import clocks, environment
 from experiments.bench.roofline_models import CLOCK, phases, random, served
+from experiments.ladder import RUNGS, elementwise
 from experiments.pictures.roofline import draw
 from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.inference import ridge
 from jaxinfra.planning.roofline import Point
 from pallas_kernels.flash_attention import hopper as attention
-from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
-from pallas_kernels.ladder import RUNGS, elementwise
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.norm import hopper as norm
 from pallas_kernels.softmax import hopper as softmax
@@ -128,9 +128,10 @@ def kernels(sizes: Sizes) -> Iterator[tuple[str, Callable[[], Point]]]:
         return attention.forward(q, k, v, masks, spec=spec)
 
     def backward(q, k, v, out, lse, d_out):
-        return attention.backward(
-            q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=False
-        )[:3]
+        operands = BackwardOperands(
+            q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
+        )
+        return attention.backward(operands, spec=spec, deterministic=False)[:3]
 
     def operands() -> tuple[jax.Array, ...]:
         return random(0, B, T, N, H), random(1, B, T, K, H), random(2, B, T, K, H)

@@ -19,8 +19,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from pallas_kernels.flash_attention import fp8_operands
-from pallas_kernels.flash_attention.hopper_forward import RESCALE_ABOVE
-from pallas_kernels.flash_attention.hopper_geometry import Geometry, key_tiles
+from pallas_kernels.flash_attention.hopper.forward_kernel import RESCALE_ABOVE
+from pallas_kernels.flash_attention.hopper.tiles import Geometry, key_tiles
 from pallas_kernels.flash_attention.spec import AttentionSpec
 
 FOLDER = pathlib.Path(__file__).parents[2] / "pallas_kernels" / "flash_attention" / "pictures"

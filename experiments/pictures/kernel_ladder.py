@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from pallas_kernels.ladder import RUNGS
+from experiments.ladder import RUNGS
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments/results/ladder-h200.json"

@@ -26,10 +26,6 @@ class Facts:
 
 H200 = Facts(kind="NVIDIA H200", is_gpu=True, capability=(9, 0), cuda=13000)
 
-NUM_PROCESSORS = 132
-"""Multiprocessors of an H100 or H200 with NVLink; the PCIe card has 114. Grids of one block on each
-are right on any number of them, and fastest on this."""
-
 _compiling_for: contextvars.ContextVar[Facts | None] = contextvars.ContextVar(
     "compiling_for", default=None
 )

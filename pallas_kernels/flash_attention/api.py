@@ -13,14 +13,14 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.common.varying import vary_alike
 
 from . import cudnn, reference
-from .dispatch import Call, choose
-from .implementations import IMPLEMENTATIONS, OUT_NAME, Plan, attend, call_by_name
-from .sharding import MeshAxes
+from .dispatch import choose
+from .implementations import IMPLEMENTATIONS, OUT_NAME, Plan, attend, attend_traceable
+from .spec import AttentionCall, MeshAxes
 from .validate import check_qkv, make_masks, make_spec
 
 type Window = int | tuple[int | None, int | None] | None
-type Implementation = Literal["auto", "hopper", "cudnn", "xla", "reference"]
-type Backward = Literal["fused", "split"]
+type ImplementationName = Literal["auto", "hopper", "cudnn", "xla", "reference"]
+type BackwardName = Literal["fused", "split"]
 
 
 @overload
@@ -39,8 +39,8 @@ def flash_attention(
     key_value_seq_lengths: jax.Array | None = None,
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    implementation: Implementation = "auto",
-    backward: Backward = "fused",
+    implementation: ImplementationName = "auto",
+    backward: BackwardName = "fused",
     return_residual: Literal[False] = False,
     mesh_axes: MeshAxes | None = None,
 ) -> jax.Array: ...
@@ -62,8 +62,8 @@ def flash_attention(
     key_value_seq_lengths: jax.Array | None = None,
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    implementation: Implementation = "auto",
-    backward: Backward = "fused",
+    implementation: ImplementationName = "auto",
+    backward: BackwardName = "fused",
     return_residual: Literal[True],
     mesh_axes: MeshAxes | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -84,8 +84,8 @@ def flash_attention(
     key_value_seq_lengths: jax.Array | None = None,
     logit_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    implementation: Implementation = "auto",
-    backward: Backward = "fused",
+    implementation: ImplementationName = "auto",
+    backward: BackwardName = "fused",
     return_residual: bool = False,
     mesh_axes: MeshAxes | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -159,7 +159,7 @@ def flash_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         sinks=sinks,
     )
-    call = Call(
+    call = AttentionCall(
         spec=spec,
         masks=masks,
         q=query,
@@ -174,11 +174,11 @@ def flash_attention(
     if chosen == "cudnn":
         # Its own gradient rule keeps its residuals, unnamed: only the output can be named here.
         forward = functools.partial(cudnn.forward, spec=spec)
-        (out,) = call_by_name(forward, query, key, value, masks, results=("out",))
+        (out,) = attend_traceable(forward, query, key, value, masks, results=("out",))
         return checkpoint_name(out, OUT_NAME)
     if chosen == "reference":
         forward = functools.partial(reference.forward, spec=spec)
-        out, lse = call_by_name(forward, query, key, value, masks, results=("out", "lse"))
+        out, lse = attend_traceable(forward, query, key, value, masks, results=("out", "lse"))
     else:
         plan = Plan(
             implementation=IMPLEMENTATIONS[chosen],

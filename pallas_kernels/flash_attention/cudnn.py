@@ -5,19 +5,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import device
 
-from .spec import AttentionMasks, AttentionSpec
+from .spec import AttentionCall, AttentionMasks, AttentionSpec
 
 
-def unsupported(
-    spec: AttentionSpec,
-    masks: AttentionMasks,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    backward: str,
-    return_residual: bool,
-) -> str | None:
+def unsupported(call: AttentionCall) -> str | None:
     """Why cuDNN through ``jax.nn.dot_product_attention`` cannot serve a call; None if it can.
 
     Some of this cuDNN can do but JAX does not expose: packed segments by offsets, another value
@@ -25,14 +16,15 @@ def unsupported(
     is rounded to the query's dtype.
     """
     capability = device.target().capability
-    T, H = q.shape[1], q.shape[3]
-    S, V = k.shape[1], v.shape[3]
+    spec, masks = call.spec, call.masks
+    T, H = call.q.shape[1], call.q.shape[3]
+    S, V = call.k.shape[1], call.v.shape[3]
     max_head_width = 256 if capability is not None and capability >= (9, 0) else 128
     window = spec.left is not None or spec.right is not None
     reasons = (
         (capability is None, "it needs an NVIDIA GPU"),
         (capability is not None and capability < (8, 0), "it needs compute capability 8.0"),
-        (q.dtype not in (jnp.bfloat16, jnp.float16), f"it does not take {q.dtype}"),
+        (call.q.dtype not in (jnp.bfloat16, jnp.float16), f"it does not take {call.q.dtype}"),
         (H != V, f"JAX gives it one head width for key and value, not {H} and {V}"),
         (max_head_width < H or H % 8 > 0, f"head width {H} is not a multiple of 8 <= "
             f"{max_head_width}"),
@@ -46,8 +38,8 @@ def unsupported(
             "its value for rows without keys is not ours"),
         (masks.sinks is not None, "it has no sinks in JAX"),
         (masks.bias is not None, "its bias gradient is silently zero for most bias shapes"),
-        (return_residual, "JAX rounds its logsumexp to the query's dtype"),
-        (backward == "split", "its backward does not repeat bit for bit"),
+        (call.return_residual, "JAX rounds its logsumexp to the query's dtype"),
+        (call.backward == "split", "its backward does not repeat bit for bit"),
         (spec.scale <= 0, f"its gradients are NaN for scale {spec.scale}, which is not positive"),
         (T % 2 > 0 or S % 2 > 0, f"JAX refuses its gradient for odd lengths ({T}, {S})"),
     )  # fmt: skip

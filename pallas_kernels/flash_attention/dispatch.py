@@ -1,103 +1,37 @@
 """Who computes a call: a named implementation or none, or for "auto" the first that can.
 
-``Call`` says what is asked. An implementation answers with a reason why it cannot serve it, or
-None. Nothing else decides, so a named implementation never silently becomes another.
+An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
+one measured to be fastest nearest to the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
+``case_of``, its choice {"implementation": name}, its time that of forward and backward together.
 """
 
-import dataclasses
 import functools
 import logging
+import math
+import pathlib
 
-import jax
-
-from pallas_kernels.common import device
+from pallas_kernels.common import device, tables
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import cudnn, hopper
-from .preference import preferences
-from .sharding import MeshAxes, axes_left_to_the_compiler
-from .spec import AttentionMasks, AttentionSpec
+from .sharding import axes_left_to_the_compiler
+from .spec import AttentionCall, MeshAxes
 
 NAMES = ("hopper", "cudnn", "xla", "reference")
 BACKWARDS = ("fused", "split")
+TUNED = pathlib.Path(__file__).parent / "tuned"
+QUESTION = "dispatch"
+
+UNMEASURED = ("cudnn", "hopper", "xla")
+"""The order where no table says better."""
+
+_EXACT = ("dtype", "head_width", "value_width", "mask", "packed")
+_NEAR = ("group", "q_length", "kv_length")
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Call:
-    """One validated call of ``flash_attention``; of the arrays only shapes and dtypes are read."""
-
-    spec: AttentionSpec
-    masks: AttentionMasks
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    backward: str
-    return_residual: bool
-    mesh_axes: MeshAxes | None = None
-
-    def describe(self) -> str:
-        """One line for logs and errors: equal lines are equal cases."""
-        B, T, N, H = self.q.shape
-        S, K = self.k.shape[1:3]
-        arrays = [
-            field.name
-            for field in dataclasses.fields(self.masks)
-            if getattr(self.masks, field.name) is not None
-        ]
-        return (
-            f"{self.q.dtype} b{B} t{T} s{S} heads {N}/{K} width {H}/{self.v.shape[3]} "
-            f"left={self.spec.left} right={self.spec.right} cap={self.spec.logit_soft_cap} "
-            f"arrays=[{' '.join(arrays)}] backward={self.backward} "
-            f"residual={self.return_residual}"
-        )
-
-
-def why_not(name: str, call: Call) -> str | None:
-    """The reason why one of ``NAMES`` cannot compute a call and its gradient; None if it can."""
-    match name:
-        case "hopper":
-            return _why_not_hopper(call)
-        case "cudnn":
-            return _why_not_split(None) or cudnn.unsupported(
-                call.spec,
-                call.masks,
-                call.q,
-                call.k,
-                call.v,
-                backward=call.backward,
-                return_residual=call.return_residual,
-            )
-        case _:
-            return None
-
-
-def _why_not_hopper(call: Call) -> str | None:
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
-    reasons = [
-        _why_not_split(call.mesh_axes),
-        hopper.unsupported(call.spec, call.masks, call.q, call.k, call.v),
-    ]
-    if call.spec.right is not None:
-        reasons.append(device.miscompiled(device.CAUSAL_ATTENTION))
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def _why_not_split(axes: MeshAxes | None) -> str | None:
-    left = axes_left_to_the_compiler()
-    if not left or axes is not None:
-        return None
-    return (
-        f"the shard_map around it leaves mesh axes {', '.join(left)} to the compiler, which cannot "
-        "split a custom call there: make it a shard_map over all axes, or for the Hopper kernels "
-        "pass mesh_axes"
-    )
-
-
-def choose(implementation: str, call: Call) -> str:
+def choose(implementation: str, call: AttentionCall) -> str:
     """The implementation that will run: the named one, or what "auto" prefers on this device.
 
     Raises:
@@ -120,9 +54,44 @@ def choose(implementation: str, call: Call) -> str:
     return implementation
 
 
-def _automatic(call: Call) -> str:
+def why_not(name: str, call: AttentionCall) -> str | None:
+    """The reason why one of ``NAMES`` cannot compute a call and its gradient; None if it can."""
+    match name:
+        case "hopper":
+            reasons = (
+                why_not_this_device(causal=call.spec.right is not None),
+                _why_not_split(call.mesh_axes),
+                hopper.unsupported(call.spec, call.masks, call.q, call.k, call.v),
+            )
+            return next((reason for reason in reasons if reason is not None), None)
+        case "cudnn":
+            return _why_not_split(None) or cudnn.unsupported(call)
+        case _:
+            return None
+
+
+def why_not_this_device(*, causal: bool) -> str | None:
+    """Why the device cannot run, or cannot compile, the kernels for Hopper; None if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+    return device.miscompiled(device.CAUSAL_ATTENTION) if causal else None
+
+
+def _why_not_split(axes: MeshAxes | None) -> str | None:
+    left = axes_left_to_the_compiler()
+    if not left or axes is not None:
+        return None
+    return (
+        f"the shard_map around it leaves mesh axes {', '.join(left)} to the compiler, which cannot "
+        "split a custom call there: make it a shard_map over all axes, or for the Hopper kernels "
+        "pass mesh_axes"
+    )
+
+
+def _automatic(call: AttentionCall) -> str:
     reasons = {}
-    for name in preferences(call.spec, call.masks, call.q, call.k, call.v):
+    for name in preferences(call):
         reason = why_not(name, call)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
@@ -137,3 +106,51 @@ def announce(name: str, device_kind: str, case: str, refusals: str | None) -> No
     """Logs a choice; the cache makes it once for each distinct case."""
     because = f" ({refusals})" if refusals else ""
     _logger.info("flash_attention on %s uses %s for %s%s", device_kind, name, case, because)
+
+
+def preferences(call: AttentionCall) -> list[str]:
+    """Implementations from fastest to slowest; all of ``UNMEASURED``, each once."""
+    table = tables.find(TUNED, "flash_attention", QUESTION)
+    measured = [] if table is None else rank(table, case_of(call))
+    return measured + [name for name in UNMEASURED if name not in measured]
+
+
+def case_of(call: AttentionCall) -> dict[str, tables.Value]:
+    """The fields of a call on which the fastest implementation depends."""
+    if call.spec.left is not None:
+        mask = "window"
+    else:
+        mask = "full" if call.spec.right is None else "causal"
+    return {
+        "dtype": call.q.dtype.name,
+        "head_width": call.q.shape[3],
+        "value_width": call.v.shape[3],
+        "mask": mask,
+        "packed": call.masks.q_segment_ids is not None,
+        "group": call.q.shape[2] // call.k.shape[2],
+        "q_length": call.q.shape[1],
+        "kv_length": call.k.shape[1],
+    }
+
+
+def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
+    """Implementations measured at the case nearest to this one, fastest first.
+
+    Widths, dtype and mask must be the same; lengths and the heads' ratio count by their logarithms.
+    Times of different cases do not compare, so that only one case is ranked.
+    """
+    rows = [row for row in table.rows if all(dict(row.case)[name] == case[name] for name in _EXACT)]
+    if not rows:
+        return []
+    nearest = min((row.case for row in rows), key=lambda other: _distance(dict(other), case))
+    times = {dict(row.choice)["implementation"]: row.ms for row in rows if row.case == nearest}
+    return [str(name) for name in sorted(times, key=times.__getitem__) if name in UNMEASURED]
+
+
+def _distance(a: dict[str, tables.Value], b: dict[str, tables.Value]) -> float:
+    return sum(abs(_log2(a[name]) - _log2(b[name])) for name in _NEAR)
+
+
+def _log2(value: tables.Value) -> float:
+    assert isinstance(value, int), f"a count is an int, not {value!r}"
+    return math.log2(max(1, value))

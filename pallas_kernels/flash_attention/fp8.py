@@ -4,7 +4,6 @@ Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width,
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -13,13 +12,12 @@ import jax.numpy as jnp
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from . import hopper_fp8, reference, xla
+from . import hopper, reference, xla
 from .api import Window
-from .dispatch import announce
+from .dispatch import announce, why_not_this_device
 from .fp8_operands import Fp8Operands, dequantized
-from .opaque import call_opaque
-from .sharding import MeshAxes
-from .spec import AttentionMasks, AttentionSpec
+from .sharding import Operands, call_opaque
+from .spec import AttentionMasks, AttentionSpec, MeshAxes
 from .validate import DTYPES, make_spec
 
 type Fp8Implementation = Literal["auto", "hopper", "xla", "reference"]
@@ -85,15 +83,10 @@ def flash_attention_fp8(
 
 def why_not_hopper(spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dtype) -> str | None:
     """Why the Hopper kernel cannot compute a call; None if it can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
-    if dtype == jnp.float32:
-        return "its result is bfloat16 or float16, not float32"
-    reason = hopper_fp8.unsupported(spec, operands)
-    if reason is None and spec.right is not None:
-        reason = device.miscompiled(device.CAUSAL_ATTENTION)
-    return reason
+    reason = why_not_this_device(causal=spec.right is not None)
+    if reason is None and dtype == jnp.float32:
+        reason = "its result is bfloat16 or float16, not float32"
+    return reason or hopper.unsupported_fp8(spec, operands)
 
 
 def _choose(name: str, spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dtype) -> str:
@@ -123,10 +116,13 @@ def _attend(chosen: str, spec: AttentionSpec, dtype: jnp.dtype, axes: MeshAxes):
     @jax.custom_jvp
     def attend(operands: Fp8Operands) -> tuple[jax.Array, jax.Array]:
         if chosen == "hopper":
-            kernel = functools.partial(_hopper, spec=spec, dtype=dtype)
-            names = tuple(field.name for field in dataclasses.fields(Fp8Operands))
+
+            def compute(block: Operands) -> tuple[jax.Array, ...]:
+                return hopper.forward_fp8(Fp8Operands(**block), spec=spec, dtype=dtype)
+
+            names = (field.name for field in dataclasses.fields(Fp8Operands))
             arrays = {name: getattr(operands, name) for name in names}
-            out, lse = call_opaque(kernel, arrays, ("out", "lse"), axes)
+            out, lse = call_opaque(compute, arrays, ("out", "lse"), axes)
             return out, lse
         forward = xla.forward if chosen == "xla" else reference.forward
         out, lse = forward(*dequantized(operands), AttentionMasks(), spec=spec)
@@ -140,9 +136,3 @@ def _attend(chosen: str, spec: AttentionSpec, dtype: jnp.dtype, axes: MeshAxes):
         )
 
     return attend
-
-
-def _hopper(
-    arrays: dict[str, jax.Array], *, spec: AttentionSpec, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
-    return hopper_fp8.forward(Fp8Operands(**arrays), spec=spec, dtype=dtype)

@@ -9,7 +9,7 @@ bits of mantissa: relative rounding error up to 2**-4, 2**-6 of a block's larges
 down to 2**-15 of it.
 
 Values are stored as an 8-bit matmul wants them, [B, K, Hv, keys], and of every 16 keys in the order
-in which a thread holds their probabilities (``hopper_fp8_layout``).
+in which a thread holds their probabilities (``hopper.fp8_registers``).
 
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width, J
 blocks of 64 keys, P keys padded to whole blocks.
@@ -20,15 +20,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.e4m3 import E4M3, LARGEST, LEAST
 from pallas_kernels.common.errors import InputError
 
 from .validate import check_qkv
 
-E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0
-LEAST = 2.0**-40
-"""A block whose largest element is smaller counts as having this one: no scale is 0, and products
-of three scales stay normal numbers."""
 KEYS_PER_SCALE = 64
 GROUP = 16
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.varying import vary_alike
 
-from .api import Implementation, Window
-from .dispatch import Call, choose
+from .api import ImplementationName, Window
+from .dispatch import choose
 from .implementations import IMPLEMENTATIONS, Plan, attend_gradient
-from .sharding import MeshAxes
+from .spec import AttentionCall, BackwardOperands, MeshAxes
 from .validate import check_qkv, make_masks, make_spec
 
 
@@ -36,7 +36,7 @@ def flash_attention_gradient(
     q_segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     logit_soft_cap: float | None = None,
-    implementation: Implementation = "auto",
+    implementation: ImplementationName = "auto",
     mesh_axes: MeshAxes | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The share of these keys in dq, and their dk and dv; masks as in ``flash_attention``.
@@ -96,7 +96,7 @@ def flash_attention_gradient(
         key_value_seq_lengths=None,
         sinks=None,
     )
-    call = Call(
+    call = AttentionCall(
         spec=spec,
         masks=masks,
         q=query,
@@ -113,6 +113,9 @@ def flash_attention_gradient(
             "xla or auto"
         )
     plan = Plan(implementation=IMPLEMENTATIONS[chosen], spec=spec, axes=mesh_axes or MeshAxes())
-    residuals = vary_alike((query, key, value, masks, out, lse))
+    query, key, value, masks, out, lse = vary_alike((query, key, value, masks, out, lse))
     d_out, d_lse = vary_alike((d_out, jnp.zeros_like(lse)))
-    return attend_gradient(plan, residuals, (d_out, d_lse))[:3]
+    operands = BackwardOperands(
+        q=query, k=key, v=value, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=d_lse
+    )
+    return attend_gradient(plan, operands)[:3]

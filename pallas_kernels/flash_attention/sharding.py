@@ -1,12 +1,12 @@
 """How attention is split over a mesh: by batch and by heads, each device calling the kernel on its
 own block.
 
-A custom call hides its computation from the partitioner, so the split is declared here, once, for
-each kind of mesh axes: Auto (``custom_partitioning`` with a Shardy rule, because the layout is
-known only to the compiler), Explicit (``shard_map``, because the layout is in the type), and Auto
-inside a ``shard_map`` over other axes (the caller declares it, nobody else can). Only two sums
-cross devices: dk and dv where the query heads of one kv head are split, and the gradient
-of sinks over the batch.
+One table (``DIMS``) and one rule (``HeadSplit``) say how every operand and result lies. They are
+applied where the layout of the query is known. In a trace it is known on Explicit axes, from the
+array's type, and on axes that a ``shard_map`` leaves out, from the caller: there ``shard_map``
+applies them. Of arrays on Auto axes only the compiler knows it: there ``custom_partitioning`` does.
+Only two sums cross devices: dk and dv where the query heads of one kv head are split, and the
+gradients of what the batch shares over the batch.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, G query heads per kv head, H query and key
 width, V value width.
@@ -15,19 +15,22 @@ width, V value width.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.common.varying import results_vary, vary_alike
 
-type Kernel = Callable[[dict[str, jax.Array]], tuple[jax.Array, ...]]
-"""Arrays by name to results in an agreed order."""
+from .spec import MeshAxes
+
+type Operands = Mapping[str, jax.Array]
+type Compute = Callable[[Operands], tuple[jax.Array, ...]]
+"""Arrays by name to results in an agreed order, for any batch and any heads."""
 
 DIMS = {
     "q": "BTNH",
@@ -59,21 +62,34 @@ operands J counts blocks of keys, P keys padded to whole blocks."""
 GRADIENT_OF = {"q": "dq", "k": "dk", "v": "dv", "sinks": "d_sinks", "bias": "d_bias"}
 
 
-class MeshAxes(NamedTuple):
-    """Mesh axes that split the batch and the query heads, as the caller declares them."""
-
-    batch: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class HeadSplit:
     """Mesh axes that split the batch, the kv heads, and the query heads of one kv head."""
 
     batch: tuple[str, ...]
     kv: tuple[str, ...]
     group: tuple[str, ...]
     bias_shape: tuple[int, ...] | None
+
+    @classmethod
+    def nearest(
+        cls, q_spec: PartitionSpec, mesh_shape: Mapping[str, int], operands: Operands
+    ) -> "HeadSplit":
+        """The split nearest to the query's layout that a kernel can keep.
+
+        Axes of the batch and of the heads stay while they divide them; a query head's axes split
+        first the kv heads, then, if each device is left with one kv head, the queries that share
+        it. What does not divide is gathered by the caller.
+        """
+        B, _, N, _ = operands["q"].shape
+        kv_heads = operands["k"].shape[2]
+        batch, _ = _dividing(_axes(q_spec, 0), mesh_shape, B)
+        kv, rest = _dividing(_axes(q_spec, 2), mesh_shape, kv_heads)
+        group: tuple[str, ...] = ()
+        if math.prod(mesh_shape[axis] for axis in kv) == kv_heads:
+            group, _ = _dividing(rest, mesh_shape, N // kv_heads)
+        bias_shape = operands["bias"].shape if "bias" in operands else None
+        return cls(batch=batch, kv=kv, group=group, bias_shape=bias_shape)
 
     def spec(self, name: str) -> PartitionSpec:
         """How an operand or result lies on the mesh."""
@@ -100,34 +116,12 @@ class Layout:
         return DIMS[name]
 
 
-def make_layout(
-    q_spec: PartitionSpec, mesh_shape: Mapping[str, int], operands: Mapping[str, jax.Array]
-) -> Layout:
-    """The layout nearest to the query's that the kernel can keep.
-
-    Axes of the batch and of the heads stay while they divide them; a query head's axes split first
-    the kv heads, then, if each device is left with one kv head, the queries that share it. What
-    does not divide is gathered by the caller.
-    """
-    q_spec = PartitionSpec(*q_spec, *(None,) * (4 - len(q_spec)))
-    B, _, N, _ = operands["q"].shape
-    kv_heads = operands["k"].shape[2]
-    batch, _ = _prefix(_axes(q_spec[0]), mesh_shape, B)
-    kv, rest = _prefix(_axes(q_spec[2]), mesh_shape, kv_heads)
-    group: tuple[str, ...] = ()
-    if math.prod(mesh_shape[axis] for axis in kv) == kv_heads:
-        group, _ = _prefix(rest, mesh_shape, N // kv_heads)
-    bias_shape = operands["bias"].shape if "bias" in operands else None
-    return Layout(batch=batch, kv=kv, group=group, bias_shape=bias_shape)
+def _axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    entry = spec[dim] if dim < len(spec) else None
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _prefix(
+def _dividing(
     axes: tuple[str, ...], mesh_shape: Mapping[str, int], size: int
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Splits axes after the longest prefix whose devices divide ``size``."""
@@ -139,12 +133,6 @@ def _prefix(
     return axes, ()
 
 
-def has_explicit_layout(operands: Mapping[str, jax.Array]) -> bool:
-    """Whether the type of any operand says how it is split over mesh axes."""
-    specs = (jax.typeof(x).sharding.spec for x in operands.values())
-    return any(entry is not None for spec in specs for entry in spec)
-
-
 def axes_left_to_the_compiler() -> tuple[str, ...]:
     """Mesh axes that a ``shard_map`` around this trace leaves out; () outside of any."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -153,64 +141,122 @@ def axes_left_to_the_compiler() -> tuple[str, ...]:
     return tuple(left) if mesh.manual_axes else ()
 
 
-def partitioned(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...], axes: MeshAxes
+def call_traceable(
+    compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
-    """Calls a kernel so that arrays split over batch and heads are not gathered.
+    """Runs plain JAX code: the compiler batches and partitions it, except over Explicit axes, where
+    cutting sequences in chunks would need a layout for every intermediate array.
+    """
+    if _is_explicit(operands):
+        return _by_shard_map(compute, operands, results, axes)
+    return compute(operands)
+
+
+def call_opaque(
+    compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
+) -> tuple[jax.Array, ...]:
+    """Runs custom calls under any of jit, vmap, scan, shard_map and sharded arrays.
+
+    vmap folds its dim into the batch. A call with sinks, which have no batch dim, becomes a loop.
 
     Args:
-        kernel: works on any batch and any heads; called on each device's block.
+        compute: works on any batch and any heads; called on each device's block.
         operands: by their names in ``DIMS``, "q" and "k" among them.
-        results: names in ``DIMS`` of what the kernel returns.
+        results: names in ``DIMS`` of what ``compute`` returns.
         axes: the layout, where neither the arrays' types nor the compiler can tell it.
     """
+    names = tuple(operands)
+
+    @jax.custom_batching.custom_vmap
+    def op(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return _partitioned(compute, dict(zip(names, arrays, strict=True)), results, axes)
+
+    @op.def_vmap
+    def fold(axis_size: int, in_batched: list[bool], *arrays: jax.Array):
+        whole = tuple(
+            x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            for x, batched in zip(arrays, in_batched, strict=True)
+        )
+        if all(DIMS[name][0] == "B" for name in (*names, *results)):
+            outs = op(*(x.reshape(axis_size * x.shape[1], *x.shape[2:]) for x in whole))
+            outs = tuple(x.reshape(axis_size, x.shape[0] // axis_size, *x.shape[1:]) for x in outs)
+        else:
+            outs = jax.lax.map(lambda one: op(*one), whole)
+        return outs, (True,) * len(results)
+
+    # XLA pulls a custom call into the fusion that stores its result in a slice of a loop's stacked
+    # residuals, and where the result has another use it then runs the kernel twice.
+    return jax.lax.optimization_barrier(op(*operands.values()))
+
+
+def _partitioned(
+    compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
+) -> tuple[jax.Array, ...]:
     if set(results) <= set(GRADIENT_OF.values()):
-        kernel = _sealed(kernel, results)
-    kernel = results_vary(kernel)
-    if has_explicit_layout(operands):
-        return over_explicit_axes(kernel, operands, results)
-    if axes_left_to_the_compiler():
-        return _over_declared_axes(kernel, operands, results, axes)
+        compute = _sealed(compute, results)
+    compute = results_vary(compute)
+    if _is_explicit(operands) or axes_left_to_the_compiler():
+        return _by_shard_map(compute, operands, results, axes)
     if jax.sharding.get_abstract_mesh().manual_axes:
-        return kernel(operands)  # a device's block already
-    return _over_auto_axes(kernel, operands, results)
+        return compute(operands)  # a device's block already
+    return _by_compiler(compute, operands, results)
 
 
-def _local(
-    kernel: Kernel, layout: Layout, names: tuple[str, ...], results: tuple[str, ...]
+def _is_explicit(operands: Operands) -> bool:
+    """Whether the type of any operand says how it is split over mesh axes."""
+    specs = (jax.typeof(x).sharding.spec for x in operands.values())
+    return any(entry is not None for spec in specs for entry in spec)
+
+
+def _on_one_device(
+    compute: Compute, split: HeadSplit, names: tuple[str, ...], results: tuple[str, ...]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    def on_one_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    def block(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         # Made to vary alike, so that a kernel in plain JAX sees what a custom call sees: its
         # gradients are this device's part, and the only sums are those below.
-        values = kernel(dict(zip(names, vary_alike(arrays), strict=True)))
+        values = compute(dict(zip(names, vary_alike(arrays), strict=True)))
         return tuple(
-            jax.lax.psum(value, axes) if (axes := layout.sum_axes(name)) else value
+            jax.lax.psum(value, axes) if (axes := split.sum_axes(name)) else value
             for name, value in zip(results, values, strict=True)
         )
 
-    return on_one_device
+    return block
 
 
-def _over_declared_axes(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...], axes: MeshAxes
+def _by_shard_map(
+    compute: Compute, operands: Operands, results: tuple[str, ...], axes: MeshAxes
 ) -> tuple[jax.Array, ...]:
-    # custom_partitioning fails, or crashes the process, inside a shard_map over a part of the mesh.
-    left = axes_left_to_the_compiler()
-    batch, heads = (tuple(axis for axis in given if axis in left) for given in axes)
-    mesh = jax.sharding.get_abstract_mesh()
-    layout = make_layout(PartitionSpec(batch, None, heads), mesh.shape, operands)
-    return jax.shard_map(
-        _local(kernel, layout, tuple(operands), results),
-        in_specs=tuple(layout.spec(name) for name in operands),
-        out_specs=tuple(layout.spec(name) for name in results),
-        axis_names=set(left),
-    )(*operands.values())
+    """Where a trace knows the query's layout; all else is brought to it."""
+    explicit = _is_explicit(operands)
+    mesh, axis_names, q_spec = _explicit_layout(operands) if explicit else _declared_layout(axes)
+    split = HeadSplit.nearest(q_spec, mesh.shape, operands)
+    in_specs = {name: split.spec(name) for name in operands}
+    arrays = tuple(operands.values())
+    if explicit:  # of these axes shard_map moves no data by itself, neither in nor out
+        arrays = tuple(
+            jax.sharding.reshard(x, NamedSharding(mesh, in_specs[name]))
+            for name, x in operands.items()
+        )
+    values = jax.shard_map(
+        _on_one_device(compute, split, tuple(operands), results),
+        mesh=mesh,
+        in_specs=tuple(in_specs.values()),
+        out_specs=tuple(split.spec(name) for name in results),
+        axis_names=axis_names,
+    )(*arrays)
+    if not explicit:
+        return values
+    own = {"out": q_spec, "lse": PartitionSpec(*q_spec[:3])}
+    for name, gradient in GRADIENT_OF.items():
+        if name in operands:
+            own[gradient] = jax.typeof(operands[name]).sharding.spec
+    return tuple(
+        jax.sharding.reshard(value, NamedSharding(mesh, own[name]))
+        for name, value in zip(results, values, strict=True)
+    )
 
 
-def over_explicit_axes(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
-) -> tuple[jax.Array, ...]:
-    """``partitioned`` where types say how arrays are split; all are moved to the query's layout."""
+def _explicit_layout(operands: Operands) -> tuple[AbstractMesh, set[str], PartitionSpec]:
     sharding = jax.typeof(operands["q"]).sharding
     spec = PartitionSpec(*sharding.spec, *(None,) * (4 - len(sharding.spec)))
     if spec[1] is not None or spec[3] is not None:
@@ -219,59 +265,62 @@ def over_explicit_axes(
             "kernel sees whole sequences: gather them first, or merge partial results over the "
             "mesh axis (ring attention)"
         )
-    mesh = sharding.mesh
-    layout = make_layout(spec, mesh.shape, operands)
-    names = tuple(operands)
-    in_specs = tuple(layout.spec(name) for name in names)
-    # shard_map moves no data of Explicit axes by itself, neither in nor out.
-    arrays = tuple(
-        jax.sharding.reshard(operands[name], NamedSharding(mesh, in_spec))
-        for name, in_spec in zip(names, in_specs, strict=True)
-    )
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    values = jax.shard_map(
-        _local(kernel, layout, names, results),
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=tuple(layout.spec(name) for name in results),
-        axis_names={name for name, kind in axes if kind == AxisType.Explicit},
-    )(*arrays)
-    own = {"out": sharding, "lse": NamedSharding(mesh, PartitionSpec(*spec[:3]))}
-    own |= {
-        GRADIENT_OF[name]: jax.typeof(x).sharding
-        for name, x in operands.items()
-        if name in GRADIENT_OF
-    }
-    return tuple(
-        jax.sharding.reshard(value, own[name]) for name, value in zip(results, values, strict=True)
-    )
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    return sharding.mesh, {name for name, kind in kinds if kind == AxisType.Explicit}, spec
 
 
-def _over_auto_axes(
-    kernel: Kernel, operands: dict[str, jax.Array], results: tuple[str, ...]
+def _declared_layout(axes: MeshAxes) -> tuple[AbstractMesh, set[str], PartitionSpec]:
+    # custom_partitioning fails, or crashes the process, inside a shard_map over a part of the mesh.
+    left = axes_left_to_the_compiler()
+    batch, heads = (tuple(axis for axis in given if axis in left) for given in axes)
+    return jax.sharding.get_abstract_mesh(), set(left), PartitionSpec(batch, None, heads)
+
+
+def _by_compiler(
+    compute: Compute, operands: Operands, results: tuple[str, ...]
 ) -> tuple[jax.Array, ...]:
+    """Where only the compiler knows the query's layout."""
     names = tuple(operands)
-    grouped = operands["q"].shape[2] != operands["k"].shape[2]
 
     def whole(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return kernel(dict(zip(names, arrays, strict=True)))
+        return compute(dict(zip(names, arrays, strict=True)))
 
     def partition(mesh, arg_shapes, result_shapes):
         del result_shapes
         q_spec = arg_shapes[names.index("q")].sharding.spec
-        layout = make_layout(q_spec, mesh.shape, dict(zip(names, arg_shapes, strict=True)))
+        split = HeadSplit.nearest(q_spec, mesh.shape, dict(zip(names, arg_shapes, strict=True)))
         return (
             mesh,
-            _local(kernel, layout, names, results),
-            tuple(NamedSharding(mesh, layout.spec(name)) for name in results),
-            tuple(NamedSharding(mesh, layout.spec(name)) for name in names),
+            _on_one_device(compute, split, names, results),
+            tuple(NamedSharding(mesh, split.spec(name)) for name in results),
+            tuple(NamedSharding(mesh, split.spec(name)) for name in names),
         )
 
+    grouped = operands["q"].shape[2] != operands["k"].shape[2]
     rule, whole_dims = _shardy_rule(names, results, grouped=grouped)
     op = custom_partitioning(whole)
     op.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole_dims)
     # Only a compiled call is partitioned: outside of jit it would run on gathered arrays.
     return jax.jit(op, inline=True)(*operands.values())
+
+
+def _shardy_rule(
+    names: tuple[str, ...], results: tuple[str, ...], *, grouped: bool
+) -> tuple[str, tuple[str, ...]]:
+    """An einsum-like rule of which dims are split together, and those that must stay whole."""
+
+    def side(of: tuple[str, ...]) -> str:
+        # Query and kv heads are unrelated here unless they are the same. Written as N = (K G), a
+        # mesh axis longer than K would split K by a part of the axis, which no PartitionSpec can
+        # say; ``HeadSplit.nearest`` relates them instead.
+        return ", ".join(
+            " ".join("K" if dim == "N" and not grouped else dim for dim in DIMS[name])
+            for name in of
+        )
+
+    rule = f"{side(names)} -> {side(results)}"
+    # Shardy wants them in order of appearance.
+    return rule, tuple(dict.fromkeys(letter for letter in rule if letter in "TSHVJP"))
 
 
 _gradient_p = Primitive("attention_gradient")
@@ -284,8 +333,8 @@ mlir.register_lowering(
 )
 
 
-def _sealed(kernel: Kernel, results: tuple[str, ...]) -> Kernel:
-    """A kernel of gradients as one primitive, which is lowered by tracing it.
+def _sealed(compute: Compute, results: tuple[str, ...]) -> Compute:
+    """A computation of gradients as one primitive, which is lowered by tracing it.
 
     A fused backward sums dq in a mutable array. ``custom_partitioning`` lowers what it is given
     without resolving those first, as ``jit`` does, and refuses it ("Cannot lower jaxpr with
@@ -295,32 +344,13 @@ def _sealed(kernel: Kernel, results: tuple[str, ...]) -> Kernel:
     """
     of = {gradient: name for name, gradient in GRADIENT_OF.items()}
 
-    def call(operands: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    def call(operands: Operands) -> tuple[jax.Array, ...]:
         names = tuple(operands)
 
         def function(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return kernel(dict(zip(names, arrays, strict=True)))
+            return compute(dict(zip(names, arrays, strict=True)))
 
         like = tuple(names.index(of[result]) for result in results)
         return tuple(_gradient_p.bind(*operands.values(), function=function, like=like))
 
     return call
-
-
-def _shardy_rule(
-    names: tuple[str, ...], results: tuple[str, ...], *, grouped: bool
-) -> tuple[str, tuple[str, ...]]:
-    """An einsum-like rule of which dims are split together, and those that must stay whole."""
-
-    def side(of: tuple[str, ...]) -> str:
-        # Query and kv heads are unrelated here unless they are the same. Written as N = (K G), a
-        # mesh axis longer than K would split K by a part of the axis, which no PartitionSpec can
-        # say; ``make_layout`` relates them instead.
-        return ", ".join(
-            " ".join("K" if dim == "N" and not grouped else dim for dim in DIMS[name])
-            for name in of
-        )
-
-    rule = f"{side(names)} -> {side(results)}"
-    # Shardy wants them in order of appearance.
-    return rule, tuple(dict.fromkeys(letter for letter in rule if letter in "TSHVJP"))

@@ -14,8 +14,7 @@ import datetime
 import functools
 import itertools
 import os
-import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,10 +23,20 @@ import jax.numpy as jnp
 from pallas_kernels.common import device, tables, timing
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from . import hopper, hopper_config, hopper_fp8
+from . import hopper
 from .fp8_operands import quantize_fp8
-from .hopper_config import SMEM_LIMIT_BYTES, UNGROUPED, Config
-from .spec import AttentionMasks, AttentionSpec
+from .hopper.config import (
+    TUNED,
+    UNGROUPED,
+    WIDTHS,
+    BackwardConfig,
+    ForwardConfig,
+    Fp8Config,
+    TileConfig,
+    exceeds_shared_memory,
+)
+from .hopper.gradients import WIDEST_BY_KEYS
+from .spec import AttentionMasks, AttentionSpec, BackwardOperands
 
 SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {
@@ -55,21 +64,21 @@ ALLOWED_ERROR = 2.0**-6
 """Of a candidate's values beside the shipped tiles': two orders of one sum, in 16 or 8 bits."""
 B, T, N = 2, 4096, 16
 
-type Times = Callable[[list[Config]], dict[Config, float]]
+type Times = Callable[[list[TileConfig]], dict[TileConfig, float]]
 """Milliseconds of each configuration that computes the right values."""
 
 
-def candidates(direction: str, key: str) -> list[Config]:
+def candidates(direction: str, key: str) -> list[TileConfig]:
     """The shipped configuration first, then the space's others.
 
     Raises:
         InputError: no kernel of this direction has such widths.
     """
     H, V = widths(key)
-    shipped = hopper_config.shipped(direction, key)
+    shipped = TUNED.shipped(direction, key)
     if direction == "backward":
-        by_keys = f"{H}/{V}" in hopper.WIDTHS and max(H, V) <= hopper.WIDEST_BY_KEYS
-        shipped = (shipped or hopper_config.BackwardConfig()) if by_keys else None
+        by_keys = f"{H}/{V}" in WIDTHS and max(H, V) <= WIDEST_BY_KEYS
+        shipped = (shipped or BackwardConfig()) if by_keys else None
     if shipped is None:
         raise InputError(f"--widths {key}: no {direction} of these widths takes tiles")
     space = SPACE[direction]
@@ -90,10 +99,10 @@ def widths(key: str) -> tuple[int, int]:
     return H, V
 
 
-def _fits(config: Config, H: int, V: int) -> bool:
-    if config.smem_bytes(H, V) > SMEM_LIMIT_BYTES:
+def _fits(config: TileConfig, H: int, V: int) -> bool:
+    if exceeds_shared_memory(config, H, V):
         return False
-    if isinstance(config, hopper_config.BackwardConfig):
+    if isinstance(config, BackwardConfig):
         try:
             config.check(H)
         except UnsupportedError:
@@ -114,25 +123,6 @@ def tune(direction: str, key: str, times: Times) -> list[tables.Row]:
     ]
 
 
-def keep(rows: Iterable[tables.Row], environment: dict[str, str]) -> pathlib.Path:
-    """Adds rows to the user's table of this device, in place of those of the same case."""
-    rows = tuple(rows)
-    path = hopper_config.user_file()
-    old = tables.load(path).rows if path.exists() else ()
-    replaced = {row.case for row in rows}
-    table = tables.Table(
-        op=hopper_config.OP,
-        question=hopper_config.QUESTION,
-        device_kind=device.target().kind,
-        environment=tuple(sorted(environment.items())),
-        rows=(*(row for row in old if row.case not in replaced), *rows),
-    )
-    for row in table.rows:
-        hopper_config.check_row(row)
-    tables.save(table, path)
-    return path
-
-
 def on_this_gpu(direction: str, key: str) -> Times:
     """Times by running: kernel time of a full and a causal call together."""
     H, V = widths(key)
@@ -144,26 +134,26 @@ def on_this_gpu(direction: str, key: str) -> Times:
     )
     masks = AttentionMasks()
 
-    def run(config: Config, right: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def run(config: TileConfig, right: int | None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         spec = AttentionSpec(scale=H**-0.5, right=right)
-        if isinstance(config, hopper_config.ForwardConfig):
+        if isinstance(config, ForwardConfig):
             forward = functools.partial(hopper.forward, masks=masks, spec=spec, config=config)
             return forward, (q, k, v)
-        if isinstance(config, hopper_config.Fp8Config):
+        if isinstance(config, Fp8Config):
             operands = jax.jit(quantize_fp8)(q, k, v)
-            fp8 = functools.partial(hopper_fp8.forward, spec=spec, dtype=q.dtype, config=config)
+            fp8 = functools.partial(hopper.forward_fp8, spec=spec, dtype=q.dtype, config=config)
             return fp8, (operands,)
         out, lse = jax.jit(functools.partial(hopper.forward, masks=masks, spec=spec))(q, k, v)
 
         def backward(q, k, v, out, lse, d_out):
-            return hopper.backward(
-                q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=False,
-                config=config,
-            )[:3]  # fmt: skip
+            operands = BackwardOperands(
+                q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
+            )
+            return hopper.backward(operands, spec=spec, deterministic=False, config=config)[:3]
 
         return backward, (q, k, v, out, lse, d_out)
 
-    def times(configs: list[Config]) -> dict[Config, float]:
+    def times(configs: list[TileConfig]) -> dict[TileConfig, float]:
         total = dict.fromkeys(configs, 0.0)
         for right in (None, 0):
             work = {config: run(config, right) for config in total}
@@ -217,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows = tune(direction, key, on_this_gpu(direction, key))
             for row in sorted(rows, key=lambda row: row.ms):
                 print(f"{direction} {key} {row.ms:.3f} ms {dict(row.choice)}", flush=True)
-            print(f"kept in {keep(rows, environment)}", flush=True)
+            print(f"kept in {TUNED.keep(rows, environment)}", flush=True)
 
 
 if __name__ == "__main__":

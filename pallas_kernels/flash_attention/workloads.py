@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
+class AttentionWorkload:
     """Shapes and masks of one call of ``flash_attention``."""
 
     name: str
@@ -75,12 +75,12 @@ class Workload:
         return arrays
 
 
-def _bars() -> tuple[Workload, ...]:
+def _bars() -> tuple[AttentionWorkload, ...]:
     widths = ((64, 32), (128, 32), (256, 16))
     lengths = ((8, 2048), (4, 4096), (1, 16384))
     grid = itertools.product(widths, (True, False), lengths, (1, 4))
     return tuple(
-        Workload(
+        AttentionWorkload(
             name=f"d{H} {'causal' if causal else 'full'} b{B} s{length} h{N}/{N // group}",
             B=B,
             T=length,
@@ -99,27 +99,31 @@ BARS = _bars()
 """The grid on which the kernels are held against cuDNN."""
 
 SPECIAL = (
-    Workload(name="mla causal b4 s4096", B=4, T=4096, S=4096, N=16, K=16, H=192, V=128),
-    Workload(name="mla causal b1 s16384", B=1, T=16384, S=16384, N=16, K=16, H=192, V=128),
-    Workload(
+    AttentionWorkload(name="mla causal b4 s4096", B=4, T=4096, S=4096, N=16, K=16, H=192, V=128),
+    AttentionWorkload(name="mla causal b1 s16384", B=1, T=16384, S=16384, N=16, K=16, H=192, V=128),
+    AttentionWorkload(
         name="window 1024 b1 s16384", B=1, T=16384, S=16384, N=32, K=8, H=128, V=128, window=1023
     ),
-    Workload(name="packed 8 x 1024 b4", B=4, T=8192, S=8192, N=32, K=8, H=128, V=128, documents=8),
-    Workload(name="chunked prefill t2048 s16384", B=1, T=2048, S=16384, N=32, K=8, H=128, V=128),
+    AttentionWorkload(
+        name="packed 8 x 1024 b4", B=4, T=8192, S=8192, N=32, K=8, H=128, V=128, documents=8
+    ),
+    AttentionWorkload(
+        name="chunked prefill t2048 s16384", B=1, T=2048, S=16384, N=32, K=8, H=128, V=128
+    ),
 )
 """What cuDNN through JAX lacks or does slowly."""
 
 MODELS = (
-    Workload(name="llama-3.2-1b", B=4, T=4096, S=4096, N=32, K=8, H=64, V=64),
-    Workload(name="llama-3-8b", B=1, T=8192, S=8192, N=32, K=8, H=128, V=128),
-    Workload(name="llama-3-70b, 8-way heads", B=1, T=8192, S=8192, N=8, K=1, H=128, V=128),
-    Workload(name="phi-3-mini", B=2, T=4096, S=4096, N=32, K=32, H=96, V=96),
-    Workload(name="phi-2", B=4, T=2048, S=2048, N=32, K=32, H=80, V=80),
-    Workload(
+    AttentionWorkload(name="llama-3.2-1b", B=4, T=4096, S=4096, N=32, K=8, H=64, V=64),
+    AttentionWorkload(name="llama-3-8b", B=1, T=8192, S=8192, N=32, K=8, H=128, V=128),
+    AttentionWorkload(name="llama-3-70b, 8-way heads", B=1, T=8192, S=8192, N=8, K=1, H=128, V=128),
+    AttentionWorkload(name="phi-3-mini", B=2, T=4096, S=4096, N=32, K=32, H=96, V=96),
+    AttentionWorkload(name="phi-2", B=4, T=2048, S=2048, N=32, K=32, H=80, V=80),
+    AttentionWorkload(
         name="gemma-2-9b, local", B=1, T=8192, S=8192, N=16, K=8, H=256, V=256, window=4095,
         soft_cap=50.0,
     ),
-    Workload(
+    AttentionWorkload(
         name="gpt-oss-20b, local", B=1, T=8192, S=8192, N=64, K=8, H=64, V=64, window=127,
         sinks=True,
     ),

@@ -25,7 +25,7 @@ from pallas_kernels.common.dot import einsum_f32
 
 from .masking import visible_BTS, visible_tiles
 from .reference import grouped_bias
-from .spec import AttentionMasks, AttentionSpec
+from .spec import AttentionGradients, AttentionMasks, AttentionSpec, BackwardOperands
 
 # Scores of one tile over all batch rows and heads, in elements. On a CPU a tile that stays in
 # cache won by up to 4 times over one chunk (2 cores, lengths 256 to 4096); on a GPU a tile must be
@@ -310,29 +310,17 @@ def _tile_gradients(
 
 
 def backward(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKV: jax.Array,
-    masks: AttentionMasks,
-    out_BTNV: jax.Array,
-    lse_BTN: jax.Array,
-    d_out_BTNV: jax.Array,
-    d_lse_BTN: jax.Array,
-    *,
-    spec: AttentionSpec,
-    deterministic: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    operands: BackwardOperands, *, spec: AttentionSpec, deterministic: bool = True
+) -> AttentionGradients:
     """Gradients from (out, logsumexp): dS = P (dP - rowsum(dO O) + dlse).
 
-    Args other than the forward's:
-        out_BTNV, lse_BTN: what the forward returned.
-        d_out_BTNV, d_lse_BTN: their cotangents.
-        deterministic: is always so here, the tiles are summed in one order.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v; d_sinks float32 [N] or None; d_bias like bias or None.
+    They repeat bit for bit in any case: the tiles are summed in one order.
     """
     del deterministic
+    q_BTNH, k_BSKH, v_BSKV, masks = operands.q, operands.k, operands.v, operands.masks
+    out_BTNV, lse_BTN = operands.out, operands.lse
+    d_out_BTNV, d_lse_BTN = operands.d_out, operands.d_lse
+    assert d_lse_BTN is not None
     tiles = _cut(q_BTNH, k_BSKH, masks, spec)
     # An empty row has no gradient, whatever arrives for its logsumexp of -inf.
     empty_BTN = jnp.isneginf(lse_BTN)
@@ -388,4 +376,4 @@ def backward(
     if masks.bias is not None and d_bias is not None:
         b, n, t, s = masks.bias.shape
         d_bias = d_bias[..., :t, :s].reshape(b, n, t, s).astype(masks.bias.dtype)
-    return dq, dk, dv, d_sinks, d_bias
+    return AttentionGradients(dq, dk, dv, d_sinks, d_bias)

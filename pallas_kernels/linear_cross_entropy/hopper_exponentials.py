@@ -14,8 +14,6 @@ a tile of the table is read from memory once.
 
 import dataclasses
 import functools
-import math
-import types
 from typing import Any
 
 import jax
@@ -24,11 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common.device import NUM_PROCESSORS
-from pallas_kernels.flash_attention.hopper_tile import mask_tile, soft_cap, sum_strips
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
+from pallas_kernels.hopper.tile import LOG2E, ROW, mask_tile, soft_cap, sum_strips, tiled
 
-LOG2E = math.log2(math.e)
-ROW = plgpu.Layout.WGMMA.reduce(1)
 WARPGROUP_ROWS = 64
 NUM_COMPUTE = 2
 # The copy engine and WGMMA tile the last dim by 128 bytes and rows by 8.
@@ -36,7 +33,7 @@ ROW_MULTIPLE, WIDTH_MULTIPLE = 8, 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Config:
+class ExponentialsConfig:
     """Tiles of one block and how its warpgroups share the tensor cores."""
 
     block_v: int = 256
@@ -53,7 +50,7 @@ class Config:
         return WARPGROUP_ROWS * NUM_COMPUTE
 
 
-DEFAULT = Config()
+DEFAULT = ExponentialsConfig()
 
 
 def exponentials(
@@ -64,7 +61,7 @@ def exponentials(
     num_ids: int,
     logit_soft_cap: float | None = None,
     with_matrix: bool = True,
-    config: Config | None = None,
+    config: ExponentialsConfig | None = None,
 ) -> tuple[jax.Array | None, jax.Array]:
     """Exponentials of capped logits, each times its cap's slope, and their plain row sums.
 
@@ -94,41 +91,32 @@ def exponentials(
     )  # fmt: skip
     padded_rows = kernel.num_r_tiles * config.cluster * config.block_r
     reference_R = jnp.pad(reference_R * LOG2E, (0, padded_rows - num_rows), constant_values=jnp.inf)
-    out_type = [jax.ShapeDtypeStruct((kernel.num_v_tiles, padded_rows), jnp.float32)]
+    results = {"sums": jax.ShapeDtypeStruct((kernel.num_v_tiles, padded_rows), jnp.float32)}
     if with_matrix:
-        out_type.append(jax.ShapeDtypeStruct((num_rows, num_columns), x_RD.dtype))
-    names = ("x", "table", "reference", "sums", "matrix")[: 3 + len(out_type)]
-
-    scratch = kernel.scratch()
-
-    def body(*refs):
-        gmem = dict(zip(names, refs[: len(names)], strict=True))
-        smem = dict(zip(scratch, refs[len(names) :], strict=True))
-        kernel.run(types.SimpleNamespace(**gmem), types.SimpleNamespace(**smem))
-
-    outputs = plgpu.kernel(
-        body,
-        out_type=tuple(out_type),
-        scratch_types=tuple(scratch.values()),
+        results["matrix"] = jax.ShapeDtypeStruct((num_rows, num_columns), x_RD.dtype)
+    found = launch(
+        kernel.run,
+        operands={"x": x_RD, "table": table_VD, "reference": reference_R},
+        results=results,
+        scratch=kernel.scratch(),
         grid=(kernel.num_clusters,),
         grid_names=("worker",),
         cluster=(config.cluster,),
         cluster_names=("cluster",),
         num_threads=NUM_COMPUTE + 1,
-        thread_name="wg",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-    )(x_RD, table_VD, reference_R)
-    sums_R = jnp.sum(outputs[0], axis=0)[:num_rows]
-    return (outputs[1] if with_matrix else None), sums_R
+    )
+    sums_R = jnp.sum(found["sums"], axis=0)[:num_rows]
+    return found.get("matrix"), sums_R
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Kernel:
     """The kernel of one call; methods are its phases, written once per trace."""
 
-    c: Config
+    c: ExponentialsConfig
     num_rows: int
     num_columns: int
     width: int
@@ -161,7 +149,7 @@ class _Kernel:
 
     def scratch(self) -> dict:
         c = self.c
-        tile = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        tile = tiled(128)
         empty = (
             plgpu.Barrier if c.cluster == 1
             else functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))

@@ -9,10 +9,10 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
-from pallas_kernels.common.hopper_formula import Call
 from pallas_kernels.common.varying import results_vary, vary_alike
+from pallas_kernels.rows import dispatch
+from pallas_kernels.rows.formula import RowCall
 
 from . import formulas, hopper
 from .formulas import Norm
@@ -95,21 +95,23 @@ def _checked(
     norm, inputs = checked(op, x, vectors, epsilon, residual)
     if implementation == "reference":
         return _as_asked(norm, _plain(norm, inputs, vectors))
-    x_RC = rows.as_rows(x)
+    x_RC = dispatch.as_rows(x)
 
     def chosen(direction: str) -> str:
         is_forward = direction == "forward"
         formula = formulas.forward(norm) if is_forward else formulas.backward(norm)
-        call = Call.of(
+        call = RowCall.of(
             formula,
             (x_RC,) * (len(inputs) + (not is_forward)),
             vectors if is_forward else vectors[:1],
         )
         form = op + ("+residual" if norm.residual else "")
-        case = rows.Case(op="norm", form=form, direction=direction, rows=x_RC.shape[0], call=call)
-        return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
+        case = dispatch.Case(
+            op="norm", form=form, direction=direction, rows=x_RC.shape[0], call=call
+        )
+        return dispatch.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
-    inputs = tuple(rows.as_rows(a) for a in inputs)
+    inputs = tuple(dispatch.as_rows(a) for a in inputs)
     results = _norm(chosen("forward"), chosen("gradient"), norm, *vary_alike((inputs, vectors)))
     return _as_asked(norm, tuple(a.reshape(x.shape) for a in results))
 
@@ -122,7 +124,7 @@ def checked(
     Raises:
         InputError: shapes, dtypes or epsilon that make no norm.
     """
-    rows.check_input(op, x)
+    dispatch.check_input(op, x)
     for name, vector in zip(("scale", "bias"), vectors, strict=False):
         if vector.shape != x.shape[-1:] or not jnp.issubdtype(vector.dtype, jnp.floating):
             raise InputError(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.hopper_formula import Formula, Load, Parts, add, to_columns
+from pallas_kernels.rows.formula import Formula, Load, Parts, add, to_columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

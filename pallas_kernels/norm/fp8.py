@@ -8,11 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import rows
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.common.hopper_formula import Call
-from pallas_kernels.common.hopper_rows import apply_rows
 from pallas_kernels.common.varying import results_vary, vary_alike
+from pallas_kernels.rows import dispatch
+from pallas_kernels.rows.apply import apply_rows
+from pallas_kernels.rows.formula import RowCall
 
 from . import api, fp8_formula
 from .formulas import Norm
@@ -97,13 +97,13 @@ def _checked(
     num_devices: int,
 ) -> Fp8Rows | tuple[Fp8Rows, jax.Array]:
     norm, inputs = api.checked(op, x, vectors, epsilon, residual)
-    inputs = tuple(rows.as_rows(a) for a in inputs)
-    call = Call.of(fp8_formula.forward(norm), inputs, vectors)
-    case = rows.Case(
+    inputs = tuple(dispatch.as_rows(a) for a in inputs)
+    call = RowCall.of(fp8_formula.forward(norm), inputs, vectors)
+    case = dispatch.Case(
         op="norm", form=op + "+residual" * norm.residual + "_fp8", direction="forward",
         rows=inputs[0].shape[0], call=call,
     )  # fmt: skip
-    chosen = rows.choose(implementation, case, tuned=api.TUNED, num_devices=num_devices)
+    chosen = dispatch.choose(implementation, case, tuned=api.TUNED, num_devices=num_devices)
     results = _norm(chosen, norm, *vary_alike((inputs, vectors)))
     y = Fp8Rows(values=results[0].reshape(x.shape), scale=results[-1].reshape(x.shape[:-1]))
     return (y, results[1].reshape(x.shape)) if norm.residual else y

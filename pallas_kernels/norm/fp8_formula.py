@@ -8,16 +8,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.hopper_formula import Again, Formula, Load, Parts
+from pallas_kernels.common.e4m3 import E4M3, LARGEST, LEAST
+from pallas_kernels.rows.formula import Again, Formula, Load, Parts
 
 from . import formulas
 from .formulas import Norm
-
-E4M3 = jnp.float8_e4m3fn
-LARGEST = 448.0
-LEAST = 2.0**-40
-"""A row whose largest element is smaller counts as having this one, so that no scale is 0; as in
-``flash_attention.fp8_operands``."""
 
 
 @jax.tree_util.register_dataclass

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.hopper_rows import apply_rows
-from pallas_kernels.common.hopper_rows_config import Config
+from pallas_kernels.rows.apply import apply_rows
+from pallas_kernels.rows.config import RowConfig
 
 from . import formulas
 from .formulas import Norm
@@ -17,7 +17,7 @@ def norm(
     inputs_RC: Sequence[jax.Array],
     vectors_C: Sequence[jax.Array],
     *,
-    config: Config | None = None,
+    config: RowConfig | None = None,
 ) -> tuple[jax.Array, ...]:
     """``formulas.forward``: y, and x if it is a sum, in the inputs' dtype; vectors are fp32."""
     return apply_rows(formulas.forward(form), inputs_RC, vectors_C=vectors_C, config=config)[0]
@@ -28,7 +28,7 @@ def norm_gradient(
     inputs_RC: Sequence[jax.Array],
     scale_C: jax.Array,
     *,
-    config: Config | None = None,
+    config: RowConfig | None = None,
 ) -> tuple[jax.Array, ...]:
     """``formulas.backward``: d_x in the inputs' dtype, d_scale and d_bias in fp32."""
     results, sums = apply_rows(
@@ -38,7 +38,7 @@ def norm_gradient(
 
 
 def rms_norm(
-    x_RC: jax.Array, scale_C: jax.Array, *, epsilon: float, config: Config | None = None
+    x_RC: jax.Array, scale_C: jax.Array, *, epsilon: float, config: RowConfig | None = None
 ) -> jax.Array:
     """``x / sqrt(mean(x**2) + epsilon) * scale``, in the dtype of ``x``; scale is fp32."""
     form = Norm(columns=x_RC.shape[1], epsilon=epsilon, dtype=x_RC.dtype)
@@ -51,7 +51,7 @@ def rms_norm_gradient(
     d_y_RC: jax.Array,
     *,
     epsilon: float,
-    config: Config | None = None,
+    config: RowConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of x, in its dtype, and of the scale, fp32."""
     form = Norm(columns=x_RC.shape[1], epsilon=epsilon, dtype=x_RC.dtype)

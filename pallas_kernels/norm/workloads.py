@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.rows import BARS, OTHERS, Workload
+from pallas_kernels.rows.dispatch import BARS, OTHERS, RowWorkload
 
 WORKLOADS = (*BARS, *OTHERS)
 EPSILON = 1e-6
 
 
 def arrays(
-    workload: Workload, key: jax.Array, dtype: DTypeLike = jnp.bfloat16
+    workload: RowWorkload, key: jax.Array, dtype: DTypeLike = jnp.bfloat16
 ) -> dict[str, jax.Array]:
     """x and the gradient of the result, [R, C], and the scale, fp32 [C]."""
     keys = jax.random.split(key, 3)

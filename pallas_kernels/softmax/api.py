@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import rows
 from pallas_kernels.common.errors import InputError
-from pallas_kernels.common.hopper_formula import MASK, Call, Formula
 from pallas_kernels.common.varying import results_vary, vary_alike
+from pallas_kernels.rows import dispatch
+from pallas_kernels.rows.formula import MASK, Formula, RowCall
 
 from . import hopper
 from .reference import log_softmax_reference, softmax_gradient_reference, softmax_reference
@@ -49,7 +49,7 @@ def softmax(
             broadcast, or an unknown implementation.
         UnsupportedError: the Hopper kernels are named and cannot compute this call.
     """
-    rows.check_input("softmax", x, axis)
+    dispatch.check_input("softmax", x, axis)
     if where is not None:
         where = _mask(where, x)
     if implementation == "reference":
@@ -63,8 +63,8 @@ def softmax(
         ),
         gradient=("softmax", (x.dtype,) * 2, hopper.gradient()),
     )  # fmt: skip
-    masks = () if where is None else (rows.as_rows(where),)
-    return _softmax(*chosen, *vary_alike((rows.as_rows(x), masks))).reshape(x.shape)
+    masks = () if where is None else (dispatch.as_rows(where),)
+    return _softmax(*chosen, *vary_alike((dispatch.as_rows(x), masks))).reshape(x.shape)
 
 
 def log_softmax(
@@ -74,7 +74,7 @@ def log_softmax(
 
     Its gradient is computed from ``x``: the result in 16 bits is too coarse to be exponentiated.
     """
-    rows.check_input("log_softmax", x, axis)
+    dispatch.check_input("log_softmax", x, axis)
     if implementation == "reference":
         return log_softmax_reference(x)
     chosen = _chosen(
@@ -82,7 +82,7 @@ def log_softmax(
         forward=("log_softmax", (x.dtype,), hopper.forward(log=True, masked=False)),
         gradient=("log_softmax", (x.dtype,) * 2, hopper.log_gradient()),
     )  # fmt: skip
-    return _log_softmax(*chosen, rows.as_rows(x)).reshape(x.shape)
+    return _log_softmax(*chosen, dispatch.as_rows(x)).reshape(x.shape)
 
 
 def _mask(where: jax.Array, x: jax.Array) -> jax.Array:
@@ -105,14 +105,14 @@ def _chosen(
     gradient: tuple[str, tuple[jnp.dtype, ...], Formula],
 ) -> tuple[str, str]:
     """Who computes each direction, of a form in the table, dtypes of inputs and a formula."""
-    x_RC = jax.eval_shape(rows.as_rows, x)
+    x_RC = jax.eval_shape(dispatch.as_rows, x)
 
     def of(direction: str, form: str, dtypes: tuple[jnp.dtype, ...], formula: Formula) -> str:
-        call = Call.of(formula, [x_RC.update(dtype=dtype) for dtype in dtypes])
-        case = rows.Case(
+        call = RowCall.of(formula, [x_RC.update(dtype=dtype) for dtype in dtypes])
+        case = dispatch.Case(
             op="softmax", form=form, direction=direction, rows=x_RC.shape[0], call=call
         )
-        return rows.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
+        return dispatch.choose(implementation, case, tuned=TUNED, num_devices=num_devices)
 
     return of("forward", *forward), of("gradient", *gradient)
 

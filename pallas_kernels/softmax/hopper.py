@@ -6,9 +6,9 @@ norm/NOTES.md measures them. Dims: R row, C column, A row or part of a row in a 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.hopper_formula import MASK, Formula, Load, Parts, add, to_columns
-from pallas_kernels.common.hopper_rows import apply_rows
-from pallas_kernels.common.hopper_rows_config import Config
+from pallas_kernels.rows.apply import apply_rows
+from pallas_kernels.rows.config import RowConfig
+from pallas_kernels.rows.formula import MASK, Formula, Load, Parts, add, to_columns
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -18,7 +18,7 @@ def softmax(
     where_RC: jax.Array | None = None,
     *,
     log: bool = False,
-    config: Config | None = None,
+    config: RowConfig | None = None,
 ) -> jax.Array:
     """``exp(x - max) / sum`` over columns or its logarithm, in the dtype of ``x``.
 
@@ -74,7 +74,7 @@ def forward(*, log: bool, masked: bool) -> Formula:
 
 
 def softmax_gradient(
-    y_RC: jax.Array, d_y_RC: jax.Array, *, config: Config | None = None
+    y_RC: jax.Array, d_y_RC: jax.Array, *, config: RowConfig | None = None
 ) -> jax.Array:
     """``y * (d_y - sum(y * d_y))``."""
     return apply_rows(gradient(), [y_RC, d_y_RC], config=config)[0][0]
@@ -98,7 +98,7 @@ def gradient() -> Formula:
 
 
 def log_softmax_gradient(
-    x_RC: jax.Array, d_y_RC: jax.Array, *, config: Config | None = None
+    x_RC: jax.Array, d_y_RC: jax.Array, *, config: RowConfig | None = None
 ) -> jax.Array:
     """``d_y - softmax(x) * sum(d_y)``; from x, because a logarithm in 16 bits is not exact."""
     return apply_rows(log_gradient(), [x_RC, d_y_RC], config=config)[0][0]

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.common.rows import BARS, OTHERS, Workload
+from pallas_kernels.rows.dispatch import BARS, OTHERS, RowWorkload
 
 WORKLOADS = (*BARS, *OTHERS)
 
 
 def arrays(
-    workload: Workload, key: jax.Array, dtype: DTypeLike = jnp.bfloat16
+    workload: RowWorkload, key: jax.Array, dtype: DTypeLike = jnp.bfloat16
 ) -> dict[str, jax.Array]:
     """x and the gradient of the result, both [R, C]."""
     keys = jax.random.split(key)

@@ -14,11 +14,10 @@ from pallas_kernels.flash_attention import reference
 from pallas_kernels.flash_attention.implementations import (
     IMPLEMENTATIONS,
     Implementation,
-    Pass,
     Plan,
     attend,
 )
-from pallas_kernels.flash_attention.opaque import call_opaque
+from pallas_kernels.flash_attention.spec import AttentionGradients
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
@@ -29,23 +28,23 @@ def attention_forward(q, k, v, masks, *, spec):
     return reference.forward(q, k, v, masks, spec=spec)
 
 
-def attention_backward(q, k, v, masks, out, lse, d_out, d_lse, *, spec, deterministic):
-    del out, lse, deterministic
+def attention_backward(operands, *, spec, deterministic):
+    del deterministic
+    q, k, v, masks = operands.q, operands.k, operands.v, operands.masks
 
     def forward(q, k, v, sinks, bias):
         arrays = dataclasses.replace(masks, sinks=sinks, bias=bias)
         return reference.forward(q, k, v, arrays, spec=spec)
 
-    dq, *grads = jax.vjp(forward, q, k, v, masks.sinks, masks.bias)[1]((d_out, d_lse))
+    dq, *grads = jax.vjp(forward, q, k, v, masks.sinks, masks.bias)[1](
+        (operands.d_out, operands.d_lse)
+    )
     total = jax.new_ref(jnp.zeros_like(dq))  # as the fused backward sums it
     total[...] += dq
-    return (total[...], *grads)
+    return AttentionGradients(total[...], *grads)
 
 
-STAND_IN = Implementation(
-    forward=Pass(compute=attention_forward, call=call_opaque),
-    backward=Pass(compute=attention_backward, call=call_opaque),
-)
+STAND_IN = Implementation(forward=attention_forward, backward=attention_backward, opaque=True)
 XLA = IMPLEMENTATIONS["xla"]
 BOTH = {"xla": XLA, "custom-call": STAND_IN}
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.common import device, rows, tables
+from pallas_kernels.common import device, tables
+from pallas_kernels.rows import dispatch
 
 REFUSALS = [
     ({"shape": (8, 100)}, "100 columns are not a multiple of 32"),
@@ -62,6 +63,6 @@ def table(
         for name, time in zip(("hopper", "xla"), times, strict=True)
     ]
     return tables.Table(
-        op=op, question=rows.QUESTION, device_kind="NVIDIA H200", environment=(),
+        op=op, question=dispatch.QUESTION, device_kind="NVIDIA H200", environment=(),
         rows=tuple(measured),
     )  # fmt: skip

@@ -10,8 +10,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import InputError, UnsupportedError, flash_attention
 from pallas_kernels.common import device, tables
-from pallas_kernels.flash_attention import AttentionSpec, MeshAxes, dispatch, preference
+from pallas_kernels.flash_attention import AttentionSpec, MeshAxes, dispatch
 from pallas_kernels.flash_attention.masking import AttentionMasks
+from pallas_kernels.flash_attention.spec import AttentionCall
 from pallas_kernels.flash_attention.workloads import BARS, SPECIAL, WORKLOADS
 
 
@@ -79,7 +80,7 @@ def make_call(**changes):
         "backward": "fused",
         "return_residual": False,
     }
-    return dispatch.Call(**(values | changes))
+    return AttentionCall(**(values | changes))
 
 
 def test_a_named_implementation_refuses_and_names_who_can():
@@ -124,9 +125,7 @@ def test_auto_logs_each_case_once(caplog):
 
 
 def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
-    case = preference.case_of(
-        *(getattr(make_call(), name) for name in ("spec", "masks", "q", "k", "v"))
-    )
+    case = dispatch.case_of(make_call())
 
     def row(length, name, ms):
         lengths = {"q_length": length, "kv_length": length}
@@ -139,13 +138,13 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
         environment=(),
         rows=(row(16, "xla", 1.0), row(16, "cudnn", 2.0), row(4096, "cudnn", 3.0)),
     )
-    assert preference.rank(table, case) == ["xla", "cudnn"]
-    assert preference.rank(table, case | {"q_length": 2048, "kv_length": 2048}) == ["cudnn"]
-    assert preference.rank(table, case | {"mask": "window"}) == []
+    assert dispatch.rank(table, case) == ["xla", "cudnn"]
+    assert dispatch.rank(table, case | {"q_length": 2048, "kv_length": 2048}) == ["cudnn"]
+    assert dispatch.rank(table, case | {"mask": "window"}) == []
     tables.save(table, tmp_path / "flash_attention" / "dispatch-cpu.json")
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     call = make_call()
-    order = preference.preferences(call.spec, call.masks, call.q, call.k, call.v)
+    order = dispatch.preferences(call)
     assert order == ["xla", "cudnn", "hopper"]
 
 

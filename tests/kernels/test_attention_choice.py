@@ -13,16 +13,16 @@ from pallas_kernels.flash_attention import (
     AttentionMasks,
     AttentionSpec,
     dispatch,
-    preference,
 )
-from pallas_kernels.flash_attention.workloads import WORKLOADS, Workload
+from pallas_kernels.flash_attention.spec import AttentionCall
+from pallas_kernels.flash_attention.workloads import WORKLOADS, AttentionWorkload
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 PLAIN = BY_NAME["llama-3-8b"]
 PACKED = BY_NAME["packed 8 x 1024 b4"]
 
 
-def shapes(workload: Workload, dtype="bfloat16"):
+def shapes(workload: AttentionWorkload, dtype="bfloat16"):
     key = jax.eval_shape(lambda: jax.random.key(0))
     arrays = jax.eval_shape(workload.arrays, key)
     return {
@@ -31,9 +31,9 @@ def shapes(workload: Workload, dtype="bfloat16"):
     }
 
 
-def chosen(workload: Workload, *, dtype="bfloat16", facts=device.H200, **options) -> str:
+def chosen(workload: AttentionWorkload, *, dtype="bfloat16", facts=device.H200, **options) -> str:
     arrays = shapes(workload, dtype)
-    call = dispatch.Call(
+    call = AttentionCall(
         spec=AttentionSpec(
             scale=0.1, right=0 if workload.causal else None, logit_soft_cap=workload.soft_cap
         ),
@@ -62,7 +62,7 @@ def test_auto_on_hopper(monkeypatch):
     assert chosen(dataclasses.replace(phi, causal=False)) == "cudnn"  # no row of this width
     assert chosen(PACKED) == "hopper"
     assert chosen(BY_NAME["gemma-2-9b, local"]) == "hopper"  # a soft cap is beyond cuDNN
-    monkeypatch.setattr(preference, "UNMEASURED", HOPPER_FIRST)
+    monkeypatch.setattr(dispatch, "UNMEASURED", HOPPER_FIRST)
     assert chosen(PLAIN) == "hopper"
     assert chosen(PACKED) == "hopper"
     assert chosen(PLAIN, dtype="float32") == "xla"
@@ -94,7 +94,7 @@ def test_hopper_kernels_are_refused_elsewhere():
         chosen(PLAIN, facts=device.target(), implementation="hopper")
 
 
-def lower(workload: Workload, *, gradient: bool):
+def lower(workload: AttentionWorkload, *, gradient: bool):
     """The call's program for CUDA, made on this machine."""
     arrays = shapes(workload)
     floats = {name: x for name, x in arrays.items() if not name.endswith("ids")}

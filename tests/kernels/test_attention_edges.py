@@ -9,15 +9,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import InputError, flash_attention
-from pallas_kernels.flash_attention import (
-    AttentionMasks,
-    AttentionSpec,
-    hopper,
-    implementations,
-)
-from pallas_kernels.flash_attention.hopper_backward_operands import row_statistics
+from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, implementations
+from pallas_kernels.flash_attention.hopper.backward_block import row_statistics
+from pallas_kernels.flash_attention.hopper.gradients import sink_gradient
 from pallas_kernels.flash_attention.implementations import Plan
 from pallas_kernels.flash_attention.masking import visible_BTS
+from pallas_kernels.flash_attention.spec import BackwardOperands
 from pallas_kernels.flash_attention.validate import make_spec
 from tests.kernels.attention_stand_in import STAND_IN
 
@@ -114,14 +111,18 @@ def test_cotangents_of_rows_without_keys_on_hopper():
     out, d_out = normal(1, 3, 2, 8), normal(1, 3, 2, 8)
     lse = jnp.asarray([[[0.1, -jnp.inf], [-jnp.inf, 0.3], [1.0, 2.0]]])
     d_lse = jnp.where(jnp.isneginf(lse), jnp.nan, 0.5)
-    lse2, delta = row_statistics(out, lse, d_out, d_lse, 4)
+    sinks = jnp.asarray([-jnp.inf, 0.2])
+    q, masks = jnp.zeros_like(out), AttentionMasks(sinks=sinks)
+    operands = BackwardOperands(
+        q=q, k=q, v=q, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=d_lse
+    )
+    lse2, delta = row_statistics(operands, 4)
     empty = np.isneginf(np.asarray(lse)).swapaxes(1, 2)
     np.testing.assert_array_equal(np.isposinf(lse2[..., :3]), empty)
     assert np.isposinf(lse2[..., 3]).all()
     want = np.einsum("btnh,btnh->bnt", out, d_out) - 0.5
     np.testing.assert_allclose(delta[..., :3], np.where(empty, 0.0, want), atol=1e-6)
-    sinks = jnp.asarray([-jnp.inf, 0.2])
-    got = hopper.sink_gradient(sinks, out, lse, d_out, d_lse)
+    got = sink_gradient(operands)
     finite = np.where(empty, 0.0, np.asarray(lse).swapaxes(1, 2))
     p = np.where(empty, 0.0, np.exp(np.asarray(sinks)[:, None] - finite))
     np.testing.assert_allclose(got, -(p * np.where(empty, 0, want)).sum(axis=(0, 2)), rtol=1e-5)

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8, quantize_fp8
 from pallas_kernels.common import device
-from pallas_kernels.flash_attention import fp8, fp8_operands, hopper_fp8
+from pallas_kernels.flash_attention import fp8, fp8_operands, hopper
 from pallas_kernels.flash_attention.fp8_operands import KEYS_PER_SCALE
-from pallas_kernels.flash_attention.hopper_config import Fp8Config
+from pallas_kernels.flash_attention.hopper.config import Fp8Config
 from pallas_kernels.flash_attention.spec import AttentionSpec
 from tests.kernels import attention_oracle
 from tests.tolerance import assert_no_worse
@@ -138,7 +138,7 @@ def test_kernel_in_the_interpreter(shape, bounds, tiles):
     operands = quantize_fp8(q, k, v)
     spec = AttentionSpec(scale=q.shape[3] ** -0.5, **bounds)
     f = functools.partial(
-        hopper_fp8.forward, spec=spec, dtype=jnp.bfloat16, interpretable=True,
+        hopper.forward_fp8, spec=spec, dtype=jnp.bfloat16, interpretable=True,
         config=Fp8Config(**tiles),
     )  # fmt: skip
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
@@ -242,7 +242,7 @@ def test_refusals(call, error, words):
 )
 def test_kernel_refuses_before_the_compiler(H, config, scale, words):
     f = functools.partial(
-        hopper_fp8.forward, spec=AttentionSpec(scale=scale), dtype=jnp.bfloat16, config=config
+        hopper.forward_fp8, spec=AttentionSpec(scale=scale), dtype=jnp.bfloat16, config=config
     )
     with pytest.raises(UnsupportedError, match=words):
         jax.eval_shape(f, shapes(H))
@@ -253,14 +253,13 @@ def stand_in(monkeypatch):
     """Where the kernel would run: a custom call to JAX, computed by the reference."""
     seen = []
 
-    def compute(arrays, *, spec, dtype):
-        seen.append(arrays["q"].shape)
-        operands = fp8_operands.Fp8Operands(**arrays)
+    def compute(operands, *, spec, dtype):
+        seen.append(operands.q.shape)
         args = *fp8_operands.dequantized(operands), fp8.AttentionMasks()
         out, lse = fp8.reference.forward(*args, spec=spec)
         return out.astype(dtype), lse
 
-    monkeypatch.setattr(fp8, "_hopper", compute)
+    monkeypatch.setattr(hopper, "forward_fp8", compute)
     with device.compiling_for(device.H200):
         yield seen
 

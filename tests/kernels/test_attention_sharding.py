@@ -18,9 +18,8 @@ from pallas_kernels import UnsupportedError, flash_attention
 from pallas_kernels.common import device
 from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, reference, xla
-from pallas_kernels.flash_attention.implementations import Pass, Plan, attend
-from pallas_kernels.flash_attention.opaque import call_opaque
-from pallas_kernels.flash_attention.sharding import MeshAxes
+from pallas_kernels.flash_attention.implementations import Plan, attend
+from pallas_kernels.flash_attention.spec import MeshAxes
 from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, XLA, results
 
 P = PartitionSpec
@@ -125,7 +124,7 @@ def test_sharded_arrays_outside_of_jit_are_not_gathered():
         seen.append(q.shape)
         return reference.forward(q, k, v, masks, spec=spec)
 
-    watched = dataclasses.replace(STAND_IN, forward=Pass(compute=forward, call=call_opaque))
+    watched = dataclasses.replace(STAND_IN, forward=forward)
     q, k, v, *_ = arrays(8, 4)
     layout = NamedSharding(mesh, P("data", None, "tensor"))
     placed = jax.device_put((q, k, v), layout)

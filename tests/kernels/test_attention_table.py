@@ -8,8 +8,8 @@ import pytest
 
 from experiments.bench import attention, attention_table
 from pallas_kernels.common import device, tables
-from pallas_kernels.flash_attention import dispatch, preference
-from pallas_kernels.flash_attention.spec import AttentionMasks
+from pallas_kernels.flash_attention import dispatch
+from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks
 
 CASE = attention.Case(B=2, T=1024, N=8, K=2, H=64, Hv=64, causal=True)
 PACKED = dataclasses.replace(CASE, packed=True)
@@ -40,7 +40,7 @@ def chosen(case):
     q, k, v, _ = jax.eval_shape(case.arrays)
     ids: Any = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
     masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
-    call = dispatch.Call(
+    call = AttentionCall(
         spec=case.spec, masks=masks, q=q, k=k, v=v, backward="fused", return_residual=False
     )
     with device.compiling_for(device.H200):
@@ -48,7 +48,7 @@ def chosen(case):
 
 
 def test_auto_follows_the_table(result, tmp_path, monkeypatch):
-    monkeypatch.setattr(preference, "TUNED", tmp_path)
+    monkeypatch.setattr(dispatch, "TUNED", tmp_path)
     table = attention_table.table_of(result)
     assert len(table.rows) == 4
     tables.save(table, tmp_path / f"dispatch-{device.H200.slug}.json")

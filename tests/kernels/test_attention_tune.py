@@ -8,18 +8,20 @@ import jax
 import pytest
 
 from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8
-from pallas_kernels.common import device, tables
-from pallas_kernels.flash_attention import hopper_config, tune
-from pallas_kernels.flash_attention.hopper_config import SMEM_LIMIT_BYTES, BackwardConfig
+from pallas_kernels.common import device, tables, tuned
+from pallas_kernels.flash_attention import tune
+from pallas_kernels.flash_attention.hopper import config as tiles
+from pallas_kernels.flash_attention.hopper.config import TUNED, BackwardConfig
+from pallas_kernels.hopper.machine import SMEM_BYTES
 from tests.kernels.test_attention_fp8 import shapes
 
-LOGGER = "pallas_kernels.flash_attention.hopper_config"
+LOGGER = "pallas_kernels.common.tuned"
 
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
-    hopper_config._announce.cache_clear()
+    tuned.announce.cache_clear()
     with device.compiling_for(device.H200):
         yield tmp_path / "flash_attention" / "tiles-nvidia-h200.json"
     tables._find.cache_clear()
@@ -32,12 +34,12 @@ def own_folder(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_candidates_fit_and_begin_with_the_shipped(direction, key):
     found = tune.candidates(direction, key)
-    shipped = hopper_config.shipped(direction, key)
+    shipped = TUNED.shipped(direction, key)
     assert found[0] == (shipped or BackwardConfig())
     assert len(set(found)) == len(found)
     assert len(found) > 1 or max(tune.widths(key)) > 64  # wide backwards have one form
     for config in found:
-        assert config.smem_bytes(*tune.widths(key)) <= SMEM_LIMIT_BYTES
+        assert config.smem_bytes(*tune.widths(key)) <= SMEM_BYTES
 
 
 @pytest.mark.parametrize("key", ["256/256", "72/72", "128", "wide/wide"])
@@ -58,7 +60,7 @@ def fastest(wanted):
 
 def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
     caplog.set_level(logging.INFO, logger=LOGGER)
-    before = hopper_config.forward_config(128, 128)
+    before = tiles.forward_config(128, 128)
     wanted = {
         "forward": tune.candidates("forward", "128/128")[-1],
         "fp8": tune.candidates("fp8", "128/128")[-1],
@@ -70,18 +72,18 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
         key = "64/64 ungrouped" if direction == "backward" else "128/128"
         rows = tune.tune(direction, key, fastest(config))
         assert len(rows) == len(tune.candidates(direction, key)) - 1
-        assert tune.keep(rows, {"date": "2026-01-01"}) == own_folder
+        assert TUNED.keep(rows, {"date": "2026-01-01"}) == own_folder
     tables._find.cache_clear()
     for _ in range(2):
-        assert hopper_config.forward_config(128, 128) == wanted["forward"]
-    assert hopper_config.fp8_config(128, 128) == wanted["fp8"]
-    assert hopper_config.backward_config(64, 64, 1) == wanted["backward"]
+        assert tiles.forward_config(128, 128) == wanted["forward"]
+    assert tiles.fp8_config(128, 128) == wanted["fp8"]
+    assert tiles.backward_config(64, 64, 1) == wanted["backward"]
     # Others, and other devices, keep the shipped ones.
-    assert hopper_config.forward_config(64, 64) == hopper_config.shipped("forward", "64/64")
-    assert hopper_config.backward_config(64, 64, 4) == hopper_config.shipped("backward", "64/64")
+    assert tiles.forward_config(64, 64) == TUNED.shipped("forward", "64/64")
+    assert tiles.backward_config(64, 64, 4) == TUNED.shipped("backward", "64/64")
     other = device.Facts(kind="NVIDIA H100", is_gpu=True, capability=(9, 0))
     with device.compiling_for(other):
-        assert hopper_config.forward_config(128, 128) == before
+        assert tiles.forward_config(128, 128) == before
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 3
     assert str(own_folder) in lines[0]
@@ -91,10 +93,10 @@ def test_kernels_take_what_was_fastest_here_and_say_so(own_folder, caplog):
 def test_tuning_again_replaces_the_case(own_folder):
     first, second = tune.candidates("forward", "64/64")[2:4]
     for config in (first, second):
-        tune.keep(tune.tune("forward", "64/64", fastest(config)), {})
-    tune.keep(tune.tune("fp8", "64/64", fastest(tune.candidates("fp8", "64/64")[0])), {})
+        TUNED.keep(tune.tune("forward", "64/64", fastest(config)), {})
+    TUNED.keep(tune.tune("fp8", "64/64", fastest(tune.candidates("fp8", "64/64")[0])), {})
     tables._find.cache_clear()
-    assert hopper_config.forward_config(64, 64) == second
+    assert tiles.forward_config(64, 64) == second
     assert {dict(row.case)["direction"] for row in tables.load(own_folder).rows} == {
         "forward", "fp8",
     }  # fmt: skip
@@ -120,12 +122,12 @@ def test_a_file_that_no_kernel_understands_is_refused_by_name(own_folder, change
     own_folder.parent.mkdir()
     own_folder.write_text(json.dumps(document))
     with pytest.raises(tables.TableError, match=words) as caught:
-        hopper_config.forward_config(64, 64)
+        tiles.forward_config(64, 64)
     assert str(own_folder) in str(caught.value)
     own_folder.write_text("{")
     tables._find.cache_clear()
     with pytest.raises(tables.TableError, match="is not JSON"):
-        hopper_config.forward_config(64, 64)
+        tiles.forward_config(64, 64)
 
 
 def test_tiles_that_exceed_shared_memory_are_refused_before_the_compiler(own_folder):
@@ -134,7 +136,7 @@ def test_tiles_that_exceed_shared_memory_are_refused_before_the_compiler(own_fol
         choice={"block_kv": 192, "num_stages": 6},
         ms=1.0,
     )
-    tune.keep([row], {})
+    TUNED.keep([row], {})
     with pytest.raises(UnsupportedError, match=r"num_stages=6.*bytes of shared memory"):
         jax.eval_shape(functools.partial(flash_attention_fp8, implementation="hopper"), shapes(128))
 

@@ -15,18 +15,17 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.flash_attention import (
-    hopper,
-    hopper_backward,
-    hopper_backward_split,
-    hopper_backward_wide,
-    hopper_forward,
-    hopper_geometry,
-    hopper_segments,
+from pallas_kernels.flash_attention import hopper
+from pallas_kernels.flash_attention.hopper import (
+    backward_by_columns,
+    backward_by_keys,
+    query_gradient,
+    tiles,
+    token_ids,
 )
-from pallas_kernels.flash_attention.hopper_config import BackwardConfig, ForwardConfig
-from pallas_kernels.flash_attention.hopper_geometry import Geometry
-from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
+from pallas_kernels.flash_attention.hopper.config import BackwardConfig, ForwardConfig
+from pallas_kernels.flash_attention.hopper.tiles import Geometry
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
 from tests.kernels import attention_oracle
 
 # Outputs and gradients carry bf16 rounding of the result, of P and of dS: 2**-9 each.
@@ -135,7 +134,7 @@ def test_forward_is_the_oracle(case):
     q, k, v, _, _ = case.arrays()
     want = case.oracle()
     f = functools.partial(
-        hopper_forward.forward,
+        hopper.forward,
         spec=case.spec,
         config=ForwardConfig(block_kv=64),
         interpretable=True,
@@ -155,17 +154,20 @@ def gradients_of(case, form, interpretable):
     out, lse = jnp.asarray(want["out"], q.dtype), jnp.asarray(want["lse"], jnp.float32)
     backward, options = form
     f = functools.partial(backward, spec=case.spec, interpretable=interpretable, **options)
-    got = jax.jit(f)(q, k, v, case.masks(), out, lse, d_out, d_lse)
+    operands = BackwardOperands(
+        q=q, k=k, v=v, masks=case.masks(), out=out, lse=lse, d_out=d_out, d_lse=d_lse
+    )
+    got = jax.jit(f)(operands)
     return (got if isinstance(got, tuple) else (got,)), want
 
 
-BY_KEYS = (hopper_backward.backward, {"config": BackwardConfig()})
+BY_KEYS = (backward_by_keys.backward, {"config": BackwardConfig()})
 DQ_WARPGROUP = (
-    hopper_backward.backward,
+    backward_by_keys.backward,
     {"config": BackwardConfig(dq_warpgroup=True, num_stages=3)},
 )
-BY_COLUMNS = (hopper_backward_wide.backward, {})
-DQ_ONLY = (hopper_backward_split.query_gradient, {})
+BY_COLUMNS = (backward_by_columns.backward, {})
+DQ_ONLY = (query_gradient.query_gradient, {})
 
 
 @pytest.mark.slow
@@ -191,9 +193,9 @@ def test_backward_with_a_warpgroup_for_dq_is_the_oracle(case):
 def test_backward_blocks_visit_every_key_tile_once(B, K, S):
     g = Geometry(B=B, T=8, S=S, N=K, K=K, H=64, Hv=64)
     num_tiles = 5
-    tiles = jnp.arange(B * K * num_tiles)
-    b, head, tile = hopper_geometry.key_tile_of(tiles, g, num_tiles)
-    assert len(set(zip(b.tolist(), head.tolist(), tile.tolist(), strict=True))) == len(tiles)
+    blocks = jnp.arange(B * K * num_tiles)
+    b, head, tile = tiles.key_tile_of(blocks, g, num_tiles)
+    assert len(set(zip(b.tolist(), head.tolist(), tile.tolist(), strict=True))) == len(blocks)
     assert (max(b), max(head), max(tile)) == (B - 1, K - 1, num_tiles - 1)
 
 
@@ -257,19 +259,12 @@ def test_backward_lowers(widths, kind, deterministic):
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
     f = functools.partial(hopper.backward, spec=spec, deterministic=deterministic)
-    lowers(f, q, k, v, AttentionMasks(), out, lse, out, lse)
-
-
-@pytest.mark.parametrize("H", [192, 256])
-def test_backward_with_register_operands_lowers(H):
-    q, k, v, out = operands(H, H)
-    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    f = functools.partial(
-        hopper_backward_wide.backward,
-        spec=AttentionSpec(scale=1.0, right=0),
-        register_operands=True,
+    lowers(
+        f,
+        BackwardOperands(
+            q=q, k=k, v=v, masks=AttentionMasks(), out=out, lse=lse, d_out=out, d_lse=lse
+        ),
     )
-    lowers(f, q, k, v, AttentionMasks(), out, lse, out, lse)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
@@ -281,9 +276,10 @@ def test_backward_of_packed_documents_fits_shared_memory(widths):
 
     def f(q, k, v, out, lse, d_out, ids):
         masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
-        return hopper.backward(
-            q, k, v, masks, out, lse, d_out, None, spec=spec, deterministic=False
+        operands = BackwardOperands(
+            q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=None
         )
+        return hopper.backward(operands, spec=spec, deterministic=False)
 
     lowers(f, q, k, v, out, lse, out, ids)
 
@@ -325,7 +321,7 @@ def test_tile_ranges_cover_what_is_seen_and_unmasked_tiles_are_whole(seed):
         o_ids, i_ids = np.sort(o_ids, axis=1), np.sort(i_ids, axis=1)
     o_ids, i_ids = np.where(o_ids < 0, -1, o_ids), np.where(i_ids < 0, -2, i_ids)
     ranges = np.asarray(
-        hopper_segments.tile_ranges(
+        token_ids.tile_ranges(
             jnp.asarray(o_ids, jnp.int32), jnp.asarray(i_ids, jnp.int32), outer, inner
         )
     )

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from experiments.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
+from experiments.ladder.specialized import Tiles
 from pallas_kernels.common.errors import InputError, UnsupportedError
-from pallas_kernels.ladder import RUNGS, effects, elementwise, specialized, tensor_cores, threads
-from pallas_kernels.ladder.specialized import Tiles
 from tests.tolerance import assert_no_worse
 
 ROOT = pathlib.Path(__file__).parents[2]

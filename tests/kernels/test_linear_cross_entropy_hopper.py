@@ -19,7 +19,7 @@ from pallas_kernels.linear_cross_entropy import (
     hopper_exponentials,
     linear_cross_entropy,
 )
-from pallas_kernels.linear_cross_entropy.hopper_exponentials import Config, exponentials
+from pallas_kernels.linear_cross_entropy.hopper_exponentials import ExponentialsConfig, exponentials
 from tests.tolerance import assert_no_worse
 
 B, T, D, V = 2, 12, 64, 300
@@ -34,7 +34,7 @@ OPTIONS = {
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Chosen for an H200, run by the interpreter."""
-    monkeypatch.setattr(hopper_exponentials, "DEFAULT", Config(cluster=1))
+    monkeypatch.setattr(hopper_exponentials, "DEFAULT", ExponentialsConfig(cluster=1))
     parameters = plgpu.InterpretGPUParams()
     with device.compiling_for(device.H200), plgpu.force_gpu_interpret_mode(parameters):
         yield
@@ -168,7 +168,7 @@ def test_lowers(cluster, num_ids, cap, with_matrix):
     def f(x, table, reference):
         return exponentials(
             x, table, reference, num_ids=num_ids, logit_soft_cap=cap, with_matrix=with_matrix,
-            config=Config(cluster=cluster),
+            config=ExponentialsConfig(cluster=cluster),
         )  # fmt: skip
 
     shape = jax.ShapeDtypeStruct

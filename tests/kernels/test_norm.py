@@ -15,10 +15,11 @@ import pytest
 
 from experiments.bench.memory_table import FOLDERS, read, table_of
 from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
-from pallas_kernels.common import device, hopper_rows, tables
-from pallas_kernels.common.hopper_rows_config import Twice, Wide
+from pallas_kernels.common import device, tables
 from pallas_kernels.norm import api
-from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, Workload, arrays
+from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, RowWorkload, arrays
+from pallas_kernels.rows import apply
+from pallas_kernels.rows.config import Twice, Wide
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.tolerance import assert_no_worse
 
@@ -27,7 +28,7 @@ RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
 
 def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
     """x, residual, scale, bias; gradients of the norm and of the sum. The offset is x's mean."""
-    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
+    made = arrays(RowWorkload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
     keys = jax.random.split(jax.random.key(2), 3)
     residual, d_sum = (jax.random.normal(key, shape, dtype) for key in keys[:2])
     bias = jax.random.normal(keys[2], shape[1:], jnp.float32)
@@ -112,7 +113,7 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
 )
 def test_long_rows_of_other_dtypes_are_no_worse_than_the_plain_form(monkeypatch, config, dtype):
     monkeypatch.setattr(type(config), "num_clusters", 2)
-    monkeypatch.setattr(hopper_rows, "config_for", lambda *_: config)
+    monkeypatch.setattr(apply, "config_for", lambda *_: config)
     case = inputs((3, 2048), dtype=dtype)
     with interpreted_hopper():
         got = evaluate(*case, **FORMS[3], implementation="hopper")
@@ -126,7 +127,7 @@ def test_wide_rows_are_no_worse_than_the_plain_form(monkeypatch, form):
     monkeypatch.setattr(Wide, "num_clusters", 2)
     held = Wide(tile=32, tiles=2, chunks=2, slots=4, vector=1, ahead=True)
     configs = iter((held, dataclasses.replace(held, slots=3, in_memory=3, ahead=False)) * 2)
-    monkeypatch.setattr(hopper_rows, "config_for", lambda *_: next(configs))
+    monkeypatch.setattr(apply, "config_for", lambda *_: next(configs))
     case = inputs((3, 2048))
     with interpreted_hopper():
         got = evaluate(*case, **form, implementation="hopper")
@@ -139,7 +140,7 @@ def test_rows_read_twice_are_no_worse_than_the_plain_form(monkeypatch, form):
     """Two workers, rows of six chunks that take turns in two slots; sums in memory."""
     monkeypatch.setattr(Twice, "num_clusters", 2)
     config = Twice(warpgroups=1, tile=64, chunks=6, slots=2, vector=2)
-    monkeypatch.setattr(hopper_rows, "config_for", lambda *_: config)
+    monkeypatch.setattr(apply, "config_for", lambda *_: config)
     case = inputs((5, 1536), offset=30.0)
     with interpreted_hopper():
         got = evaluate(*case, **form, implementation="hopper")

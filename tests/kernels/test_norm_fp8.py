@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import UnsupportedError
-from pallas_kernels.common import device, hopper_rows, tables
-from pallas_kernels.common.hopper_rows_config import Twice, Wide
+from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import fp8_operands
 from pallas_kernels.norm import api, fp8_formula, layer_norm_fp8, rms_norm_fp8
 from pallas_kernels.norm.workloads import EPSILON, WORKLOADS
+from pallas_kernels.rows import apply
+from pallas_kernels.rows.config import Twice, Wide
 from tests.kernels.row_cases import interpreted_hopper, num_kernels, table
 from tests.kernels.test_norm import abstract, exact, inputs
 from tests.tolerance import assert_no_worse
@@ -68,7 +69,7 @@ LONG = [
 def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config, form):
     """Two workers, two rows and one."""
     monkeypatch.setattr(type(config), "num_clusters", 2)
-    monkeypatch.setattr(hopper_rows, "config_for", lambda *_: config)
+    monkeypatch.setattr(apply, "config_for", lambda *_: config)
     with interpreted_hopper():
         check(inputs((3, 2048), offset=30.0), form, implementation="hopper")
 

@@ -9,28 +9,30 @@ from jax.experimental.mosaic.gpu import core as mosaic
 
 from experiments.bench.memory_bound import VARIANTS
 from pallas_kernels import layer_norm, rms_norm, softmax
-from pallas_kernels.common import device, rows, tables
-from pallas_kernels.common.hopper_formula import MASK, Call
-from pallas_kernels.common.hopper_rows_choice import MOST_BARRIERS, config_for
-from pallas_kernels.common.hopper_rows_config import SMEM_BYTES, Blocks, Stream, Twice, Wide
-from pallas_kernels.common.hopper_smem import smem_bytes
+from pallas_kernels.common import device, tables
+from pallas_kernels.hopper.machine import SMEM_BYTES
 from pallas_kernels.norm import formulas, fp8_formula
+from pallas_kernels.rows import dispatch
+from pallas_kernels.rows.choice import MOST_BARRIERS, config_for
+from pallas_kernels.rows.config import Blocks, Stream, Twice, Wide
+from pallas_kernels.rows.formula import MASK, RowCall
+from pallas_kernels.rows.smem import smem_bytes
 from pallas_kernels.softmax import hopper as softmaxes
 from tests.kernels.row_cases import num_kernels
 
-DTYPES = rows.DTYPES
+DTYPES = dispatch.DTYPES
 
 
 def calls(columns, dtype=jnp.bfloat16):
     """Of every formula there is."""
     x = jax.ShapeDtypeStruct((8, columns), dtype)
     made = {
-        "softmax": Call.of(softmaxes.forward(log=False, masked=False), [x]),
-        "masked_softmax": Call.of(
+        "softmax": RowCall.of(softmaxes.forward(log=False, masked=False), [x]),
+        "masked_softmax": RowCall.of(
             softmaxes.forward(log=False, masked=True), [x, x.update(dtype=MASK)]
         ),
-        "softmax_gradient": Call.of(softmaxes.gradient(), [x] * 2),
-        "log_softmax_gradient": Call.of(softmaxes.log_gradient(), [x] * 2),
+        "softmax_gradient": RowCall.of(softmaxes.gradient(), [x] * 2),
+        "log_softmax_gradient": RowCall.of(softmaxes.log_gradient(), [x] * 2),
     }
     for name, layer in (("rms_norm", False), ("layer_norm", True)):
         for residual in (False, True):
@@ -38,10 +40,12 @@ def calls(columns, dtype=jnp.bfloat16):
                 columns=columns, epsilon=0.0, centered=layer, biased=layer, residual=residual
             )
             form = name + "+residual" * residual
-            made[form] = Call.of(formulas.forward(norm), [x] * (1 + residual), [x] * (1 + layer))
+            made[form] = RowCall.of(formulas.forward(norm), [x] * (1 + residual), [x] * (1 + layer))
             fp8 = fp8_formula.forward(norm)
-            made[form + "_fp8"] = Call.of(fp8, [x] * (1 + residual), [x] * (1 + layer))
-            made[form + "_gradient"] = Call.of(formulas.backward(norm), [x] * (2 + residual), [x])
+            made[form + "_fp8"] = RowCall.of(fp8, [x] * (1 + residual), [x] * (1 + layer))
+            made[form + "_gradient"] = RowCall.of(
+                formulas.backward(norm), [x] * (2 + residual), [x]
+            )
     return made
 
 
@@ -165,17 +169,17 @@ def test_measurements_count_where_rows_go_the_same_way(tmp_path):
         for name, ms in (("hopper", 1.0), ("xla", 2.0))
     ]  # fmt: skip
     table = tables.Table(
-        op="softmax", question=rows.QUESTION, device_kind="NVIDIA H200", environment=(),
+        op="softmax", question=dispatch.QUESTION, device_kind="NVIDIA H200", environment=(),
         rows=tuple(measured),
     )  # fmt: skip
     tables.save(table, tmp_path / "dispatch-nvidia-h200.json")
 
     def chosen(columns):
-        case = rows.Case(
+        case = dispatch.Case(
             op="softmax", form="softmax", direction="gradient", rows=4096,
             call=calls(columns)["softmax_gradient"],
         )  # fmt: skip
-        return rows.choose("auto", case, tuned=tmp_path, num_devices=1)
+        return dispatch.choose("auto", case, tuned=tmp_path, num_devices=1)
 
     with device.compiling_for(device.H200):
         assert chosen(131072) == "hopper"

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import log_softmax, softmax
 from pallas_kernels.common import device
-from pallas_kernels.common.rows import DTYPES
+from pallas_kernels.rows.dispatch import DTYPES
 from tests.kernels import test_norm as norms
 from tests.kernels import test_norm_fp8 as norms_fp8
 from tests.kernels import test_softmax as softmaxes

@@ -13,17 +13,17 @@ import pytest
 
 from pallas_kernels import InputError, UnsupportedError, log_softmax, softmax
 from pallas_kernels.common import device, tables
-from pallas_kernels.common.hopper_rows_config import Stream, Twice, Wide
-from pallas_kernels.common.rows import BARS, DTYPES
+from pallas_kernels.rows.config import Stream, Twice, Wide
+from pallas_kernels.rows.dispatch import BARS, DTYPES
 from pallas_kernels.softmax import api, hopper
 from pallas_kernels.softmax.reference import log_softmax_reference, softmax_gradient_reference
-from pallas_kernels.softmax.workloads import WORKLOADS, Workload, arrays
+from pallas_kernels.softmax.workloads import WORKLOADS, RowWorkload, arrays
 from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
 from tests.tolerance import assert_no_worse
 
 
 def inputs(shape, dtype=jnp.bfloat16):
-    made = arrays(Workload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
+    made = arrays(RowWorkload(rows=shape[0], columns=shape[1]), jax.random.key(1), dtype)
     return made["x"], made["d_y"]
 
 

@@ -1,0 +1,128 @@
+"""What the backward kernels read, and what the fused ones share.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value.
+"""
+
+import abc
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.spec import BackwardOperands
+from pallas_kernels.hopper.tile import LOG2E
+
+from .kernel import COMPILER_PARAMS, AttentionKernel
+from .tiles import TileRange, key_tile_of, pad_rows, query_tiles
+from .token_ids import tile_ranges, token_ids
+
+
+def kernel_operands(
+    o: BackwardOperands, *, q_tile: int, kv_tile: int, by_keys: bool
+) -> dict[str, Any]:
+    """Arrays by the names under which a kernel finds them; ids and ranges where tokens have ids.
+
+    Args:
+        o: as the backward gets them.
+        q_tile, kv_tile: lengths of the kernel's tiles.
+        by_keys: whether a block owns a key tile and visits ``ranges`` of query tiles, or the other
+            way round.
+    """
+    (B, T), S = o.q.shape[:2], o.k.shape[1]
+    lse2, delta = row_statistics(o, -(-T // q_tile) * q_tile)
+    q, k, v, d_out = (pad_rows(x) for x in (o.q, o.k, o.v, o.d_out))
+    operands = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
+    ids = token_ids(o.masks, B=B, T=T, S=S, q_tile=q_tile, kv_tile=kv_tile)
+    if ids is None:
+        return operands
+    q_ids, kv_ids = ids
+    if by_keys:
+        ranges = tile_ranges(kv_ids, q_ids, kv_tile, q_tile)
+    else:
+        ranges = tile_ranges(q_ids, kv_ids, q_tile, kv_tile)
+    return operands | {"q_ids": q_ids, "kv_ids": kv_ids, "ranges": ranges}
+
+
+def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Array]:
+    """Per query [B, N, padded]: logsumexp in log2 units, and delta = dO . O - d_lse.
+
+    With P = exp(S - lse) and dP = dO V', dS = P * (dP - delta).
+    """
+    delta = jnp.einsum("btnh,btnh->bnt", o.out.astype(jnp.float32), o.d_out.astype(jnp.float32))
+    if o.d_lse is not None:
+        delta = delta - o.d_lse.swapaxes(1, 2)
+    # exp2(s - inf) = 0: rows without keys and rows past the end have no probabilities. Nor may the
+    # cotangent of their logsumexp of -inf matter, which can be NaN.
+    empty = jnp.isneginf(o.lse).swapaxes(1, 2)
+    delta = jnp.where(empty, 0.0, delta)
+    lse2 = jnp.where(empty, jnp.inf, o.lse.swapaxes(1, 2) * LOG2E)
+    pad = ((0, 0), (0, 0), (0, padded - lse2.shape[2]))
+    return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
+
+
+class FusedKernel(AttentionKernel, abc.ABC):
+    """A kernel whose blocks own key tiles and add to dQ in global memory."""
+
+    @property
+    @abc.abstractmethod
+    def num_threads(self) -> int:
+        """Warpgroups of a block."""
+
+    def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
+        """Batch entry, key/value head and key tile of this block, and the query tiles it visits."""
+        b, kv_head, k_tile = key_tile_of(lax.axis_index("tile"), self.g, self.num_k_tiles)
+        queries = query_tiles(self.spec, self.g, k_tile * self.kv_tile, self.kv_tile, self.q_tile)
+        if self.segmented:
+            queries = queries.meet(gmem.ranges, b, k_tile)
+        return b, kv_head, k_tile, queries.ordered(at_least_one=False)
+
+    def send_dq(self, buffer, gmem, k_tile, index: tuple) -> None:
+        """Adds a buffer to the float32 sum in global memory; the interpreter, to the tile's own."""
+        if self.interpretable:
+            plgpu.copy_smem_to_gmem(buffer, gmem.dq.at[k_tile, *index])
+        else:
+            plgpu.copy_smem_to_gmem(buffer, gmem.dq.at[index], reduction_op="add")
+
+    def gradients(self, operands: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """dQ, dK and dV in the operands' dtype.
+
+        An interpretable kernel cannot add to global memory: it writes a dQ for each key tile.
+        """
+        g, q, k, v = self.g, operands["q"], operands["k"], operands["v"]
+        copies = (self.num_k_tiles,) if self.interpretable else ()
+        # Zeros that wait for this call's operands: XLA would fill those of all unrolled layers in
+        # one fusion before the first, 2 GiB at once in a step of 16 layers.
+        zero, _ = jax.lax.optimization_barrier((jnp.float32(0.0), operands["do"]))
+        dq = jax.new_ref(jnp.full((*copies, *q.shape), zero, jnp.float32))
+        operands = {**operands, "dq": dq}
+        names = tuple(operands)
+
+        def body(*refs):
+            gmem = dict(zip((*names, "dk", "dv"), refs, strict=True))
+            pl.run_scoped(
+                lambda **scratch: self.run(
+                    types.SimpleNamespace(**gmem), types.SimpleNamespace(**scratch)
+                ),
+                **self.scratch(),
+                collective_axes="wg",
+            )
+
+        call: Any = pl.kernel(
+            body,
+            out_type=(jax.typeof(k), jax.typeof(v)),  # as they vary inside shard_map, too
+            mesh=plgpu.Mesh(
+                grid=(self.num_k_tiles * g.B * g.K,),
+                grid_names=("tile",),
+                num_threads=self.num_threads,
+                thread_name="wg",
+            ),
+            compiler_params=COMPILER_PARAMS,
+        )
+        dk, dv = call(*operands.values())
+        total = dq[...].sum(axis=0) if self.interpretable else dq[...]
+        return (total[:, : g.T] * self.spec.scale).astype(q.dtype), dk[:, : g.S], dv[:, : g.S]

@@ -1,0 +1,273 @@
+"""Fused flash attention backward for heads wider than 128, split over columns instead of keys.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width.
+
+Gradients of 64 keys by 256 columns fill the registers of two warpgroups, so both work on the same
+64 keys: each owns half the columns of dK, dV and dQ. Warpgroup 0 computes the scores and P,
+warpgroup 1 computes dO V' and dS; each hands its result to the other through shared memory.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
+from pallas_kernels.hopper.tile import COL, LOG2E, ROW, WGMMA, soft_cap, swizzle_bytes, tiled
+
+from .backward_block import FusedKernel, kernel_operands
+from .tiles import TileRange, geometry_of
+
+KEYS = QUERIES = 64
+NUM_STAGES = 2
+DQ_COLUMNS = 32  # of dQ that leave at a time: more do not fit in shared memory
+
+
+def backward(
+    operands: BackwardOperands, *, spec: AttentionSpec, interpretable: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As ``backward_by_keys.backward``, for equal widths of 192 or 256."""
+    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
+    kernel = _ByColumns(
+        g=geometry_of(operands.q, operands.k, operands.v), spec=spec, dtype=operands.q.dtype,
+        q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
+    )  # fmt: skip
+    return kernel.gradients(arrays)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _ByColumns(FusedKernel):
+    """The kernel of one call."""
+
+    @property
+    def num_threads(self) -> int:
+        """Warpgroups of a block: two compute, one loads."""
+        return 3
+
+    @property
+    def half(self) -> int:
+        """Columns of a warpgroup."""
+        return self.g.H // 2
+
+    @property
+    def chunk(self) -> int:
+        """Columns of dQ in registers at a time."""
+        return self.half if self.half < 128 else 64
+
+    def scratch(self) -> dict:
+        tile = tiled(swizzle_bytes(self.half))
+        buffers = {
+            # First index: what warpgroup 0 and what warpgroup 1 multiply.
+            "kv": plgpu.SMEM((2, KEYS, self.g.H), self.dtype, transforms=tile),
+            "qdo": plgpu.SMEM((2, NUM_STAGES, QUERIES, self.g.H), self.dtype, transforms=tile),
+            "rows": plgpu.SMEM((2, NUM_STAGES, QUERIES), jnp.float32),
+            "p": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
+            "ds": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
+            "dq": plgpu.SMEM(
+                (2, QUERIES, DQ_COLUMNS), jnp.float32, transforms=tiled(128, itemsize=4)
+            ),
+            "kv_full": plgpu.Barrier(num_arrivals=3 if self.segmented else 2),
+            "full": plgpu.Barrier(num_arrivals=5 if self.segmented else 4, num_barriers=NUM_STAGES),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=NUM_STAGES),
+            "p_ready": plgpu.Barrier(),
+            "ds_ready": plgpu.Barrier(),
+            "done": plgpu.Barrier(num_arrivals=2),
+        }
+        if self.segmented:
+            # Of the queries in each stage, and last of the keys: two buffers would not fit.
+            buffers["ids"] = plgpu.SMEM((NUM_STAGES + 1, QUERIES), jnp.int32)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: its tile's coordinates, then a role for each warpgroup."""
+        wg = lax.axis_index("wg")
+        b, kv_head, k_tile, queries = self.place(gmem)
+
+        @pl.when(wg < 2)
+        def _():
+            plgpu.set_max_registers(240, action="increase")
+            for w in range(2):  # written out: each has its own part, and addresses are constants
+
+                @pl.when(wg == w)
+                def _(w=w):
+                    self.compute(gmem, smem, w, b, kv_head, k_tile, queries)
+
+        @pl.when(wg == 2)
+        def _():
+            plgpu.set_max_registers(24, action="decrease")
+            self.load(gmem, smem, b, kv_head, k_tile * KEYS, queries)
+
+    def load(self, gmem, smem, b, kv_head, k0, queries: TileRange) -> None:
+        """Keys and values once, then the queries of each head of the group into the ring."""
+        g = self.g
+        keys = pl.ds(k0, KEYS)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.kv.at[0], smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.kv.at[1], smem.kv_full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.ids.at[NUM_STAGES], smem.kv_full)
+        per_head = jnp.maximum(queries.hi - queries.lo, 1)
+
+        def step(it, _):
+            # One query tile more than there are: its first product is computed and dropped.
+            n = kv_head * g.group + jnp.minimum(lax.div(it, per_head), g.group - 1)
+            slot = lax.rem(it, NUM_STAGES)
+            i = jnp.maximum(queries.hi - 1 - lax.rem(it, per_head), 0)
+            rows = pl.ds(i * QUERIES, QUERIES)
+            full = smem.full.at[slot]
+            plgpu.barrier_wait(smem.empty.at[slot])
+            for kind, (matrix, row) in enumerate(((gmem.q, gmem.lse), (gmem.do, gmem.delta))):
+                plgpu.copy_gmem_to_smem(matrix.at[b, rows, n], smem.qdo.at[kind, slot], full)
+                plgpu.copy_gmem_to_smem(row.at[b, n, rows], smem.rows.at[kind, slot], full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.ids.at[slot], full)
+
+        lax.fori_loop(0, (queries.hi - queries.lo) * g.group + 1, step, None)
+        for i in range(NUM_STAGES):
+            plgpu.barrier_wait(smem.empty.at[i])
+
+    def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
+        """Half the columns of 64 keys: dK and dV over all queries, then out."""
+        mine = pl.ds(wg * self.half, self.half)
+        for i in range(NUM_STAGES):
+            plgpu.barrier_arrive(smem.empty.at[i])
+        plgpu.barrier_wait(smem.kv_full)
+        dk, dv = pl.run_scoped(
+            functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
+            plgpu.ACC((KEYS, self.half), jnp.float32),
+            plgpu.ACC((KEYS, self.half), jnp.float32),
+        )
+        # K and V are read no more: the gradients take their space, and go out in one piece each.
+        plgpu.barrier_arrive(smem.done)
+        plgpu.barrier_wait(smem.done)
+        smem.kv[0, :, mine] = (dk * self.spec.scale).astype(self.dtype)
+        smem.kv[1, :, mine] = dv.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.done)
+        plgpu.barrier_wait(smem.done)
+        rows = pl.ds(k_tile * KEYS, KEYS)
+
+        gradient = (gmem.dk, gmem.dv)[wg]
+        plgpu.copy_smem_to_gmem(smem.kv.at[wg], gradient.at[b, rows, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def accumulate(
+        self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
+    ):
+        """The loop over heads of the group and query tiles, from the last: under a causal mask the
+        blocks of a head then read the same tiles at the same time.
+        """
+        mine = pl.ds(wg * self.half, self.half)
+        per_head = queries.hi - queries.lo
+
+        def first_product(slot, meanwhile=_nothing):
+            """Scores in warpgroup 0, dO V' in warpgroup 1; both keys by queries."""
+            plgpu.barrier_wait(smem.full.at[slot])
+            right = smem.qdo.at[wg, slot].transpose((1, 0))
+            return _product((KEYS, QUERIES), smem.kv.at[wg], right, meanwhile)
+
+        def step(before, x, head):
+            it, i = head * per_head + before, queries.hi - 1 - before
+            slot = lax.rem(it, NUM_STAGES)
+            row = plgpu.load(smem.rows.at[wg, slot], layout=COL)
+
+            if wg == 0:
+                self.write_p(smem, slot, x, row, i, k_tile, queries)
+            else:
+                plgpu.barrier_wait(smem.p_ready)
+            plgpu.wgmma(dv_acc, smem.p, smem.qdo.at[1, slot, :, mine])
+            if wg == 1:
+                smem.ds[...] = self.score_gradient(smem, slot, x, row).astype(self.dtype)
+                plgpu.commit_smem()
+            plgpu.wgmma_wait(0)
+            if wg == 0:
+                plgpu.barrier_wait(smem.ds_ready)
+            else:
+                plgpu.barrier_arrive(smem.ds_ready)  # and P may be overwritten
+            plgpu.wgmma(dk_acc, smem.ds, smem.qdo.at[0, slot, :, mine])
+            n = kv_head * self.g.group + head
+            leave = _nothing
+            for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
+                # A part of dQ leaves while the next is computed, the last one with the next tile.
+                right = smem.kv.at[0, :, pl.ds(start, self.chunk)]
+                shape = (QUERIES, self.chunk)
+                dq = _product(shape, smem.ds.transpose((1, 0)), right, leave)
+                leave = functools.partial(
+                    self.add_to_dq, gmem, smem, wg, dq, b, n, i, k_tile, start
+                )
+            plgpu.barrier_arrive(smem.empty.at[slot])
+            return first_product(lax.rem(it + 1, NUM_STAGES), leave)
+
+        def one_head(head, x):
+            return lax.fori_loop(0, per_head, functools.partial(step, head=head), x)
+
+        lax.fori_loop(0, self.g.group, one_head, first_product(0))
+        plgpu.barrier_arrive(smem.empty.at[lax.rem(per_head * self.g.group, NUM_STAGES)])
+        return (
+            plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
+            plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
+        )
+
+    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> None:
+        """P into shared memory, for both warpgroups."""
+        if self.spec.logit_soft_cap is None:
+            s = s * (self.spec.scale * LOG2E)
+        else:
+            s = soft_cap(s, self.spec.scale, self.spec.logit_soft_cap) * LOG2E
+        p = jnp.exp2(s - lax.broadcast_in_dim(lse, s.shape, [1]))
+        if self.masked:
+            mask = functools.partial(self.mask, smem, slot, i, k_tile)
+            p = lax.cond(queries.is_whole(i), lambda p: p, mask, p)
+        smem.p[...] = p.astype(self.dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.p_ready)
+
+    def score_gradient(self, smem, slot, dp, delta):
+        """dS = P (dP - delta), through the soft cap if there is one."""
+        p = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
+        ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
+        cap = self.spec.logit_soft_cap
+        if cap is None:
+            return ds
+        # The scores are in the other warpgroup, but their logarithm is in P: log2 P = S - logsumexp
+        # to 2**-9, so that tanh = S / cap is known better than P itself.
+        lse = lax.broadcast_in_dim(plgpu.load(smem.rows.at[0, slot], layout=COL), dp.shape, [1])
+        tanh = (jnp.log2(p) + lse) * (1.0 / (cap * LOG2E))
+        return jnp.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
+
+    def mask(self, smem, slot, i, k_tile, p):
+        """0 where the query of a column does not see the key of a row."""
+        if self.segmented:
+            q_ids = plgpu.load(smem.ids.at[slot], layout=COL)
+            kv_ids = plgpu.load(smem.ids.at[NUM_STAGES], layout=ROW)
+            p = self.mask_ids(p, q_ids, kv_ids, fill=0.0, by_keys=True)
+        key0 = k_tile * KEYS
+        aligned = key0 - self.g.diagonal - i * QUERIES
+        return self.mask_positions(p, aligned, key0, fill=0.0, by_keys=True)
+
+    def add_to_dq(self, gmem, smem, wg: int, dq, b, n, i, k_tile, column: int) -> None:
+        """``chunk`` columns of a tile's dQ, into the float32 sum in global memory."""
+        for start in range(0, self.chunk, DQ_COLUMNS):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            smem.dq[wg] = lax.slice(dq, (0, start), (QUERIES, start + DQ_COLUMNS))
+            plgpu.commit_smem()
+            index = (b, pl.ds(i * QUERIES, QUERIES), n, pl.ds(column + start, DQ_COLUMNS))
+            self.send_dq(smem.dq.at[wg], gmem, k_tile, index)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _product(shape: tuple[int, int], a, b, meanwhile) -> jax.Array:
+    """``a @ b``, with ``meanwhile()`` done while it runs."""
+
+    def body(acc):
+        plgpu.wgmma(acc, a, b)
+        meanwhile()
+        return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+    return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32))

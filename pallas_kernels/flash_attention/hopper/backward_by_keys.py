@@ -1,0 +1,402 @@
+"""Fused flash attention backward for Hopper: per key tile one loop over queries, five matmuls.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value.
+
+A block owns 128 keys of one key/value head, 64 a warpgroup, whose dK and dV stay in registers over
+all query heads of the group. Scores are computed transposed, keys by queries, so that P and dS
+leave the softmax as left operands of dV += P dO and dK += dS Q. dQ sums over key tiles and so over
+blocks, and the copy engine adds it to a float32 array in global memory. Two forms of that:
+
+- late: both warpgroups put dS in shared memory, and one tile later, when neither need wait for the
+  other, each computes half the columns of that tile's dQ. While it leaves, the next scores are
+  computed.
+- ``dq_warpgroup``: a third warpgroup computes dQ, and the next scores run beside dO V'. Only heads
+  of 64 leave it registers.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
+from pallas_kernels.hopper.tile import COL, ROW, WGMMA, swizzle_bytes, tiled
+
+from .backward_block import FusedKernel, kernel_operands
+from .config import BACKWARD_KEYS as KEYS
+from .config import BACKWARD_QUERIES as QUERIES
+from .config import NUM_DS, BackwardConfig
+from .tiles import TileRange, geometry_of
+
+NUM_WARPGROUPS = KEYS // 64
+"""That compute: each has 64 keys of the tile."""
+
+
+def backward(
+    operands: BackwardOperands,
+    *,
+    spec: AttentionSpec,
+    config: BackwardConfig,
+    interpretable: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v, those of k and v summed over the query heads that share them.
+
+    Args:
+        operands: of one width up to 128.
+        spec: as in the forward.
+        config: tiles.
+        interpretable: avoids what the interpreter lacks: matmul operands in registers and copies
+            that add. dQ is then summed over key tiles afterwards.
+    """
+    arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
+    kernel = _ByKeys(
+        g=geometry_of(operands.q, operands.k, operands.v), spec=spec, c=config,
+        dtype=operands.q.dtype, q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays,
+        interpretable=interpretable,
+    )  # fmt: skip
+    return kernel.gradients(arrays)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _ByKeys(FusedKernel):
+    """The kernel of one call."""
+
+    c: BackwardConfig
+
+    @property
+    def num_threads(self) -> int:
+        """Warpgroups of a block: those that compute, one that loads, one for dQ."""
+        return NUM_WARPGROUPS + (2 if self.c.dq_warpgroup else 1)
+
+    @property
+    def dq_shape(self) -> tuple[int, int]:
+        """What leaves for dQ at a time: a warpgroup's half of the columns, or all of them."""
+        if self.c.dq_warpgroup:
+            return (QUERIES, self.g.H)
+        return (QUERIES, self.g.H // NUM_WARPGROUPS)
+
+    def scratch(self) -> dict:
+        """Shared memory and barriers of a block, by name."""
+        g, c = self.g, self.c
+        # A warpgroup's columns of dQ must be whole swizzle atoms of K.
+        tile = tiled(swizzle_bytes(self.dq_shape[1], g.Hv, QUERIES))
+        rows = (c.num_stages, QUERIES)
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        with_ids = 3 if self.segmented else 2
+        buffers = {
+            "q": plgpu.SMEM((*rows, g.H), self.dtype, transforms=tile),
+            "do": plgpu.SMEM((*rows, g.Hv), self.dtype, transforms=tile),
+            "lse": plgpu.SMEM(rows, jnp.float32),
+            "delta": plgpu.SMEM(rows, jnp.float32),
+            "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
+            "ds": plgpu.SMEM((NUM_DS, KEYS, QUERIES), self.dtype, transforms=tile),
+            "kv_full": plgpu.Barrier(num_arrivals=with_ids),
+            "q_full": ring(num_arrivals=with_ids),
+            "do_full": ring(num_arrivals=2),
+            "q_empty": ring(num_arrivals=NUM_WARPGROUPS),
+            "do_empty": ring(num_arrivals=NUM_WARPGROUPS),
+            "ds_ready": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS, num_barriers=NUM_DS),
+            "ds_empty": plgpu.Barrier(
+                num_arrivals=1 if c.dq_warpgroup else NUM_WARPGROUPS, num_barriers=NUM_DS
+            ),
+            "done": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
+        }
+        f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
+        shape = (NUM_WARPGROUPS, *self.dq_shape)
+        buffers["dq"] = plgpu.SMEM(shape, jnp.float32, transforms=f32_tile)
+        if self.segmented:
+            buffers["q_ids"] = plgpu.SMEM(rows, jnp.int32)
+            buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
+        if self.interpretable:
+            buffers["p"] = plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: its tile's coordinates, then a role for each warpgroup."""
+        c, wg = self.c, lax.axis_index("wg")
+        b, kv_head, k_tile, queries = self.place(gmem)
+        registers = c.registers()
+
+        # Written out per warpgroup: addresses that depend on it are constants, and the loop has the
+        # registers for the rest.
+        @pl.when(wg < NUM_WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(registers.compute, action="increase")
+            for w in range(NUM_WARPGROUPS):
+
+                @pl.when(wg == w)
+                def _(w=w):
+                    self.compute(gmem, smem, w, b, kv_head, k_tile, queries)
+
+        @pl.when(wg == NUM_WARPGROUPS)
+        def _():
+            plgpu.set_max_registers(registers.load, action="decrease")
+            self.load(gmem, smem, b, kv_head, k_tile, queries)
+
+        if c.dq_warpgroup:
+
+            @pl.when(wg == NUM_WARPGROUPS + 1)
+            def _():
+                plgpu.set_max_registers(registers.dq, action="decrease")
+                self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
+
+    def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
+        """Keys and values once, then the queries of each head of the group into the ring."""
+        g, c = self.g, self.c
+        keys = pl.ds(k_tile * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
+        per_head = queries.hi - queries.lo
+        count = per_head * g.group
+
+        def step(it, _):
+            # One query tile more than there are: its scores are computed and dropped.
+            head = jnp.minimum(lax.div(it, jnp.maximum(per_head, 1)), g.group - 1)
+            i = queries.lo + lax.rem(it, jnp.maximum(per_head, 1))
+            n, slot = kv_head * g.group + head, lax.rem(it, c.num_stages)
+            rows = pl.ds(i * QUERIES, QUERIES)
+            full = smem.q_full.at[slot]
+            plgpu.barrier_wait(smem.q_empty.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
+            plgpu.copy_gmem_to_smem(gmem.lse.at[b, n, rows], smem.lse.at[slot], full)
+            if self.segmented:
+                plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[slot], full)
+
+            @pl.when(it < count)
+            def _():
+                full = smem.do_full.at[slot]
+                plgpu.barrier_wait(smem.do_empty.at[slot])
+                plgpu.copy_gmem_to_smem(gmem.do.at[b, rows, n], smem.do.at[slot], full)
+                plgpu.copy_gmem_to_smem(gmem.delta.at[b, n, rows], smem.delta.at[slot], full)
+
+        lax.fori_loop(0, count + 1, step, None)
+        for i in range(c.num_stages):  # the last uses of each slot
+            plgpu.barrier_wait(smem.q_empty.at[i])
+            plgpu.barrier_wait(smem.do_empty.at[i])
+
+    def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
+        """64 keys of a warpgroup: dK and dV over all queries, then out."""
+        g = self.g
+        mine = pl.ds(wg * 64, 64)
+        for i in range(self.c.num_stages):
+            plgpu.barrier_arrive(smem.q_empty.at[i])
+            plgpu.barrier_arrive(smem.do_empty.at[i])
+        plgpu.barrier_wait(smem.kv_full)
+        dk, dv = pl.run_scoped(
+            functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
+            plgpu.ACC((64, g.H), jnp.float32),
+            plgpu.ACC((64, g.Hv), jnp.float32),
+        )
+        if not self.c.dq_warpgroup:
+            # Both warpgroups have read all of K for their parts of dQ: its space is free.
+            plgpu.barrier_arrive(smem.done)
+            plgpu.barrier_wait(smem.done)
+        smem.k[mine, :] = (dk * self.spec.scale).astype(self.dtype)
+        smem.v[mine, :] = dv.astype(self.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(k_tile * KEYS + wg * 64, 64)
+        plgpu.copy_smem_to_gmem(smem.k.at[mine], gmem.dk.at[b, rows, kv_head])
+        plgpu.copy_smem_to_gmem(smem.v.at[mine], gmem.dv.at[b, rows, kv_head])
+        plgpu.wait_smem_to_gmem(0)
+
+    def accumulate(
+        self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
+    ):
+        """The loop over heads of the group and query tiles."""
+        g, c = self.g, self.c
+        mine = pl.ds(wg * 64, 64)
+        my_k, my_v = smem.k.at[mine], smem.v.at[mine]
+        kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
+        per_head = queries.hi - queries.lo
+
+        def issue_scores(s_acc, slot):
+            plgpu.wgmma(s_acc, my_k, smem.q.at[slot].transpose((1, 0)))
+
+        def first_scores(s_acc):
+            issue_scores(s_acc, 0)
+            return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+        def step(it, i, head, carry):
+            s, *previous = carry
+            slot, next_slot = lax.rem(it, c.num_stages), lax.rem(it + 1, c.num_stages)
+            ds_slot = lax.rem(it, NUM_DS)
+            ds_smem = smem.ds.at[ds_slot]
+            q_smem, do_smem = smem.q.at[slot], smem.do.at[slot]
+            n = kv_head * g.group + head
+            # Waits come before the accumulator exists: its zeros then cost no instruction.
+            plgpu.barrier_wait(smem.do_full.at[slot])
+
+            def key_gradients(dp_acc, s_acc):
+                """dV and dK of this tile; their products are on their way at the end."""
+                plgpu.wgmma(dp_acc, my_v, do_smem.transpose((1, 0)))
+                if s_acc is not None:
+                    issue_scores(s_acc, next_slot)
+                p, slope = self.masked_probabilities(smem, wg, slot, s, i, k_tile, kv_ids, queries)
+                dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0 if s_acc is None else 1)
+                if self.interpretable:
+                    smem.p[mine, :] = p.astype(self.dtype)
+                    plgpu.commit_smem()
+                    plgpu.wgmma(dv_acc, smem.p.at[mine], do_smem)
+                else:
+                    plgpu.wgmma(dv_acc, p.astype(self.dtype), do_smem)
+                delta = plgpu.load(smem.delta.at[slot], layout=COL)
+                ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
+                ds = (ds if slope is None else ds * slope).astype(self.dtype)
+                plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
+                ds_smem[mine, :] = ds
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(smem.ds_ready.at[ds_slot])
+                in_registers = c.register_ds and not self.interpretable
+                plgpu.wgmma(dk_acc, ds if in_registers else ds_smem.at[mine], q_smem)
+
+            def free_queries():
+                plgpu.barrier_arrive(smem.q_empty.at[slot])
+                plgpu.barrier_arrive(smem.do_empty.at[slot])
+
+            s_shape = plgpu.ACC((64, QUERIES), jnp.float32)
+            if c.dq_warpgroup:
+                plgpu.barrier_wait(smem.q_full.at[next_slot])
+
+                def whole_step(dp_acc, s_acc):
+                    key_gradients(dp_acc, s_acc)
+                    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+                    free_queries()
+                    return s
+
+                return (pl.run_scoped(whole_step, s_shape, s_shape),)
+            pl.run_scoped(functools.partial(key_gradients, s_acc=None), s_shape)
+            (dq_i, dq_n), dq_slot = previous, 1 - ds_slot
+            plgpu.barrier_wait(smem.ds_ready.at[dq_slot])
+            plgpu.barrier_wait(smem.q_full.at[next_slot])
+
+            def next_scores(dq_acc, s_acc):
+                issue_scores(s_acc, next_slot)
+                dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                free_queries()
+                plgpu.barrier_arrive(smem.ds_empty.at[dq_slot])
+                self.add_to_dq(gmem, smem, wg, dq, b, dq_i, dq_n, k_tile)
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+            def query_gradient(dq_acc):
+                self.issue_dq(smem, wg, dq_acc, dq_slot)
+                return pl.run_scoped(functools.partial(next_scores, dq_acc), s_shape)
+
+            s = pl.run_scoped(query_gradient, plgpu.ACC(self.dq_shape, jnp.float32))
+            return s, i, n
+
+        def one_head(head, carry):
+            def one_tile(i, carry):
+                return step(head * per_head + i - queries.lo, i, head, carry)
+
+            return lax.fori_loop(queries.lo, queries.hi, one_tile, carry)
+
+        def any_tile(it, carry):
+            i, head, carry = carry
+            return *queries.after(i, head), step(it, i, head, carry)
+
+        def last_dq(dq_acc):
+            self.issue_dq(smem, wg, dq_acc, last_ds)
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        if not c.dq_warpgroup:
+            # The first tile adds the dQ of a tile before it, which is zero.
+            zeros = plgpu.layout_cast(jnp.zeros((64, QUERIES), self.dtype), WGMMA)
+            smem.ds[1, mine, :] = zeros
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(smem.ds_ready.at[1])
+            plgpu.barrier_arrive(smem.ds_empty.at[0])
+        plgpu.barrier_wait(smem.q_full.at[0])
+        s = pl.run_scoped(first_scores, plgpu.ACC((64, QUERIES), jnp.float32))
+        first = (s,) if c.dq_warpgroup else (s, queries.lo, kv_head * g.group)
+        count = per_head * g.group
+        if c.dq_warpgroup and g.group > 1:  # one loop, for nested ones spill in this form
+            *_, last = lax.fori_loop(0, count, any_tile, (queries.lo, jnp.int32(0), first))
+        else:
+            last = lax.fori_loop(0, g.group, one_head, first)
+        # The tile loaded once too often.
+        plgpu.barrier_arrive(smem.q_empty.at[lax.rem(count, c.num_stages)])
+        if c.dq_warpgroup:
+            for slot in range(NUM_DS):
+                plgpu.barrier_wait(smem.ds_empty.at[slot])
+        else:
+            last_ds = lax.rem(count + 1, 2)
+            plgpu.barrier_wait(smem.ds_ready.at[last_ds])
+            dq = pl.run_scoped(last_dq, plgpu.ACC(self.dq_shape, jnp.float32))
+            self.add_to_dq(gmem, smem, wg, dq, b, last[1], last[2], k_tile)
+            plgpu.barrier_wait(smem.ds_empty.at[1 - last_ds])
+        return (
+            plgpu.wgmma_accumulator_load(dk_acc, wait_n=0),
+            plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
+        )
+
+    def query_gradients(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:
+        """dQ of each tile from the dS of both warpgroups, for a warpgroup that does only this."""
+        g = self.g
+        per_head = queries.hi - queries.lo
+        for slot in range(NUM_DS):
+            plgpu.barrier_arrive(smem.ds_empty.at[slot])
+        plgpu.barrier_wait(smem.kv_full)
+
+        def step(it, place):
+            i, head = place
+            slot, buffer = lax.rem(it, NUM_DS), lax.rem(it, 2)
+            plgpu.barrier_wait(smem.ds_ready.at[slot])
+
+            def product(acc):
+                plgpu.wgmma(acc, smem.ds.at[slot].transpose((1, 0)), smem.k)
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+            dq = pl.run_scoped(product, plgpu.ACC(self.dq_shape, jnp.float32))
+            plgpu.barrier_arrive(smem.ds_empty.at[slot])
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            smem.dq[buffer] = dq
+            plgpu.commit_smem()
+            index = (b, pl.ds(i * QUERIES, QUERIES), kv_head * g.group + head)
+            self.send_dq(smem.dq.at[buffer], gmem, k_tile, index)
+            return queries.after(i, head)
+
+        lax.fori_loop(0, per_head * g.group, step, (queries.lo, jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0)
+
+    def masked_probabilities(self, smem, wg: int, slot, s, i, k_tile, kv_ids, queries):
+        """P transposed, from scores; and the soft cap's derivative, None without one."""
+        lse = plgpu.load(smem.lse.at[slot], layout=COL)
+        p, slope = self.probabilities(s, lse, lse_dim=1)
+        if not self.masked:
+            return p, slope
+        mask = functools.partial(self.mask, smem, wg, slot, i, k_tile, kv_ids)
+        # A branch rather than a loop of its own: a second copy of the loop is more than the
+        # assembler keeps in registers.
+        return lax.cond(queries.is_whole(i), lambda p: p, mask, p), slope
+
+    def mask(self, smem, wg: int, slot, i, k_tile, kv_ids, p):
+        """0 where the query of a column does not see the key of a row."""
+        if self.segmented:
+            q_ids = plgpu.load(smem.q_ids.at[slot], layout=COL)
+            p = self.mask_ids(p, q_ids, kv_ids, fill=0.0, by_keys=True)
+        key0 = k_tile * KEYS + 64 * wg
+        aligned = key0 - self.g.diagonal - i * QUERIES
+        return self.mask_positions(p, aligned, key0, fill=0.0, by_keys=True)
+
+    def issue_dq(self, smem, wg: int, dq_acc, slot) -> None:
+        """Starts this warpgroup's part of dQ, from the dS of both."""
+        ds = smem.ds.at[slot]
+        columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
+        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
+
+    def add_to_dq(self, gmem, smem, wg: int, dq, b, i, n, k_tile) -> None:
+        """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        smem.dq[wg] = dq
+        plgpu.commit_smem()
+        width = self.dq_shape[1]
+        index = (b, pl.ds(i * QUERIES, QUERIES), n, pl.ds(wg * width, width))
+        self.send_dq(smem.dq.at[wg], gmem, k_tile, index)

@@ -1,0 +1,189 @@
+"""What the Hopper attention kernels take, what a tile costs, and which tile a call gets."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.common.tuned import TunedConfigs
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
+from pallas_kernels.hopper.machine import SMEM_BYTES
+
+DTYPES = (jnp.bfloat16, jnp.float16)
+WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
+BARRIER_BYTES = 1024  # the most that a kernel's barriers take
+
+BACKWARD_KEYS, BACKWARD_QUERIES = 128, 64  # a tile of the backward up to 128 wide
+NUM_DS = 2  # dS tiles in shared memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardConfig:
+    """Tiles of the forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+
+    block_kv: int
+    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
+    num_stages: int = 2  # K and V tiles in flight
+    overlap: bool = True  # keeps the softmax under the value product of the tile before
+    ping_pong: bool = True  # warpgroups take turns at the tensor cores
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one block."""
+        return 64 * self.num_warpgroups
+
+    def smem_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of one block, 16-bit operands."""
+        q_or_out = self.block_q * max(head_dim, value_dim)
+        kv = self.num_stages * self.block_kv * (head_dim + value_dim)
+        row_bytes = 4 * (1 + 8 + 1)  # logsumexp, pin, id
+        ids = 4 * self.num_stages * self.block_kv
+        return 2 * (q_or_out + kv) + row_bytes * self.block_q + ids + BARRIER_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Registers:
+    """Registers of a thread, by the role of its warpgroup."""
+
+    compute: int
+    load: int
+    dq: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardConfig:
+    """Form of the fused backward of heads up to 128 wide: 128 keys a block, 64 queries at a time.
+
+    Raises:
+        UnsupportedError: from ``check``, for a form that the head width leaves no registers for.
+    """
+
+    num_stages: int = 2  # query tiles in flight
+    register_ds: bool = False  # dK takes dS from registers
+    dq_warpgroup: bool = False  # a third warpgroup computes dQ; else both do, one tile late
+
+    def check(self, head_dim: int) -> None:
+        """Refuses what was seen to serialize its matmuls or to spill."""
+        if head_dim > 64 and (self.register_ds or self.dq_warpgroup):
+            raise UnsupportedError(
+                f"{self}: register_ds and dq_warpgroup need heads at most 64 wide, not {head_dim};"
+                " leave both False"
+            )
+
+    def registers(self) -> Registers:
+        """Registers a thread of each role; all that a multiprocessor has."""
+        if not self.dq_warpgroup:
+            return Registers(compute=240, load=24, dq=0)
+        return Registers(compute=208, load=24, dq=72)
+
+    def smem_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of one block, 16-bit operands."""
+        operands = (BACKWARD_KEYS + self.num_stages * BACKWARD_QUERIES) * (head_dim + value_dim)
+        operands += NUM_DS * BACKWARD_KEYS * BACKWARD_QUERIES
+        row_bytes = 4 * 3 * self.num_stages  # logsumexp, delta, id
+        dq = 4 * BACKWARD_QUERIES * (128 if self.dq_warpgroup else head_dim)
+        return 2 * operands + row_bytes * BACKWARD_QUERIES + dq + 4 * BACKWARD_KEYS + BARRIER_BYTES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Config:
+    """Tiles of the FP8 forward: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+
+    block_kv: int = 128
+    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
+    num_stages: int = 2  # K and V tiles in flight
+    overlap: bool = True  # keeps the softmax under the value product of the tile before
+    ping_pong: bool = True  # warpgroups take turns at the tensor cores
+    promote_every: int = 4  # tiles after which the tensor cores' sum is added to one in fp32
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of one block."""
+        return 64 * self.num_warpgroups
+
+    @property
+    def granule(self) -> int:
+        """Keys that are multiplied by one scale: 64, or half of them where a tile wants it."""
+        return 32 if self.block_kv % 64 else 64
+
+    def smem_bytes(self, head_dim: int, value_dim: int) -> int:
+        """Shared memory of one block."""
+        kv = self.num_stages * self.block_kv * (head_dim + value_dim)
+        row_bytes = head_dim + 4 * value_dim + 4 * (1 + 1 + 8)  # q, sum, logsumexp, scale, pin
+        scales = 2 * self.num_stages * 4 * 32
+        return kv + self.block_q * row_bytes + scales + BARRIER_BYTES
+
+
+type TileConfig = ForwardConfig | BackwardConfig | Fp8Config
+
+TUNED: TunedConfigs[TileConfig] = TunedConfigs(
+    op="flash_attention",
+    folder=pathlib.Path(__file__).parents[1] / "tuned",
+    kinds={"forward": ForwardConfig, "backward": BackwardConfig, "fp8": Fp8Config},
+)
+"""A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``."""
+UNGROUPED = " ungrouped"
+"""Ends the key of a backward with as many key/value heads as query heads."""
+
+
+def unsupported(
+    spec: AttentionSpec, masks: AttentionMasks, q: jax.Array, k: jax.Array, v: jax.Array
+) -> str | None:
+    """Why these kernels, forward or backward, cannot compute this call; None if they can."""
+    H, Hv = q.shape[3], v.shape[3]
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"dtypes q={q.dtype} k={k.dtype} v={v.dtype} are not all bfloat16 or all float16"
+    widths = f"{H}/{Hv}"
+    if widths not in WIDTHS:
+        return f"head widths {widths} of query and value are none of {', '.join(WIDTHS)}"
+    if masks.bias is not None:
+        return "an additive bias is not implemented in these kernels"
+    if spec.scale <= 0:
+        return f"scale={spec.scale} is not positive, so the largest score is not the largest logit"
+    if min(q.shape[1], k.shape[1]) == 0:
+        return f"lengths T={q.shape[1]} S={k.shape[1]} leave nothing to load"
+    return None
+
+
+def refuse(reason: str | None) -> None:
+    """Raises UnsupportedError for a reason, if there is one."""
+    if reason is not None:
+        raise UnsupportedError(f"Hopper attention: {reason}")
+
+
+def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> str | None:
+    """Why tiles fit in no block; None if they do."""
+    used = config.smem_bytes(head_dim, value_dim)
+    if used <= SMEM_BYTES:
+        return None
+    return f"{config} takes {used} bytes of shared memory, and a block has {SMEM_BYTES}"
+
+
+def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
+    """The fastest tiles measured for this pair of widths."""
+    config = TUNED.fastest("forward", f"{head_dim}/{value_dim}")
+    assert isinstance(config, ForwardConfig)
+    return config
+
+
+def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:
+    """The fastest tiles measured for this pair of widths."""
+    config = TUNED.fastest("fp8", f"{head_dim}/{value_dim}")
+    assert isinstance(config, Fp8Config)
+    return config
+
+
+def backward_config(head_dim: int, value_dim: int, group: int) -> BackwardConfig:
+    """The fastest form measured; the plain one otherwise.
+
+    Args:
+        head_dim, value_dim: widths.
+        group: query heads per key/value head. A block then loops that much longer.
+    """
+    widths = f"{head_dim}/{value_dim}"
+    alone = TUNED.fastest("backward", widths + UNGROUPED) if group == 1 else None
+    config = alone or TUNED.fastest("backward", widths) or BackwardConfig()
+    assert isinstance(config, BackwardConfig)
+    return config

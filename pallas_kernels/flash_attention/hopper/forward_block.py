@@ -1,0 +1,297 @@
+"""What the forward kernels for Hopper share: roles of warpgroups, order of blocks, the ring of
+tiles, the loop over them.
+
+Dims: as in ``forward_kernel``.
+
+A block owns ``64 * num_warpgroups`` queries of one head and walks the key tiles they see from the
+last to the first, so that the masked diagonal comes before the long unmasked loop. Per tile a
+compute warpgroup issues two matmuls back to back, the scores of this tile and the value product of
+the tile before, and works on the softmax of the first while the second runs. Warpgroups take turns
+at the tensor cores. Scores are in units of log2: an exponential is a multiply-add and an ex2.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
+from pallas_kernels.hopper.tile import COL, LOG2E, ROW, WGMMA, soft_cap
+
+from .config import ForwardConfig, Fp8Config
+from .kernel import AttentionKernel
+from .tiles import TileRange, heads_per_wave, key_tiles
+from .value_sum import StagedValueSum, ValueSum
+
+# Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
+NO_MAXIMUM = -1e30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBlock(AttentionKernel):
+    """A block: 64 queries a compute warpgroup, over the key tiles that they see."""
+
+    OPERAND_BYTES: ClassVar[int]  # of an element of keys and values
+
+    c: ForwardConfig | Fp8Config
+
+    # What kernels differ in.
+
+    def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
+        """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
+        raise NotImplementedError
+
+    def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
+        raise NotImplementedError
+
+    def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copy of the values of a tile, which arrives at ``v_full``."""
+        raise NotImplementedError
+
+    def queries(self, smem, wg):
+        """A warpgroup's queries."""
+        raise NotImplementedError
+
+    def load_rows(self, smem, wg) -> Any:
+        """What ``mask`` and ``softmax`` need of a warpgroup's queries: ids, if they have some."""
+        raise NotImplementedError
+
+    def softmax(self, smem, i, s, peak, total, of_rows):
+        """Probabilities relative to the running maximum, and what the maximum's growth costs."""
+        raise NotImplementedError
+
+    def as_operand(self, p):
+        """Probabilities as the left operand of the value product."""
+        raise NotImplementedError
+
+    def value_sum(self, smem, acc) -> ValueSum:
+        """The running sum in an accumulator."""
+        raise NotImplementedError
+
+    def staged_sum(self, smem) -> StagedValueSum:
+        """The running sum for the interpreter."""
+        raise NotImplementedError
+
+    def out_buffer(self, smem, wg):
+        """Where a warpgroup's output leaves from."""
+        raise NotImplementedError
+
+    def normalized(self, gmem, b, n, peak, total):
+        """The factor of the output's rows, and their maxima and sums, a sink's with them."""
+        raise NotImplementedError
+
+    def log2_total(self, peak, total):
+        """The logsumexp in units of log2."""
+        raise NotImplementedError
+
+    # What they share.
+
+    def attend_all(
+        self, operands: dict[str, jax.Array], *, padded_queries: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """out [B, T, N, Hv] and logsumexp float32 [B, T, N]."""
+        g = self.g
+        results = {
+            "out": jax.ShapeDtypeStruct((g.B, padded_queries, g.N, g.Hv), self.dtype),
+            "lse": jax.ShapeDtypeStruct((g.B, g.N, self.num_q_tiles * self.q_tile), jnp.float32),
+        }
+        found = self.launch_by_queries(operands, results, num_threads=self.c.num_warpgroups + 1)
+        return found["out"][:, : g.T], found["lse"][:, :, : g.T].swapaxes(1, 2)
+
+    def run(self, gmem, smem) -> None:
+        """One block: its tile's coordinates, then a role for each warpgroup."""
+        g, c = self.g, self.c
+        wg, (head, q_tile) = lax.axis_index("wg"), self.tile_of(lax.axis_index("tile"))
+        b, n = lax.div(head, g.N), lax.rem(head, g.N)
+        q0 = q_tile * c.block_q
+        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv)
+        if self.segmented:
+            keys = keys.meet(gmem.ranges, b, q_tile)
+        keys = keys.ordered(at_least_one=True)
+
+        @pl.when(wg < c.num_warpgroups)
+        def _():
+            plgpu.set_max_registers(240 if c.num_warpgroups == 2 else 160, action="increase")
+            self.compute(gmem, smem, b, n, q0, keys)
+
+        @pl.when(wg == c.num_warpgroups)
+        def _():
+            # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what a multiprocessor has: asking
+            # for more does not fail, it waits for ever.
+            plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
+            self.load(gmem, smem, b, n, q0, keys)
+
+    def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Head, of all batch entries', and query tile of a block.
+
+        Longest first (the last queries, under a causal mask), inside a wave of heads.
+        """
+        g = self.g
+        wave = heads_per_wave(g.B * g.N, g.group, self.OPERAND_BYTES * g.S * (g.H + g.Hv))
+        in_wave = lax.rem(block, wave * self.num_q_tiles)
+        head = lax.div(block, wave * self.num_q_tiles) * wave + lax.rem(in_wave, wave)
+        return head, self.num_q_tiles - 1 - lax.div(in_wave, wave)
+
+    def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
+        """Queries once, then keys and values into the ring, as compute warpgroups empty it."""
+        c = self.c
+        kv_head = lax.div(n, self.g.group)
+        for w in range(c.num_warpgroups):
+            self.copy_queries(gmem, smem, b, n, q0 + 64 * w, w)
+
+        def step(i, _):
+            slot, tile = lax.rem(i, c.num_stages), keys.hi - 1 - i
+            plgpu.barrier_wait(smem.k_empty.at[slot])
+            self.copy_keys(gmem, smem, b, kv_head, tile, i)
+            plgpu.barrier_wait(smem.v_empty.at[slot])
+            self.copy_values(gmem, smem, b, kv_head, tile, i)
+
+        lax.fori_loop(0, keys.hi - keys.lo, step, None)
+        if not self.interpretable:  # the interpreter knows no prefetch
+            self.prefetch(gmem, lax.axis_index("tile") + NUM_PROCESSORS)
+        for slot in range(c.num_stages):
+            plgpu.barrier_wait(smem.k_empty.at[slot])
+            plgpu.barrier_wait(smem.v_empty.at[slot])
+
+    def prefetch(self, gmem, block: jax.Array) -> None:
+        """Into L2, what a later block reads first; by its positions, for ids would be waited for.
+
+        The blocks of this kernel end at about the same time, so that this multiprocessor will run
+        that block or one beside it: its wait for memory is then the short one for L2. With another
+        number of multiprocessors it comes early or late.
+        """
+        g, c = self.g, self.c
+        count = g.B * g.N * self.num_q_tiles
+        there = block < count
+        head, q_tile = self.tile_of(jnp.minimum(block, count - 1))
+        b, n, q0 = lax.div(head, g.N), lax.rem(head, g.N), q_tile * c.block_q
+        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv).ordered(at_least_one=True)
+        first = pl.ds((keys.hi - 1) * c.block_kv, c.block_kv)
+        for w in range(c.num_warpgroups):
+            plgpu.async_prefetch(gmem.q.at[b, pl.ds(q0 + 64 * w, 64), n], predicate=there)
+        plgpu.async_prefetch(gmem.k.at[b, first, lax.div(n, g.group)], predicate=there)
+
+    def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
+        """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
+        wg = lax.axis_index("wg")
+        row0 = q0 + 64 * wg
+
+        def attend():
+            if self.interpretable:
+                return self.attend(smem, row0, keys, self.staged_sum(smem))
+            return pl.run_scoped(
+                lambda acc: self.attend(smem, row0, keys, self.value_sum(smem, acc)),
+                plgpu.ACC((64, self.g.Hv), jnp.float32),
+            )
+
+        o, peak, total = self.with_turns(smem, attend)
+        factor, peak, total = self.normalized(gmem, b, n, peak, total.sum(axis=1))
+        out_smem = self.out_buffer(smem, wg)
+        out_smem[...] = (o * lax.broadcast_in_dim(factor, o.shape, [0])).astype(self.dtype)
+        lse = self.log2_total(peak, total) * (1 / LOG2E)
+        smem.lse[wg] = jnp.where(total == 0.0, -jnp.inf, lse)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[b, pl.ds(row0, 64), n])
+        plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, n, pl.ds(row0, 64)])
+        plgpu.wait_smem_to_gmem(0)
+
+    def with_turns(self, smem, attend: Callable[[], Any]) -> Any:
+        """``attend`` when the queries are there, every slot free, and the first turn given."""
+        c = self.c
+        wg = lax.axis_index("wg")
+        for slot in range(c.num_stages):
+            plgpu.barrier_arrive(smem.k_empty.at[slot])
+            plgpu.barrier_arrive(smem.v_empty.at[slot])
+        if c.ping_pong:
+            pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+        plgpu.barrier_wait(smem.q_full)
+        result = attend()
+        if c.ping_pong:
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
+        return result
+
+    def attend(self, smem, row0, keys: TileRange, product: ValueSum | StagedValueSum):
+        """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
+        c = self.c
+        wg = lax.axis_index("wg")
+        peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), ROW)
+        total = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), WGMMA)
+        of_rows = self.load_rows(smem, wg)
+
+        def scores(i, between, masked: bool, peak, total, *, first: bool = False):
+            """Issues QK and what ``between`` issues, which must be waited for; the softmax."""
+            slot = lax.rem(i, c.num_stages)
+            # Waits come before the accumulator exists: its zeros then cost no instruction.
+            plgpu.barrier_wait(smem.k_full.at[slot])
+            if c.ping_pong:
+                plgpu.barrier_wait(smem.turn.at[wg])
+
+            def body(s_acc, *more):
+                plgpu.wgmma(s_acc, self.queries(smem, wg), smem.k.at[slot].transpose((1, 0)))
+                between(*more)
+                if c.ping_pong:
+                    plgpu.barrier_arrive(smem.turn.at[lax.rem(wg + 1, c.num_warpgroups)])
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0 if first else 1)
+                if self.spec.logit_soft_cap is not None:
+                    s = soft_cap(s, self.spec.scale, self.spec.logit_soft_cap)
+                if masked:
+                    s = self.mask(smem, slot, s, row0, (keys.hi - 1 - i) * c.block_kv, of_rows)
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+                p, *rest = self.softmax(smem, i, s, peak, total, of_rows)
+                if not first and c.overlap:
+                    # A store is what keeps the softmax ahead of the wait for PV: the assembler
+                    # moves plain arithmetic behind it, and then nothing runs under PV.
+                    smem.pin[wg] = rest[1]
+                p, *rest = lax.optimization_barrier((p, *rest))
+                part = () if first else product.collect(*more)
+                return p, *rest, part
+
+            more = () if first else product.accumulators
+            return pl.run_scoped(body, plgpu.ACC((64, c.block_kv), jnp.float32), *more)
+
+        def step(i, carry, masked: bool):
+            p, peak, total, o = carry
+            slot = lax.rem(i - 1, c.num_stages)
+            product.prepare(slot)
+            issue = functools.partial(product.issue, p, slot)
+            p, peak, total, alpha, part = scores(i, issue, masked, peak, total)
+            o = product.rescale(o, part, slot, alpha)
+            return self.as_operand(p), peak, total, o
+
+        p, peak, total, *_ = scores(
+            jnp.int32(0), lambda: None, self.masked, peak, total, first=True
+        )
+        carry = (self.as_operand(p), peak, total, product.start())
+        p, peak, total, o = self.walk(keys, step, carry, product.loop)
+        slot = lax.rem(keys.hi - keys.lo - 1, c.num_stages)
+        product.prepare(slot)
+        return product.last(o, p, slot), peak, total
+
+    def mask(self, smem, slot, s, row0, key0, q_ids):
+        """-inf where the query of a row does not see the key of a column."""
+        if self.segmented:
+            kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=COL)
+            s = self.mask_ids(s, q_ids, kv_ids, fill=-jnp.inf)
+        return self.mask_positions(s, row0 + self.g.diagonal - key0, key0, fill=-jnp.inf)
+
+    def walk(self, keys: TileRange, step: Callable[..., Any], carry, loop: Callable[..., Any]):
+        """``step(i, carry, masked=...)`` for all visited tiles but the first, from the last key."""
+        first, count = jnp.int32(1), keys.hi - keys.lo
+        masked_step = functools.partial(step, masked=True)
+        full_step = functools.partial(step, masked=False)
+        if not self.masked:
+            return loop(first, count, full_step, carry)
+        after_right = jnp.maximum(keys.hi - keys.full_hi, 1)
+        after_full = jnp.maximum(keys.hi - keys.full_lo, 1)
+        carry = loop(first, after_right, masked_step, carry)
+        carry = loop(after_right, after_full, full_step, carry)
+        if self.segmented or self.spec.left is not None:
+            carry = loop(after_full, count, masked_step, carry)
+        return carry

@@ -1,0 +1,193 @@
+"""Flash attention forward for Hopper: one warpgroup loads, two or three compute.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value. The block and its loops are those of ``forward_block``.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
+from pallas_kernels.hopper.tile import LOG2E, ROW, sum_strips, swizzle_bytes, tiled
+
+from .config import ForwardConfig, exceeds_shared_memory, forward_config, refuse, unsupported
+from .forward_block import ForwardBlock
+from .tiles import geometry_of, pad_rows
+from .token_ids import tile_ranges, token_ids
+from .value_sum import StagedValueSum, ValueSum
+
+# A row's reference maximum may lag by 2**8: its probabilities stay far from overflow in fp16.
+RESCALE_ABOVE = 8.0
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+    *,
+    spec: AttentionSpec,
+    config: ForwardConfig | None = None,
+    interpretable: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, T, N, H] over k [B, S, K, H] and v [B, S, K, Hv].
+
+    Args:
+        q, k, v: fp16 or bf16.
+        masks: the array part of the masks; no bias.
+        spec: the static part.
+        config: tiles; the table's where None.
+        interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
+            operands in registers and inline code.
+
+    Returns:
+        out [B, T, N, Hv] in q's dtype and logsumexp float32 [B, T, N].
+
+    Raises:
+        UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
+    """
+    refuse(unsupported(spec, masks, q, k, v))
+    config = config or forward_config(q.shape[3], v.shape[3])
+    refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
+    g = geometry_of(q, k, v)
+    q, k, v = (pad_rows(x) for x in (q, k, v))
+    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=config.block_kv)
+    operands = {"q": q, "k": k, "v": v}
+    if ids is not None:
+        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
+        operands["ranges"] = tile_ranges(*ids, config.block_q, config.block_kv)
+    if masks.sinks is not None:
+        operands["sinks"] = masks.sinks.astype(jnp.float32) * LOG2E
+    kernel = _Forward(
+        g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
+        segmented=ids is not None, sinks=masks.sinks is not None, interpretable=interpretable,
+    )  # fmt: skip
+    return kernel.attend_all(operands, padded_queries=q.shape[1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Forward(ForwardBlock):
+    """The kernel of one call."""
+
+    OPERAND_BYTES = 2
+
+    c: ForwardConfig
+    sinks: bool
+
+    def scratch(self) -> dict:
+        g, c = self.g, self.c
+        tile = tiled(swizzle_bytes(g.H, g.Hv, c.block_kv))
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        with_ids = 2 if self.segmented else 1
+        buffers = {
+            # The output takes the queries' space at the end, each warpgroup its own: rows are added
+            # to the narrower of the two so that warpgroups are equally far apart in both.
+            "q_out": plgpu.RefUnion(
+                *(
+                    plgpu.SMEM(
+                        (c.num_warpgroups, 64 * max(g.H, g.Hv) // width, width),
+                        self.dtype,
+                        transforms=tile,
+                    )
+                    for width in (g.H, g.Hv)
+                )
+            ),
+            "k": plgpu.SMEM((c.num_stages, c.block_kv, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((c.num_stages, c.block_kv, g.Hv), self.dtype, transforms=tile),
+            "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
+            "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * with_ids),
+            "k_full": ring(num_arrivals=with_ids),
+            "v_full": ring(),
+            "k_empty": ring(num_arrivals=c.num_warpgroups),
+            "v_empty": ring(num_arrivals=c.num_warpgroups),
+            "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
+        }
+        if self.segmented:
+            buffers["q_ids"] = plgpu.SMEM((c.num_warpgroups, 64), jnp.int32)
+            buffers["kv_ids"] = plgpu.SMEM((c.num_stages, c.block_kv), jnp.int32)
+        if self.interpretable:
+            shape = (c.num_warpgroups, 64, c.block_kv)
+            buffers["p"] = plgpu.SMEM(shape, self.dtype, transforms=tile)
+        return buffers
+
+    def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
+        """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
+        rows = pl.ds(row0, 64)
+        q_smem = smem.q_out[0].at[w, pl.ds(0, 64)]
+        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full)
+
+    def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""
+        slot, rows = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
+        full = smem.k_full.at[slot]
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, rows, kv_head], smem.k.at[slot], full)
+        if self.segmented:
+            plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, rows], smem.kv_ids.at[slot], full)
+
+    def copy_values(self, gmem, smem, b, kv_head, tile, i) -> None:
+        """Starts the copy of the values of a tile, which arrives at ``v_full``."""
+        slot, rows = lax.rem(i, self.c.num_stages), pl.ds(tile * self.c.block_kv, self.c.block_kv)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, rows, kv_head], smem.v.at[slot], smem.v_full.at[slot])
+
+    def queries(self, smem, wg):
+        """A warpgroup's queries."""
+        return smem.q_out[0].at[wg, pl.ds(0, 64)]
+
+    def load_rows(self, smem, wg):
+        """The queries' ids, where tokens have some."""
+        return plgpu.load(smem.q_ids.at[wg], layout=ROW) if self.segmented else None
+
+    def softmax(self, smem, i, s, peak, total, of_rows):
+        """Probabilities relative to the running maximum, and what the maximum's growth costs."""
+        del smem, i, of_rows
+        capped = self.spec.logit_soft_cap is not None
+        unit = LOG2E if capped else self.spec.scale * LOG2E
+        top = jnp.maximum(peak, s.max(axis=1) * unit)
+        top = jnp.where(top - peak > RESCALE_ABOVE, top, peak)
+        alpha = jnp.exp2(peak - top)
+        p = jnp.exp2(s * unit - lax.broadcast_in_dim(top, s.shape, [0]))
+        total = total * lax.broadcast_in_dim(alpha, total.shape, [0]) + sum_strips(p)
+        return p, top, total, alpha
+
+    def as_operand(self, p):
+        """Probabilities as the left operand of the value product."""
+        return p.astype(self.dtype)
+
+    def value_sum(self, smem, acc) -> ValueSum:
+        """The running sum in an accumulator."""
+        return ValueSum(smem, acc)
+
+    def staged_sum(self, smem) -> StagedValueSum:
+        """The running sum for the interpreter."""
+        return StagedValueSum(smem, self.g.Hv, transposed=False)
+
+    def out_buffer(self, smem, wg):
+        """The place of the warpgroup's queries."""
+        return smem.q_out[1].at[wg, pl.ds(0, 64)]
+
+    def normalized(self, gmem, b, n, peak, total):
+        """The factor of the output's rows, and their maxima and sums, a sink's with them."""
+        del b
+        factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        if not self.sinks:
+            return factor, peak, total
+        sink = gmem.sinks[n]
+        top = jnp.maximum(peak, sink)
+        total, shrink = (
+            total * jnp.exp2(peak - top) + jnp.exp2(sink - top),
+            jnp.exp2(peak - top),
+        )
+        return jnp.where(total == 0.0, 0.0, shrink / total), top, total
+
+    def log2_total(self, peak, total):
+        """The logsumexp in units of log2."""
+        return peak + jnp.log2(total)

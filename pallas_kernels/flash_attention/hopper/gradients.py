@@ -1,0 +1,78 @@
+"""Gradients of attention on Hopper GPUs: which kernels a call takes.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.flash_attention.spec import (
+    AttentionGradients,
+    AttentionSpec,
+    BackwardOperands,
+)
+
+from . import backward_by_columns, backward_by_keys, query_gradient
+from .config import BackwardConfig, backward_config, exceeds_shared_memory, refuse, unsupported
+
+WIDEST_BY_KEYS = 128  # wider heads are split over columns
+PADDED = {80: 96}  # its halves must be whole swizzle atoms
+
+
+def backward(
+    operands: BackwardOperands,
+    *,
+    spec: AttentionSpec,
+    deterministic: bool,
+    config: BackwardConfig | None = None,
+) -> AttentionGradients:
+    """Gradients of q, k, v, and of the sinks where the call has them.
+
+    Args:
+        operands: of the forward, its results and their cotangents.
+        spec: as in the forward.
+        deterministic: dQ summed in a fixed order, so that a repeated call returns the same bits.
+        config: form for heads up to 128 wide; the table's where None.
+
+    Raises:
+        UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
+    """
+    o = operands
+    refuse(unsupported(spec, o.masks, o.q, o.k, o.v))
+    H, Hv = o.q.shape[3], o.v.shape[3]
+    width = PADDED.get(H, max(H, Hv))
+    q, k, v, out, d_out = (_pad_width(x, width) for x in (o.q, o.k, o.v, o.out, o.d_out))
+    wide = dataclasses.replace(o, q=q, k=k, v=v, out=out, d_out=d_out)
+    if width > WIDEST_BY_KEYS:
+        dq, dk, dv = backward_by_columns.backward(wide, spec=spec)
+    else:
+        config = config or backward_config(width, width, o.q.shape[2] // o.k.shape[2])
+        config.check(width)
+        refuse(exceeds_shared_memory(config, width, width))
+        dq, dk, dv = backward_by_keys.backward(wide, spec=spec, config=config)
+    if deterministic:
+        # Their dK and dV are summed in a fixed order, dQ is not.
+        dq = query_gradient.query_gradient(wide, spec=spec)
+    d_sinks = None if o.masks.sinks is None else sink_gradient(o)
+    return AttentionGradients(dq[..., :H], dk[..., :H], dv[..., :Hv], d_sinks)
+
+
+def _pad_width(x: jax.Array, width: int) -> jax.Array:
+    """Zero columns at the end: they change no score and their gradients are dropped."""
+    return x if x.shape[3] == width else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),))
+
+
+def sink_gradient(o: BackwardOperands) -> jax.Array:
+    """A sink is a key with no value: its score's gradient is -P delta, summed over queries.
+
+    A row without keys whose sink is -inf has no gradient, whatever its logsumexp's cotangent.
+    """
+    assert o.masks.sinks is not None
+    delta = jnp.einsum("btnh,btnh->btn", o.out.astype(jnp.float32), o.d_out.astype(jnp.float32))
+    if o.d_lse is not None:
+        delta = delta - o.d_lse
+    p = jnp.exp(o.masks.sinks[None, None].astype(jnp.float32) - o.lse)
+    return -jnp.where(jnp.isneginf(o.lse), 0.0, p * delta).sum(axis=(0, 1))

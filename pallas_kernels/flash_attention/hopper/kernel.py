@@ -1,0 +1,124 @@
+"""What every attention kernel for Hopper knows of its call, and what follows for its tiles.
+
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.tile import LOG2E, mask_tile
+
+from .tiles import Geometry
+
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionKernel:
+    """One call's kernel; methods of its subclasses are its phases, written once per trace."""
+
+    g: Geometry
+    spec: AttentionSpec
+    dtype: jnp.dtype  # of operands and results
+    q_tile: int  # queries of a tile
+    kv_tile: int  # keys of a tile
+    segmented: bool  # whether tokens have ids, and equal ids see each other
+    interpretable: bool  # avoids what the interpreter lacks
+
+    @property
+    def num_q_tiles(self) -> int:
+        """Query tiles of a head."""
+        return -(-self.g.T // self.q_tile)
+
+    @property
+    def num_k_tiles(self) -> int:
+        """Key tiles of a head."""
+        return -(-self.g.S // self.kv_tile)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile is partly empty; padded ids mask it where there are ids."""
+        return self.g.S % self.kv_tile != 0 and not self.segmented
+
+    @property
+    def masked(self) -> bool:
+        """Whether any tile may hold scores that nothing sees."""
+        s = self.spec
+        return self.segmented or s.left is not None or s.right is not None or self.ragged
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers of a block, by name."""
+        raise NotImplementedError
+
+    def run(self, gmem, smem) -> None:
+        """One block."""
+        raise NotImplementedError
+
+    def launch_by_queries(
+        self, operands: dict[str, Any], results: dict[str, Any], *, num_threads: int
+    ) -> dict[str, jax.Array]:
+        """Runs a block for each query tile of each head."""
+        return launch(
+            self.run,
+            operands=operands,
+            results=results,
+            scratch=dict(sorted(self.scratch().items())),
+            grid=(self.g.B * self.g.N * self.num_q_tiles,),
+            grid_names=("tile",),
+            num_threads=num_threads,
+            compiler_params=COMPILER_PARAMS,
+        )
+
+    def probabilities(self, s, lse, *, lse_dim: int):
+        """P from scores before their scale; and the soft cap's derivative, None without one."""
+        unit, slope, cap = self.spec.scale * LOG2E, None, self.spec.logit_soft_cap
+        if cap is not None:
+            # tanh(x) by ex2, as in the forward.
+            t = 1.0 - 2.0 / (jnp.exp2(s * (2.0 * LOG2E * self.spec.scale / cap)) + 1.0)
+            s, unit, slope = t, cap * LOG2E, 1.0 - t * t
+        return jnp.exp2(s * unit - lax.broadcast_in_dim(lse, s.shape, [lse_dim])), slope
+
+    def mask_ids(self, x, q_ids, kv_ids, *, fill: float, by_keys: bool = False):
+        """``fill`` where the ids of a query and a key differ.
+
+        Args:
+            x: a tile, queries by keys; keys by queries if ``by_keys``.
+            q_ids, kv_ids: one of each in the layout of rows, the other in that of columns.
+            fill: what hides a score or a probability.
+            by_keys: see x.
+        """
+        q_dim, kv_dim = (1, 0) if by_keys else (0, 1)
+        q_ids = lax.broadcast_in_dim(q_ids, x.shape, [q_dim])
+        return jnp.where(q_ids == lax.broadcast_in_dim(kv_ids, x.shape, [kv_dim]), x, fill)
+
+    def mask_positions(self, x, aligned, key0, *, fill: float, by_keys: bool = False):
+        """``fill`` where the query does not see the key by their positions; x as in ``mask_ids``.
+
+        Args:
+            aligned: column minus row of a query and the key at its own position.
+            key0: the tile's first key.
+        """
+        left, right = self.spec.left, self.spec.right
+        if by_keys:  # column minus row is query minus key
+            return mask_tile(
+                x,
+                fill=fill,
+                diag_min=None if right is None else aligned - right,
+                diag_max=None if left is None else aligned + left,
+                num_rows=self.g.S - key0 if self.ragged else None,
+            )
+        return mask_tile(
+            x,
+            fill=fill,
+            diag_max=None if right is None else aligned + right,
+            diag_min=None if left is None else aligned - left,
+            num_cols=self.g.S - key0 if self.ragged else None,
+        )

@@ -1,0 +1,1 @@
+"""What kernels for Hopper GPUs share: numbers of the machine, tiles, the launch."""

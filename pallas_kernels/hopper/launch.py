@@ -1,0 +1,64 @@
+"""The call of a kernel that finds its arrays and buffers by name."""
+
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+type Named = Mapping[str, Any]
+
+
+def launch(
+    run: Callable[[types.SimpleNamespace, types.SimpleNamespace], None],
+    *,
+    operands: Named,
+    results: Named,
+    scratch: Named,
+    num_threads: int,
+    compiler_params: plgpu.CompilerParams,
+    **grid: Any,
+) -> dict[str, Any]:
+    """Results by name, of a kernel given its arrays in global and its buffers in shared memory.
+
+    Args:
+        run: one warpgroup; its thread axis is "wg".
+        operands: arrays by name, or lists of arrays.
+        results: their shapes, likewise.
+        scratch: buffers and barriers, in the order in which they are allocated.
+        num_threads: warpgroups of a block.
+        grid: of blocks and clusters, as ``plgpu.kernel`` takes it.
+    """
+    arrays = {**operands, **results}
+
+    def body(*refs):
+        gmem, rest = _grouped(arrays, refs)
+        smem = dict(zip(scratch, rest, strict=True))
+        run(types.SimpleNamespace(**gmem), types.SimpleNamespace(**smem))
+
+    outs = plgpu.kernel(
+        body,
+        out_type=tuple(_flat(results)),
+        scratch_types=tuple(scratch.values()),
+        num_threads=num_threads,
+        thread_name="wg",
+        compiler_params=compiler_params,
+        **grid,
+    )(*_flat(operands))
+    return _grouped(results, outs)[0]
+
+
+def _flat(arrays: Named) -> list[Any]:
+    groups = (group if isinstance(group, list) else [group] for group in arrays.values())
+    return list(itertools.chain(*groups))
+
+
+def _grouped(arrays: Named, flat: Sequence[Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """As many of ``flat`` as there are arrays, by name, and the rest."""
+    left = iter(flat)
+    named = {
+        name: tuple(itertools.islice(left, len(group))) if isinstance(group, list) else next(left)
+        for name, group in arrays.items()
+    }
+    return named, tuple(left)

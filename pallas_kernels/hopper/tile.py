@@ -1,0 +1,92 @@
+"""Tiles: how they lie in shared memory, and arithmetic on one of scores in registers, by strips.
+
+A warpgroup holds a tile in the WGMMA layout: of each strip of 8 columns a thread owns two of
+two rows. Whole strips are sliced, added and concatenated without moving a value between threads.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+STRIP = 8
+WGMMA = plgpu.Layout.WGMMA
+ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
+"""Layouts of a tile in registers, of a number a row of it, and of a number a column."""
+
+
+def swizzle_bytes(*widths: int, itemsize: int = 2) -> int:
+    """The widest swizzle whose atom divides rows of these many elements."""
+    return next(size for size in (128, 64, 32) if all(w % (size // itemsize) == 0 for w in widths))
+
+
+def tiled(swizzle: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Transforms of a shared memory tile that WGMMA and the copy engine both understand."""
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def _iota(rows: int, axis: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (rows, STRIP), axis, layout=WGMMA)
+
+
+def mask_tile(
+    x: jax.Array,
+    *,
+    fill: float,
+    diag_max: jax.Array | None = None,
+    diag_min: jax.Array | None = None,
+    num_cols: jax.Array | None = None,
+    num_rows: jax.Array | None = None,
+) -> jax.Array:
+    """Keeps ``diag_min <= column - row <= diag_max``, ``column < num_cols``, ``row < num_rows``.
+
+    A bound is kept once, for the first strip, and strip i compares it with the constant 8 * i: a
+    mask built from whole-tile iotas has the compiler keep a register per column across the loop.
+    """
+    rows = x.shape[0]
+    row, col = _iota(rows, 0), _iota(rows, 1)
+    out = []
+    for i, strip in enumerate(strips(x)):
+        start = i * STRIP
+        if diag_max is not None:
+            strip = jnp.where(diag_max - (col - row) >= start, strip, fill)
+        if diag_min is not None:
+            strip = jnp.where(diag_min - (col - row) <= start, strip, fill)
+        if num_cols is not None:
+            strip = jnp.where(num_cols - col > start, strip, fill)
+        if num_rows is not None:
+            strip = jnp.where(row < num_rows, strip, fill)
+        out.append(strip)
+    return jnp.concatenate(out, axis=1)
+
+
+def strips(x: jax.Array) -> list[jax.Array]:
+    """The strips of 8 columns."""
+    rows, cols = x.shape
+    return [lax.slice(x, (0, i), (rows, i + STRIP)) for i in range(0, cols, STRIP)]
+
+
+def sum_strips(x: jax.Array) -> jax.Array:
+    """Adds the strips: a row sum up to the last 8 columns, with no exchange between threads."""
+    return _tree(jnp.add, strips(x))
+
+
+def max_strips(x: jax.Array) -> jax.Array:
+    """The strips' maximum: a row maximum up to the last 8 columns."""
+    return _tree(jnp.maximum, strips(x))
+
+
+def _tree(combine: Callable[..., jax.Array], parts: list[jax.Array]) -> jax.Array:
+    while len(parts) > 1:
+        odd = parts[len(parts) & ~1 :]
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+    return parts[0]
+
+
+def soft_cap(s: jax.Array, scale: float, cap: float) -> jax.Array:
+    """``cap * tanh(scale * s / cap)``, by ex2: the hardware's tanh is good to 2**-11 only."""
+    return cap - (2.0 * cap) / (jnp.exp2(s * (2.0 * LOG2E * scale / cap)) + 1.0)

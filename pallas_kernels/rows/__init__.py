@@ -1,0 +1,1 @@
+"""Kernels over rows: one formula, in whichever of four forms suits the length of the rows."""

@@ -1,0 +1,193 @@
+"""Which way suits rows of a length on a Hopper GPU, and which tiles."""
+
+import dataclasses
+
+from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
+
+from .config import (
+    LONGEST_IN_BLOCK,
+    LONGEST_ROW,
+    LONGEST_WHOLE_ROW,
+    Blocks,
+    RowConfig,
+    Stream,
+    Twice,
+    Wide,
+)
+from .formula import RowCall
+from .smem import smem_bytes
+
+STREAM_RESERVE = 3 * 1024
+"""Left free, as in the forms that were measured: 8,192 columns in two stages, not three."""
+
+MOST_HELD = 64
+"""Numbers that a thread holds from row to row; more spill."""
+
+MOST_BESIDE_SUMS = 48
+"""Of these, if there are sums and vectors among them."""
+
+LEAST_LEAD, MOST_LEAD = 80 * 1024, 96 * 1024
+"""Bytes that a block reads ahead of the row it works on; one of eight, the widest rows, a slot."""
+
+SHORT_LEAD = 48 * 1024
+"""Instead, in one of four, or where sums over rows or nothing but a row fill a block, and a slot
+where vectors do: more blocks cost more than that (norm/NOTES.md)."""
+
+MOST_BARRIERS = 32
+"""Of one kind in Pallas: one for each slot of each warpgroup."""
+
+MOST_TILES = 16
+"""Of a part, that are written out one after another."""
+
+
+def config_for(rows: int, call: RowCall) -> RowConfig:
+    """Tiles for rows of a dtype of 16 or 32 bits.
+
+    Columns: multiples of 32 to 1024, where rows come in fours; of 128 to 4096, and to 8192 where
+    nothing is streamed; of 256 to 8192; of 2048 to 262,144.
+
+    32 columns of a row to a thread leave registers for everything else; sums over rows take as many
+    again, so there it is 16. Whatever shared memory remains is read-ahead.
+
+    Raises:
+        UnsupportedError: there are none.
+    """
+    columns = call.columns
+    if rows == 0 or not 0 < columns <= LONGEST_ROW:
+        raise _refused(
+            f"{rows} rows of {columns} columns: there must be rows, of 1 to {LONGEST_ROW} columns,"
+        )
+    if columns > LONGEST_IN_BLOCK:
+        return _wide(call)
+    batch = 0
+    if columns <= LONGEST_WHOLE_ROW:
+        most = LONGEST_WHOLE_ROW // columns
+        batch = next((r for r in range(most, 0, -1) if rows % (WARPS * r) == 0), 0)
+        if not batch:
+            raise _refused(f"{rows} rows of {columns} columns are not a multiple of {WARPS} rows")
+    in_block = call.num_sums == 0 and call.num_inputs * columns <= LONGEST_IN_BLOCK
+    group = 1 if in_block or columns <= 4096 else 2
+    lanes = LANES if batch else group * WARPS * LANES
+    # 16 bytes at a time, but for fp32 vectors in shared memory, whose banks would conflict.
+    widest = 4 if call.num_vectors and not in_block else 16 // call.itemsize
+    vector = next((v for v in (8, 4, 2, 1) if v <= widest and columns % (lanes * v) == 0), 0)
+    if not vector:
+        raise _refused(f"{columns} columns are not a multiple of {lanes}")
+    if in_block:
+        return Blocks(rows_per_warp=batch, vector=vector, most_turns=2 if call.num_vectors else 1)
+    if not call.over_inputs:
+        return _wide(call)
+    config = Stream(rows_per_warp=batch, group=group, vector=vector)
+    if call.num_sums and group == 1 and columns // config.num_parts > 512:
+        # 32 columns a thread of inputs, vector and sums spill out of 128 registers: 64% of a copy's
+        # rate with 4 warpgroups, 90% with 3.
+        config = dataclasses.replace(config, num_warpgroups=3)
+    streamed = _with_stages(config, call)
+    if streamed is None and columns % 2048 == 0:
+        return _wide(call)
+    while streamed is None:
+        config = dataclasses.replace(config, num_warpgroups=config.num_warpgroups - group)
+        streamed = _with_stages(config, call)
+    return streamed
+
+
+def _with_stages(config: Stream, call: RowCall) -> Stream | None:
+    """With as many stages as fit, six at most; None if there are not two, to read ahead."""
+    for num_stages in range(6, 1, -1):
+        fitting = dataclasses.replace(config, num_stages=num_stages)
+        if smem_bytes(fitting, call) <= SMEM_BYTES - STREAM_RESERVE:
+            return fitting
+    return None
+
+
+def _wide(call: RowCall) -> Wide | Twice:
+    """The fewest blocks a row, where vectors and sums leave registers and read-ahead enough."""
+    if call.columns % 2048:
+        raise _refused(f"{call.columns} columns are not a multiple of 2048")
+    if call.columns == 32768 and call.itemsize == 2 and _alone(call):
+        # Softmax: three blocks share a multiprocessor, two beside masks. 96.0% of a copy, where one
+        # that goes on from row to row reaches 90.8% (norm/NOTES.md).
+        return Wide(chunks=4, slots=4, row_a_block=True)
+    for cluster in (1, 2, 4, 8):
+        config = _held(call, cluster)
+        if config is not None:
+            return config
+    return _twice(call)
+
+
+def _alone(call: RowCall) -> bool:
+    """Whether a row, and masks of it, is all that is read, as by softmax."""
+    return call.num_inputs == 1 and not call.num_vectors
+
+
+def _held(call: RowCall, cluster: int) -> Wide | None:
+    """A row in the shared memory of a cluster of so many blocks, if it fits."""
+    warps = cluster * 4 * WARPS
+    tile = _tile(call, warps)
+    num_tiles, a_tile = call.columns // (warps * tile) if tile else 0, tile // LANES
+    if not 0 < num_tiles <= MOST_TILES:
+        return None
+    sums = num_tiles * a_tile * call.num_sums
+    if sums > MOST_HELD:
+        return None
+    held = num_tiles
+    # RMSNorm's gradient, measured so: 92% of a copy at 32,768 columns where none is held has 88%.
+    lean = call.num_inputs == 2 and call.num_sums == 1 and call.itemsize == 2
+    if call.num_vectors:
+        left = max((MOST_BESIDE_SUMS if sums and not lean else MOST_HELD) - sums, 0)
+        held = min(left // (a_tile * call.num_vectors), num_tiles)
+    if call.num_sums and held < num_tiles:
+        held = 0  # beside sums, half a scale in registers is slower than none
+    tiles = 2 if call.num_inputs == 1 and num_tiles % 2 == 0 and held == num_tiles else 1
+    config = Wide(
+        cluster=cluster, tile=tile, tiles=tiles, chunks=num_tiles // tiles,
+        in_memory=num_tiles - held, vector=_vector(call, tile, in_memory=held < num_tiles),
+    )  # fmt: skip
+    slot = call.column_bytes * tiles * 4 * WARPS * tile
+    alone = _alone(call)
+    least = SHORT_LEAD if alone or call.num_sums or cluster == 4 else LEAST_LEAD
+    if cluster == 8 or (call.num_inputs == 1 and not alone):
+        least = slot
+    fewest = config.chunks + -(-least // slot)
+    most = 6
+    if call.num_inputs == 1:
+        # Of softmax's 131,072 columns 6 slots are no slower than 7.
+        most = max(6, config.chunks + -(-(SHORT_LEAD if alone else MOST_LEAD) // slot))
+    may_fold_ahead = cluster > 1 and call.num_turns == 1 and (call.num_sums == 0 or lean)
+    for slots in range(min(most, MOST_BARRIERS // 4), fewest - 1, -1):
+        ahead = may_fold_ahead and slots > 2 * config.chunks
+        fitting = dataclasses.replace(config, slots=slots, ahead=ahead)
+        if smem_bytes(fitting, call) <= SMEM_BYTES:
+            return fitting
+    return None
+
+
+def _twice(call: RowCall) -> Twice:
+    """In the most blocks that divide a row, so that the fewest rows wait in L2 to be read again."""
+    cluster = next(n for n in (8, 4, 2, 1) if call.columns % (n * 4 * WARPS * 128) == 0)
+    tile = _tile(call, cluster * 4 * WARPS)
+    config = Twice(
+        cluster=cluster, tile=tile, chunks=call.columns // (cluster * 4 * WARPS * tile),
+        vector=_vector(call, tile, in_memory=False),
+    )  # fmt: skip
+    for slots in range(6, 1, -1):
+        fitting = dataclasses.replace(config, slots=slots)
+        if smem_bytes(fitting, call) <= SMEM_BYTES:
+            return fitting
+    raise AssertionError(f"two slots of {config} exceed shared memory")
+
+
+def _tile(call: RowCall, warps: int) -> int:
+    """Columns of a warp's part at a time, at most a KB of them; 0 if none divides."""
+    sizes = (size for size in (512, 384, 256, 128) if size * call.itemsize <= 1024)
+    return next((size for size in sizes if call.columns % (warps * size) == 0), 0)
+
+
+def _vector(call: RowCall, tile: int, *, in_memory: bool) -> int:
+    """16 bytes, but for fp32 vectors in shared memory, whose banks would conflict."""
+    return 16 // call.itemsize if tile % 256 == 0 and not in_memory else 4
+
+
+def _refused(why: str) -> UnsupportedError:
+    return UnsupportedError(f"{why} in the Hopper kernels over rows; plain JAX takes any")

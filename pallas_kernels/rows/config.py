@@ -1,0 +1,122 @@
+"""How rows lie on the warps of a Hopper GPU."""
+
+import dataclasses
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, WARPS
+
+NUM_CLUSTERS = {1: NUM_PROCESSORS, 2: 66, 4: 30, 8: 15}
+"""By their blocks, how many run at the same time."""
+LONGEST_WHOLE_ROW = 1024  # columns of a row that one warp holds
+LONGEST_IN_BLOCK = 8192
+LONGEST_ROW = 262144
+
+
+def tile_layout(vector: int):
+    """[A, M]: a row or part to a warp, ``vector`` columns to a lane."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS, LANES * vector), (vector,))),
+        warp_dims=(-3,),
+        lane_dims=(-2,),
+        vector_dim=-1,
+    )
+
+
+def lane_layout(num_parts: int):
+    """[P]: every warp has all parts, spread over its lanes."""
+    width = min(num_parts, LANES)
+    spread = (-2,) if width == LANES else (plgpu.Replicated(LANES // width), -2)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((width,), (1,))),
+        warp_dims=(plgpu.Replicated(WARPS),),
+        lane_dims=spread,
+        vector_dim=-1,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Blocks:
+    """A row, or a few short ones, to a block of one warpgroup; nothing is read ahead."""
+
+    rows_per_warp: int = 0  # whole rows a warp holds; 0 splits a row
+    vector: int = 8  # columns that a thread holds side by side
+    most_turns: int = 1  # that a block takes one after another, which spares reading the vectors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """A row, or a few short ones, to one or two warpgroups of a block that reads ahead."""
+
+    num_warpgroups: int = 4  # a block
+    num_stages: int = 3  # slots of a warpgroup
+    rows_per_warp: int = 0
+    group: int = 1  # warpgroups of a block that share a row
+    vector: int = 8
+
+    @property
+    def num_teams(self) -> int:
+        """Rows, or batches of whole rows, that a block works on at a time."""
+        return self.num_warpgroups // self.group
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a row, one a warp."""
+        return 1 if self.rows_per_warp else WARPS * self.group
+
+    def slot_shape(self, columns: int) -> tuple[int, int]:
+        """(A, M): rows or parts in a slot, columns of each."""
+        if self.rows_per_warp:
+            return WARPS * self.rows_per_warp, columns
+        return WARPS, columns // self.num_parts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Wide:
+    """A row to a block, or to the blocks of a cluster."""
+
+    cluster: int = 1  # blocks that share a row
+    warpgroups: int = 4  # of a block
+    tile: int = 512  # columns of a warp's part that are in registers at a time
+    tiles: int = 1  # of a chunk: what arrives and is freed at once
+    chunks: int = 1  # of a block's share of a row
+    slots: int = 4  # chunks in shared memory
+    vector: int = 8
+    ahead: bool = False  # the next row is folded before a row is finished; needs two rows' slots
+    in_memory: int = 0  # tiles whose vectors are in shared memory; those before are in registers
+    row_a_block: bool = False  # as many blocks as rows, instead of one a multiprocessor
+
+    @property
+    def columns(self) -> int:
+        """Of the rows that fit."""
+        return self.cluster * self.warpgroups * self.chunks * self.tiles * WARPS * self.tile
+
+    @property
+    def num_clusters(self) -> int:
+        """That run at the same time."""
+        return NUM_CLUSTERS[self.cluster]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Twice:
+    """A row to the blocks of a cluster, which read it twice and keep nothing of it."""
+
+    cluster: int = 1  # blocks that share a row
+    warpgroups: int = 4  # of a block
+    tile: int = 512  # columns of a warp's part that are in registers at a time: a chunk
+    chunks: int = 1  # of a warpgroup's share of a row
+    slots: int = 4  # chunks in shared memory
+    vector: int = 8
+
+    @property
+    def columns(self) -> int:
+        """Of the rows that fit."""
+        return self.cluster * self.warpgroups * self.chunks * WARPS * self.tile
+
+    @property
+    def num_clusters(self) -> int:
+        """That run at the same time."""
+        return NUM_CLUSTERS[self.cluster]
+
+
+type RowConfig = Blocks | Stream | Wide | Twice

@@ -1,0 +1,106 @@
+"""The shared memory of the kernels over rows: what they allocate, and how many bytes that is.
+
+Dims: A row or part in a slot, M column of a tile or part, P part of a row.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.machine import WARPS
+
+from .config import Stream, Twice, Wide
+from .formula import RowCall
+
+ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
+BARRIER_BYTES = 8
+REDUCTION_BYTES = 256  # what kernels whose blocks exchange give the compiler
+TURNS = 4  # exchanges that may overlap: one is still read while the second next is written
+
+
+def smem_bytes(config: Stream | Wide | Twice, call: RowCall) -> int:
+    """What a block allocates: no kernel may ask for more than ``machine.SMEM_BYTES``."""
+    total = 0 if isinstance(config, Stream) else _aligned(REDUCTION_BYTES)
+    if isinstance(config, Stream):
+        scratch = stream_scratch(config, call)
+    elif isinstance(config, Wide):
+        scratch = wide_scratch(config, call)
+    else:
+        scratch = twice_scratch(config, call)
+    for buffer in scratch.values():
+        if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
+            total += BARRIER_BYTES * math.prod(np.atleast_1d(buffer.num_barriers).tolist())
+        else:
+            total += _aligned(math.prod(buffer.shape) * jnp.dtype(buffer.dtype).itemsize)
+    return total
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def stream_scratch(c: Stream, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of ``stream`` by name."""
+    A, M = c.slot_shape(call.columns)
+    vector = (1, 1, M) if c.rows_per_warp else (c.group, WARPS, M)
+    buffers: dict[str, Any] = {
+        f"input{j}": plgpu.SMEM((c.num_warpgroups, c.num_stages, A, M), dtype)
+        for j, dtype in enumerate(call.dtypes)
+    }
+    for j in range(call.num_vectors):
+        buffers[f"vector{j}"] = plgpu.SMEM(vector, jnp.float32)
+    buffers["full"] = plgpu.Barrier(
+        num_arrivals=len(call.dtypes), num_barriers=c.num_warpgroups * c.num_stages
+    )
+    if call.num_vectors:
+        buffers["vectors_full"] = plgpu.Barrier(num_arrivals=call.num_vectors)
+    if not c.rows_per_warp:
+        # In turns, so that one barrier an exchange is enough.
+        shape = (c.num_teams, 2, call.num_numbers, c.group * WARPS)
+        buffers["numbers"] = plgpu.SMEM(shape, jnp.float32)
+        if c.group > 1:
+            buffers["numbers_full"] = plgpu.Barrier(num_arrivals=c.group, num_barriers=c.num_teams)
+    return buffers
+
+
+def wide_scratch(c: Wide, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of ``wide`` by name."""
+    chunks = (c.warpgroups, c.slots, c.tiles, WARPS, c.tile)
+    buffers = _slots(c, chunks, call)
+    if c.in_memory:
+        shape = (c.warpgroups, c.in_memory, WARPS, c.tile)
+        for j in range(call.num_vectors):
+            buffers[f"vector{j}"] = plgpu.SMEM(shape, jnp.float32)
+    if call.num_vectors and c.in_memory:
+        buffers["vectors_full"] = plgpu.Barrier(
+            num_arrivals=call.num_vectors * c.warpgroups * c.in_memory
+        )
+    return buffers
+
+
+def twice_scratch(c: Twice, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of ``twice`` by name."""
+    return _slots(c, (c.warpgroups, c.slots, WARPS, c.tile), call)
+
+
+def _slots(c: Wide | Twice, shape: tuple[int, ...], call: RowCall) -> dict[str, Any]:
+    """Of inputs, and what the blocks of a row exchange by."""
+    buffers: dict[str, Any] = {
+        f"input{j}": plgpu.SMEM(shape, dtype) for j, dtype in enumerate(call.dtypes)
+    }
+    buffers["full"] = plgpu.Barrier(
+        num_arrivals=len(call.dtypes), num_barriers=c.warpgroups * c.slots
+    )
+    num_parts = c.cluster * c.warpgroups * WARPS
+    buffers["numbers"] = plgpu.SMEM((TURNS, call.num_numbers, num_parts), jnp.float32)
+    # Two in turns: the others may arrive for a row before this block has waited for the last.
+    if c.cluster > 1:
+        buffers["exchanged"] = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_barriers=2, num_arrivals=c.warpgroups
+        )
+    else:
+        buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=2)
+    return buffers
