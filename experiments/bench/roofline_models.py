@@ -17,6 +17,7 @@ from jax import lax
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
+from jaxinfra.layers.cache import after_pass
 from jaxinfra.models.decoder import KVCache
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
@@ -26,7 +27,7 @@ from jaxinfra.planning.devices import Device
 from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.roofline import Point, Work
 from jaxinfra.planning.shapes import ModelShape
-from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.serving.sampling import GREEDY, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.common import timing
 
@@ -126,7 +127,7 @@ def served(preset: str) -> Served:
     definition = define_model(config, execution_on(policy=held_as_computed(policy)))
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
     graphdef, weights = nnx.split(definition.bind(drawn))
-    step = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=config.vocab_size)
+    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size)
     return Served(weights=weights, step=step, shape=shape_of(config, name=preset), config=config)
 
 
@@ -148,7 +149,7 @@ def phases(
 
 def prefilled(name: str, preset: str, batch: int, length: int, device: Device) -> dict[str, Any]:
     model = served(preset)
-    args = (model.weights, *model.rows(batch, length))
+    args = (model.weights, *model.rows(batch, length), SamplingRows.of([GREEDY] * batch))
     f = functools.partial(prefill, config=model.step, num_slots=length)
     work = roofline.prefill_work(model.shape, device, batch=batch, length=length)
     return timed(name, "prefill", work, CLOCK.seconds(f, *args), CLOCK.wall(f, *args))
@@ -159,9 +160,13 @@ def decoded(name: str, preset: str, batch: int, context: int, device: Device) ->
     ids, lengths, keys = model.rows(batch, context)
     zeros = model.empty_cache(batch=batch, num_slots=context + 2 * DECODED)
     # Numbers, as a prefill would leave them: zeros take less power.
-    cache = jax.tree.map(lambda x: random(3, *x.shape, dtype=x.dtype), zeros)
+    cache = tuple(
+        after_pass(each, {n: random(3, *x.shape, dtype=x.dtype) for n, x in each.arrays.items()})
+        for each in zeros
+    )
     del zeros
-    state = DecodeState(cache=cache, positions_B=lengths, keys_B=keys)
+    sampling = SamplingRows.of([GREEDY] * batch)
+    state = DecodeState(cache=cache, positions_B=lengths, keys_B=keys, sampling=sampling)
     tokens = ids[:, 0]
     several = jax.jit(functools.partial(decode_several, config=model.step))
     # The program copies the cache once, which a server does not: the difference has no copy.

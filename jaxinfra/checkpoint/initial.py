@@ -16,7 +16,13 @@ from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.models.definition import (
+    ModelDefinition,
+    Parameters,
+    define_model,
+    merged,
+    only,
+)
 from jaxinfra.models.hf import by_path
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.conversion import TOKENIZER_FILES
@@ -75,13 +81,17 @@ def place_initial(
 ) -> Parameters:
     """Reads the weights in the definition's dtypes, each device its shard only; a collective.
 
+    Args:
+        shardings: of what to read: parameters, state or both.
+
     Raises:
         CheckpointError: they are not those that the run started from.
     """
     if init.step is None:
         return place_parameters(_model_files(init, definition.config), definition, shardings)
     masters = _masters(init, definition.config, shardings)
-    return jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), masters, definition.shapes)
+    wanted = only(definition.arrays, shardings)
+    return jax.tree.map(lambda leaf, to: leaf.astype(to.dtype), masters, wanted)
 
 
 def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
@@ -89,7 +99,7 @@ def initial_source(init: InitConfig, config: ModelConfig) -> ParameterSource:
     if init.step is None:
         return _model_files(init, config)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = define_model(config, execution_on()).shapes
+    shapes = define_model(config, execution_on()).arrays
     masters = _masters(init, config, jax.tree.map(lambda _: device, shapes))
     return LiveParameters(arrays=by_path(masters))
 
@@ -104,12 +114,19 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
     run, step = RunDirectory(Path(init.path)), init.step
     assert step is not None
     _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
-    placed = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        define_model(config, execution_on()).shapes,
-        shardings,
-    )
-    return load(run.checkpoints, {"parameters": placed}, step=step).state["parameters"]
+    model = define_model(config, execution_on())
+
+    def placed(shapes: Parameters) -> Parameters:
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            only(shapes, shardings),
+            only(shardings, shapes),
+        )
+
+    # The names of fields of the training state; what else is in there is not read.
+    wanted = {"parameters": placed(model.shapes), "model_state": placed(model.state_shapes)}
+    read = load(run.checkpoints, wanted, step=step).state
+    return merged(read["parameters"], read["model_state"])
 
 
 def _require_same(init: InitConfig, found: str) -> None:

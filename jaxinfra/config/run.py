@@ -159,6 +159,11 @@ def validate(run: RunConfig) -> None:
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    check_divides(model, mesh)
+
+
+def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
+    """Raises ConfigError where a size of the model does not divide over the axis that shards it."""
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:

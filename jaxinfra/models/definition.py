@@ -124,6 +124,11 @@ class ModelDefinition:
         """Logical dims of the state, in the structure of ``state_shapes``."""
         return self._of(ModelState, lambda variable: DimsLeaf(variable.get_metadata()["axes"]))
 
+    @property
+    def arrays(self) -> Parameters:
+        """``jax.ShapeDtypeStruct`` of what the model's files hold: parameters and state."""
+        return merged(self.shapes, self.state_shapes)
+
     def _of(self, kind: type[nnx.Variable], read: Callable[[nnx.Variable], Any]) -> Parameters:
         variables = nnx.to_flat_state(nnx.filter_state(self.template, kind))
         return nest({path: read(variable) for path, variable in variables})
@@ -223,6 +228,18 @@ def merged(first: Parameters, second: Parameters) -> Parameters:
     result = dict(first)
     for name, value in second.items():
         result[name] = merged(result[name], value) if name in result else value
+    return result
+
+
+def only(tree: Parameters, others: Parameters) -> Parameters:
+    """What of a nested dict is among ``others`` too."""
+    result = {}
+    for name, value in tree.items():
+        if name in others and isinstance(value, dict):
+            if inner := only(value, others[name]):
+                result[name] = inner
+        elif name in others:
+            result[name] = value
     return result
 
 

@@ -37,19 +37,33 @@ def nothing_added(shapes: Gradients) -> Gradients:
     Args:
         shapes: of a part.
     """
+    return Gradients(
+        loss=_zeros(shapes.loss),
+        gradients=_zeros(shapes.gradients),
+        sums=nothing_summed(shapes.sums),
+        state=nothing_emitted(shapes.state),
+    )
 
-    def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
-    def least(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)
+def nothing_summed(shapes: Any) -> Any:
+    """Of a tree of ``Sums``, what the first part's are combined with."""
 
     def empty(sums: Sums) -> Sums:
-        return Sums(losses=zeros(sums.losses), added=zeros(sums.added), largest=least(sums.largest))
+        return Sums(
+            losses=_zeros(sums.losses), added=_zeros(sums.added), largest=_least(sums.largest)
+        )
 
-    return Gradients(
-        loss=zeros(shapes.loss),
-        gradients=zeros(shapes.gradients),
-        sums=jax.tree.map(empty, shapes.sums, is_leaf=lambda node: isinstance(node, Sums)),
-        state=least(shapes.state),
-    )
+    return jax.tree.map(empty, shapes, is_leaf=lambda node: isinstance(node, Sums))
+
+
+def nothing_emitted(shapes: Parameters) -> Parameters:
+    """Of cotangents by state, what the first part's are maximized with."""
+    return _least(shapes)
+
+
+def _zeros(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def _least(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, -jnp.inf, leaf.dtype), tree)

@@ -101,10 +101,15 @@ def _convert_run(
         assert init is not None, "validate"
         adapters = host_adapters(lora, parameters)
         if adapters_only:
-            weights = weight_map(hf["model_type"], config, definition.shapes)
+            weights = weight_map(hf["model_type"], config, definition.arrays)
             write_peft(adapters, weights, destination, base=init.path)
             return Conversion(target=Target.PEFT, definition=run.definition)
-        values = MergedParameters(base=initial_source(init, config), adapters=adapters)
+        state = {path: parameters[path] for path in by_path(definition.state_shapes)}
+        values = MergedParameters(
+            base=initial_source(init, config),
+            adapters=adapters,
+            state=LiveParameters(arrays=state),
+        )
     elif adapters_only:
         raise ConfigError(f"{source} trained all parameters and has no adapters to write alone")
     with tempfile.TemporaryDirectory() as made:

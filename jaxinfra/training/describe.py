@@ -104,14 +104,21 @@ def placement_table(job: Job) -> str:
                 *(f"{bytes_:,}" for bytes_ in held),
             )
         )
-    frozen = jax.tree_util.tree_leaves_with_path(job.model.frozen)
-    for (path, leaf), sharding in zip(frozen, jax.tree.leaves(job.frozen_shardings), strict=True):
+    untrained = [
+        (path, leaf, sharding, why)
+        for why, tree, shardings in (
+            ("frozen", job.model.frozen, job.frozen_shardings),
+            ("changed by rule", state.model_state, job.shardings.model_state),
+        )
+        for (path, leaf), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(shardings), strict=True
+        )
+    ]
+    for path, leaf, sharding, why in untrained:
         held = _bytes_per_device(leaf, sharding)
         totals[0] += held
         shape, lies = " x ".join(map(str, leaf.shape)), _spec(sharding)
-        rows.append(
-            (path_name(path), shape, leaf.dtype.name, lies, "frozen", f"{held:,}", "0", "0")
-        )
+        rows.append((path_name(path), shape, leaf.dtype.name, lies, why, f"{held:,}", "0", "0"))
     rows.append(("total", "", "", "", "", *(f"{total:,}" for total in totals)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

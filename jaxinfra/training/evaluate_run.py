@@ -57,11 +57,12 @@ def evaluate_run(
         dataclasses.replace(
             jax.tree.map(lambda _: None, job.abstract_state()),
             parameters=job.abstract_state().parameters,
+            model_state=job.abstract_state().model_state,
         ),
         step=step,
         identity=identity(config),
     )
-    result = evaluate_heldout(job, restored.state.parameters, corpus.heldout)
+    result = evaluate_heldout(job, restored.state.tree, corpus.heldout)
     return RunEvaluation(
         step=restored.step,
         evaluation=result,

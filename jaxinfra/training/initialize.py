@@ -1,5 +1,6 @@
 """What a run starts from: random numbers, or another model's weights, straight onto the mesh."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,19 @@ def with_frozen(job: Job) -> Job:
 def first_state(job: Job) -> State:
     """The state of step 0; a collective.
 
-    Parameters that a run starts from are read, and random ones drawn for none of them.
+    Parameters that a run starts from are read, and random ones drawn for none of them. Adapters are
+    drawn; the state of the model that they adapt is read.
     """
-    if job.config.init is None or job.config.lora is not None:
+    init, model = job.config.init, job.model
+    if init is None:
         return job.initialize()
-    shardings = job.shardings.parameters
-    return job.start_from(place_initial(job.config.init, job.model, shardings))
+    if job.config.lora is None:
+        return job.start_from(place_initial(init, model, job.shardings.tree))
+    state = job.initialize()
+    if not model.state_shapes:
+        return state
+    model_state = place_initial(init, model, job.shardings.model_state)
+    return dataclasses.replace(state, model_state=model_state)
 
 
 def kept_from_start(config: RunConfig) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from jaxinfra.config.run import Remat, RunConfig, validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
 from jaxinfra.numerics.policy import held_as_computed, policy_of
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
@@ -64,19 +64,21 @@ class Job:
         """Draws the initial state directly onto the mesh."""
         return jax.jit(self._initial, out_shardings=self.shardings)()
 
-    def start_from(self, parameters: Parameters) -> TrainState[jax.Array]:
-        """The initial state with these parameters, which it takes over."""
+    def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
+        """The initial state with these parameters and this state of the model, which it takes
+        over.
+        """
 
-        def around(parameters: Parameters) -> TrainState[jax.Array]:
+        def around(tree: Parameters) -> TrainState[jax.Array]:
             return state_around(
-                parameters,
-                self.model.initial_state(),
+                only(tree, self.model.shapes),
+                only(tree, self.model.state_shapes),
                 self.optimizer,
                 precision=self.config.precision,
                 seed=self.config.training.seed,
             )
 
-        return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(parameters)
+        return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
 
     def with_frozen(self, frozen: Parameters) -> "Job":
         """The job whose steps have the values of the parameters that are not trained."""

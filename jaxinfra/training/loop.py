@@ -28,6 +28,7 @@ from jaxinfra.training.guards import (
     require_progress,
     same_program,
 )
+from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import Job
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.loss_picture import draw_loss
@@ -298,7 +299,7 @@ class Trainer:
             restored = self._saver.restore(self._job.abstract_state(), step=max(good))
             target, self._state = restored.step, restored.state
         else:
-            target, self._state = 0, self._job.initialize()
+            target, self._state = 0, first_state(self._job)
         self._batches.restore({**self._batches.state(), "step": target})
         self._watch.undone(self._log.rewind(target))
         self._step, self._saved_step = target, max(good, default=None)

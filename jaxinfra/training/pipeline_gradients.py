@@ -15,11 +15,17 @@ from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.data.batch import Batch
-from jaxinfra.layers.passes import Pass
+from jaxinfra.layers.passes import Pass, Sums
 from jaxinfra.layers.rope import RopeTable
-from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged
 from jaxinfra.models.gradients import Gradients
-from jaxinfra.parallel.pipeline.executor import HeadSums, StageFunctions, run_pipeline
+from jaxinfra.parallel.pipeline.executor import (
+    Arrays,
+    HeadSums,
+    PipelineResult,
+    StageFunctions,
+    run_pipeline,
+)
 from jaxinfra.parallel.pipeline.layer_order import (
     layer_places,
     pad_layers,
@@ -28,6 +34,7 @@ from jaxinfra.parallel.pipeline.layer_order import (
     unpad_layers,
 )
 from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
+from jaxinfra.parallel.pipeline.slices import LayerResult
 from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.gradients import GradientFunction, count_targets, hidden_loss, split_batch
@@ -55,6 +62,7 @@ class _Context:
     positions: jax.Array  # [B, T]
     segment_ids: jax.Array | None  # [B, T]
     keys: jax.Array | None  # [repetitions, blocks]; [blocks] for one layer
+    scale: jax.Array  # fp32 []: of the objective
 
 
 def make_pipeline_gradient(
@@ -88,12 +96,13 @@ def make_pipeline_gradient(
     )
     drops_out = model.config.dropout_rate > 0.0
 
-    def of_stage(blocks: Any, shared: Any, micro: _Micro) -> tuple[jax.Array, Any, Any]:
-        weights = to_stage_order(blocks, schedule, axis=_PIPE)
-        loss, d_weights, d_shared = run_pipeline(
-            program, functions, weights=weights, shared=shared, micro_batches=micro, axis=_PIPE
+    def of_stage(blocks: Arrays, shared: Arrays, micro: _Micro) -> PipelineResult:
+        layers = to_stage_order(blocks, schedule, axis=_PIPE)
+        result = run_pipeline(
+            program, functions, layers=layers, shared=shared, micro_batches=micro, axis=_PIPE
         )
-        return loss, to_natural_order(d_weights, schedule, axis=_PIPE), d_shared
+        d_layers, sums = to_natural_order((result.d_layers, result.sums), schedule, axis=_PIPE)
+        return dataclasses.replace(result, d_layers=d_layers, sums=sums)
 
     def of_batch(
         parameters: Parameters,
@@ -103,7 +112,6 @@ def make_pipeline_gradient(
         key: jax.Array,
         loss_scale: jax.Array,
     ) -> Gradients:
-        assert not state, "stages hand out gradients only"
         weight = 1.0 / count_targets(batch)
         key = jax.random.split(key, micro_batches) if micro_batches > 1 else key[None]
         micro = _Micro(
@@ -112,27 +120,40 @@ def make_pipeline_gradient(
             scale=jnp.full(micro_batches, loss_scale * weight),
             weight=jnp.full(micro_batches, weight),
         )
-        shared = {name: value for name, value in parameters.items() if name != "blocks"}
-        whole, by_stage = PartitionSpec(), PartitionSpec(_PIPE)
-        loss, d_blocks, d_shared = jax.shard_map(
+        blocks, shared = zip(*map(_split, (parameters, state)), strict=True)
+        whole: Any = PartitionSpec()  # in the places of arrays
+        by_stage: Any = PartitionSpec(_PIPE)
+        result = jax.shard_map(
             of_stage,
             mesh=placement.mesh,
             in_specs=(by_stage, whole, whole),
-            out_specs=(whole, by_stage, whole),
+            out_specs=PipelineResult(loss=whole, d_layers=by_stage, d_shared=whole, sums=by_stage),
             axis_names={_PIPE},
             # Every stage has gradients of its own, in branches that others do not take: no sum over
             # stages may be put there, as tracking what differs between them would.
             check_vma=False,
-        )(pad_layers(parameters["blocks"], places), shared, micro)
+        )(pad_layers(Arrays(*blocks), places), Arrays(*shared), micro)
+        (d_blocks, emitted), sums = result.d_layers, result.sums
         shardings = placement.gradients(model)
         if len(places) > repeats:  # what pads is left out where each device has all
             d_blocks = jax.lax.with_sharding_constraint(d_blocks, shardings["blocks"])
-            d_blocks = unpad_layers(d_blocks, places)
-        gradients = {name: d_shared.get(name, d_blocks) for name in parameters}
-        gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-        return Gradients(loss=loss, gradients=gradients, sums=(), state={})
+            small = jax.lax.with_sharding_constraint((emitted, sums), placement.replicated)
+            d_blocks, (emitted, sums) = unpad_layers((d_blocks, small), places)
+        gradients = {name: result.d_shared.weights.get(name, d_blocks) for name in parameters}
+        return Gradients(
+            loss=result.loss,
+            gradients=jax.lax.with_sharding_constraint(gradients, shardings),
+            sums=sums,
+            state=result.d_shared.state | ({"blocks": emitted} if emitted else {}),
+        )
 
     return of_batch
+
+
+def _split(tree: Parameters) -> tuple[Parameters, Parameters]:
+    """What is of the layers, and the rest."""
+    rest = {name: value for name, value in tree.items() if name != "blocks"}
+    return tree.get("blocks", {}), rest
 
 
 def stage_functions(
@@ -148,6 +169,7 @@ def stage_functions(
         places: of ``layer_places``.
     """
     config = model.config
+    repeats = config.repeats[0]
 
     def positions_of(batch: Batch) -> jax.Array:
         if batch.positions is not None:
@@ -159,11 +181,11 @@ def stage_functions(
         if micro.key is None:
             return None, None
         embed_key, blocks_key = jax.random.split(micro.key)
-        return embed_key, jax.random.split(blocks_key, (config.repeats[0], len(config.blocks)))
+        return embed_key, jax.random.split(blocks_key, (repeats, len(config.blocks)))
 
-    def embed(shared: Any, micro: _Micro) -> jax.Array:
+    def embed(shared: Arrays, micro: _Micro) -> jax.Array:
         positions = positions_of(micro.batch)
-        return model.bind(shared).embed(micro.batch.tokens, positions, keys_of(micro)[0])
+        return model.bind(merged(*shared)).embed(micro.batch.tokens, positions, keys_of(micro)[0])
 
     def context(micro: _Micro) -> _Context:
         positions = positions_of(micro.batch)
@@ -172,16 +194,24 @@ def stage_functions(
             positions=positions,
             segment_ids=micro.batch.segment_ids,
             keys=keys_of(micro)[1],
+            scale=micro.scale,
         )
 
     def layer_context(context: _Context, index: jax.Array) -> _Context:
+        if len(places) > repeats:
+            # What a layer of zeros says is of no layer.
+            is_layer = jnp.asarray(places >= 0)[index]
+            context = dataclasses.replace(
+                context, scale=jnp.where(is_layer, context.scale, jnp.zeros_like(context.scale))
+            )
         if context.keys is None:
             return context
         return dataclasses.replace(context, keys=context.keys[jnp.asarray(places)[index]])
 
-    def layer(weights: Any, context: _Context, x_BTD: jax.Array) -> jax.Array:
-        def repetition(x_BTD: jax.Array, weights: Any) -> jax.Array:
-            decoder = model.bind({"blocks": weights})
+    def layer(arrays: Arrays, context: _Context, x_BTD: jax.Array) -> LayerResult:
+        def repetition(x_BTD: jax.Array, arrays: Arrays) -> tuple[jax.Array, tuple[Sums, ...]]:
+            decoder = model.bind({"blocks": merged(*arrays)})
+            sums = []
             for i, (block, rope) in enumerate(zip(decoder.blocks, context.ropes, strict=True)):
                 given = Pass(
                     positions_BT=context.positions,
@@ -189,17 +219,24 @@ def stage_functions(
                     rope=rope,
                     dropout_key=None if context.keys is None else context.keys[i],
                 )
-                x_BTD = block(x_BTD, given).x
-            return x_BTD
+                out = block(x_BTD, given)
+                x_BTD = out.x
+                sums.append(out.sums)
+            return x_BTD, tuple(sums)
 
         with jax.named_scope("layer"):
-            return model.bind({}).rematerialized(repetition, in_loop=True)(x_BTD, weights)
+            rematerialized = model.bind({}).rematerialized(repetition, in_loop=True)
+            x_BTD, sums = rematerialized(x_BTD, arrays)
+            losses = jax.tree.leaves([each.losses for each in sums])
+            objective = sum(losses) * context.scale if losses else None
+        return LayerResult(x=x_BTD, objective=objective, sums=sums)
 
-    def head(shared: Any, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
-        hidden_BTD = model.bind(shared).normalized(x_BTD)
+    def head(shared: Arrays, x_BTD: jax.Array, micro: _Micro) -> HeadSums:
+        tree = merged(*shared)
+        hidden_BTD = model.bind(tree).normalized(x_BTD)
         sums = hidden_loss(
             model,
-            shared,
+            tree,
             hidden_BTD,
             micro.batch,
             z_loss=z_loss,

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
+from jaxinfra.layers.passes import Sums
 from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.training.gradients import GradientFunction
@@ -20,7 +22,7 @@ from jaxinfra.training.state import State, TrainState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What a step reports, fp32 and int32 scalars."""
+    """What a step reports: fp32 and int32 scalars, and what layers emit."""
 
     loss: jax.Array  # nats a counted token, without z-loss
     gradient_norm: jax.Array  # before clipping
@@ -29,6 +31,7 @@ class StepMetrics:
     tokens: jax.Array  # counted targets
     skipped: jax.Array  # steps not applied so far
     skipped_in_a_row: jax.Array
+    sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
 
 
 type TrainStep = Callable[[State, Batch], tuple[State, StepMetrics]]
@@ -98,6 +101,7 @@ def make_train_step(
             tokens=jnp.sum(batch.weights),
             skipped=new_state.skipped,
             skipped_in_a_row=new_state.skipped_in_a_row,
+            sums=learned.sums,
         )
         return new_state, metrics
 
@@ -120,4 +124,34 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
         "loss_scale": float(metrics.loss_scale),
         "tokens": int(metrics.tokens) if math.isfinite(metrics.tokens) else None,
         "skipped": int(metrics.skipped),
+        **_layer_record(metrics),
     }
+
+
+def _layer_record(metrics: StepMetrics) -> dict[str, float]:
+    """What layers emit, named as they do, over all layers.
+
+    A loss is its share of the objective per counted token. Of an array of counts the least and the
+    most of its elements are told: how evenly tokens are spread.
+    """
+    record: dict[str, float] = {}
+    for name, values in _by_name(metrics.sums, "losses").items():
+        record[f"layers/{name}"] = float(sum(map(np.sum, values)) / max(metrics.tokens, 1.0))
+    for name, values in _by_name(metrics.sums, "added").items():
+        if all(value.ndim == 1 for value in values):  # a number of each layer
+            record[f"layers/{name}"] = float(sum(map(np.sum, values)))
+        else:
+            record[f"layers/{name}/least"] = float(min(map(np.min, values)))
+            record[f"layers/{name}/most"] = float(max(map(np.max, values)))
+    for name, values in _by_name(metrics.sums, "largest").items():
+        record[f"layers/{name}"] = float(max(map(np.max, values)))
+    return record
+
+
+def _by_name(sums: tuple[Sums, ...], kind: str) -> dict[str, list[np.ndarray]]:
+    """Values of all blocks that emit one of that name."""
+    found: dict[str, list[np.ndarray]] = {}
+    for block in sums:
+        for name, value in getattr(block, kind).items():
+            found.setdefault(name, []).append(np.asarray(value))
+    return found

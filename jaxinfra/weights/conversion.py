@@ -63,7 +63,7 @@ def write_ours(
         hf: the Hugging Face config it came from, kept for the way back.
         dtype: of all elements; None: as they are.
     """
-    shapes = {name: leaf.shape for name, leaf in by_path(definition.shapes).items()}
+    shapes = {name: leaf.shape for name, leaf in by_path(definition.arrays).items()}
 
     def pieces(name: str, kind: np.dtype) -> Iterator[np.ndarray]:
         shape = shapes[name]
@@ -105,7 +105,7 @@ def write_hf(
         dtype: of all elements; None: as they are.
     """
     values = dict(hf) if hf is not None else to_hf_config(definition.config)
-    weights = weight_map(values["model_type"], definition.config, definition.shapes)
+    weights = weight_map(values["model_type"], definition.config, definition.arrays)
     kinds = {
         tensor.name: dtype or _common_dtype(source, tensor) for tensor in weights.tensors.values()
     }

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
@@ -19,15 +19,15 @@ from jaxinfra.weights.onto_mesh import place_parameters
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedModel:
-    """A model and its parameters on a mesh."""
+    """A model, its parameters and its state on a mesh."""
 
     definition: ModelDefinition
-    parameters: Parameters
+    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     placement: Placement
 
 
 def load_pretrained(
-    path: Path, *, policy: PolicyName | None = None, mesh: MeshConfig | None = None
+    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
 ) -> PretrainedModel:
     """Reads a model directory, tensor by tensor, each device its shard only.
 
@@ -36,17 +36,18 @@ def load_pretrained(
 
     Args:
         policy: None: that of the dtype in which the embedding is stored.
-        mesh: one device by default.
+        placement: on the first device by default.
     """
     directory = read_model_directory(path)
-    placement = Placement(mesh=make_mesh(mesh or MeshConfig(), devices=jax.local_devices()))
+    if placement is None:
+        placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))
     # Names and shapes do not depend on the policy, and the files say which one fits them.
     source = directory.open(define_model(directory.config, execution_on()))
     if policy is None:
         policy = _policy_of(source.dtype("embedding/table"))
     execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
     definition = define_model(directory.config, execution)
-    shardings = placement.parameters(definition)
+    shardings = merged(placement.parameters(definition), placement.model_state(definition))
     return PretrainedModel(
         definition=definition,
         parameters=place_parameters(source, definition, shardings),

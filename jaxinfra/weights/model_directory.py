@@ -36,9 +36,9 @@ class ModelDirectory:
         files = open_tensor_files(self.path)
         if self.is_hf:
             assert self.hf is not None
-            weights = weight_map(self.hf["model_type"], self.config, definition.shapes)
+            weights = weight_map(self.hf["model_type"], self.config, definition.arrays)
             return mapped_parameters(files, weights)
-        shapes = {path: leaf.shape for path, leaf in by_path(definition.shapes).items()}
+        shapes = {path: leaf.shape for path, leaf in by_path(definition.arrays).items()}
         return stored_parameters(files, shapes)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxinfra.models.definition import ModelDefinition, Parameters
+from jaxinfra.models.definition import ModelDefinition, Parameters, only
 from jaxinfra.models.hf.layout import Index
 from jaxinfra.parallel.place import path_name
 from jaxinfra.weights.parameter_sources import ParameterSource
@@ -24,10 +24,10 @@ def place_parameters(
     *,
     piece_bytes: int = _PIECE_BYTES,
 ) -> Parameters:
-    """Reads all parameters in the definition's dtypes, each device its shard only.
+    """Reads parameters and state in the definition's dtypes, each device its shard only.
 
     Args:
-        shardings: of every parameter, in the structure of ``definition.shapes``.
+        shardings: of what to read, a part of the structure of ``definition.arrays``.
         piece_bytes: most of a stacked parameter on the host at a time, one layer at least.
     """
 
@@ -36,7 +36,7 @@ def place_parameters(
         stacked = name.startswith("blocks/")
         return _place(source, name, leaf, sharding, stacked=stacked, piece_bytes=piece_bytes)
 
-    return jax.tree_util.tree_map_with_path(place, definition.shapes, shardings)
+    return jax.tree_util.tree_map_with_path(place, only(definition.arrays, shardings), shardings)
 
 
 def _place(

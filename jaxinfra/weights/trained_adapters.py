@@ -16,7 +16,7 @@ from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
-from jaxinfra.weights.parameter_sources import ParameterSource
+from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
 from jaxinfra.weights.tensor_writer import new_directory, write_tensor_files
 
 
@@ -41,13 +41,16 @@ class MergedParameters:
 
     base: ParameterSource
     adapters: Adapters
+    state: LiveParameters  # of the model, which training changed in place of the base's
 
     def dtype(self, path: str) -> np.dtype:
         """As in the base."""
-        return self.base.dtype(path)
+        return (self.state if path in self.state.arrays else self.base).dtype(path)
 
     def read(self, path: str, index: Index) -> np.ndarray:
         """The slice of the base, with the adapter's product added where there is one."""
+        if path in self.state.arrays:
+            return self.state.read(path, index)
         weight = self.base.read(path, index)
         found = self.adapters.of(path)
         if found is None:

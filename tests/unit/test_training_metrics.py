@@ -4,12 +4,15 @@ import math
 import resource
 
 import matplotlib.image
+import numpy as np
 import pytest
 
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.core.json_lines import read_json_lines
+from jaxinfra.layers.passes import Sums
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog, finite
+from jaxinfra.training.step import StepMetrics, step_record
 
 
 @pytest.fixture
@@ -117,3 +120,39 @@ def test_picture_with_gaps(tmp_path):
 def test_picture_of_nothing_finite(tmp_path):
     draw_loss([{"step": 1, "loss": None}], tmp_path / "loss.png")
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[0] > 300
+
+
+def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
+    """Over all layers: losses per token, counts as sums, arrays of counts by their extremes."""
+    first = Sums(
+        losses={"balance": np.float32([2.0, 4.0])},
+        added={"dropped": np.float32([1.0, 0.0]), "load": np.float32([[8.0, 2.0], [5.0, 5.0]])},
+        largest={"input": np.float32([0.5, 3.0])},
+    )
+    second = Sums(losses={"balance": np.float32([6.0])}, largest={"input": np.float32([4.0])})
+    zero = np.float32(0.0)
+    metrics = StepMetrics(
+        loss=zero,
+        gradient_norm=zero,
+        learning_rate=zero,
+        loss_scale=zero,
+        tokens=np.float32(8.0),
+        skipped=np.int32(0),
+        skipped_in_a_row=np.int32(0),
+        sums=(first, Sums(), second),
+    )
+    record = step_record(metrics)
+    assert record["tokens"] == 8
+    expected = {
+        "layers/balance": 1.5,
+        "layers/dropped": 1.0,
+        "layers/load/least": 2.0,
+        "layers/load/most": 8.0,
+        "layers/input": 4.0,
+    }
+    assert {name: value for name, value in record.items() if "/" in name} == expected
+    with open_log() as log:
+        log.write({"step": 1, **record})
+        (events,) = (tmp_path / "tensorboard").iterdir()
+    assert expected.items() <= read_json_lines(tmp_path / "metrics.jsonl")[0].items()
+    assert all(name.encode() in events.read_bytes() for name in expected)

@@ -52,7 +52,7 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
     """Resolves an architecture's table for a model.
 
     Args:
-        shapes: ``ModelDefinition.shapes`` of the same model.
+        shapes: ``ModelDefinition.arrays`` of the same model.
 
     Raises:
         ConfigError: a parameter of the model has no tensor in this architecture.

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jaxinfra.layers.passes import combined
+from jaxinfra.models.gradients import nothing_emitted, nothing_summed
 from jaxinfra.parallel.pipeline.schedule import Kind
-from jaxinfra.parallel.pipeline.slices import LayerParts, Tree, cut_layer
+from jaxinfra.parallel.pipeline.slices import LayerParts, LayerResult, Tree, cut_layer
 from jaxinfra.parallel.pipeline.tick_program import Pairs, TickProgram
 
 
@@ -31,18 +33,38 @@ class HeadSums(NamedTuple):
     loss: jax.Array  # what is reported
 
 
+class Arrays(NamedTuple):
+    """What is differentiated by, or its cotangents."""
+
+    weights: Tree  # gradients add up
+    state: Tree  # cotangents are messages of the backward pass, of which the largest counts
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StageFunctions:
     """A model in the pieces that stages run. All are pure.
 
-    ``shared`` are the parameters outside the stack of layers, ``micro`` is one micro-batch.
+    ``shared`` are the arrays outside the stack of layers, ``micro`` is one micro-batch.
     """
 
-    embed: Callable[[Tree, Tree], jax.Array]  # (shared, micro) -> x
+    embed: Callable[[Arrays, Tree], jax.Array]  # (shared, micro) -> x
     context: Callable[[Tree], Tree]  # (micro) -> what all its layers read
     layer_context: Callable[[Tree, jax.Array], Tree]  # (context, layer) -> what that layer reads
-    layer: Callable[[Tree, Tree, jax.Array], jax.Array]  # (weights, layer context, x) -> x
-    head: Callable[[Tree, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
+    layer: Callable[[Arrays, Tree, jax.Array], LayerResult]  # (layer, layer context, x) -> result
+    head: Callable[[Arrays, jax.Array, Tree], HeadSums]  # (shared, x, micro) -> sums
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineResult:
+    """Over all micro-batches. What is of layers lies as these do; the rest is the same on every
+    stage.
+    """
+
+    loss: jax.Array  # the sum
+    d_layers: Arrays  # of the sum of objectives
+    d_shared: Arrays
+    sums: Tree  # of every layer
 
 
 class _Row(NamedTuple):
@@ -64,8 +86,9 @@ class _State(NamedTuple):
 
     saved: list[jax.Array]  # [slots, layers, ...] each
     pending: list[jax.Array]
-    d_weights: Tree
-    d_shared: Tree
+    d_layers: Arrays
+    d_shared: Arrays
+    sums: Tree
     loss: jax.Array
 
 
@@ -73,25 +96,21 @@ def run_pipeline(
     program: TickProgram,
     functions: StageFunctions,
     *,
-    weights: Tree,
-    shared: Tree,
+    layers: Arrays,
+    shared: Arrays,
     micro_batches: Tree,
     axis: str,
-) -> tuple[jax.Array, Tree, Tree]:
-    """Sum of losses, and the gradients of the sum of objectives by ``weights`` and ``shared``.
+) -> PipelineResult:
+    """The losses and gradients of all micro-batches.
 
     Args:
-        weights: of this stage's layers, [chunks * layers of a chunk, ...], chunk by chunk.
+        layers: this stage's, [chunks * layers of a chunk, ...], chunk by chunk.
         shared: the same on every stage.
         micro_batches: [micro-batches, ...], the same on every stage.
         axis: the mesh axis of the stages, manual here.
-
-    Returns:
-        The loss and the gradient of ``shared``, the same on every stage; the gradient of weights as
-        these lie.
     """
     stage = jax.lax.axis_index(axis)
-    run = _Run(program, functions, weights, shared, micro_batches)
+    run = _Run(program, functions, layers, shared, micro_batches)
 
     def tick(carry: tuple[jax.Array, _State], entry: tuple[_Row, jax.Array]):
         (inbox, state), (row, exchange) = carry, entry
@@ -106,9 +125,10 @@ def run_pipeline(
 
     rows = jax.tree.map(lambda table: jnp.take(table, stage, axis=-1), _rows(program))
     carry = run.empty_inbox(), run.empty_state()
-    (_, state), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
-    loss, d_shared = jax.lax.psum((state.loss, state.d_shared), axis)
-    return loss, state.d_weights, d_shared
+    (_, end), _ = jax.lax.scan(tick, carry, (rows, jnp.asarray(program.exchange)))
+    loss, d_weights = jax.lax.psum((end.loss, end.d_shared.weights), axis)
+    d_shared = Arrays(d_weights, jax.lax.pmax(end.d_shared.state, axis))
+    return PipelineResult(loss=loss, d_layers=end.d_layers, d_shared=d_shared, sums=end.sums)
 
 
 def _rows(program: TickProgram) -> _Row:
@@ -148,23 +168,24 @@ class _Run:
         self,
         program: TickProgram,
         functions: StageFunctions,
-        weights: Tree,
-        shared: Tree,
+        layers: Arrays,
+        shared: Arrays,
         micro_batches: Tree,
     ):
         self._program = program
         self._functions = functions
-        self._weights = weights
+        self._arrays = layers
+        self._num_weights = len(jax.tree.leaves(layers.weights))
         self._shared = shared
         self._micro_batches = micro_batches
-        num_layers = jax.tree.leaves(weights)[0].shape[0]
-        self._layers = num_layers // program.schedule.num_chunks
+        self._num_layers = jax.tree.leaves(layers)[0].shape[0]
+        self._layers = self._num_layers // program.schedule.num_chunks
         self._last = program.schedule.num_positions - 1
         micro = self._micro(jnp.int32(0))
         self._x = functions.embed(shared, micro)
         context = functions.layer_context(functions.context(micro), jnp.int32(0))
         self._parts: LayerParts = cut_layer(
-            functions.layer, _entry(weights, jnp.int32(0)), context, self._x
+            functions.layer, _entry(layers, jnp.int32(0)), context, self._x
         )
 
     def act(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
@@ -197,25 +218,33 @@ class _Run:
         def buffers(types: tuple[jax.ShapeDtypeStruct, ...], slots: int) -> list[jax.Array]:
             return [jnp.zeros((slots, self._layers, *t.shape), t.dtype) for t in types]
 
+        def nothing(arrays: Arrays) -> Arrays:
+            weights = jax.tree.map(jnp.zeros_like, arrays.weights)
+            return Arrays(weights, nothing_emitted(arrays.state))
+
         parts, program = self._parts, self._program
-        zeros = (jax.tree.map(jnp.zeros_like, tree) for tree in (self._weights, self._shared))
-        d_weights, d_shared = zeros
         return _State(
             saved=buffers(parts.saved, program.num_saved),
             pending=buffers(parts.pending, program.num_pending) if program.num_pending else [],
-            d_weights=d_weights,
-            d_shared=d_shared,
+            d_layers=nothing(self._arrays),
+            d_shared=nothing(self._shared),
+            sums=nothing_summed(
+                jax.tree.map(
+                    lambda t: jax.ShapeDtypeStruct((self._num_layers, *t.shape), t.dtype),
+                    parts.sums,
+                )
+            ),
             loss=jnp.zeros(()),
         )
 
     def _micro(self, index: jax.Array) -> Tree:
         return _entry(self._micro_batches, index)
 
-    def _layer(self, row: _Row, context: Tree, i: jax.Array) -> tuple[jax.Array, Tree, Tree]:
-        """Index among the stage's layers, weights and context of layer i of the row's chunk."""
+    def _layer(self, row: _Row, context: Tree, i: jax.Array) -> tuple[jax.Array, Arrays, Tree]:
+        """Index among the stage's layers, arrays and context of layer i of the row's chunk."""
         index = row.chunk * self._layers + i
         own = self._functions.layer_context(context, row.position * self._layers + i)
-        return index, _entry(self._weights, index), own
+        return index, _entry(self._arrays, index), own
 
     def _forward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         functions, micro = self._functions, self._micro(row.micro_batch)
@@ -226,24 +255,27 @@ class _Run:
             lambda: given,
         )
 
-        def layer(i: jax.Array, carry: tuple[jax.Array, list[jax.Array]]):
-            x, buffers = carry
-            _, weights, own = self._layer(row, context, i)
-            y, saved = self._parts.forward(weights, own, x)
-            return y, _put(buffers, (row.saved, i), saved)
+        def layer(i: jax.Array, carry: tuple[jax.Array, list[jax.Array], Tree]):
+            x, buffers, sums = carry
+            index, weights, own = self._layer(row, context, i)
+            y, new, saved = self._parts.forward(weights, own, x)
+            new = combined(_entry(sums, index), new)
+            sums = jax.tree.map(lambda sums, new: sums.at[index].set(new), sums, new)
+            return y, _put(buffers, (row.saved, i), saved), sums
 
-        y, saved = jax.lax.fori_loop(0, self._layers, layer, (x, state.saved))
-        state = state._replace(saved=saved)
+        carry = x, state.saved, state.sums
+        y, saved, sums = jax.lax.fori_loop(0, self._layers, layer, carry)
+        state = state._replace(saved=saved, sums=sums)
 
-        def head(carry: tuple[jax.Array, Tree, jax.Array]):
+        def head(carry: tuple[jax.Array, Arrays, jax.Array]):
             y, d_shared, loss = carry
 
-            def objective(shared: Tree, y: jax.Array) -> HeadSums:
+            def objective(shared: Arrays, y: jax.Array) -> HeadSums:
                 return functions.head(shared, y, micro)
 
             gradient = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
             (_, own_loss), (d_own, dy) = gradient(self._shared, y)
-            return dy, jax.tree.map(jnp.add, d_shared, d_own), loss + own_loss
+            return dy, _both(d_shared, d_own), loss + own_loss
 
         out, d_shared, loss = _when(
             row.position == self._last, head, (y, state.d_shared, state.loss)
@@ -253,33 +285,33 @@ class _Run:
     def _backward(self, row: _Row, given: jax.Array, state: _State) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(step: jax.Array, carry: tuple[jax.Array, Tree]):
-            dy, d_weights = carry
+        def layer(step: jax.Array, carry: tuple[jax.Array, Arrays]):
+            dy, d_layers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
             dx, d_own = self._parts.backward(weights, own, saved, dy)
-            return dx, _add(d_weights, index, d_own)
+            return dx, self._add(d_layers, index, d_own)
 
-        dx, d_weights = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_weights))
-        return self._embedding_gradient(row, dx, state._replace(d_weights=d_weights))
+        dx, d_layers = jax.lax.fori_loop(0, self._layers, layer, (given, state.d_layers))
+        return self._embedding_gradient(row, dx, state._replace(d_layers=d_layers))
 
     def _input_gradient(
         self, row: _Row, given: jax.Array, state: _State
     ) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(step: jax.Array, carry: tuple[jax.Array, Tree, list[jax.Array]]):
-            dy, d_weights, buffers = carry
+        def layer(step: jax.Array, carry: tuple[jax.Array, Arrays, list[jax.Array]]):
+            dy, d_layers, buffers = carry
             i = self._layers - 1 - step
             index, weights, own = self._layer(row, context, i)
             saved = _get(state.saved, (row.saved, i))
             dx, d_some, pending = self._parts.input_gradient(weights, own, saved, dy)
-            return dx, _add(d_weights, index, d_some), _put(buffers, (row.pending, i), pending)
+            return dx, self._add(d_layers, index, d_some), _put(buffers, (row.pending, i), pending)
 
-        carry = given, state.d_weights, state.pending
-        dx, d_weights, pending = jax.lax.fori_loop(0, self._layers, layer, carry)
-        state = state._replace(d_weights=d_weights, pending=pending)
+        carry = given, state.d_layers, state.pending
+        dx, d_layers, pending = jax.lax.fori_loop(0, self._layers, layer, carry)
+        state = state._replace(d_layers=d_layers, pending=pending)
         return self._embedding_gradient(row, dx, state)
 
     def _weight_gradient(
@@ -287,26 +319,34 @@ class _Run:
     ) -> tuple[jax.Array, _State]:
         context = self._functions.context(self._micro(row.micro_batch))
 
-        def layer(i: jax.Array, d_weights: Tree) -> Tree:
+        def layer(i: jax.Array, d_layers: Arrays) -> Arrays:
             index, weights, own = self._layer(row, context, i)
             saved, pending = (
                 _get(state.saved, (row.saved, i)),
                 _get(state.pending, (row.pending, i)),
             )
             d_own = self._parts.weight_gradient(weights, own, saved, pending)
-            return _add(d_weights, index, d_own)
+            return self._add(d_layers, index, d_own)
 
-        d_weights = jax.lax.fori_loop(0, self._layers, layer, state.d_weights)
-        return given, state._replace(d_weights=d_weights)
+        d_layers = jax.lax.fori_loop(0, self._layers, layer, state.d_layers)
+        return given, state._replace(d_layers=d_layers)
+
+    def _add(self, d_layers: Arrays, index: jax.Array, values: Mapping[int, jax.Array]) -> Arrays:
+        """The cotangents of one layer's leaves, by number, brought into all layers'."""
+        leaves, structure = jax.tree.flatten(d_layers)
+        for leaf, value in values.items():
+            entry = leaves[leaf].at[index]
+            leaves[leaf] = entry.add(value) if leaf < self._num_weights else entry.max(value)
+        return jax.tree.unflatten(structure, leaves)
 
     def _embedding_gradient(
         self, row: _Row, dx: jax.Array, state: _State
     ) -> tuple[jax.Array, _State]:
         micro = self._micro(row.micro_batch)
 
-        def add(d_shared: Tree) -> Tree:
+        def add(d_shared: Arrays) -> Arrays:
             pull = jax.vjp(lambda shared: self._functions.embed(shared, micro), self._shared)[1]
-            return jax.tree.map(jnp.add, d_shared, pull(dx)[0])
+            return _both(d_shared, pull(dx)[0])
 
         d_shared = _when(row.position == 0, add, state.d_shared)
         return dx, state._replace(d_shared=d_shared)
@@ -320,6 +360,14 @@ def _when[T](predicate: jax.Array, function: Callable[[T], T], carry: T) -> T:
     """
     turns = predicate.astype(jnp.int32)
     return jax.lax.fori_loop(0, turns, lambda _, carry: function(carry), carry)
+
+
+def _both(first: Arrays, second: Arrays) -> Arrays:
+    """Cotangents of two sets of micro-batches as those of both."""
+    return Arrays(
+        weights=jax.tree.map(jnp.add, first.weights, second.weights),
+        state=jax.tree.map(jnp.maximum, first.state, second.state),
+    )
 
 
 def _entry(tree: Tree, index: jax.Array) -> Tree:
@@ -343,11 +391,3 @@ def _put(
     buffers: list[jax.Array], at: tuple[jax.Array, jax.Array], values: list[jax.Array]
 ) -> list[jax.Array]:
     return [buffer.at[at].set(value) for buffer, value in zip(buffers, values, strict=True)]
-
-
-def _add(sums: Tree, index: jax.Array, values: Mapping[int, jax.Array]) -> Tree:
-    """Adds to the entry at ``index`` of the leaves named."""
-    leaves, structure = jax.tree.flatten(sums)
-    for leaf, value in values.items():
-        leaves[leaf] = leaves[leaf].at[index].add(value)
-    return jax.tree.unflatten(structure, leaves)

@@ -12,14 +12,25 @@ what must be kept between: nothing is computed twice but what is cheaper to comp
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 type Tree = Any
-type Layer = Callable[[Tree, Tree, jax.Array], jax.Array]
-"""(weights, context, x) -> y, of x's shape and dtype. The context carries no gradient."""
+
+
+class LayerResult(NamedTuple):
+    """What a layer hands on, and what it says besides."""
+
+    x: jax.Array  # of the shape and dtype of its input
+    objective: jax.Array | None  # fp32 scalar: what the layer itself adds to what is differentiated
+    sums: Tree  # arrays that leave with the forward pass and carry no gradient
+
+
+type Layer = Callable[[Tree, Tree, jax.Array], LayerResult]
+"""(weights, context, x) -> result. The context carries no gradient."""
 
 # Equations that hold another program are inlined if they are one of these. What recomputes its
 # contents in a backward pass is part of that pass.
@@ -92,13 +103,16 @@ class LayerParts:
     gradients of weights are by number of their leaf.
     """
 
+    sums: Tree  # ShapeDtypeStructs
     saved: tuple[jax.ShapeDtypeStruct, ...]  # forward to backward
     pending: tuple[jax.ShapeDtypeStruct, ...]  # gradient of the input to gradient of the weights
     _weights: tuple[int, ...]
     _context: tuple[int, ...]
     _x: int
     _dy: int
+    _d_objective: int
     _y: Any
+    _sums: tuple[Any, ...]
     _dx: Any
     _dw: Mapping[int, Any]
     _with_input: frozenset[int]  # leaves whose gradient goes with the input's
@@ -110,9 +124,12 @@ class LayerParts:
     _weight: Equations
 
     def forward(self, weights: Tree, context: Tree, x: jax.Array):
-        """(y, saved)."""
+        """(y, sums, saved)."""
         env = self._forward.run({**self._given(weights, context), self._x: x})
-        return _read(env, self._y), [env[value] for value in self._saved]
+        sums = jax.tree.unflatten(
+            jax.tree.structure(self.sums), [_read(env, value) for value in self._sums]
+        )
+        return _read(env, self._y), sums, [env[value] for value in self._saved]
 
     def backward(self, weights: Tree, context: Tree, saved: Sequence[jax.Array], dy: jax.Array):
         """(dx, dweights)."""
@@ -143,7 +160,8 @@ class LayerParts:
 
     def _given(self, weights: Tree, context: Tree) -> dict[int, Any]:
         names = (*self._weights, *self._context)
-        return dict(zip(names, jax.tree.leaves((weights, context)), strict=True))
+        given = dict(zip(names, jax.tree.leaves((weights, context)), strict=True))
+        return given | {self._d_objective: jnp.ones(())}
 
     def _weight_gradients(
         self, env: Mapping[int, Any], leaves: Iterable[int]
@@ -158,21 +176,29 @@ def _read(env: Mapping[int, Any], value: Any) -> Any:
 def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> LayerParts:
     """Traces a layer and its gradient once; only types of the arguments matter."""
 
-    def whole(weights: Tree, context: Tree, x: jax.Array, dy: jax.Array):
-        y, pull = jax.vjp(lambda weights, x: layer(weights, context, x), weights, x)
-        dw, dx = pull(dy)
-        return y, dx, dw
+    def whole(weights: Tree, context: Tree, x: jax.Array, dy: jax.Array, d_objective: jax.Array):
+        def differentiated(weights: Tree, x: jax.Array):
+            result = layer(weights, context, x)
+            return (result.x, result.objective), result.sums
 
-    closed = jax.make_jaxpr(whole)(weights, context, x, x)
+        (y, objective), pull, sums = jax.vjp(differentiated, weights, x, has_aux=True)
+        # Part of the backward pass as dy is, though its value is known: what depends on it alone
+        # would else be computed with the forward pass, and kept.
+        dw, dx = pull((dy, None if objective is None else d_objective))
+        return y, dx, dw, sums
+
+    closed, types = jax.make_jaxpr(whole, return_shape=True)(weights, context, x, x, jnp.ones(()))
     flat = _Flattener()
     inputs = [flat.name(var) for var in closed.jaxpr.invars]
     counts = [len(jax.tree.leaves(tree)) for tree in (weights, context)]
-    weight_ids, context_ids = inputs[: counts[0]], inputs[counts[0] : -2]
-    x_id, dy_id = inputs[-2:]
-    y, dx, *dw = flat.add(closed, dict(zip(closed.jaxpr.invars, inputs, strict=True)))
+    weight_ids, context_ids = inputs[: counts[0]], inputs[counts[0] : -3]
+    x_id, *late_ids = inputs[-3:]
+    dy_id, d_objective_id = late_ids
+    results = flat.add(closed, dict(zip(closed.jaxpr.invars, inputs, strict=True)))
+    y, dx, dw, sums = results[0], results[1], results[2 : 2 + counts[0]], results[2 + counts[0] :]
 
-    from_x = _dependents(flat.equations, {x_id, dy_id})
-    from_dy = _dependents(flat.equations, {dy_id})
+    from_x = _dependents(flat.equations, {x_id, *late_ids})
+    from_dy = _dependents(flat.equations, set(late_ids))
     is_late = [
         equation.recomputed or not from_dy.isdisjoint(equation.outputs)
         for equation in flat.equations
@@ -184,7 +210,7 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
         return {value for value in values if isinstance(value, int)}
 
     backward = _needed(late, variables([dx, *dw]))
-    read = _reads(backward, variables([dx, *dw])) - {dy_id}
+    read = _reads(backward, variables([dx, *dw])) - set(late_ids)
     saved = sorted(read & from_x)
     # What does not depend on the input is computed again: casts of weights, rotary tables.
     again = _needed(early, read - from_x)
@@ -204,6 +230,8 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
     cheap: list[_Equation] = []
 
     def provide(value: int) -> None:
+        if value == d_objective_id:
+            return
         if value == dy_id or (value in made and not _is_cheap(made, from_dy, value)):
             pending.add(value)
         elif value in made and made[value] not in cheap:
@@ -221,19 +249,22 @@ def cut_layer(layer: Layer, weights: Tree, context: Tree, x: jax.Array) -> Layer
 
     waiting = tuple(sorted(pending))
     return LayerParts(
+        sums=types[3],
         saved=tuple(flat.type_of(value) for value in saved),
         pending=tuple(flat.type_of(value) for value in waiting),
         _weights=tuple(weight_ids),
         _context=tuple(context_ids),
         _x=x_id,
         _dy=dy_id,
+        _d_objective=d_objective_id,
         _y=y,
+        _sums=tuple(sums),
         _dx=dx,
         _dw=dict(enumerate(dw)),
         _with_input=with_input,
         _saved=tuple(saved),
         _pending=waiting,
-        _forward=part(_needed(early, variables([y]) | set(saved))),
+        _forward=part(_needed(early, variables([y, *sums]) | set(saved))),
         _backward=part(again, backward),
         _input=part(again, of_input),
         _weight=part(again, cheap, of_weights),

@@ -1,0 +1,97 @@
+"""Runs of a model whose layers emit losses and have state: killed, resumed, moved, evaluated.
+
+The kind of layer is the tests' own (``tests/tally.py``), so each process is told of it first.
+"""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+from e2e.faults import signal_at
+from e2e.runs import checkpoints, metrics, state_sums, without_times
+
+from jaxinfra.serving.load import load_model
+from tests import tally
+
+STEPS = 4
+FEED_FORWARD = json.dumps({"type": "TallyConfig", "hidden_dim": 64, "num_gains": 4})
+SETTINGS = {
+    "training__steps": STEPS,
+    "training__evaluate_every": STEPS,
+    "checkpoint__every": 2,
+    "model__stacks__0__pattern__0__feed_forward": FEED_FORWARD,
+}
+# Of the layer that the feed-forward layer of these runs replaces.
+REPLACED = "model.stacks.0.pattern.0.feed_forward.hidden_dim"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    tally.register()
+
+
+def registered_and_killed() -> None:
+    """As the checkpoint of step 4 would be complete: that of step 2 is."""
+    tally.register()
+    signal_at("jaxinfra.checkpoint.directory_layout:commit", signal.SIGKILL, call=2)()
+
+
+def registered_on_two_devices() -> None:
+    """Before the backend starts."""
+    tally.register()
+    jax.config.update("jax_num_cpu_devices", 2)
+
+
+def new(bench, name: str) -> list[object]:
+    arguments = bench.new(name, **SETTINGS)
+    return [each for each in arguments if not str(each).startswith(f"--set={REPLACED}=")]
+
+
+def own(directory) -> dict[str, np.ndarray]:
+    """The state of the layers of a run's newest checkpoint, as a server reads it."""
+    layer = load_model(directory).blocks[0].mlp
+    return {name: np.asarray(getattr(layer, name)[...]) for name in ("bias", "history")}
+
+
+def test_a_killed_run_ends_as_if_nothing_had_happened(bench):
+    ended = bench.run(new(bench, "whole"), before=tally.register)
+    assert (ended.code, ended.stderr) == (0, ""), ended
+    killed = bench.run(new(bench, "killed"), before=registered_and_killed)
+    assert killed.code == -signal.SIGKILL, killed
+    assert checkpoints(bench / "killed") == [2]
+    resumed = bench.run(bench.resume("killed"), before=tally.register)
+    assert resumed.code == 0, resumed
+    whole = state_sums(bench / "whole", STEPS)
+    assert state_sums(bench / "killed", STEPS) == whole
+    assert [name for name in whole if "model_state" in name and "bias" in name]
+    assert without_times(bench / "killed") == without_times(bench / "whole")
+    recorded = [record for record in metrics(bench / "killed") if "loss" in record]
+    assert all(record["layers/router_z"] > 0 for record in recorded)
+    assert all(record["layers/tokens/most"] > 0 for record in recorded)
+    state = own(bench / "killed")
+    assert np.any(state["bias"] != 0)
+    assert np.all(state["history"] > 0)
+
+
+@pytest.mark.slow
+def test_a_run_moves_to_a_pipeline_and_is_evaluated_on_a_mesh(bench):
+    ended = bench.run(new(bench, "run"), before=tally.register)
+    assert ended.code == 0, ended
+    evaluate = ["evaluate", bench / "run", "--cache", bench.cache, "--json"]
+    losses = []
+    for mesh in ("fsdp=1", "fsdp=2"):
+        said = bench.run([*evaluate, "--mesh", mesh], before=registered_on_two_devices)
+        assert said.code == 0, said
+        losses.append(json.loads(said.stdout)["heldout_loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    before = own(bench / "run")
+    ended = bench.run(
+        bench.resume("run", "--mesh", "pipe=2", "--steps", STEPS + 2),
+        before=registered_on_two_devices,
+    )
+    assert ended.code == 0, ended
+    after = own(bench / "run")
+    assert np.max(np.abs(after["bias"] - before["bias"])) <= 2 * tally.BIAS_STEP
+    assert np.any(after["bias"] != before["bias"])

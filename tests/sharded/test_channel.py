@@ -1,0 +1,233 @@
+"""What layers emit beside x reaches the step, whatever the step runs on.
+
+A feed-forward kind of the tests' own (``tests/tally.py``) emits losses, counts, a maximum and
+messages of its backward pass, and has state that rules change from these. Two steps of it on every
+mesh give what one device gives.
+
+Bounds: counts and biases are exact. Sums differ by their order alone; a token that took another
+gain, a layer left out or counted twice would move them by parts in a hundred.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfra.config.data import DataConfig
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    Stack,
+)
+from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.training.job import make_job
+from tests import tally
+from tests.sharded.cases import OPTIMIZER, gradients_of, packed_batch
+
+GPIPE, ONE, INTERLEAVED, ZB_H1, ZB_V = PipelineSchedule
+STEPS = 2
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    tally.register()
+
+
+def model(*, num_layers: int = 5) -> ModelConfig:
+    """A pattern of two blocks, one of which emits nothing.
+
+    Scale offsets: a layer of zeros that pads a stage still has an input, and a loss of it.
+    """
+    mixer = GroupedAttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=4, rope=RopeConfig())
+    pattern = tuple(
+        BlockConfig(mixer=mixer, feed_forward=feed_forward, norm=NormConfig(scale_offset=1.0))
+        for feed_forward in (tally.TallyConfig(hidden_dim=24), MlpConfig(hidden_dim=16))
+    )
+    return ModelConfig(
+        vocab_size=64,
+        model_dim=16,
+        max_positions=64,
+        stacks=(Stack(pattern=pattern, repeats=num_layers),),
+        tie_embeddings=True,
+        init_std=0.2,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """How the steps run."""
+
+    mesh: MeshConfig = MeshConfig()
+    accumulation: int = 1
+    schedule: PipelineSchedule = ONE
+    remat: Remat = Remat.NONE
+
+    @property
+    def config(self) -> RunConfig:
+        return RunConfig(
+            model=model(),
+            data=DataConfig(),
+            optimizer=OPTIMIZER,
+            training=TrainingConfig(
+                steps=STEPS,
+                batch_size=8,
+                sequence_length=16,
+                accumulation=self.accumulation,
+                remat=self.remat,
+                # LLVM's optimizations are most of the compile time and none of the arithmetic.
+                xla_options=("xla_backend_optimization_level=0",),
+            ),
+            mesh=self.mesh,
+            pipeline=PipelineConfig(schedule=self.schedule),
+        )
+
+
+def steps_of(case: Case) -> dict[str, Any]:
+    """Two steps through the job of a run."""
+    config = case.config
+    job = make_job(config, devices=jax.devices()[: config.mesh.num_devices])
+    state = jax.device_put(first_state(), job.shardings)
+    metrics, states = [], []
+    for step in range(STEPS):
+        batch = job.put(jax.device_get(packed_batch(seed=step)))
+        state, values = job.train_step(state, batch)
+        states.append(jax.device_get(state))
+        metrics.append(jax.device_get(values))
+    return {
+        "loss": [values.loss for values in metrics],
+        "gradients": gradients_of(states[0]),
+        "losses": [values.sums[0].losses for values in metrics],
+        "added": [values.sums[0].added for values in metrics],
+        "largest": [values.sums[0].largest for values in metrics],
+        "state": [state.model_state for state in states],
+        "parameters": states[-1].parameters,
+    }
+
+
+@functools.cache
+def first_state() -> Any:
+    """Drawn on the host: a program that draws compiles longer than a step."""
+    abstract = make_job(Case().config, devices=jax.devices()[:1]).abstract_state()
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+    rng = np.random.default_rng(0)
+    parameters = jax.tree.map(
+        lambda zero: rng.normal(0.0, 0.2, zero.shape).astype(zero.dtype), zeros.parameters
+    )
+    scale = dataclasses.replace(zeros.loss_scale, value=np.ones_like(zeros.loss_scale.value))
+    return dataclasses.replace(zeros, parameters=parameters, loss_scale=scale)
+
+
+@functools.cache
+def alone() -> dict[str, Any]:
+    return steps_of(Case())
+
+
+def assert_near(got: Any, want: Any, *, units: float, what: str) -> None:
+    """Each leaf within so many units in the last place of its largest element."""
+    pairs = jax.tree.leaves(jax.tree.map(lambda *leaves: leaves, got, want), is_leaf=_is_pair)
+    for mine, theirs in pairs:
+        error = np.max(np.abs(mine - theirs))
+        assert error <= units * EPSILON * np.max(np.abs(theirs)), f"{what}: {error}, {theirs}"
+
+
+def _is_pair(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def check(case: Case) -> None:
+    got, want = steps_of(case), alone()
+    jax.tree.map(np.testing.assert_array_equal, got["added"], want["added"])
+    biases = [
+        [state["blocks"][0]["mlp"]["bias"] for state in each["state"]] for each in (got, want)
+    ]
+    np.testing.assert_array_equal(*biases)
+    for name, units in (
+        ("loss", 8),
+        ("losses", 32),
+        ("largest", 32),
+        ("state", 100),
+        ("gradients", 100),
+        ("parameters", 100),
+    ):
+        assert_near(got[name], want[name], units=units, what=f"{name} of {case}")
+
+
+def test_what_is_emitted_is_used():
+    """The oracle itself: losses move gradients, counts the biases, messages the history."""
+    one = alone()
+    state = one["state"]
+    assert set(state[0]["blocks"]) == {0}  # the other block emits nothing
+    own = [each["blocks"][0]["mlp"] for each in state]
+    bias, history = own[0]["bias"], own[0]["history"]
+    assert bias.shape == (5, 4)
+    assert set(np.unique(np.abs(bias))) <= {0.0, tally.BIAS_STEP}
+    assert np.any(own[1]["bias"] != bias)
+    assert np.all(history > 0)
+    counts = one["added"][0]["tokens"]
+    assert np.sum(counts) == 5 * np.sum(np.asarray(packed_batch().segment_ids) >= 0)
+    assert np.all(one["losses"][0]["router_z"] > 0)
+
+
+CASES = {
+    "accumulated": Case(accumulation=2),
+    "fsdp": Case(mesh=MeshConfig(fsdp=2), accumulation=2),
+    "tensor": Case(mesh=MeshConfig(tensor=2), remat=Remat.DOTS),
+    "context": Case(mesh=MeshConfig(context=2)),
+    "1f1b": Case(mesh=MeshConfig(pipe=2), accumulation=4),
+    "interleaved": Case(
+        mesh=MeshConfig(pipe=2), accumulation=4, schedule=INTERLEAVED, remat=Remat.DOTS
+    ),
+}
+MORE = {
+    "replicas": Case(mesh=MeshConfig(replica=2), accumulation=2),
+    "fsdp and tensor": Case(mesh=MeshConfig(fsdp=2, tensor=2), accumulation=2, remat=Remat.FULL),
+    "context and fsdp": Case(mesh=MeshConfig(fsdp=2, context=2), accumulation=2),
+    **{
+        f"{schedule.value} with {', '.join(others) or 'nothing'}": Case(
+            mesh=MeshConfig(pipe=2, **others),
+            accumulation=4,
+            schedule=schedule,
+            remat=remat,
+        )
+        for schedule, others, remat in (
+            (GPIPE, {"tensor": 2}, Remat.NONE),
+            (ONE, {"fsdp": 2, "tensor": 2}, Remat.DOTS),
+            (ONE, {"context": 2}, Remat.NONE),
+            (INTERLEAVED, {"fsdp": 2}, Remat.NONE),
+            (ZB_H1, {}, Remat.NONE),
+            (ZB_H1, {"fsdp": 2}, Remat.DOTS),
+            (ZB_V, {}, Remat.DOTS),
+            (ZB_V, {"tensor": 2}, Remat.FULL),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_one_device(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
+def test_equals_one_device_on_more_meshes(case):
+    check(case)
+
+
+def test_stacks_in_a_pipeline_are_refused():
+    config = Case(mesh=MeshConfig(pipe=2), accumulation=2).config
+    stack = config.model.stacks[0]
+    two = dataclasses.replace(config.model, stacks=(stack, stack))
+    with pytest.raises(ConfigError, match="pipe=2 with 2 stacks"):
+        make_job(dataclasses.replace(config, model=two))
