@@ -3,13 +3,18 @@ ENV_PYTHON ?= .venv/bin/python
 BIN := $(if $(findstring /,$(ENV_PYTHON)),$(dir $(ENV_PYTHON)))
 SETUP := $(if $(filter .venv/bin/python,$(ENV_PYTHON)),setup)
 PYTEST := $(ENV_PYTHON) -m pytest
-# Whole files go to one worker, because tests of a file share what they compile.
-PARALLEL ?= -n logical --maxprocesses 8 --dist loadfile
+# Whole files go to one worker, because tests of a file share what they compile. One file alone
+# starts soonest without workers.
+FILES := $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
+PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile)
+# A suite is a hundred processes: without bytecode each compiles all that it imports, which takes
+# thrice as long as importing it.
+unexport PYTHONDONTWRITEBYTECODE
 # Faults at a time: each is a job of two or more processes.
 GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full nightly test-gpu check format lock clean
+.PHONY: help setup train test test-full nightly numerics test-gpu check format lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,9 +32,13 @@ test: $(SETUP) ## The tests, without the slow ones
 test-full: $(SETUP) ## The tests, with the slow ones
 	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
 
-nightly: $(SETUP) ## Every fault of the gym, then all other tests, 60 random kills among them
+nightly: $(SETUP) ## Every fault of the gym, all other tests with 60 random kills, then numerics
 	$(ENV_PYTHON) -m jaxinfra gym --all --jobs $(GYM_JOBS)
 	$(PYTEST) $(PARALLEL) -m "not gpu" --deselect tests/e2e/test_launch.py::test_fault $(ARGS)
+	$(ENV_PYTHON) tools/numerics.py
+
+numerics: $(SETUP) ## The numerical tests on every instruction set of this CPU, threads, and 20 more seeds
+	$(ENV_PYTHON) tools/numerics.py $(ARGS)
 
 test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n auto --maxprocesses 14 -m gpu $(ARGS)
@@ -49,5 +58,5 @@ lock: ## Renew requirements/*.lock: ARGS=--upgrade for newer versions
 
 clean: ## Remove the environment and every cache; runs/ stays
 	rm -rf .venv .bootstrap build dist *.egg-info
-	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache .jax_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

@@ -2,7 +2,9 @@
 shapes that the product's annotations name checked.
 """
 
+import hashlib
 import os
+import pathlib
 
 # A GPU suite sets JAX_PLATFORMS itself; everything else must not touch an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,10 +16,30 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 import jax
+import jaxlib
 import shape_checks
+
+
+def _keep_compiled_programs() -> None:
+    """In the checkout, for the suite's other workers and for later runs; ``make clean`` removes it.
+
+    The key of an entry has the program, its flags and the versions, but not what the CPU can do.
+    With a size, entries are written and read under a lock.
+    """
+    cpu = next(
+        line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line
+    )
+    cpu = hashlib.sha256(f"{jaxlib.__version__} {cpu}".encode()).hexdigest()[:16]
+    place = pathlib.Path(__file__).parents[1] / ".jax_cache" / cpu
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    jax.config.update("jax_compilation_cache_max_size", 2 << 30)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
 
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
+    if jax.config.jax_compilation_cache_dir is None:
+        _keep_compiled_programs()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 shape_checks.install()

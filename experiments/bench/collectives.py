@@ -33,6 +33,7 @@ from experiments.bench.environment import clocks, environment
 from jaxinfra.core.devices import device_peak
 from jaxinfra.launch.connect import connect
 from jaxinfra.parallel import collectives as ours
+from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.parallel.collectives_ring import (
     ring_all_gather,
     ring_all_reduce,
@@ -49,7 +50,7 @@ INSIDE = 8  # collectives in one program
 class Kind:
     """One collective: ours, what JAX offers for it, and what a size means."""
 
-    bus_factor: Callable[[int], float]  # of N devices
+    rooted: bool = False  # bus bandwidth is nccl-tests': of a pipelined tree, the size once
     gathers: bool = False  # a device's input is the size over N
     ours: Callable[[jax.Array], jax.Array]
     others: Mapping[str, Callable[[jax.Array], jax.Array]] = dataclasses.field(default_factory=dict)
@@ -62,7 +63,6 @@ def _shift(x: jax.Array) -> jax.Array:
 
 KINDS = {
     "all_reduce": Kind(
-        bus_factor=lambda n: 2 * (n - 1) / n,
         ours=functools.partial(ours.all_reduce, axis=AXIS),
         others={
             "lax": lambda x: jax.lax.psum(x, AXIS),
@@ -70,7 +70,6 @@ KINDS = {
         },
     ),
     "all_gather": Kind(
-        bus_factor=lambda n: (n - 1) / n,
         gathers=True,
         ours=functools.partial(ours.all_gather, axis=AXIS),
         others={
@@ -79,7 +78,6 @@ KINDS = {
         },
     ),
     "reduce_scatter": Kind(
-        bus_factor=lambda n: (n - 1) / n,
         ours=functools.partial(ours.reduce_scatter, axis=AXIS),
         others={
             "lax": lambda x: jax.lax.psum_scatter(x, AXIS, tiled=True),
@@ -87,22 +85,17 @@ KINDS = {
         },
     ),
     "all_to_all": Kind(
-        bus_factor=lambda n: (n - 1) / n,
         ours=functools.partial(ours.all_to_all, axis=AXIS),
         others={"lax": lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True)},
     ),
     "shift": Kind(
-        bus_factor=lambda n: 1.0,
         ours=functools.partial(ours.shift, axis=AXIS),
         others={"lax": _shift},
     ),
-    "broadcast": Kind(bus_factor=lambda n: 1.0, ours=functools.partial(ours.broadcast, axis=AXIS)),
-    "reduce": Kind(bus_factor=lambda n: 1.0, ours=functools.partial(ours.reduce, axis=AXIS)),
-    "scatter": Kind(
-        bus_factor=lambda n: (n - 1) / n, ours=functools.partial(ours.scatter, axis=AXIS)
-    ),
+    "broadcast": Kind(rooted=True, ours=functools.partial(ours.broadcast, axis=AXIS)),
+    "reduce": Kind(rooted=True, ours=functools.partial(ours.reduce, axis=AXIS)),
+    "scatter": Kind(ours=functools.partial(ours.scatter, axis=AXIS)),
     "gather": Kind(
-        bus_factor=lambda n: (n - 1) / n,
         gathers=True,
         ours=functools.partial(ours.gather, axis=AXIS),
     ),
@@ -199,7 +192,7 @@ def rows_of(kind_name: str, size: int, mesh: Mesh, args: argparse.Namespace) -> 
     calls = max(2, min(args.calls, args.budget_mib * MIB // size))
     rows = []
     for name, seconds in measure(contenders, rounds=args.rounds, calls=calls).items():
-        bus = kind.bus_factor(num)
+        bus = 1.0 if kind.rooted else sent_bytes(kind_name, 1.0, num)
         algbw = size / seconds["queued"]
         row: dict[str, Any] = {
             "collective": kind_name,

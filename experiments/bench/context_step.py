@@ -28,6 +28,7 @@ from jaxinfra.config.model import (
     ModelConfig,
     stacked,
 )
+from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.rope import RopeConfig
@@ -60,6 +61,7 @@ def config_of(args: argparse.Namespace, *, num_devices: int) -> RunConfig:
     return dataclasses.replace(
         base,
         model=model,
+        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=60, final_fraction=0.05),
         mesh=MeshConfig(context=num_devices),
         precision=PrecisionConfig(policy=PolicyName.BF16),
         training=dataclasses.replace(
@@ -117,9 +119,7 @@ def main() -> None:
         "temp_gib": memory.temp_size_in_bytes / GIB,
     }
     print(facts, flush=True)
-    flops = args.tokens * training_flops_per_token(
-        job.config.model, num_parameters=job.model.num_parameters, sequence_length=args.tokens
-    )
+    flops = args.tokens * training_flops_per_token(job.model, args.tokens)
     losses, taken = [], []
     for _ in range(args.steps):
         start = time.perf_counter()

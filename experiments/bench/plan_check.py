@@ -30,15 +30,16 @@ import numpy as np
 
 from experiments.bench.environment import clocks, environment
 from experiments.bench.plan_results import measured_steps
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
-from jaxinfra.config.run import AttentionImplementation
+from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, refusal
+from jaxinfra.planning.layout import UNROLLED, Layout, refusal
+from jaxinfra.planning.model import find_model
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import run_config
 from jaxinfra.training.job import Job, lower_step, make_job
@@ -68,7 +69,7 @@ def one_device(presets: list[str], *, rows: int, length: int) -> list[Case]:
     one = Layout(length=length, batch=rows)
     layouts = [dataclasses.replace(one, remat=remat) for remat in _RECOMPUTE]
     layouts += [
-        dataclasses.replace(one, remat=Recompute.NONE, traits=UNROLLED),
+        dataclasses.replace(one, remat=Remat.NONE, traits=UNROLLED),
         dataclasses.replace(one, accumulation=rows),
         dataclasses.replace(one, length=rows * length, batch=1),
         dataclasses.replace(one, length=length // 4, batch=4 * rows),
@@ -76,16 +77,14 @@ def one_device(presets: list[str], *, rows: int, length: int) -> list[Case]:
     found = [Case(preset=presets[0], layout=layout) for layout in layouts]
     if len(presets) > 1:
         half = dataclasses.replace(one, batch=max(rows // 2, 1))
-        found.append(
-            Case(preset=presets[1], layout=dataclasses.replace(half, remat=Recompute.FULL))
-        )
+        found.append(Case(preset=presets[1], layout=dataclasses.replace(half, remat=Remat.FULL)))
     if len(presets) > 2:
         short = Layout(length=length // 4, batch=8 * rows)
         found.append(Case(preset=presets[2], layout=short))
     return found
 
 
-_RECOMPUTE = (Recompute.DOTS, Recompute.NONE, Recompute.MLP, Recompute.FULL)
+_RECOMPUTE = (Remat.DOTS, Remat.NONE, Remat.MLP, Remat.FULL)
 
 
 def several_devices(presets: list[str], *, devices: int, rows: int, length: int) -> list[Case]:
@@ -93,21 +92,25 @@ def several_devices(presets: list[str], *, devices: int, rows: int, length: int)
     every = Layout(length=length, batch=rows * devices)
     half = dataclasses.replace(every, batch=max(rows * devices // 2, devices))
     layouts = [
-        dataclasses.replace(every, fsdp=devices),
-        dataclasses.replace(half, tensor=devices),
-        dataclasses.replace(every, length=devices * length, batch=rows, context=devices),
-        dataclasses.replace(every, pipe=devices, accumulation=rows * devices),
-        dataclasses.replace(every, replica=devices),
-        dataclasses.replace(every, fsdp=devices, zero=1),
-        dataclasses.replace(every, fsdp=devices, accumulation=rows),
+        dataclasses.replace(every, mesh=MeshConfig(fsdp=devices)),
+        dataclasses.replace(half, mesh=MeshConfig(tensor=devices)),
+        dataclasses.replace(
+            every, mesh=MeshConfig(context=devices), length=devices * length, batch=rows
+        ),
+        dataclasses.replace(every, mesh=MeshConfig(pipe=devices), accumulation=rows * devices),
+        dataclasses.replace(every, mesh=MeshConfig(replica=devices)),
+        dataclasses.replace(every, mesh=MeshConfig(fsdp=devices), zero=1),
+        dataclasses.replace(every, mesh=MeshConfig(fsdp=devices), accumulation=rows),
     ]
     if devices % 2 == 0 and devices > 2:
         layouts.append(
-            dataclasses.replace(half, fsdp=devices // 2, tensor=2, sequence_parallel=True)
+            dataclasses.replace(
+                half, mesh=MeshConfig(fsdp=devices // 2, tensor=2), sequence_parallel=True
+            )
         )
     found = [Case(preset=presets[0], layout=layout) for layout in layouts]
     if len(presets) > 1:
-        bigger = dataclasses.replace(half, fsdp=devices, remat=Recompute.FULL)
+        bigger = dataclasses.replace(half, mesh=MeshConfig(fsdp=devices), remat=Remat.FULL)
         found.append(Case(preset=presets[1], layout=bigger))
     return found
 
@@ -242,9 +245,9 @@ def check(cases: list[Case], device: Device, args: argparse.Namespace) -> list[d
 
 
 def _predict(case: Case, device: Device) -> dict[str, Any]:
-    shape = shape_of(MODELS[case.preset](), name=case.preset)
-    plan = make_plan(shape, case.layout, device)
-    return {"case": case.name, "mesh": case.layout.mesh, **_prediction(plan)}
+    model = find_model(case.preset)
+    plan = make_plan(model, case.layout, device)
+    return {"case": case.name, "mesh": case.layout.axes, **_prediction(plan)}
 
 
 def compare_with_results(
@@ -254,8 +257,8 @@ def compare_with_results(
     rows = []
     for file in files:
         for step in measured_steps(file):
-            plan = make_plan(step.shape, step.layout, device)
-            row: dict[str, Any] = {"case": step.name, "mesh": step.layout.mesh}
+            plan = make_plan(step.model, step.layout, device)
+            row: dict[str, Any] = {"case": step.name, "mesh": step.layout.axes}
             row |= _prediction(plan)
             if not step.optimizer:
                 # Its gradients are results, not temporaries.
@@ -323,12 +326,10 @@ def main() -> None:
     if args.only:
         cases = [case for case in cases if any(words in case.name for words in args.only)]
     for case in cases:
-        reason = refusal(shape_of(MODELS[case.preset]()), case.layout)
+        reason = refusal(find_model(case.preset), case.layout)
         if reason is not None:
             print(f"{case.name}: left out: {reason}")
-    cases = [
-        case for case in cases if refusal(shape_of(MODELS[case.preset]()), case.layout) is None
-    ]
+    cases = [case for case in cases if refusal(find_model(case.preset), case.layout) is None]
     _report(check(cases, find_device(args.device), args))
 
 

@@ -12,11 +12,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from experiments.bench.parallel_step import PARTS
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import DataError
-from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import Layout, Recompute
-from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
+from jaxinfra.planning.layout import Layout, lay_out
+from jaxinfra.planning.model import PlannedModel, plan_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +32,7 @@ class Measured:
 
     name: str
     environment: dict[str, Any]  # device, clocks, versions, command
-    shape: ModelShape
+    model: PlannedModel
     layout: Layout
     optimizer: bool  # whether the program updates the parameters
     seconds: float
@@ -53,7 +60,7 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
         layers = 8  # as parallel_step cuts the 8B shape
     if layers is not None:
         config = config.with_layers(layers)
-    shape = shape_of(config, name=preset)
+    model = plan_model(config, name=preset)
     for name, row in values["rows"].items():
         devices = row["devices"]
         axes: dict[str, dict[str, Any]] = {
@@ -64,16 +71,16 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
         }
         if name not in axes or "ms" not in row:
             continue
-        layout = Layout(
+        layout = lay_out(
             length=arguments["length"],
             batch=arguments["batch"] * devices,
-            remat=Recompute(arguments["remat"]),
+            remat=Remat(arguments["remat"]),
             **axes[name],
         )
         yield Measured(
-            name=f"{preset} of {shape.num_layers} layers, {name}",
+            name=f"{preset} of {model.num_layers} layers, {name}",
             environment={},
-            shape=shape,
+            model=model,
             layout=layout,
             optimizer=True,
             seconds=row["ms"] / 1e3,
@@ -102,17 +109,17 @@ def _pipeline(values: dict[str, Any]) -> Iterator[Measured]:
             continue
         count = int(micro)
         layers = sizes["layers"] // (devices if schedule == "alone" else 1)
-        layout = Layout(
+        layout = lay_out(
             length=sizes["length"],
             batch=count * sizes["rows"],
             accumulation=count // devices if schedule == "fsdp" else count,
-            remat=Recompute(settings["remat"]),
+            remat=Remat(settings["remat"]),
             **forms[schedule],
         )
         yield Measured(
             name=f"{layers} layers of {sizes['width']}, {row['name']}, gradients only",
             environment={},
-            shape=_llama("llama", layers, sizes, tie=False),
+            model=_llama("llama", layers, sizes, tie=False),
             layout=layout,
             optimizer=False,
             seconds=row["step_s"],
@@ -138,12 +145,12 @@ def _context_step(values: dict[str, Any]) -> Iterator[Measured]:
     yield Measured(
         name=f"{arguments['layers']} layers of {width}, {arguments['tokens']:,} tokens",
         environment={},
-        shape=_llama("small llama", arguments["layers"], sizes, tie=True),
-        layout=Layout(
+        model=_llama("small llama", arguments["layers"], sizes, tie=True),
+        layout=lay_out(
             length=arguments["tokens"],
             batch=1,
             context=devices,
-            remat=Recompute(arguments["remat"]),
+            remat=Remat(arguments["remat"]),
         ),
         optimizer=True,
         seconds=min(values["step_s"][1:] or values["step_s"]),
@@ -151,24 +158,22 @@ def _context_step(values: dict[str, Any]) -> Iterator[Measured]:
     )
 
 
-def _llama(name: str, layers: int, sizes: dict[str, int], *, tie: bool) -> ModelShape:
-    layer = LayerShape(
-        attention=Heads(
-            num_q_heads=sizes["heads"],
-            num_kv_heads=sizes["kv_heads"],
-            head_dim=sizes["head_dim"],
-        ),
-        feed_forward=Dense(hidden_dim=sizes["hidden"]),
-        count=layers,
+def _llama(name: str, layers: int, sizes: dict[str, int], *, tie: bool) -> PlannedModel:
+    attention = GroupedAttentionConfig(
+        num_q_heads=sizes["heads"],
+        num_kv_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        rope=None,
     )
-    return ModelShape(
-        name=name,
+    block = BlockConfig(mixer=attention, feed_forward=MlpConfig(hidden_dim=sizes["hidden"]))
+    config = ModelConfig(
         vocab_size=sizes["vocab"],
         model_dim=sizes["width"],
-        layers=(layer,),
-        tie_embeddings=tie,
         max_positions=sizes["length"],
+        stacks=stacked(block, num_layers=layers),
+        tie_embeddings=tie,
     )
+    return plan_model(config, name=name)
 
 
 _READERS = {

@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from experiments.bench import roofline_work as roofline
 from experiments.bench.environment import clocks, environment
 from experiments.bench.roofline_models import CLOCK, phases, random, served
+from experiments.bench.roofline_work import Point
 from experiments.ladder import RUNGS, elementwise
 from experiments.pictures.roofline import draw
-from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import Device, find_device
 from jaxinfra.planning.inference import ridge
-from jaxinfra.planning.roofline import Point
 from pallas_kernels.flash_attention import hopper as attention
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy

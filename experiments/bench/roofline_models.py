@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from experiments.bench import roofline_work as roofline
+from experiments.bench.roofline_work import Point, Work
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
+from jaxinfra.layers.cache import after_pass
 from jaxinfra.models.decoder import KVCache
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.roofline import Point, Work
-from jaxinfra.planning.shapes import ModelShape
-from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.planning.model import PlannedModel, find_model
+from jaxinfra.serving.sampling import GREEDY, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.common import timing
 
@@ -104,7 +104,7 @@ class Served:
 
     weights: nnx.State
     step: StepConfig
-    shape: ModelShape
+    planned: PlannedModel
     config: ModelConfig
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
@@ -126,8 +126,8 @@ def served(preset: str) -> Served:
     definition = define_model(config, execution_on(policy=held_as_computed(policy)))
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
     graphdef, weights = nnx.split(definition.bind(drawn))
-    step = StepConfig(graphdef=graphdef, sampling=GREEDY, num_ids=config.vocab_size)
-    return Served(weights=weights, step=step, shape=shape_of(config, name=preset), config=config)
+    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size)
+    return Served(weights=weights, step=step, planned=find_model(preset), config=config)
 
 
 def phases(
@@ -148,9 +148,9 @@ def phases(
 
 def prefilled(name: str, preset: str, batch: int, length: int, device: Device) -> dict[str, Any]:
     model = served(preset)
-    args = (model.weights, *model.rows(batch, length))
+    args = (model.weights, *model.rows(batch, length), SamplingRows.of([GREEDY] * batch))
     f = functools.partial(prefill, config=model.step, num_slots=length)
-    work = roofline.prefill_work(model.shape, device, batch=batch, length=length)
+    work = roofline.prefill_work(model.planned, device, batch=batch, length=length)
     return timed(name, "prefill", work, CLOCK.seconds(f, *args), CLOCK.wall(f, *args))
 
 
@@ -159,9 +159,13 @@ def decoded(name: str, preset: str, batch: int, context: int, device: Device) ->
     ids, lengths, keys = model.rows(batch, context)
     zeros = model.empty_cache(batch=batch, num_slots=context + 2 * DECODED)
     # Numbers, as a prefill would leave them: zeros take less power.
-    cache = jax.tree.map(lambda x: random(3, *x.shape, dtype=x.dtype), zeros)
+    cache = tuple(
+        after_pass(each, {n: random(3, *x.shape, dtype=x.dtype) for n, x in each.arrays.items()})
+        for each in zeros
+    )
     del zeros
-    state = DecodeState(cache=cache, positions_B=lengths, keys_B=keys)
+    sampling = SamplingRows.of([GREEDY] * batch)
+    state = DecodeState(cache=cache, positions_B=lengths, keys_B=keys, sampling=sampling)
     tokens = ids[:, 0]
     several = jax.jit(functools.partial(decode_several, config=model.step))
     # The program copies the cache once, which a server does not: the difference has no copy.
@@ -169,7 +173,7 @@ def decoded(name: str, preset: str, batch: int, context: int, device: Device) ->
         CLOCK.seconds(several, model.weights, state, tokens, jnp.int32(count))
         for count in (2 * DECODED, DECODED)
     )
-    work = roofline.decode_work(model.shape, device, batch=batch, context=context)
+    work = roofline.decode_work(model.planned, device, batch=batch, context=context)
     host = CLOCK.wall_of_decode(model.weights, state, tokens, model.step)
     return timed(name, "decode", work, (longer - shorter) / DECODED, host)
 

@@ -165,15 +165,12 @@ class _Bench:
 
     @classmethod
     def of(cls, config: ModelConfig, args: argparse.Namespace) -> "_Bench":
-        num_parameters = define_model(config, execution_on()).num_parameters
-        flops = training_flops_per_token(
-            config, num_parameters=num_parameters, sequence_length=args.length
-        )
+        model = define_model(config, execution_on())
         return cls(
             config=config,
             sizes={"batch": args.batch, "length": args.length},
-            num_parameters=num_parameters,
-            flops_per_token=flops,
+            num_parameters=model.num_parameters,
+            flops_per_token=training_flops_per_token(model, args.length),
         )
 
     def contender(self, program: Program) -> Contender:

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 from experiments.bench.environment import clocks, environment
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import Remat
 from jaxinfra.ops.attention import attention
 from jaxinfra.ops.cross_entropy import linear_cross_entropy
-from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import UNROLLED, Layout, Recompute
+from jaxinfra.planning.layout import UNROLLED, lay_out
 from jaxinfra.planning.loss import loss_operations
+from jaxinfra.planning.model import plan_model, total_parameters
 from jaxinfra.planning.operations import (
     Matmul,
     Memory,
@@ -59,17 +60,17 @@ def main() -> None:
 
 def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of the step by part, with the rows they are sums of."""
-    shape = shape_of(config)
-    layout = Layout(
-        batch=args.batch, length=args.length, remat=Recompute.NONE, zero=1, traits=UNROLLED
+    model = plan_model(config)
+    layout = lay_out(
+        batch=args.batch, length=args.length, remat=Remat.NONE, zero=1, traits=UNROLLED
     )
     found: list[tuple[float, Operation]] = []
-    for layer in shape.layers:
-        parts = layer_operations(layer, shape.model_dim, layout)
+    for layer in model.layers:
+        parts = layer_operations(layer, layout)
         found += [(layer.count, each) for each in (*parts.forward, *parts.backward)]
-    parameters = sum(weight.total for weight in shape.weights())
+    parameters = total_parameters(model)
     ends = [
-        *embedding_operations(shape, layout),
+        *embedding_operations(model, layout),
         Memory("cast weights", 6.0 * parameters),
         # Weights, both moments and the gradient read, the first three written; the gradient's norm.
         Memory("optimizer", (7 + 1) * 4.0 * parameters),
@@ -96,7 +97,7 @@ def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     sums["attention"] = config.num_layers * row["ms"]
     row = sustained(*loss(config, args), seconds=args.seconds)
     flops = sum(
-        2 * e.m * e.n * e.k for e in loss_operations(shape, layout) if isinstance(e, Matmul)
+        2 * e.m * e.n * e.k for e in loss_operations(model, layout) if isinstance(e, Matmul)
     )
     say("loss, forward and gradients", row | {"tflops": flops / row["ms"] / 1e9}, rows)
     sums["loss"] = row["ms"]

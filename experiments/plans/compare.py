@@ -3,23 +3,23 @@
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.search import Question, search
-from jaxinfra.planning.shapes import ModelShape
 from jaxinfra.planning.table import grid, show
 
 
 def compare(
-    title: str, shape: ModelShape, device: Device, layouts: dict[str, Layout], question: Question
+    title: str, model: PlannedModel, device: Device, layouts: dict[str, Layout], question: Question
 ) -> None:
     """Prints a row a layout: what it takes, how fast it is, where its time goes."""
     rows = []
     for name, layout in layouts.items():
         try:
-            rows.append(_row(name, make_plan(shape, layout, device)))
+            rows.append(_row(name, make_plan(model, layout, device)))
         except ConfigError as error:
             rows.append((name, "cannot run", "", "", "", str(error)))
-    found = search(shape, question, device, runners_up=3)
+    found = search(model, question, device, runners_up=3)
     rows.append(_row("best found", found.best))
     rows += [_row("runner-up", plan) for plan, _ in found.runners_up]
     columns = ("layout", "memory", "step", "MFU", "bubble", "mesh; most time beside matmuls")

@@ -11,9 +11,10 @@ pipeline axis is needed at all, as long as each GPU has enough tokens to hide th
 from typing import Any
 
 from experiments.plans.compare import compare
-from jaxinfra.planning.catalog import find_model
+from jaxinfra.config.run import Remat
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import lay_out
+from jaxinfra.planning.model import find_model
 from jaxinfra.planning.search import Question
 
 LENGTH, BATCH = 4096, 1024  # 4M tokens a step
@@ -23,32 +24,30 @@ def main() -> None:
     """Prints the comparison."""
     common: dict[str, Any] = {"length": LENGTH, "batch": BATCH, "sequence_parallel": True}
     layouts = {
-        "TP8 PP2 DP4, ZeRO 1": Layout(
-            tensor=8, pipe=2, fsdp=4, zero=1, accumulation=256, remat=Recompute.NAMED, **common
+        "TP8 PP2 DP4, ZeRO 1": lay_out(
+            tensor=8, pipe=2, fsdp=4, zero=1, accumulation=256, remat=Remat.NAMED, **common
         ),
-        "the same, few micro-batches": Layout(
-            tensor=8, pipe=2, fsdp=4, zero=1, accumulation=32, remat=Recompute.FULL, **common
+        "the same, few micro-batches": lay_out(
+            tensor=8, pipe=2, fsdp=4, zero=1, accumulation=32, remat=Remat.FULL, **common
         ),
-        "the same, interleaved in 4": Layout(
+        "the same, interleaved in 4": lay_out(
             tensor=8,
             pipe=2,
             chunks=4,
             fsdp=4,
             zero=1,
             accumulation=256,
-            remat=Recompute.NAMED,
+            remat=Remat.NAMED,
             **common,
         ),
-        "TP8 DP8, ZeRO 1": Layout(
-            tensor=8, fsdp=8, zero=1, accumulation=64, remat=Recompute.FULL, **common
+        "TP8 DP8, ZeRO 1": lay_out(
+            tensor=8, fsdp=8, zero=1, accumulation=64, remat=Remat.FULL, **common
         ),
-        "TP4 PP4 DP4, ZeRO 1": Layout(
-            tensor=4, pipe=4, fsdp=4, zero=1, accumulation=256, remat=Recompute.FULL, **common
+        "TP4 PP4 DP4, ZeRO 1": lay_out(
+            tensor=4, pipe=4, fsdp=4, zero=1, accumulation=256, remat=Remat.FULL, **common
         ),
-        "FSDP 64": Layout(
-            length=LENGTH, batch=BATCH, fsdp=64, accumulation=4, remat=Recompute.NAMED
-        ),
-        "DP 64, nothing sharded": Layout(length=LENGTH, batch=BATCH, replica=64, accumulation=16),
+        "FSDP 64": lay_out(length=LENGTH, batch=BATCH, fsdp=64, accumulation=4, remat=Remat.NAMED),
+        "DP 64, nothing sharded": lay_out(length=LENGTH, batch=BATCH, replica=64, accumulation=16),
     }
     question = Question(devices=64, length=LENGTH, batch=BATCH)
     compare(

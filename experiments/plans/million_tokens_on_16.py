@@ -1,4 +1,4 @@
-"""A million tokens of context for a 70B model on 16 GPUs: what each ingredient buys (mission M6).
+"""A million tokens of context for a 70B model on 16 GPUs: what each ingredient buys.
 
     python -m experiments.plans.million_tokens_on_16
 
@@ -10,27 +10,27 @@ matter: the stream alone that full recomputation keeps is 1.4 TB.
 import dataclasses
 from typing import Any
 
-from jaxinfra.planning.catalog import find_model
+from jaxinfra.config.model import stacked
+from jaxinfra.config.run import Remat
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.inference import Serving, decode, max_context, prefill, weight_bytes
 from jaxinfra.planning.kv import kv_bytes
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.memory import memory
-from jaxinfra.planning.shapes import Heads, ModelShape
+from jaxinfra.planning.model import PlannedModel, find_model, plan_model
 from jaxinfra.planning.step import step_time
 from jaxinfra.planning.table import grid, show
 
 TOKENS = 2**20
 
 
-def with_heads(shape: ModelShape, **changes: Any) -> ModelShape:
+def with_heads(model: PlannedModel, **changes: Any) -> PlannedModel:
     """The model with another number of key/value heads, or a window."""
-    layers = []
-    for layer in shape.layers:
-        assert isinstance(layer.attention, Heads)
-        attention = dataclasses.replace(layer.attention, **changes)
-        layers.append(dataclasses.replace(layer, attention=attention))
-    return dataclasses.replace(shape, layers=tuple(layers))
+    (stack,) = model.config.stacks
+    (block,) = stack.pattern
+    changed = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, **changes))
+    stacks = stacked(changed, num_layers=stack.repeats)
+    return plan_model(dataclasses.replace(model.config, stacks=stacks), name=model.name)
 
 
 def main() -> None:
@@ -48,19 +48,19 @@ def main() -> None:
         ("GQA-8, window of 8,192", with_heads(model, window=8192), Serving(devices=16)),
     )
     rows = []
-    for name, shape, serving in cases:
-        cached = kv_bytes(shape, batch=1, context=TOKENS, cache_format=serving.cache)
-        each = (weight_bytes(shape, serving) + cached) / serving.devices
+    for name, form, serving in cases:
+        cached = kv_bytes(form, batch=1, context=TOKENS, cache_format=serving.cache)
+        each = (weight_bytes(form, serving) + cached) / serving.devices
         fits = each + device.reserved_bytes <= device.hbm_bytes
-        read = prefill(shape, device, serving, batch=1, length=TOKENS)
-        token = decode(shape, device, serving, batch=1, context=TOKENS)
+        read = prefill(form, device, serving, batch=1, length=TOKENS)
+        token = decode(form, device, serving, batch=1, context=TOKENS)
         rows.append(
             (
                 name,
                 f"{cached / 1e9:,.0f} GB",
                 f"{each / 1e9:,.0f} GB{'' if fits else ': too much'}",
-                f"{max_context(shape, device, serving):,}"
-                if not shape.layers[0].attention.window
+                f"{max_context(form, device, serving):,}"
+                if not form.layers[0].mixer.window
                 else "any",
                 f"{read.seconds:,.0f} s",
                 f"{1e3 * token.seconds:.1f} ms",
@@ -75,10 +75,10 @@ def main() -> None:
         ("the same, fp8 with short states", {"context": 2, "tensor": 8, "recipe": "fp8-lm-o3"}),
     )
     for name, changes in trained:
-        layout = Layout(
+        layout = lay_out(
             length=TOKENS,
             batch=1,
-            remat=Recompute.FULL,
+            remat=Remat.FULL,
             sequence_parallel="tensor" in changes,
             zero=0,
             **changes,

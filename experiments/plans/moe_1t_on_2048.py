@@ -12,9 +12,10 @@ that are gathered for every micro-batch want long micro-batches, a pipeline want
 from typing import Any
 
 from experiments.plans.compare import compare
-from jaxinfra.planning.catalog import find_model
+from jaxinfra.config.run import Remat
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import lay_out
+from jaxinfra.planning.model import find_model
 from jaxinfra.planning.search import Question
 
 LENGTH, BATCH = 4096, 8192  # 32M tokens a step
@@ -25,23 +26,23 @@ def main() -> None:
     common: dict[str, Any] = {"length": LENGTH, "batch": BATCH}
     pipeline: dict[str, Any] = {"pipe": 16, "zero": 1, "accumulation": 64, **common}
     layouts = {
-        "TP8 PP16 DP16 EP16": Layout(
+        "TP8 PP16 DP16 EP16": lay_out(
             tensor=8,
             fsdp=16,
             expert=16,
             sequence_parallel=True,
-            remat=Recompute.FULL,
+            remat=Remat.FULL,
             pipe=16,
             zero=1,
             accumulation=512,
             **common,
         ),
-        "TP1 PP16 DP128 EP16": Layout(fsdp=128, expert=16, remat=Recompute.FULL, **pipeline),
-        "TP1 PP16 DP128 EP8, in the node": Layout(
-            fsdp=128, expert=8, remat=Recompute.FULL, **pipeline
+        "TP1 PP16 DP128 EP16": lay_out(fsdp=128, expert=16, remat=Remat.FULL, **pipeline),
+        "TP1 PP16 DP128 EP8, in the node": lay_out(
+            fsdp=128, expert=8, remat=Remat.FULL, **pipeline
         ),
-        "FSDP 2048, EP8": Layout(fsdp=2048, expert=8, remat=Recompute.NAMED, **common),
-        "FSDP 2048, no expert axis": Layout(fsdp=2048, remat=Recompute.FULL, **common),
+        "FSDP 2048, EP8": lay_out(fsdp=2048, expert=8, remat=Remat.NAMED, **common),
+        "FSDP 2048, no expert axis": lay_out(fsdp=2048, remat=Remat.FULL, **common),
     }
     question = Question(devices=2048, length=LENGTH, batch=BATCH)
     compare(

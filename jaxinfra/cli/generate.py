@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from jaxinfra.cli.terminal import printable
+from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
 from jaxinfra.serving.generate import generate_text, generate_text_after
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute dtype; by default the one the run was trained with",
     )
     parser.add_argument(
+        "--mesh", default="", metavar="AXES", help="devices to spread the model over: tensor=2"
+    )
+    parser.add_argument(
         "--step", type=int, metavar="N", help="a certain checkpoint; by default the newest"
     )
 
@@ -50,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     policy = None if args.policy is None else PolicyName(args.policy)
-    model = load(args.run, policy=policy, step=args.step)
+    model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     num_tokens, first = 0, started
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}

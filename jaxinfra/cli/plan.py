@@ -19,25 +19,23 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.train import user_cache
+from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.config.presets import MODELS
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
-from jaxinfra.planning.layout import UNROLLED, Layout, Recompute, Traits
+from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.measured import with_bench_results
+from jaxinfra.planning.model import PlannedModel, find_model
 from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
 from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
-from jaxinfra.planning.shapes import ModelShape
-
-_AXES = ("pipe", "replica", "fsdp", "context", "tensor", "expert")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunks", type=_count, default=1, help="model chunks a stage: interleaved pipeline")
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
-    add("--remat", help=f"recomputation: {', '.join(Recompute)}")
+    add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
     add("--unroll", action="store_true", help="no loop over layers, as training.unroll has it")
     add(
         "--recipe",
@@ -94,20 +92,20 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("no model: name a preset, a config.json, or formats")
     if args.model == "formats":
         return _formats(args)
-    shape, device = find_model(args.model), _device(args)
+    model, device = find_model(args.model), _device(args)
     if args.inference:
         if args.mesh is not None or args.compile is not None:
             raise ConfigError(
                 "--inference splits weights and caches evenly over --devices and compiles nothing; "
                 "leave --mesh and --compile out"
             )
-        return _inference(args, shape, device)
+        return _inference(args, model, device)
     if args.mesh is None:
         if args.compile is not None:
             raise ConfigError("--compile needs a --mesh: one program is compiled, not a search")
-        found = search(shape, _question(args, shape), device)
+        found = search(model, _question(args, model), device)
         return _report(args, found.best, found)
-    plan = make_plan(shape, _layout(args, shape), device)
+    plan = make_plan(model, _layout(args, model), device)
     if args.compile is not None:
         return _receipt(args, plan)
     return _report(args, plan, None)
@@ -158,27 +156,13 @@ def _device(args: argparse.Namespace) -> Device:
     return with_measurements(device, changes, source="the command line") if changes else device
 
 
-def _mesh(text: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for part in filter(None, text.split(",")):
-        axis, separator, size = part.strip().partition("=")
-        if axis not in _AXES:
-            raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, _AXES)}")
-        if axis in sizes:
-            raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
-        if not separator or not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
-        sizes[axis] = int(size)
-    return sizes
-
-
-def _remat(args: argparse.Namespace) -> Recompute | None:
+def _remat(args: argparse.Namespace) -> Remat | None:
     if args.remat is None:
         return None
-    if args.remat not in list(Recompute):
-        known = nearest(args.remat, map(str, Recompute))
+    if args.remat not in list(BY_STRENGTH):
+        known = nearest(args.remat, map(str, BY_STRENGTH))
         raise ConfigError(f"unknown --remat {args.remat!r}{known}")
-    return Recompute(args.remat)
+    return Remat(args.remat)
 
 
 def _recipes(args: argparse.Namespace) -> tuple[str, ...]:
@@ -193,28 +177,26 @@ def _traits(args: argparse.Namespace) -> Traits:
     return UNROLLED if args.unroll else Traits()
 
 
-def _length(args: argparse.Namespace, shape: ModelShape) -> int:
-    return args.length or min(shape.max_positions, 8192)
+def _length(args: argparse.Namespace, model: PlannedModel) -> int:
+    return args.length or min(model.config.max_positions, 8192)
 
 
-def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
-    sizes = _mesh(args.mesh)
-    length = _length(args, shape)
+def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
+    length = _length(args, model)
     layout = Layout(
         length=length,
+        mesh=parse_mesh(args.mesh),
         batch=1,
         zero=3 if args.zero is None else args.zero,
         chunks=args.chunks,
         sequence_parallel=args.sequence_parallel,
         accumulation=args.accumulation or 1,
-        remat=_remat(args) or Recompute.DOTS,
+        remat=_remat(args) or Remat.DOTS,
         recipe=_recipes(args)[0],
         traits=_traits(args),
     )
     if args.fix or len(_recipes(args)) > 1:
         raise ConfigError("--fix and several recipes are for a search; leave --mesh out")
-    mesh: dict[str, Any] = {**sizes}
-    layout = dataclasses.replace(layout, **mesh)
     if layout.devices != args.devices:
         raise ConfigError(
             f"mesh {layout.describe()} needs {layout.devices} devices, --devices is "
@@ -225,8 +207,8 @@ def _layout(args: argparse.Namespace, shape: ModelShape) -> Layout:
     return dataclasses.replace(layout, batch=args.batch or rows)
 
 
-def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
-    length = _length(args, shape)
+def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
+    length = _length(args, model)
     tokens = 4 * 2**20
     batch = args.batch or max(args.devices, tokens // length // args.devices * args.devices)
     return Question(
@@ -236,7 +218,7 @@ def _question(args: argparse.Namespace, shape: ModelShape) -> Question:
         recipes=_recipes(args),
         remat=_remat(args),
         zero=args.zero,
-        fixed=tuple(_mesh(args.fix).items()),
+        fixed=tuple(parse_axes(args.fix).items()),
         traits=_traits(args),
     )
 
@@ -270,7 +252,7 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
 def _form(layout: Layout) -> dict[str, Any]:
     """What tells layouts of one search apart."""
     return {
-        "mesh": layout.mesh,
+        "mesh": layout.axes,
         "micro_batch_rows": layout.micro_rows,
         "accumulation": layout.accumulation,
         "chunks": layout.chunks,
@@ -290,29 +272,18 @@ def _other(plan: Plan, why: str) -> dict[str, Any]:
 
 
 def _receipt(args: argparse.Namespace, plan: Plan) -> int:
-    model = MODELS.get(args.model)
-    if model is None:
-        raise ConfigError(
-            f"--compile {args.compile}: {args.model} is not a preset that can be trained here"
-        )
     jax.config.update("jax_platforms", "cpu")
     if args.compile == "cpu":
         jax.config.update("jax_num_cpu_devices", plan.layout.devices)
-        receipt = compile_on_cpu(model(), plan.layout)
+        receipt = compile_on_cpu(plan.model.config, plan.layout)
     else:
-        receipt = compile_for_gpu(model(), plan.layout, plan.device)
+        receipt = compile_for_gpu(plan.model.config, plan.layout, plan.device)
     if args.json:
         values = {**plan.as_dict(tokens=args.tokens), "receipt": receipt.as_dict()}
-        totals = receipt.totals()
-        values["collective_bytes"] = {
-            kind: sums["predicted_bytes"] for kind, sums in totals.items()
-        }
         print(json.dumps(values, allow_nan=False))
     else:
         table.show(*table.receipt_tables(receipt))
-    # Only on CPU are collectives promised to the array.
-    promised = receipt.arguments_equal and (args.compile == "gpu" or receipt.collectives_equal)
-    return 0 if promised else 1
+    return 0 if receipt.arguments_equal and receipt.axes_equal else 1
 
 
 def _schedule(args: argparse.Namespace) -> int:
@@ -332,16 +303,16 @@ def _schedule(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inference(args: argparse.Namespace, shape: ModelShape, device: Device) -> int:
+def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) -> int:
     serving = Serving(devices=args.devices, weights=args.weights, cache=args.cache)
     batch = args.batch or 1
     if args.pictures is not None:
-        draw_serving(shape, device, serving, args.pictures, context=args.context)
+        draw_serving(model, device, serving, args.pictures, context=args.context)
     if args.json:
-        figures = summary(shape, device, serving, context=args.context, batch=batch)
+        figures = summary(model, device, serving, context=args.context, batch=batch)
         print(json.dumps(figures, allow_nan=False))
         return 0
-    table.show(*table.serving_tables(shape, device, serving, context=args.context, batch=batch))
+    table.show(*table.serving_tables(model, device, serving, context=args.context, batch=batch))
     return 0
 
 

@@ -6,6 +6,8 @@ import math
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError, nearest
 
+EXPERT = "expert"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
@@ -16,9 +18,11 @@ class MeshConfig:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
+    # Devices that share a layer's experts: a part of replica x fsdp x context, no axis of its own.
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.sizes().items():
+        for axis, size in (*self.sizes().items(), (EXPERT, self.expert)):
             if size < 1:
                 raise ConfigError(f"mesh axis {axis}={size} must be at least 1")
 
@@ -61,14 +65,20 @@ class ShardingConfig:
 
 def parse_mesh(text: str) -> MeshConfig:
     """Parses ``"fsdp=4,tensor=2"``; axes not named have size 1."""
+    return MeshConfig(**parse_axes(text))
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """Sizes of the axes that ``"fsdp=4,tensor=2"`` names."""
     sizes: dict[str, int] = {}
+    known = (*MESH_AXES, EXPERT)
     for part in filter(None, text.split(",")):
         axis, separator, size = part.strip().partition("=")
-        if axis not in MESH_AXES:
-            raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, MESH_AXES)}")
+        if axis not in known:
+            raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, known)}")
         if axis in sizes:
             raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
         if not separator or not size.isdecimal():
             raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
         sizes[axis] = int(size)
-    return MeshConfig(**sizes)
+    return sizes

@@ -16,8 +16,24 @@ class LearningRateSchedule(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MuonConfig:
+    """Muon (Jordan et al. 2024), for matrices between hidden widths."""
+
+    momentum: float = 0.95  # Nesterov's
+    # Learning rate of the matrices over that of the rest. At 1 their updates have the root mean
+    # square that AdamW's usually have (Liu et al. 2025), so AdamW's rates and decays carry over.
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0 or self.rate <= 0.0:
+            raise ConfigError(
+                f"muon momentum={self.momentum} must lie in [0, 1) and rate={self.rate} be positive"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019); decay applies to matrices only."""
+    """AdamW (Loshchilov and Hutter 2019), or Muon beside it; decay applies to matrices only."""
 
     learning_rate: float
     schedule: LearningRateSchedule = LearningRateSchedule.COSINE
@@ -29,6 +45,7 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    muon: MuonConfig | None = None  # None: AdamW for every parameter
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.warmup_steps < 0:

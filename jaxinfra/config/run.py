@@ -6,12 +6,12 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 
 
 class Remat(enum.StrEnum):
@@ -139,6 +139,7 @@ class RunConfig:
 def validate(run: RunConfig) -> None:
     """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
     training, mesh, model = run.training, run.mesh, run.model
+    _refuse_planned(model)
     micro_batch = training.batch_size // training.accumulation
     if micro_batch % mesh.num_data_shards:
         raise ConfigError(
@@ -159,6 +160,11 @@ def validate(run: RunConfig) -> None:
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    check_divides(model, mesh)
+
+
+def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
+    """Raises ConfigError where a size of the model does not divide over the axis that shards it."""
     sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
     sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
     for block in model.blocks:
@@ -170,6 +176,20 @@ def validate(run: RunConfig) -> None:
                 f"{name}={size} does not divide over {axis}={shards}; "
                 f"choose a {axis} size that divides it"
             )
+
+
+def _refuse_planned(model: ModelConfig) -> None:
+    """Before parameters that nothing runs are drawn."""
+    for block in model.blocks:
+        for part, name in (
+            (block.mixer, "latent attention is"),
+            (block.feed_forward, "experts are"),
+        ):
+            if isinstance(part, LatentAttentionConfig | ExpertsConfig):
+                raise UnsupportedError(
+                    f"{name} planned, not run: choose a model with grouped attention and a dense "
+                    "feed-forward layer, or jaxinfra plan for this one"
+                )
 
 
 def _validate_lora(run: RunConfig) -> None:
@@ -187,6 +207,11 @@ def _validate_lora(run: RunConfig) -> None:
 
 def _validate_sharding(run: RunConfig) -> None:
     sharding, mesh, length = run.sharding, run.mesh, run.training.sequence_length
+    if mesh.expert > 1:
+        raise UnsupportedError(
+            f"expert={mesh.expert}: experts spread over devices are planned, not run; leave expert "
+            "out of --mesh"
+        )
     if sharding.zero < 3 and mesh.fsdp == 1:
         raise ConfigError(
             f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "

@@ -285,6 +285,8 @@ def _tiny(place: Path) -> list[str]:
         "model.stacks.0.repeats": 1,
         "model.stacks.0.pattern.0.mixer.head_dim": 8,
         "model.stacks.0.pattern.0.feed_forward.hidden_dim": 64,
+        "optimizer.muon": "none",  # which takes longer to compile than all of these steps to run
+        "optimizer.learning_rate": 4e-3,
     }
     return ["tiny", "--data", str(text), *(f"--set={k}={v}" for k, v in settings.items())]
 

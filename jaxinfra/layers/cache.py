@@ -1,49 +1,169 @@
-"""The key/value cache of one attention layer, and of layers stacked.
+"""What layers keep of past tokens: caches by the mixer's ``CacheSpec``, contiguous or in pages.
 
-Dims: B batch, S cache slot (= position), K key/value heads, H head width, L layers.
+A cache holds the arrays of all layers of one kind, stacked; ``in_layer`` is it as one of these
+layers sees it. What a layer appends goes into the one buffer, and what it reads is a view of it.
+
+Dims: B batch, T new token, S slot, P page, M page of a row, L layers.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfra.config.model import CacheSpec, ModelConfig
+from jaxinfra.ops.cached_attention import Pages
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LayerCache:
-    """Keys and values of past positions: slot s holds position s. [B, S, K, H] each.
+class ContiguousCache:
+    """A slot is a position: row b's token at position p lies in slot p of row b."""
 
-    bytes = 2 * batch * slots * layers * kv_heads * head_dim * itemsize over all layers.
+    arrays: dict[str, jax.Array]  # by the CacheSpec's names, [L, B, S, ...] each
+    layer: jax.Array | None = None  # int32: of the stack, in a layer
+    # Nothing was cached before the pass at hand: its tokens see each other only.
+    is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    @classmethod
+    def zeros(
+        cls, spec: CacheSpec, *, num_layers: int, batch: int, num_slots: int, dtype: jnp.dtype
+    ) -> "ContiguousCache":
+        """An empty cache of ``num_slots`` positions per row."""
+        return cls(arrays=_zeros(spec, (num_layers, batch, num_slots), dtype), is_empty=True)
+
+    @property
+    def num_slots(self) -> int:
+        """Positions that each row has room for."""
+        return next(iter(self.arrays.values())).shape[2]
+
+    def append(self, new: Mapping[str, jax.Array], positions_BT: jax.Array) -> "ContiguousCache":
+        """The cache with new tokens, [B, T, ...] each, at their positions in this layer.
+
+        A position below 0 is padding and leaves nothing; nor does one beyond the last slot: who
+        calls bounds lengths.
+        """
+        rows_B1 = jnp.arange(len(positions_BT))[:, None]
+        # Negative numbers would count from the end.
+        slots_BT = jnp.where(positions_BT < 0, self.num_slots, positions_BT)
+        return _appended(self, new, (rows_B1, slots_BT))
+
+    def view(self) -> Pages:
+        """What attention reads in this layer."""
+        return Pages(
+            arrays={
+                name: jax.lax.dynamic_index_in_dim(stored, self.layer, keepdims=False)
+                for name, stored in self.arrays.items()
+            }
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PagedCache:
+    """Pages of a pool, handed out to rows by tables: row b's token at position p lies in slot
+    ``p % size`` of page ``tables_BM[b, p // size]``. Rows may share pages that they only read.
     """
 
-    k_BSKH: jax.Array
-    v_BSKH: jax.Array
+    arrays: dict[str, jax.Array]  # by the CacheSpec's names, [L, P, size, ...] each
+    tables_BM: jax.Array  # int32; below 0 where a row has no page yet
+    layer: jax.Array | None = None  # as in ContiguousCache
+    is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
-    def write(self, k_BTKH: jax.Array, v_BTKH: jax.Array, positions_BT: jax.Array) -> "LayerCache":
-        """The cache with new keys and values at their positions.
+    @classmethod
+    def zeros(
+        cls,
+        spec: CacheSpec,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        tables_BM: jax.Array,
+        dtype: jnp.dtype,
+    ) -> "PagedCache":
+        """An empty pool, and who has which of its pages."""
+        arrays = _zeros(spec, (num_layers, num_pages, page_size), dtype)
+        return cls(arrays=arrays, tables_BM=tables_BM, is_empty=True)
 
-        Positions at or beyond the cache's end are dropped, not wrapped: the caller bounds lengths.
-        """
-        rows_B1 = jnp.arange(k_BTKH.shape[0])[:, None]
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return next(iter(self.arrays.values())).shape[2]
 
-        def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-            return cache.at[rows_B1, positions_BT].set(new.astype(cache.dtype), mode="drop")
+    @property
+    def num_slots(self) -> int:
+        """Positions that each row's table has room for."""
+        return self.tables_BM.shape[1] * self.page_size
 
-        return LayerCache(k_BSKH=put(self.k_BSKH, k_BTKH), v_BSKH=put(self.v_BSKH, v_BTKH))
+    def append(self, new: Mapping[str, jax.Array], positions_BT: jax.Array) -> "PagedCache":
+        """As ``ContiguousCache.append``; where a row has no page, tokens leave nothing either."""
+        num_pages, size = next(iter(self.arrays.values())).shape[1:3]
+        places_BT, slots_BT = jnp.divmod(positions_BT, size)
+        pages_BT = jnp.take_along_axis(
+            self.tables_BM, places_BT, axis=1, mode="fill", fill_value=-1
+        )
+        pages_BT = jnp.where((positions_BT < 0) | (pages_BT < 0), num_pages, pages_BT)
+        return _appended(self, new, (pages_BT, slots_BT))
+
+    def view(self) -> Pages:
+        """What attention reads in this layer: the pools of all layers as one, nothing copied."""
+        assert self.layer is not None, "in_layer"
+        num_layers, num_pages, *_ = next(iter(self.arrays.values())).shape
+        tables_BM = jnp.clip(self.tables_BM, 0, num_pages - 1) + self.layer * num_pages
+        return Pages(
+            arrays={
+                name: stored.reshape(num_layers * num_pages, *stored.shape[2:])
+                for name, stored in self.arrays.items()
+            },
+            tables_BM=tables_BM,
+        )
 
 
-def read_layer(stacked: LayerCache, index: jax.Array) -> LayerCache:
-    """One layer of a cache with a leading L dim."""
-    return jax.tree.map(
-        lambda x_LBSKH: jax.lax.dynamic_index_in_dim(x_LBSKH, index, keepdims=False), stacked
-    )
+type Cache = ContiguousCache | PagedCache
+"""The cache of all layers of one kind, or of one of them: append(new, positions) and view()."""
 
 
-def write_layer(stacked: LayerCache, layer: LayerCache, index: jax.Array) -> LayerCache:
-    """The stacked cache with one layer replaced, in place where its buffer may be reused."""
-    return jax.tree.map(
-        lambda x_LBSKH, new_BSKH: jax.lax.dynamic_update_index_in_dim(x_LBSKH, new_BSKH, index, 0),
-        stacked,
-        layer,
-    )
+def in_layer(cache: Cache, arrays: dict[str, jax.Array], layer: jax.Array) -> Cache:
+    """The cache as one layer of the stack sees it.
+
+    Args:
+        arrays: of the cache, as the layers before this one have left them.
+    """
+    return dataclasses.replace(cache, arrays=arrays, layer=layer)
+
+
+def after_pass(cache: Cache, arrays: dict[str, jax.Array]) -> Cache:
+    """The cache once all layers have appended to its arrays."""
+    return dataclasses.replace(cache, arrays=arrays, layer=None, is_empty=False)
+
+
+def kv_elements(config: ModelConfig, *, context: int, keeps_windows_only: bool = False) -> int:
+    """Numbers that all layers together cache of one sequence.
+
+    Args:
+        context: its tokens.
+        keeps_windows_only: a layer with a window drops what lies beyond it, which the caches here
+            do not do.
+    """
+    total = 0
+    for block, repeats in zip(config.blocks, config.repeats, strict=True):
+        spec = block.mixer.cache
+        kept = min(context, spec.window or context) if keeps_windows_only else context
+        total += repeats * spec.elements * kept
+    return total
+
+
+def _appended[C: (ContiguousCache, PagedCache)](
+    cache: C, new: Mapping[str, jax.Array], where: tuple[jax.Array, jax.Array]
+) -> C:
+    """The cache with [B, T, ...] new numbers at these indices behind its layer's."""
+    arrays = {
+        name: stored.at[cache.layer, *where].set(new[name].astype(stored.dtype), mode="drop")
+        for name, stored in cache.arrays.items()
+    }
+    return dataclasses.replace(cache, arrays=arrays)
+
+
+def _zeros(spec: CacheSpec, dims: tuple[int, ...], dtype: jnp.dtype) -> dict[str, jax.Array]:
+    return {each.name: jnp.zeros((*dims, *each.shape), dtype) for each in spec.arrays}

@@ -14,6 +14,7 @@ from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 
 
@@ -46,6 +47,18 @@ class Attend(Protocol):
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype."""
+        ...
+
+
+class Decode(Protocol):
+    """Attention over a cache; ``jaxinfra.ops.cached_attention.cached_attention`` is one."""
+
+    def __call__(
+        self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+    ) -> jax.Array:
+        """Returns [B, T, N, H] in q's dtype: each query sees keys up to its own position, which the
+        cache holds already; one whose position is below 0 is padding.
+        """
         ...
 
 
@@ -105,6 +118,11 @@ class Gather(Protocol):
 class Place(Protocol):
     """Where activations lie."""
 
+    @property
+    def batch_shards(self) -> int:
+        """Devices that rows of a batch are spread over; as many divide it."""
+        ...
+
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
         ...
@@ -121,6 +139,8 @@ class Place(Protocol):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Anywhere:
     """``Place`` on one device: the identity."""
+
+    batch_shards: int = 1
 
     def first_row(self, num_rows: int) -> int:
         """All rows are here."""
@@ -148,6 +168,7 @@ class Execution:
     policy: Policy
     multiply: Multiply
     attend: Attend
+    decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy
     place: Place

@@ -14,7 +14,6 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.rope import apply_rope
-from jaxinfra.ops.attention import cached_attention
 
 
 class GroupedAttention(nnx.Module):
@@ -74,9 +73,9 @@ class GroupedAttention(nnx.Module):
         x_BTD: jax.Array,
         given: Pass,
     ) -> LayerOutput:
-        """Attends within x, or with a cache to everything cached so far.
+        """Attends within x, or with a cache that holds tokens to these and x.
 
-        Returns [B, T, D] in the compute dtype, and the written cache.
+        Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
         """
         place = self.execution.place
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
@@ -89,18 +88,15 @@ class GroupedAttention(nnx.Module):
         k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
         cache = given.cache
         if cache is not None:
-            cache = cache.write(k_BTKH, v_BTKH, given.positions_BT)
+            cache = cache.append({"k": k_BTKH, "v": v_BTKH}, given.positions_BT)
         with jax.named_scope("core"):
-            if cache is None or given.prefill:
+            if cache is None or cache.is_empty:
+                # Nothing but x to attend to: a mask by index is all that it takes.
                 out_BTNH = self.execution.attend(
                     q_BTNH, k_BTKH, v_BTKH, config=self.config, segment_ids_BT=given.segment_ids_BT
                 )
             else:
-                out_BTNH = cached_attention(
-                    q_BTNH,
-                    cache.k_BSKH,
-                    cache.v_BSKH,
-                    config=self.config,
-                    positions_BT=given.positions_BT,
+                out_BTNH = self.execution.decode(
+                    q_BTNH, cache.view(), config=self.config, positions_BT=given.positions_BT
                 )
         return LayerOutput(x=self.out(out_BTNH), cache=cache)

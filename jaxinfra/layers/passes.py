@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxinfra.layers.cache import LayerCache
+from jaxinfra.layers.cache import Cache
 from jaxinfra.layers.rope import RopeTable
 
 
@@ -19,13 +19,11 @@ from jaxinfra.layers.rope import RopeTable
 class Pass:
     """What a layer reads besides its parameters and its input."""
 
-    positions_BT: jax.Array  # int32, within the document
+    positions_BT: jax.Array  # int32, within the document; below 0: padding, with a cache
     segment_ids_BT: jax.Array | None = None  # documents of packed rows, -1 for padding
     rope: RopeTable | None = None  # of these positions; None without rotary
-    cache: LayerCache | None = None  # written at the positions, then attended to
+    cache: Cache | None = None  # appended to at the positions, then attended to
     dropout_key: jax.Array | None = None  # drops out where given
-    # The cache was empty, so attending within x is the same and cheaper.
-    prefill: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
 
 @jax.tree_util.register_dataclass

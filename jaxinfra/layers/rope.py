@@ -83,17 +83,27 @@ def _yarn(
     return frequencies, temperature
 
 
-def rope_table(config: RopeConfig, *, head_dim: int, positions_BT: jax.Array) -> RopeTable:
+def rope_table(
+    config: RopeConfig,
+    *,
+    head_dim: int,
+    positions_BT: jax.Array,
+    contexts_B: jax.Array | None = None,
+) -> RopeTable:
     """cos and sin for these positions, computed once and shared by all layers of that config.
 
-    Under LongRoPE the largest of a row's positions decides for the whole row.
+    Args:
+        contexts_B: tokens of each row, by which LongRoPE decides for the whole row; by default as
+            many as its largest position says.
     """
     frequencies, factor = rope_frequencies(config, head_dim=head_dim)
     frequencies_R = jnp.asarray(frequencies, dtype=np.float32)
     frequencies_BTR = frequencies_R[None, None, :]
     if isinstance(config.scaling, LongRopeScaling):
         long, _ = rope_frequencies(config, head_dim=head_dim, long=True)
-        is_long_B = jnp.max(positions_BT, axis=1) >= config.scaling.original_max_positions
+        if contexts_B is None:
+            contexts_B = jnp.max(positions_BT, axis=1) + 1
+        is_long_B = contexts_B > config.scaling.original_max_positions
         frequencies_BTR = jnp.where(
             is_long_B[:, None, None],
             jnp.asarray(long, dtype=np.float32)[None, None, :],

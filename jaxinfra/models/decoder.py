@@ -7,6 +7,7 @@ pattern (the scanned dim).
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core import axes
 from jaxinfra.layers.block import Block
-from jaxinfra.layers.cache import LayerCache, read_layer, write_layer
+from jaxinfra.layers.cache import Cache, ContiguousCache, after_pass, in_layer
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
@@ -31,8 +32,8 @@ from jaxinfra.layers.stack import stack
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 
-type KVCache = tuple[LayerCache, ...]
-"""One entry a block of the pattern, each with a leading L dim: [L, B, S, K, H]."""
+type KVCache = tuple[Cache, ...]
+"""One entry for each distinct block, of all its repetitions."""
 
 _SAVED_NAMES = {
     Remat.DOTS: (GATHERED, PROJECTION, HIDDEN, *ATTENTION_NAMES),
@@ -116,32 +117,26 @@ class Decoder(nnx.Module):
             token_ids, positions=positions, segment_ids=segment_ids, dropout_key=dropout_key
         ).x
 
-    def cached(
-        self,
-        token_ids: Int[Array, "B T"],
-        *,
-        positions: Int[Array, "B T"],
-        cache: KVCache,
-        prefill: bool,
-    ) -> tuple[Float[Array, "B T D"], KVCache]:
-        """``hidden`` of new tokens after those cached, and the cache with them.
-
-        Args:
-            positions: of the new tokens; each row counts for itself.
-            prefill: the cache is empty and rows start at position 0.
-        """
-        out = self.run(token_ids, positions=positions, cache=cache, prefill=prefill)
-        return out.x, out.cache
-
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
-        """A zero cache of ``num_slots`` positions in the compute dtype."""
-        caches = []
-        for block, repeats in zip(self.config.blocks, self.config.repeats, strict=True):
-            shape = (repeats, batch, num_slots, *block.mixer.cache.arrays[0].shape)
-            # Two buffers: one alone could not be donated for both.
-            k_LBSKH, v_LBSKH = (jnp.zeros(shape, self.execution.policy.compute) for _ in range(2))
-            caches.append(LayerCache(k_BSKH=k_LBSKH, v_BSKH=v_LBSKH))
-        return tuple(caches)
+        """A contiguous cache of ``num_slots`` positions per row, in the compute dtype."""
+
+        def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
+            spec = block.mixer.cache
+            cache = ContiguousCache.zeros(
+                spec,
+                num_layers=repeats,
+                batch=batch,
+                num_slots=num_slots,
+                dtype=self.execution.policy.compute,
+            )
+            dims = {each.name: (None, axes.BATCH, None, *each.dims) for each in spec.arrays}
+            placed = {n: self.execution.place(x, dims[n]) for n, x in cache.arrays.items()}
+            return dataclasses.replace(cache, arrays=placed)
+
+        return tuple(
+            empty(block, repeats)
+            for block, repeats in zip(self.config.blocks, self.config.repeats, strict=True)
+        )
 
     @property
     def vocabulary_table(self) -> Float[Array, "V D"]:
@@ -167,11 +162,18 @@ class Decoder(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
-        prefill: bool = False,
+        contexts: Int[Array, "B"] | None = None,
         dropout_key: jax.Array | None = None,
     ) -> LayerOutput:
         """All layers and the final norm: ``hidden`` as x, the cache with the new tokens, and what
         layers emit, a ``Sums`` for each distinct block with its repetitions in front.
+
+        Args:
+            positions, segment_ids: as in ``hidden``; with a cache each row counts on from what it
+                has cached, from 0 on in an empty one, and a position below 0 is padding, to the
+                right of the row's tokens.
+            contexts: tokens that each row is known to come to, by which LongRoPE chooses its
+                angles; by default as many as there are with these.
         """
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1])[None], token_ids.shape)
@@ -179,10 +181,11 @@ class Decoder(nnx.Module):
             (None, None) if dropout_key is None else jax.random.split(dropout_key)
         )
         x_BTD = self.embed(token_ids, positions, embed_key)
-        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids, prefill=prefill)
+        given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
         layer_keys = None
         if blocks_key is not None:
             layer_keys = jax.random.split(blocks_key, self.config.num_layers)
+        ropes = self.rope_tables(positions, contexts)
         caches, sums, num_blocks, num_layers = [], [], 0, 0
         for each in self.config.stacks:
             places = slice(num_blocks, num_blocks + len(each.pattern))
@@ -194,7 +197,12 @@ class Decoder(nnx.Module):
                 keys = keys.reshape(each.repeats, len(each.pattern))
                 num_layers += count
             out = self._run_stack(
-                x_BTD, places, given, keys=keys, cache=None if cache is None else cache[places]
+                x_BTD,
+                places,
+                given,
+                ropes=ropes[places],
+                keys=keys,
+                cache=None if cache is None else cache[places],
             )
             x_BTD = out.x
             caches += out.cache or ()
@@ -211,6 +219,7 @@ class Decoder(nnx.Module):
         places: slice,
         given: Pass,
         *,
+        ropes: Sequence[RopeTable | None],
         keys: jax.Array | None,
         cache: KVCache | None,
     ) -> LayerOutput:
@@ -218,44 +227,50 @@ class Decoder(nnx.Module):
 
         Args:
             places: of its pattern among the blocks.
+            ropes: one for each block of the pattern.
             keys: of dropout, [repeats, pattern].
         """
         # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
         blocks = list(self.blocks)[places]
         graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
-        ropes = self.rope_tables(given.positions_BT)[places]
         repeats, unroll = self.config.repeats[places.start], self._unroll(places)
 
         # The cache is carried, not scanned over: the loop then works in the one buffer, where a
         # scan would read the whole cache from one and write it to another.
-        def repetition(carry: tuple[jax.Array, KVCache | None], layer):
-            x_BTD, cache = carry
+        def repetition(carry: tuple[jax.Array, list[dict[str, jax.Array]] | None], layer):
+            x_BTD, stored = carry
             index, parameters, keys = layer
             written, sums = [], []
             for i, (graphdef, rope) in enumerate(zip(graphdefs, ropes, strict=True)):
+                seen = None
+                if cache is not None and stored is not None:
+                    seen = in_layer(cache[i], stored[i], index)
                 out = nnx.merge(graphdef, parameters[i])(
                     x_BTD,
                     dataclasses.replace(
                         given,
                         rope=rope,
-                        cache=None if cache is None else read_layer(cache[i], index),
+                        cache=seen,
                         dropout_key=None if keys is None else keys[i],
                     ),
                 )
                 x_BTD = out.x
                 sums.append(out.sums)
-                if cache is not None:
-                    written.append(write_layer(cache[i], out.cache, index))
-            return (x_BTD, None if cache is None else tuple(written)), tuple(sums)
+                if out.cache is not None:
+                    written.append(out.cache.arrays)
+            return (x_BTD, None if stored is None else written), tuple(sums)
 
+        stored = None if cache is None else [each.arrays for each in cache]
         indices = None if cache is None else jnp.arange(repeats)
         with jax.named_scope("layer"):
-            (x_BTD, cache), sums = jax.lax.scan(
+            (x_BTD, stored), sums = jax.lax.scan(
                 self.rematerialized(repetition, in_loop=unroll < repeats),
-                (x_BTD, cache),
+                (x_BTD, stored),
                 (indices, parameters, keys),
                 unroll=unroll,
             )
+        if cache is not None and stored is not None:
+            cache = tuple(map(after_pass, cache, stored))
         return LayerOutput(x=x_BTD, cache=cache, sums=sums)
 
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
@@ -281,8 +296,10 @@ class Decoder(nnx.Module):
             )
             return self.execution.place(x_BTD, (axes.BATCH, axes.STREAM_SEQUENCE, axes.STREAM))
 
-    def rope_tables(self, positions_BT: jax.Array) -> list[RopeTable | None]:
-        """One entry a block of the pattern, None without rotary."""
+    def rope_tables(
+        self, positions_BT: jax.Array, contexts_B: jax.Array | None = None
+    ) -> list[RopeTable | None]:
+        """One entry for each distinct block, None without rotary; arguments as in ``run``."""
         tables: dict[tuple[RopeConfig, int], RopeTable] = {}
         result: list[RopeTable | None] = []
         for block in self.config.blocks:
@@ -292,7 +309,7 @@ class Decoder(nnx.Module):
                 continue
             if (rope, head_dim) not in tables:
                 tables[rope, head_dim] = rope_table(
-                    rope, head_dim=head_dim, positions_BT=positions_BT
+                    rope, head_dim=head_dim, positions_BT=positions_BT, contexts_B=contexts_B
                 )
             result.append(tables[rope, head_dim])
         return result

@@ -1,39 +1,96 @@
-"""Floating-point operations of a decoder, counted as multiply and add."""
+"""Floating-point operations of a decoder, a multiply and an add counted as two.
 
-from jaxinfra.config.model import MixerConfig, ModelConfig
+2 FLOPs for each token and parameter that it is multiplied with (Kaplan et al. 2020, table 1), and
+attention by the query-key pairs that are seen: T (T + 1) / 2 of a causal sequence. Recomputation
+and packing do not count (PaLM, arXiv 2204.02311, appendix B).
+"""
+
+from collections.abc import Iterable
+
+from jaxinfra.config.model import LatentAttentionConfig, MixerConfig, ModelConfig
+from jaxinfra.models.definition import ModelDefinition, ParameterInfo
 
 
-def mean_visible_keys(attention: MixerConfig, *, sequence_length: int) -> float:
-    """Keys an average query of a whole document sees: T/2 causal, less under a window."""
-    length = sequence_length
-    if attention.window is None or attention.window >= length:
-        return length / 2
-    window = attention.window
-    return window - window * window / (2 * length)
+def matmul_parameters(table: Iterable[ParameterInfo], *, frozen: bool = False) -> int:
+    """Elements that a token is multiplied with: no lookups, norms, biases or experts it passes by.
 
-
-def training_flops_per_token(
-    config: ModelConfig, *, num_parameters: int, sequence_length: int, num_frozen: int = 0
-) -> float:
-    """Forward and backward: 6 FLOPs a matmul parameter, and 12 a query-key-width triple.
-
-    A frozen parameter has no gradient of its own: 4.
-
-    Embedding rows are looked up, not multiplied, so an untied or a learned position table does not
-    count. Causal attention counts the keys that are seen, recomputation and packing do not count
-    (PaLM, arXiv 2204.02311, appendix B, with attention halved for causality).
+    Args:
+        table: of ``ModelDefinition``.
+        frozen: count those only that are not trained.
     """
-    lookups = 0 if config.tie_embeddings else config.vocab_size * config.model_dim
-    if config.learned_positions:
-        lookups += config.max_positions * config.model_dim
+    counted = (each for each in table if each.matmul and not (frozen and each.trained))
+    return round(sum(each.size * each.active for each in counted))
+
+
+def visible_pairs(length: int, *, window: int | None = None, start: int = 0) -> int:
+    """Query-key pairs of ``length`` queries at positions start.., each seeing itself and before.
+
+    Args:
+        window: most keys a query sees, itself among them.
+        start: positions cached before the first query.
+    """
+    if window is None:
+        return length * start + length * (length + 1) // 2
+    # Queries whose whole past fits the window see start + i + 1 keys, the others ``window``.
+    growing = min(max(window - start, 0), length)
+    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
+
+
+def attention_flops(mixer: MixerConfig, length: int, *, start: int = 0) -> float:
+    """Forward FLOPs of q k^T and p v of one sequence and layer: 2 pairs (score + value width)."""
+    pairs = visible_pairs(length, window=mixer.window, start=start)
+    return 2.0 * pairs * (mixer.score_width + mixer.value_width)
+
+
+def forward_flops(
+    config: ModelConfig, parameters: int, length: int, *, batch: int = 1, start: int = 0
+) -> float:
+    """One forward pass over ``batch`` sequences of ``length`` new tokens after ``start`` cached.
+
+    Args:
+        parameters: ``matmul_parameters`` of the model's table.
+    """
     core = sum(
-        6
-        * (block.mixer.score_width + block.mixer.value_width)
-        * mean_visible_keys(block.mixer, sequence_length=sequence_length)
-        for block in config.layers
+        repeats * attention_flops(block.mixer, length, start=start)
+        for block, repeats in zip(config.blocks, config.repeats, strict=True)
     )
-    unused = 2.0 * (num_frozen - lookups) if num_frozen else 0.0
-    return 6.0 * (num_parameters - lookups) - unused + core
+    return batch * (2.0 * parameters * length + core)
+
+
+def training_flops(
+    config: ModelConfig, parameters: int, length: int, *, batch: int = 1, frozen: int = 0
+) -> float:
+    """Forward and backward: three times the forward, less the weight gradients of what is frozen.
+
+    Args:
+        parameters, frozen: ``matmul_parameters`` of the model's table, and those not trained.
+    """
+    whole = 3.0 * forward_flops(config, parameters, length, batch=batch)
+    return whole - 2.0 * frozen * batch * length
+
+
+def training_flops_per_token(model: ModelDefinition, length: int) -> float:
+    """``training_flops`` of an average token of such a sequence: what MFU is measured by."""
+    table = model.table()
+    parameters, frozen = matmul_parameters(table), matmul_parameters(table, frozen=True)
+    return training_flops(model.config, parameters, length, frozen=frozen) / length
+
+
+def decode_flops(config: ModelConfig, parameters: int, context: int, *, batch: int = 1) -> float:
+    """One new token a sequence after ``context`` cached ones.
+
+    Latent attention scores the cached latents themselves, its projections absorbed into queries and
+    outputs (arXiv 2405.04434, section 2.1.2): fewer bytes for more FLOPs.
+    """
+    flops = forward_flops(config, parameters, 1, batch=batch, start=context)
+    for block, repeats in zip(config.blocks, config.repeats, strict=True):
+        mixer = block.mixer
+        if isinstance(mixer, LatentAttentionConfig):
+            absorbed = mixer.num_q_heads * (2 * mixer.kv_rank + mixer.rope_dim)
+            wider = absorbed - mixer.score_width - mixer.value_width
+            pairs = visible_pairs(1, window=mixer.window, start=context)
+            flops += batch * repeats * 2.0 * pairs * wider
+    return flops
 
 
 def palm_flops_per_token(

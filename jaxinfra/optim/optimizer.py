@@ -1,22 +1,25 @@
-"""The optimizer: clipping by global norm, then AdamW with decay on matrices only."""
+"""The optimizer: clipping by global norm, then AdamW or Muon with decay on matrices only."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
-from jaxinfra.config.optimizer import OptimizerConfig
-from jaxinfra.core.axes import HEAD, LAYERS, Dims
+from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
+from jaxinfra.core.axes import Dims
 from jaxinfra.optim.learning_rate import learning_rate
+from jaxinfra.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
 from jaxinfra.optim.promotion import standard_promotion
 
 
 def make_optimizer(
     config: OptimizerConfig, *, dims: Any, steps: int
 ) -> optax.GradientTransformation:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) over fp32 parameters.
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) over fp32 parameters, or Muon.
 
     theta -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * theta), decay on matrices only.
+    With Muon, hidden matrices get ``orthogonalized`` in place of the quotient.
 
     Args:
         dims: tree of ``DimsLeaf``: which parameters are matrices follows from their logical dims.
@@ -27,24 +30,39 @@ def make_optimizer(
         if config.clip_norm is None
         else optax.clip_by_global_norm(config.clip_norm)
     )
-    chain = optax.chain(
-        clip,
-        optax.adamw(
-            learning_rate(config, steps=steps),
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=jax.tree.map(lambda leaf: is_matrix(leaf.dims), dims),
-        ),
-    )
+    rate = learning_rate(config, steps=steps)
+    if config.muon is None:
+        chain = optax.chain(clip, _adamw(config, rate, dims))
+    else:
+        chain = optax.chain(clip, _muon(config, config.muon, rate, dims))
     return optax.GradientTransformationExtraArgs(chain.init, standard_promotion(chain.update))
 
 
-def is_matrix(dims: Dims) -> bool:
-    """Whether a parameter maps one space into another: not a norm's scale, nor a bias.
+def _adamw(
+    config: OptimizerConfig, rate: optax.Schedule, dims: Any
+) -> optax.GradientTransformation:
+    return optax.adamw(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=_where(is_matrix, dims),
+    )
 
-    Stacking over layers and splitting a width into heads add dims without making a matrix: a query
-    bias is [layers, heads, head] and is none.
-    """
-    return len([dim for dim in dims if dim not in (LAYERS, HEAD)]) >= 2
+
+def _muon(
+    config: OptimizerConfig, muon: MuonConfig, rate: optax.Schedule, dims: Any
+) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+    return optax.chain(
+        orthogonalized(muon, dims),
+        optax.masked(adam, _where(lambda dims: not is_hidden_matrix(dims), dims)),
+        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
+        optax.masked(optax.scale(muon.rate), _where(is_hidden_matrix, dims)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _where(holds: Callable[[Dims], bool], dims: Any) -> Any:
+    return jax.tree.map(lambda leaf: holds(leaf.dims), dims)

@@ -1,5 +1,5 @@
-"""``Execution.attend`` on a mesh: here, where devices hold whole sequences; where the context axis
-shards them, ``context.methods``.
+"""``Execution.attend`` and ``decode`` on a mesh: here, where devices hold whole sequences; where
+the context axis shards them, ``context.methods``.
 
 Dims: B batch, T position, N query heads, K key/value heads, H head width.
 """
@@ -12,8 +12,9 @@ from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
-from jaxinfra.layers.execution import Attend
+from jaxinfra.layers.execution import Attend, Decode
 from jaxinfra.ops.attention import named_attention
+from jaxinfra.ops.cached_attention import Pages, cached_attention
 from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.place import Placement
 
@@ -73,3 +74,50 @@ def attention_on(
     if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
         return ContextAttention(placement=placement, method=method, implementation=implementation)
     return ShardedAttention(placement=placement, attend=attend)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ShardedDecode:
+    """Each device attends to what it caches of its own heads; nothing is communicated.
+
+    Rows of a contiguous cache lie where the batch's rows lie. Pages of a pool are whole on every
+    device of the data axes, as any row may read any of them.
+    """
+
+    placement: Placement
+    decode: Decode
+
+    def __call__(
+        self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+    ) -> jax.Array:
+        """As ``decode``, placed as q."""
+        place, tables_BM = self.placement, pages.tables_BM
+        q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
+        rows_spec = place.spec((axes.BATCH, None))
+        first = axes.BATCH if tables_BM is None else None
+        arrays_spec = {
+            each.name: place.spec((first, None, *each.dims)) for each in config.cache.arrays
+        }
+
+        def local(
+            q: jax.Array,
+            arrays: dict[str, jax.Array],
+            tables: jax.Array | None,
+            positions: jax.Array,
+        ) -> jax.Array:
+            pages = Pages(arrays=arrays, tables_BM=tables)
+            return self.decode(q, pages, config=config, positions_BT=positions)
+
+        return place.on_each_device(
+            local,
+            in_specs=(q_spec, arrays_spec, None if tables_BM is None else rows_spec, rows_spec),
+            out_specs=q_spec,
+            check_vma=False,  # as above
+        )(q_BTNH, pages.arrays, tables_BM, positions_BT)
+
+
+def decode_on(placement: Placement | None) -> Decode:
+    """Attention over a cache; on a mesh of several devices its sharded form."""
+    if placement is None or placement.mesh.size == 1:
+        return cached_attention
+    return ShardedDecode(placement=placement, decode=cached_attention)

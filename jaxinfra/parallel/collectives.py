@@ -2,13 +2,12 @@
 
 ``axis`` is one mesh axis or several, outermost first; N their devices. Every function takes and
 returns this device's block, of whatever shape and dtype, and has a gradient. What a device sends of
-its D bytes is in ``sent_bytes``: a ring's or a direct exchange's. Those with a root cost what their
-symmetric forms cost, because one program gives every device the same buffers.
+its D bytes ``collective_bytes`` counts. Those with a root cost what their symmetric forms cost,
+because one program gives every device the same buffers.
 
 Two-level forms are in ``collectives_two_level``; rings written out, in ``collectives_ring``.
 """
 
-import enum
 import itertools
 import math
 from typing import Any
@@ -19,20 +18,6 @@ from jaxtyping import Array, Int32, Shaped
 
 type Axis = str | tuple[str, ...]
 """Mesh axes that a collective runs over."""
-
-
-class CollectiveKind(enum.StrEnum):
-    """Names of the collectives."""
-
-    BROADCAST = "broadcast"
-    SCATTER = "scatter"
-    GATHER = "gather"
-    REDUCE = "reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    ALL_TO_ALL = "all_to_all"
-    SHIFT = "shift"
 
 
 def num_devices(axis: Axis) -> int:
@@ -139,29 +124,6 @@ def _from_integers(lanes: jax.Array, *, like: jax.Array) -> jax.Array:
     ratio = like.dtype.itemsize // lanes.dtype.itemsize
     shape = like.shape if ratio == 1 else (*like.shape, ratio)
     return jax.lax.bitcast_convert_type(lanes.reshape(shape), like.dtype)
-
-
-def sent_bytes(kind: CollectiveKind, block_bytes: int, num_devices: int) -> float:
-    """Bytes that one device sends, over N devices.
-
-    Args:
-        kind: the collective.
-        block_bytes: D, of the array that a device passes in.
-        num_devices: N.
-    """
-    share = (num_devices - 1) / num_devices
-    factors = {
-        CollectiveKind.BROADCAST: 2 * share,
-        CollectiveKind.SCATTER: share,
-        CollectiveKind.GATHER: num_devices - 1,
-        CollectiveKind.REDUCE: 2 * share,
-        CollectiveKind.ALL_GATHER: num_devices - 1,
-        CollectiveKind.REDUCE_SCATTER: share,
-        CollectiveKind.ALL_REDUCE: 2 * share,
-        CollectiveKind.ALL_TO_ALL: share,
-        CollectiveKind.SHIFT: 1.0 if num_devices > 1 else 0.0,
-    }
-    return block_bytes * factors[kind]
 
 
 def _names(axis: Axis) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from jaxinfra.parallel.rules import Rules, StateRules, state_rules
 class Placement:
     """A mesh and the rules that map logical dims onto it."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh  # abstract: for shapes alone
     rules: StateRules = dataclasses.field(default_factory=lambda: state_rules(ShardingConfig()))
 
     def spec(self, dims: Dims, rules: Rules | None = None) -> PartitionSpec:
@@ -174,10 +174,11 @@ class Placement:
         """Shardings of the optimizer's state: a moment for each parameter, counters replicated."""
         return optax.tree_utils.tree_map_params(
             optimizer.init,
-            lambda _, sharding: sharding,
+            lambda moment, sharding: moment if _is_absent(moment) else sharding,
             jax.eval_shape(optimizer.init, model.shapes),
             self.updates(model),
             transform_non_params=lambda _: self.replicated,
+            is_leaf=_is_absent,
         )
 
     def constraint(self) -> "ActivationPlacement":
@@ -190,6 +191,11 @@ class ActivationPlacement:
     """Places activations inside a traced function; equal to itself only, as layers hash it."""
 
     placement: Placement
+
+    @property
+    def batch_shards(self) -> int:
+        """Devices that rows of a batch are spread over."""
+        return self.placement.batch_shards
 
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
@@ -226,6 +232,11 @@ class ActivationPlacement:
     @property
     def _scatters_stream(self) -> bool:
         return self.placement.axes(STREAM_SEQUENCE) != self.placement.axes(SEQUENCE)
+
+
+def _is_absent(moment: Any) -> bool:
+    """Whether an optimizer of several kinds has no such moment of a parameter."""
+    return isinstance(moment, optax.MaskedNode)
 
 
 def _partition(dims: Dims, sharded: list[tuple[str, ...]]) -> PartitionSpec:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
+from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.parallel.groups import axes_between, first_group
 
 
@@ -59,19 +60,15 @@ class Collective:
         return axes_between(self.group, mesh)
 
     @property
-    def sent_bytes(self) -> float:
-        """Bytes that a device sends in all executions, of a ring or a direct exchange."""
+    def array_bytes(self) -> float:
+        """Bytes of the whole array, as ``sent_bytes`` takes it, in all executions."""
         result = math.prod(self.shape) * _itemsize(self.dtype) * self.times
-        others = self.num_devices - 1
-        match self.kind:
-            case "collective-permute":
-                return result
-            case "reduce-scatter":
-                return result * others
-            case "all-reduce":
-                return 2 * result * others / self.num_devices
-            case _:
-                return result * others / self.num_devices
+        return result * (self.num_devices if self.kind == "reduce-scatter" else 1)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a device sends in all executions."""
+        return sent_bytes(self.kind, self.array_bytes, self.num_devices)
 
 
 _TYPE = r"tensor<(?:[\d?]+x)*([a-z]\w*)>"

@@ -60,11 +60,6 @@ class NumberFormat:
             return math.log10(self.largest)
         return (self.fraction_bits + 1) * math.log10(2)
 
-    @property
-    def dynamic_range_db(self) -> float:
-        """20 log10(largest / smallest)."""
-        return 20 * math.log10(self.largest / self.smallest)
-
 
 FORMATS = (
     NumberFormat(name="fp32", bits=32, exponent_bits=8, fraction_bits=23),
@@ -79,7 +74,7 @@ FORMATS = (
 """tf32 is a matmul operand: 19 significant bits stored in 32."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Recipe:
     """Bytes that a training recipe keeps for each parameter, by role, and what its matmuls read."""
 
@@ -102,39 +97,31 @@ class Recipe:
         return self.master + self.moments
 
     @property
+    def activation_bytes(self) -> float:
+        """Bytes of an activation's element."""
+        return 4.0 if self.compute == "fp32" else 2.0
+
+    @property
     def total(self) -> int:
         """Bytes a parameter."""
         return self.weights + self.gradient_bytes + self.optimizer_bytes
-
-
-def _recipe(name: str, compute: str, *sizes: int) -> Recipe:
-    weights, gradients, accumulated, master, moments = sizes
-    return Recipe(
-        name=name,
-        compute=compute,
-        weights=weights,
-        gradients=gradients,
-        accumulated=accumulated,
-        master=master,
-        moments=moments,
-    )
 
 
 RECIPES = {
     recipe.name: recipe
     for recipe in (
         # jaxinfra's bf16 policy: fp32 masters are the model, cast where they are used.
-        _recipe("bf16", "bf16", 4, 4, 0, 0, 8),
-        _recipe("fp32", "fp32", 4, 4, 0, 0, 8),
+        Recipe("bf16", "bf16", 4, 4, 0, 0, 8),
+        Recipe("fp32", "fp32", 4, 4, 0, 0, 8),
         # ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.
-        _recipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
+        Recipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
         # The rows of the precision comparison in Hugging Face's Ultra-Scale Playbook.
-        _recipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
-        _recipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
-        _recipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
-        _recipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
-        _recipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
-        _recipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
+        Recipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
+        Recipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
+        Recipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
+        Recipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
+        Recipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
+        Recipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
     )
 }
 """By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10."""

@@ -19,10 +19,7 @@ from jaxinfra.planning.devices import Device
 _PLUGINS = (("jax_plugins.xla_cuda13", 13000), ("jax_plugins.xla_cuda12", 12090))
 
 # Of the description, what differs between the chips of constants/*.json.
-_CHIPS = {
-    "h100": {"capability": 9, "l2": 52_428_800, "clock": 1.98, "name": "NVIDIA H100 80GB HBM3"},
-    "h200": {"capability": 9, "l2": 52_428_800, "clock": 1.98, "name": "NVIDIA H200"},
-}
+_CHIPS = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 
 
 def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
@@ -42,7 +39,7 @@ def compile_only_devices(device: Device, count: int) -> tuple[list[Any], Facts]:
     topology = xla_client.make_c_api_device_topology(
         api, layout, target_config=_description(device), topology=layout
     )
-    facts = Facts(kind=str(_CHIPS[device.name]["name"]), is_gpu=True, capability=(9, 0), cuda=cuda)
+    facts = Facts(kind=_CHIPS[device.name], is_gpu=True, capability=(9, 0), cuda=cuda)
     return list(topology._make_compile_only_devices()), facts
 
 
@@ -78,7 +75,6 @@ def _load(library: str) -> Any:
 
 
 def _description(device: Device) -> str:
-    chip = _CHIPS[device.name]
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -92,15 +88,15 @@ gpu_device_info {{
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {int(device.hbm_bytes_per_s)}
-  l2_cache_size: {chip["l2"]}
-  clock_rate_ghz: {chip["clock"]}
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
   device_memory_size: {device.hbm_bytes}
   shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: {chip["capability"]} }}
+  cuda_compute_capability {{ major: 9 }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{chip["name"]}"
+device_description_str: "{_CHIPS[device.name]}"
 """

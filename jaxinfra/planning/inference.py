@@ -1,15 +1,15 @@
 """Serving: what fits beside the weights, and prefill and decode by their rooflines."""
 
+import bisect
 import dataclasses
 import math
 from typing import Any
 
+from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.flops import decode_flops, forward_flops
 from jaxinfra.planning.kv import element_bits, kv_bytes, kv_bytes_per_token, kv_table
-from jaxinfra.planning.params import active_parameters, total_parameters
-from jaxinfra.planning.shapes import Experts, ModelShape
+from jaxinfra.planning.model import PlannedModel, active_parameters, total_parameters
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 """Bytes a weight; int4 has a 16-bit scale and zero point by groups of 128."""
@@ -64,71 +64,60 @@ def attainable(device: Device, intensity: float, compute: str = "bf16") -> float
     return min(device.flops[compute], intensity * device.hbm_bytes_per_s)
 
 
-def weight_bytes(shape: ModelShape, serving: Serving) -> float:
+def weight_bytes(model: PlannedModel, serving: Serving) -> float:
     """All weights of one copy."""
-    return total_parameters(shape) * WEIGHT_BYTES[serving.weights]
+    return total_parameters(model) * WEIGHT_BYTES[serving.weights]
 
 
-def cache_room(shape: ModelShape, device: Device, serving: Serving) -> float:
+def cache_room(model: PlannedModel, device: Device, serving: Serving) -> float:
     """Bytes left for caches over all devices of a copy; negative where the weights do not fit."""
     whole = serving.devices * (device.hbm_bytes - device.reserved_bytes)
-    return whole - weight_bytes(shape, serving)
+    return whole - weight_bytes(model, serving)
 
 
-def max_batch(shape: ModelShape, device: Device, serving: Serving, *, context: int) -> int:
+def max_batch(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> int:
     """Sequences of ``context`` tokens whose caches fit beside the weights."""
-    one = kv_bytes(shape, batch=1, context=context, cache_format=serving.cache)
-    return max(int(cache_room(shape, device, serving) // one), 0)
+    one = kv_bytes(model, batch=1, context=context, cache_format=serving.cache)
+    return max(int(cache_room(model, device, serving) // one), 0)
 
 
-def max_context(shape: ModelShape, device: Device, serving: Serving, *, batch: int = 1) -> int:
+def max_context(model: PlannedModel, device: Device, serving: Serving, *, batch: int = 1) -> int:
     """Tokens each of ``batch`` sequences may have; layers with windows need none beyond them."""
-    room = cache_room(shape, device, serving)
-    if room <= 0:
-        return 0
-    low, high = 0, 1
-    while high < 1 << 40 and _cached(shape, serving, batch, high) <= room:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _cached(shape, serving, batch, middle) <= room:
-            low = middle
-        else:
-            high = middle
-    return low
+    room = cache_room(model, device, serving)
 
+    def cached(context: int) -> float:
+        return kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
 
-def _cached(shape: ModelShape, serving: Serving, batch: int, context: int) -> float:
-    return kv_bytes(shape, batch=batch, context=context, cache_format=serving.cache)
+    return max(bisect.bisect_right(range(1 << 40), room, key=cached) - 1, 0)
 
 
 def prefill(
-    shape: ModelShape, device: Device, serving: Serving, *, batch: int, length: int
+    model: PlannedModel, device: Device, serving: Serving, *, batch: int, length: int
 ) -> Phase:
     """One pass over prompts: weights are read once for all of their tokens."""
-    flops = forward_flops(shape, length, batch=batch)
-    read = _read_weights(shape, serving, tokens=batch * length)
-    written = kv_bytes(shape, batch=batch, context=length, cache_format=serving.cache)
-    activations = 2.0 * 12 * shape.num_layers * batch * length * shape.model_dim
+    flops = model.forward_flops(length, batch=batch)
+    read = _read_weights(model, serving, tokens=batch * length)
+    written = kv_bytes(model, batch=batch, context=length, cache_format=serving.cache)
+    activations = 2.0 * 12 * model.num_layers * batch * length * model.model_dim
     return _phase(device, serving, flops, read + written + activations)
 
 
 def decode(
-    shape: ModelShape, device: Device, serving: Serving, *, batch: int, context: int
+    model: PlannedModel, device: Device, serving: Serving, *, batch: int, context: int
 ) -> Phase:
     """One new token for each sequence: every weight and every cached token is read."""
-    flops = decode_flops(shape, context, batch=batch)
-    read = _read_weights(shape, serving, tokens=batch)
-    cached = kv_bytes(shape, batch=batch, context=context, cache_format=serving.cache)
+    flops = model.decode_flops(context, batch=batch)
+    read = _read_weights(model, serving, tokens=batch)
+    cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
     return _phase(device, serving, flops, read + cached)
 
 
-def _read_weights(shape: ModelShape, serving: Serving, *, tokens: int) -> float:
+def _read_weights(model: PlannedModel, serving: Serving, *, tokens: int) -> float:
     """Bytes of the weights that so many tokens meet: a few tokens meet a few experts."""
-    total, active = total_parameters(shape), active_parameters(shape)
+    total, active = total_parameters(model), active_parameters(model)
     met = 1.0
-    for layer in shape.layers:
-        if isinstance(layer.feed_forward, Experts):
+    for layer in model.layers:
+        if isinstance(layer.feed_forward, ExpertsConfig):
             experts = layer.feed_forward
             share = experts.top_k / experts.num_experts
             # Expected share of experts that some token of the batch is sent to.
@@ -150,7 +139,7 @@ def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase
 
 
 def crossover_batch(
-    shape: ModelShape, device: Device, serving: Serving, *, context: int
+    model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> int | None:
     """The least batch whose decode step is compute-bound at the peaks, or None: each sequence
     brings its own cache to read, so with long contexts no batch is large enough.
@@ -161,38 +150,38 @@ def crossover_batch(
     rate, bandwidth = device.flops[compute], device.hbm_bytes_per_s
     for exponent in range(25):
         batch = 1 << exponent
-        flops = decode_flops(shape, context, batch=batch)
-        cached = kv_bytes(shape, batch=batch, context=context, cache_format=serving.cache)
-        read = _read_weights(shape, serving, tokens=batch) + cached
+        flops = model.decode_flops(context, batch=batch)
+        cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
+        read = _read_weights(model, serving, tokens=batch) + cached
         if flops / rate >= read / bandwidth:
             break
     else:
         return None
     a_sequence = (
-        decode_flops(shape, context) / rate
-        - kv_bytes(shape, batch=1, context=context, cache_format=serving.cache) / bandwidth
+        model.decode_flops(context) / rate
+        - kv_bytes(model, batch=1, context=context, cache_format=serving.cache) / bandwidth
     )
-    return math.ceil(_read_weights(shape, serving, tokens=batch) / bandwidth / a_sequence)
+    return math.ceil(_read_weights(model, serving, tokens=batch) / bandwidth / a_sequence)
 
 
 def summary(
-    shape: ModelShape, device: Device, serving: Serving, *, context: int, batch: int
+    model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> dict[str, Any]:
     """The figures of the tables and of ``--json``."""
-    pre = prefill(shape, device, serving, batch=batch, length=context)
-    step = decode(shape, device, serving, batch=batch, context=context)
+    pre = prefill(model, device, serving, batch=batch, length=context)
+    step = decode(model, device, serving, batch=batch, context=context)
     return {
         "devices": serving.devices,
         "weights": serving.weights,
         "cache": serving.cache,
         "context": context,
         "batch": batch,
-        "weight_bytes": weight_bytes(shape, serving),
-        "weights_fit": cache_room(shape, device, serving) > 0,
-        "kv_bytes_per_token": kv_bytes_per_token(shape, serving.cache),
-        "max_batch": max_batch(shape, device, serving, context=context),
-        "max_context": max_context(shape, device, serving),
-        "trained_positions": shape.max_positions,
+        "weight_bytes": weight_bytes(model, serving),
+        "weights_fit": cache_room(model, device, serving) > 0,
+        "kv_bytes_per_token": kv_bytes_per_token(model, serving.cache),
+        "max_batch": max_batch(model, device, serving, context=context),
+        "max_context": max_context(model, device, serving),
+        "trained_positions": model.config.max_positions,
         "prefill_s": pre.seconds,
         "prefill_intensity": pre.intensity,
         "prefill_bound": pre.bound,
@@ -201,42 +190,40 @@ def summary(
         "decode_bound": step.bound,
         "decode_tokens_per_s": batch / step.seconds,
         "ridge_flops_per_byte": ridge(device, serving.compute),
-        "compute_bound_batch": crossover_batch(shape, device, serving, context=context),
-        "compute_bound_batch_without_cache": crossover_batch(shape, device, serving, context=0),
-        "kv_table": [dataclasses.asdict(row) for row in kv_table(shape)],
-        "by_cache": by_cache(shape, device, serving, context=context),
-        "by_batch": by_batch(shape, device, serving, context=context),
+        "compute_bound_batch": crossover_batch(model, device, serving, context=context),
+        "compute_bound_batch_without_cache": crossover_batch(model, device, serving, context=0),
+        "kv_table": kv_table(model),
+        "by_cache": by_cache(model, device, serving, context=context),
+        "by_batch": by_batch(model, device, serving, context=context),
     }
 
 
 def by_cache(
-    shape: ModelShape, device: Device, serving: Serving, *, context: int
+    model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
     """What fits beside the weights with each format of the cache, and when decode turns."""
-    found = []
-    for name in ("bf16", "fp8", "int8", "int4"):
-        each = dataclasses.replace(serving, cache=name)
-        found.append(
-            {
-                "cache": name,
-                "max_batch": max_batch(shape, device, each, context=context),
-                "max_context": max_context(shape, device, each),
-                "compute_bound_batch": crossover_batch(shape, device, each, context=context),
-            }
-        )
-    return found
+    forms = [dataclasses.replace(serving, cache=name) for name in ("bf16", "fp8", "int8", "int4")]
+    return [
+        {
+            "cache": each.cache,
+            "max_batch": max_batch(model, device, each, context=context),
+            "max_context": max_context(model, device, each),
+            "compute_bound_batch": crossover_batch(model, device, each, context=context),
+        }
+        for each in forms
+    ]
 
 
 def by_batch(
-    shape: ModelShape, device: Device, serving: Serving, *, context: int
+    model: PlannedModel, device: Device, serving: Serving, *, context: int
 ) -> list[dict[str, Any]]:
     """A decode step of growing batches, as many as fit and the first that does not."""
-    most = max_batch(shape, device, serving, context=context)
+    most = max_batch(model, device, serving, context=context)
     sizes = [1 << exponent for exponent in range(17)]
     beyond = [size for size in sizes if size > most][:1]
     found: list[dict[str, Any]] = []
     for batch in sorted({size for size in sizes if size < most} | {max(most, 1)} | {*beyond}):
-        step = decode(shape, device, serving, batch=batch, context=context)
+        step = decode(model, device, serving, batch=batch, context=context)
         found.append(
             {
                 "batch": batch,

@@ -1,33 +1,23 @@
 """How a step is spread over devices and micro-batches: what a plan is made for."""
 
 import dataclasses
-import enum
-import math
+from typing import Any
 
+from jaxinfra.config.mesh import EXPERT, MeshConfig
+from jaxinfra.config.run import Remat
+from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.formats import RECIPES, Recipe
-from jaxinfra.planning.shapes import Experts, ModelShape
-
-
-class Recompute(enum.StrEnum):
-    """What the backward pass computes again, layer by layer."""
-
-    NONE = "none"
-    SELECTIVE = "selective"  # attention scores only (Korthikanti et al. 2022)
-    DOTS = "dots"  # all but matmul and attention outputs
-    MLP = "mlp"  # as dots, and the mlp's hidden layer too
-    NAMED = "named"  # all but attention's output and logsumexp
-    FULL = "full"  # all but the layer's input
-
+from jaxinfra.planning.model import PlannedModel
 
 BY_STRENGTH = (
-    Recompute.NONE,
-    Recompute.DOTS,
-    Recompute.MLP,
-    Recompute.NAMED,
-    Recompute.FULL,
+    Remat.NONE,
+    Remat.DOTS,
+    Remat.MLP,
+    Remat.NAMED,
+    Remat.FULL,
 )
-"""Forms that fused attention has, those that keep most first."""
+"""Forms of recomputation, those that keep most first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +33,7 @@ class Traits:
     scans_layers: bool = True  # saved activations are copied into a stack over layers
     saves_fp32: bool = True  # elementwise intermediates are kept in fp32 where nothing recomputes
     overlaps_tensor: bool = False  # tensor collectives run beside the matmuls they feed
+    recomputes_scores: bool = False  # attention's, where they are in memory, whatever else is kept
     sums_apart: bool = True  # micro-batches' gradients are added by a pass of their own
 
 
@@ -64,6 +55,9 @@ MEGATRON_2021 = Traits(
 )
 """Megatron-LM of arXiv 2104.04473 and 2205.05198."""
 
+MEGATRON_2021_SELECTIVE = dataclasses.replace(MEGATRON_2021, recomputes_scores=True)
+"""Its selective recomputation (Korthikanti et al. 2022)."""
+
 MEGATRON_2025 = Traits(
     casts_weights=False,
     loss_kernel=False,
@@ -77,38 +71,36 @@ MEGATRON_2025 = Traits(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Mesh axes, batch and recomputation of one training step.
+    """Mesh, batch and recomputation of one training step.
 
-    The ``fsdp`` axis shards what its ``zero`` stage says (1: optimizer, 2: and gradients, 3: and
-    weights; Rajbhandari et al. 2020); ``replica`` copies everything. ``expert`` is a part of the
-    data axes: experts are spread over that many of their devices.
+    The ``fsdp`` axis shards what the ``zero`` stage says (1: optimizer, 2: and gradients, 3: and
+    weights; Rajbhandari et al. 2020), at stage 0 nothing; ``replica`` copies everything.
     """
 
     length: int
     batch: int  # sequences a step, over everything
-    pipe: int = 1
-    replica: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
-    expert: int = 1
+    mesh: MeshConfig = MeshConfig()
     zero: int = 3
     chunks: int = 1  # model chunks a stage: interleaved 1F1B
     sequence_parallel: bool = False  # norms and residuals sharded over tensor too
     accumulation: int = 1  # micro-batches a step
-    remat: Recompute = Recompute.DOTS
+    remat: Remat = Remat.DOTS
     recipe: str = "bf16"
     traits: Traits = Traits()
 
     @property
     def devices(self) -> int:
         """Product of the mesh axes; experts live on the data axes."""
-        return math.prod((self.pipe, self.replica, self.fsdp, self.context, self.tensor))
+        return self.mesh.num_devices
 
     @property
     def data(self) -> int:
         """Shards of the batch."""
-        return self.replica * self.fsdp
+        return self.mesh.num_data_shards
+
+    def data_shards(self, *, experts: bool) -> int:
+        """Shards of a weight's width; experts have fewer copies to shard."""
+        return max(self.mesh.fsdp // self.mesh.expert, 1) if experts else self.mesh.fsdp
 
     @property
     def micro_rows(self) -> int:
@@ -118,7 +110,7 @@ class Layout:
     @property
     def micro_tokens(self) -> int:
         """Tokens of a micro-batch on one device, its share of the context among them."""
-        return self.micro_rows * self.length // self.context
+        return self.micro_rows * self.length // self.mesh.context
 
     @property
     def bytes_a_parameter(self) -> Recipe:
@@ -126,91 +118,92 @@ class Layout:
         return RECIPES[self.recipe]
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """Axis sizes by name, slowest link first."""
-        names = ("pipe", "replica", "fsdp", "context", "tensor", "expert")
-        return {name: getattr(self, name) for name in names}
+    def activation_bytes(self) -> float:
+        """Bytes of an activation's element."""
+        return self.bytes_a_parameter.activation_bytes
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by name, slowest link first, then the part of the data axes that experts take."""
+        return {**self.mesh.sizes(), EXPERT: self.mesh.expert}
 
     @property
     def of_one_layer(self) -> "Layout":
         """A layout that one layer and micro-batch cannot tell from this one."""
-        rows = self.micro_rows
+        expert, accumulation = self.mesh.expert, 2 if self.accumulation > 1 else 1
         return dataclasses.replace(
             self,
-            batch=rows * self.expert * (2 if self.accumulation > 1 else 1),
-            pipe=1,
-            replica=1,
-            fsdp=self.expert,
+            batch=self.micro_rows * expert * accumulation,
+            mesh=dataclasses.replace(self.mesh, pipe=1, replica=1, fsdp=expert),
             chunks=1,
             zero=0,
-            accumulation=2 if self.accumulation > 1 else 1,
+            accumulation=accumulation,
         )
 
     def describe(self) -> str:
         """Axes of more than one device, such as ``pipe=2 x fsdp=4``."""
-        return " x ".join(f"{axis}={size}" for axis, size in self.mesh.items() if size > 1) or "1"
+        return " x ".join(f"{axis}={size}" for axis, size in self.axes.items() if size > 1) or "1"
 
 
-def check(shape: ModelShape, layout: Layout) -> None:
+def lay_out(**choices: Any) -> Layout:
+    """A layout with mesh axes among its choices: ``lay_out(fsdp=8, length=4096, ...)``."""
+    sizes = {axis: choices.pop(axis) for axis in (*MESH_AXES, EXPERT) if axis in choices}
+    return Layout(mesh=MeshConfig(**sizes), **choices)
+
+
+def check(model: PlannedModel, layout: Layout) -> None:
     """Raises ConfigError with the rule that a layout breaks, the values and the remedy."""
-    reason = refusal(shape, layout)
+    reason = refusal(model, layout)
     if reason is not None:
         raise ConfigError(f"{layout.describe()}: {reason}")
 
 
-def refusal(shape: ModelShape, layout: Layout) -> str | None:
+def refusal(model: PlannedModel, layout: Layout) -> str | None:
     """Why this model cannot be laid out so, or None."""
-    for axis, size in (*layout.mesh.items(), ("accumulation", layout.accumulation)):
-        if size < 1:
-            return f"{axis}={size} must be at least 1"
+    mesh = layout.mesh
+    if layout.accumulation < 1:
+        return f"accumulation={layout.accumulation} must be at least 1"
     if layout.recipe not in RECIPES:
         return f"unknown recipe {layout.recipe!r}; known: {', '.join(RECIPES)}"
     if not 0 <= layout.zero <= 3:
         return f"zero={layout.zero}: the stages are 0 to 3"
-    if shape.num_layers < layout.pipe * layout.chunks:
+    if model.num_layers < mesh.pipe * layout.chunks:
         return (
-            f"{layout.pipe} stages of {layout.chunks} chunks for {shape.num_layers} layers; "
+            f"{mesh.pipe} stages of {layout.chunks} chunks for {model.num_layers} layers; "
             "a stage needs at least one layer a chunk"
         )
-    if layout.pipe == 1 and layout.chunks > 1:
+    if mesh.pipe == 1 and layout.chunks > 1:
         return f"chunks={layout.chunks} interleave a pipeline; pipe=1 has none"
     rows = layout.accumulation * layout.data
     if layout.batch % rows:
         return (
-            f"a batch of {layout.batch} sequences does not divide over replica={layout.replica} x "
-            f"fsdp={layout.fsdp} x accumulation={layout.accumulation}; make it a multiple of {rows}"
+            f"a batch of {layout.batch} sequences does not divide over replica={mesh.replica} x "
+            f"fsdp={mesh.fsdp} x accumulation={layout.accumulation}; make it a multiple of {rows}"
         )
     # Causal attention is balanced by giving each device one early and one late piece (zig-zag).
-    if layout.context > 1 and layout.length % (2 * layout.context):
-        return f"length={layout.length} does not divide into 2 x context={layout.context} pieces"
-    windows = [layer.attention.window or layout.length for layer in shape.layers]
-    if layout.pipe > 1 and layout.context > 1 and min(windows) < layout.length:
+    if mesh.context > 1 and layout.length % (2 * mesh.context):
+        return f"length={layout.length} does not divide into 2 x context={mesh.context} pieces"
+    windows = [layer.mixer.window or layout.length for layer in model.layers]
+    if mesh.pipe > 1 and mesh.context > 1 and min(windows) < layout.length:
         return (
-            f"pipe={layout.pipe} x context={layout.context} with a window of {min(windows)} is "
+            f"pipe={mesh.pipe} x context={mesh.context} with a window of {min(windows)} is "
             "trained by context_method=ulysses alone, which is not planned; use one of the axes"
         )
-    if layout.expert > 1 and layout.data * layout.context % layout.expert:
+    if mesh.expert > 1 and layout.data * mesh.context % mesh.expert:
         return (
-            f"expert={layout.expert} does not divide replica x fsdp x context = "
-            f"{layout.data * layout.context}; experts live on the data axes"
+            f"expert={mesh.expert} does not divide replica x fsdp x context = "
+            f"{layout.data * mesh.context}; experts live on the data axes"
         )
-    if layout.expert > 1 and not shape.is_moe:
-        return f"expert={layout.expert}, but {shape.name} has no experts"
-    return _widths(shape, layout)
+    if mesh.expert > 1 and not model.num_experts:
+        return f"expert={mesh.expert}, but {model.name} has no experts"
+    return _widths(model, layout)
 
 
-def _widths(shape: ModelShape, layout: Layout) -> str | None:
-    tensor = layout.tensor
-    sizes: list[tuple[str, int, str, int]] = []
-    for layer in shape.layers:
-        sizes.append(("num_q_heads", layer.attention.num_q_heads, "tensor", tensor))
-        sizes.append(("num_kv_heads", layer.attention.num_kv_heads, "tensor", tensor))
-        feed_forward = layer.feed_forward
-        sizes.append(("hidden_dim", feed_forward.hidden_dim, "tensor", tensor))
-        if isinstance(feed_forward, Experts):
-            sizes.append(("num_experts", feed_forward.num_experts, "expert", layout.expert))
-    sizes.append(("vocab_size", shape.vocab_size, "tensor", tensor))
-    sizes.append(("model_dim", shape.model_dim, "fsdp", layout.fsdp if layout.zero == 3 else 1))
+def _widths(model: PlannedModel, layout: Layout) -> str | None:
+    mesh, tensor = layout.mesh, layout.mesh.tensor
+    sizes = [(name, size, "tensor", tensor) for name, size in model.tensor_sizes]
+    sizes.append(("num_experts", model.num_experts, EXPERT, mesh.expert))
+    sizes.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1))
     for name, size, axis, shards in sizes:
         if size % shards:
             return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"

@@ -8,8 +8,8 @@ import dataclasses
 
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, hopper_chunks, xla_chunks
 from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.operations import Collective, Matmul, Memory, Operation
-from jaxinfra.planning.shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,26 +21,32 @@ class LossForm:
     chunk_bytes: float  # what of [tokens, ids] lives at a time
 
 
-def loss_form(shape: ModelShape, layout: Layout) -> LossForm:
+def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
     """Which form the loss takes, and in how many chunks."""
-    tokens, vocab, ids = layout.micro_tokens, shape.vocab_size, shape.vocab_size // layout.tensor
+    tokens, vocab, ids = (
+        layout.micro_tokens,
+        model.vocab_size,
+        model.vocab_size // layout.mesh.tensor,
+    )
     if not layout.traits.fused_loss:
-        return LossForm(kernel=False, chunks=1, chunk_bytes=6.0 * tokens * vocab / layout.tensor)
+        return LossForm(
+            kernel=False, chunks=1, chunk_bytes=6.0 * tokens * vocab / layout.mesh.tensor
+        )
     bf16 = layout.bytes_a_parameter.compute == "bf16"
     if layout.traits.loss_kernel and bf16 and ids >= HOPPER_LEAST_IDS:
         chunks = hopper_chunks(tokens=tokens, num_ids=ids)
         return LossForm(kernel=True, chunks=chunks.count, chunk_bytes=2.0 * chunks.length * ids)
     rows = layout.micro_rows
     chunks = xla_chunks(rows=rows, length=tokens // rows, num_ids=vocab, platform="gpu")
-    size = 6.0 * rows * chunks.length * vocab / layout.tensor
+    size = 6.0 * rows * chunks.length * vocab / layout.mesh.tensor
     return LossForm(kernel=False, chunks=chunks.count, chunk_bytes=size)
 
 
-def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
+def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
     """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
-    form = loss_form(shape, layout)
-    tokens, tensor = float(layout.micro_tokens), layout.tensor
-    width, vocab = shape.model_dim, shape.vocab_size / tensor
+    form = loss_form(model, layout)
+    tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
+    width, vocab = model.model_dim, model.vocab_size / tensor
     logits = tokens * vocab
     found: list[Operation] = [
         Matmul("logits", tokens, vocab, width, out=2 if form.kernel else 4),
@@ -56,11 +62,12 @@ def loss_operations(shape: ModelShape, layout: Layout) -> list[Operation]:
         # fp32 logits: read for the maximum and the sum, read again and written as 16-bit gradient.
         found.append(Memory("cross entropy", 10.0 * logits))
     if tensor > 1:
-        found += _collectives(form, tokens=tokens, width=width, fused=layout.traits.fused_loss)
+        item = 4.0 if layout.traits.fused_loss else layout.activation_bytes
+        found += _collectives(form, tokens=tokens, width=width, item=item)
     return found
 
 
-def _collectives(form: LossForm, *, tokens: float, width: int, fused: bool) -> list[Operation]:
+def _collectives(form: LossForm, *, tokens: float, width: int, item: float) -> list[Operation]:
     """Over the axis that splits the vocabulary: numbers of each token, and dx."""
     if form.kernel:
         # Three numbers for the target's logit, a maximum, a sum; dx whole, in 16 bits.
@@ -75,7 +82,7 @@ def _collectives(form: LossForm, *, tokens: float, width: int, fused: bool) -> l
             ),
         ]
     # Each chunk sums its dx in fp32, after its maxima and its sums of exponentials.
-    size = (4.0 if fused else 2.0) * tokens * width / form.chunks
+    size = item * tokens * width / form.chunks
     return [
         Collective("logits dx", "all-reduce", "tensor", size, count=form.chunks),
         Collective(

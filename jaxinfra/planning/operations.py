@@ -6,24 +6,17 @@ micro-batch on this device.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 
-from jaxinfra.core import axes
-from jaxinfra.planning.flops import attention_flops
-from jaxinfra.planning.layout import Layout, Recompute
-from jaxinfra.planning.shapes import (
-    EXPERT,
-    LATENT,
-    Dense,
-    Experts,
-    LayerShape,
-    ModelShape,
-    Weight,
-    layer_weights,
-)
-
-TENSOR_DIMS = frozenset({axes.MLP, axes.Q_HEADS, axes.KV_HEADS, axes.VOCAB})
-"""Logical dims that the tensor axis shards (``parallel/rules.py``)."""
+from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.run import ContextMethod, Remat
+from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
+from jaxinfra.models.definition import ParameterInfo
+from jaxinfra.models.flops import attention_flops
+from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +68,7 @@ class Collective:
 type Operation = Matmul | Memory | Core | Collective
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class LayerOperations:
     """One layer and micro-batch on one device."""
 
@@ -84,20 +77,14 @@ class LayerOperations:
     recomputed: tuple[Operation, ...]
 
 
-def shards(weight: Weight, *, tensor: int, expert: int) -> int:
-    """Devices that one copy is spread over by tensor and expert parallelism."""
-    names = {dim for dim, _ in weight.dims}
-    return (tensor if names & TENSOR_DIMS else 1) * (expert if EXPERT in names else 1)
-
-
-def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> LayerOperations:
+def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
     """What one layer of this kind costs in each pass."""
-    weights = [weight for weight in layer_weights(layer, model_dim) if weight.matmul]
-    matmuls = [_matmul(weight, layout) for weight in weights]
+    weights = [each for each in layer.parameters if each.matmul]
+    matmuls = [_matmul(each, layout) for each in weights]
     core_forward, core_backward = _core(layer, layout)
-    passes, passes_backward = _memory(layer, model_dim, layout)
-    exchange = _exchange(layer, model_dim, layout)
-    reduce_forward, reduce_backward = _tensor(model_dim, layout)
+    passes, passes_backward = _memory(layer, layout)
+    exchange = _exchange(layer, layout)
+    reduce_forward, reduce_backward = _tensor(layer, layout)
     forward = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
     # The layer's own output is not needed again, so its sum over the axis is not either.
     reduce_again = [
@@ -106,21 +93,21 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
     ]
     recomputed: list[Operation] = []
     match layout.remat:
-        case Recompute.FULL:
+        case Remat.FULL:
             recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_again]
-        case Recompute.NAMED:
+        case Remat.NAMED:
             recomputed = [*matmuls, *passes, *exchange, *reduce_again]
-        case Recompute.MLP:
-            widest = [each for each in matmuls if each.name.endswith(("/gate", "/up"))]
-            recomputed = [*widest, *passes]
-        case Recompute.DOTS:
+        case Remat.MLP:
+            wide = [_matmul(each, layout) for each in weights if each.dims[-1] == MLP]
+            recomputed = [*wide, *passes]
+        case Remat.DOTS:
             recomputed = list(passes)
-        case Recompute.SELECTIVE if not layout.traits.fused_attention:
+        case _ if layout.traits.recomputes_scores:
             recomputed = list(core_forward)
         case _:
             pass
     if layout.traits.scans_layers:
-        forward.append(Memory("stack saved", 2 * saved_bytes(layer, model_dim, layout)))
+        forward.append(Memory("stack saved", 2 * saved_bytes(layer, layout)))
     backward = [
         *(_input_gradient(each) for each in matmuls),
         *(_weight_gradient(each) for each in matmuls),
@@ -129,35 +116,33 @@ def layer_operations(layer: LayerShape, model_dim: int, layout: Layout) -> Layer
         *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
         *reduce_backward,
     ]
-    return LayerOperations(
-        forward=tuple(forward), backward=tuple(backward), recomputed=tuple(recomputed)
-    )
+    return LayerOperations(tuple(forward), tuple(backward), tuple(recomputed))
 
 
-def _matmul(weight: Weight, layout: Layout) -> Matmul:
-    tokens = float(layout.micro_tokens)
-    names = [dim for dim, _ in weight.dims]
-    inward = names[0] == axes.EMBED or names[0] == LATENT or names[:2] == [EXPERT, axes.EMBED]
-    sizes = [size for dim, size in weight.dims if dim != EXPERT]
-    depth = sizes[0]
-    width = weight.elements // depth
-    count = 1.0
-    if EXPERT in names:
-        experts = dict(weight.dims)[EXPERT]
-        width //= experts
-        count = max(experts / layout.expert, 1)
-        tokens = max(tokens * weight.active * experts / count, 1.0)
-    tensor = layout.tensor if set(names) & TENSOR_DIMS else 1
-    if inward:
-        return Matmul(weight.name, tokens, width / tensor, depth, count, _format(layout))
+def _matmul(parameter: ParameterInfo, layout: Layout) -> Matmul:
+    """A token's product with it, over the tokens of a micro-batch on one device."""
+    tokens, name = float(layout.micro_tokens), parameter.path.removesuffix("/weight")
+    sizes = [n for dim, n in zip(parameter.dims, parameter.shape, strict=True) if dim != EXPERTS]
+    elements, count = math.prod(sizes), 1.0
+    if is_expert(parameter):
+        experts = parameter.size // elements
+        count = max(experts / layout.mesh.expert, 1)
+        tokens = max(tokens * parameter.active * experts / count, 1.0)
+    tensor = shards(parameter, tensor=layout.mesh.tensor, expert=1)
+    number_format = layout.bytes_a_parameter.compute
+    if _is_inward(parameter):
+        depth = sizes[0]
+        width = elements // depth
+        return Matmul(name, tokens, width / tensor, depth, count, number_format)
     # Outward: all dims but the last are contracted.
     width = sizes[-1]
-    depth = weight.elements // width // (dict(weight.dims).get(EXPERT, 1))
-    return Matmul(weight.name, tokens, width, depth / tensor, count, _format(layout))
+    return Matmul(name, tokens, width, elements // width / tensor, count, number_format)
 
 
-def _format(layout: Layout) -> str:
-    return layout.bytes_a_parameter.compute
+def _is_inward(parameter: ParameterInfo) -> bool:
+    """Whether it is multiplied along its first dim: from the residual stream, or a latent."""
+    first = next(dim for dim in parameter.dims if dim != EXPERTS)
+    return first in (EMBED, LATENT)
 
 
 def _input_gradient(each: Matmul) -> Matmul:
@@ -168,37 +153,42 @@ def _weight_gradient(each: Matmul) -> Matmul:
     return dataclasses.replace(each, name=f"{each.name} dw", m=each.k, k=each.m, out=4)
 
 
-def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Operation]]:
-    attention = layer.attention
-    rows, heads = layout.micro_rows, attention.num_q_heads / layout.tensor
+def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Operation]]:
+    mixer = layer.mixer
+    rows, heads = layout.micro_rows, mixer.num_q_heads / layout.mesh.tensor
     if layout.traits.fused_attention:
-        flops = rows * attention_flops(attention, layout.length) / layout.tensor / layout.context
-        width = attention.head_dim
-        length = layout.length // layout.context
+        flops = (
+            rows * attention_flops(mixer, layout.length) / layout.mesh.tensor / layout.mesh.context
+        )
+        width = mixer.head_dim
+        length = layout.length // layout.mesh.context
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
         backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
-        if layout.context > 1:
-            # A ring passes every block of keys and values to every device.
-            turns = layout.context - 1
-            size = (
-                2.0
-                * layout.micro_tokens
-                * _kv_width(layer)
-                / min(layout.tensor, attention.num_kv_heads)
+        if layout.mesh.context > 1:
+            turns = layout.mesh.context - 1
+            sent = context_bytes(
+                ContextMethod.RING,
+                num_shards=layout.mesh.context,
+                tokens=layout.micro_tokens,
+                q_width=mixer.score_width / layout.mesh.tensor,
+                kv_width=layer.kv_width / min(layout.mesh.tensor, mixer.num_kv_heads),
+                itemsize=layout.activation_bytes,
+                is_packed=True,
             )
-            forward.append(Collective("ring", "permute", "context", size, True, turns))
-            backward.append(
-                Collective("ring gradient", "permute", "context", 2 * size, True, turns)
-            )
+            for found, name, size in (
+                (forward, "ring", sent.forward),
+                (backward, "ring gradient", sent.backward),
+            ):
+                found.append(Collective(name, "permute", "context", size / turns, True, turns))
         return forward, backward
     length = layout.length
     count = rows * heads
-    width = attention.value_width / attention.num_q_heads
-    scores = float(count * length * length // layout.context)
+    width = mixer.value_width / mixer.num_q_heads
+    scores = float(count * length * length // layout.mesh.context)
     dropout = 5 * scores if layout.traits.dropout else 0.0
-    scale = length / layout.context
+    scale = length / layout.mesh.context
     forward = [
-        Matmul("scores", scale, length, attention.head_dim, count),
+        Matmul("scores", scale, length, mixer.head_dim, count),
         Memory("softmax", 4 * scores + dropout),
         Matmul("values", scale, width, length, count),
     ]
@@ -206,74 +196,59 @@ def _core(layer: LayerShape, layout: Layout) -> tuple[list[Operation], list[Oper
         Matmul("values dp", scale, length, width, count),
         Matmul("values dv", length, width, scale, count),
         Memory("softmax gradient", 6 * scores + dropout),
-        Matmul("scores dq", scale, attention.head_dim, length, count),
-        Matmul("scores dk", length, attention.head_dim, scale, count),
+        Matmul("scores dq", scale, mixer.head_dim, length, count),
+        Matmul("scores dk", length, mixer.head_dim, scale, count),
     ]
     return forward, backward
 
 
-def _kv_width(layer: LayerShape) -> int:
-    attention = layer.attention
-    if layer.attention.num_kv_heads == attention.num_q_heads:
-        return attention.score_width + attention.value_width
-    return attention.kv_elements
-
-
-def _memory(layer: LayerShape, model_dim: int, layout: Layout) -> tuple[list[Memory], list[Memory]]:
-    tokens, tensor = layout.micro_tokens, layout.tensor
-    stream = tokens * model_dim / (tensor if layout.sequence_parallel else 1)
-    attention = layer.attention
-    positions = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
-    hidden, gated = _hidden(layer, tokens, tensor)
-    mask = 1 if layout.traits.dropout else 0
+def _memory(layer: LayerKind, layout: Layout) -> tuple[list[Memory], list[Memory]]:
+    tokens, tensor = layout.micro_tokens, layout.mesh.tensor
+    stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
+    mixer = layer.mixer
+    positions = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
+    hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
+    mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
-        Memory("norms", 4.0 * stream * layer.norms),
-        Memory("rotary", 4.0 * positions),
-        Memory("residual", 2.0 * (6 + mask) * stream),
-        Memory("activation", (6.0 if gated else 4.0) * hidden),
+        Memory("norms", 2 * item * stream * layer.num_norms),
+        Memory("rotary", 2 * item * positions),
+        Memory("residual", item * (6 + mask) * stream),
+        Memory("activation", item * (3 if gated else 2) * hidden),
     ]
     backward = [
-        Memory("norms gradient", 8.0 * stream * layer.norms),
-        Memory("rotary gradient", 4.0 * positions),
-        Memory("residual gradient", 2.0 * (2 + 2 * mask) * stream),
-        Memory("activation gradient", (10.0 if gated else 6.0) * hidden),
+        Memory("norms gradient", 4 * item * stream * layer.num_norms),
+        Memory("rotary gradient", 2 * item * positions),
+        Memory("residual gradient", item * (2 + 2 * mask) * stream),
+        Memory("activation gradient", item * (5 if gated else 3) * hidden),
     ]
-    if _format(layout) == "fp8":
+    if layout.bytes_a_parameter.compute == "fp8":
         # Operands are read for their scale, read again, and written as rows and as columns.
-        cast = 6.0 * (3 * stream + (attention.value_width * tokens + hidden) / tensor)
+        cast = 6.0 * (3 * stream + (mixer.value_width * tokens + hidden) / tensor)
         forward.append(Memory("cast to fp8", cast))
         backward.append(Memory("cast gradients to fp8", 2 * cast))
     return forward, backward
 
 
-def _hidden(layer: LayerShape, tokens: float, tensor: int) -> tuple[float, bool]:
-    """Elements of the feed-forward layer's hidden activations, and whether it is gated."""
-    feed_forward = layer.feed_forward
-    if isinstance(feed_forward, Dense):
-        return tokens * feed_forward.hidden_dim / tensor, feed_forward.gated
-    width = feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
-    return tokens * width / tensor, feed_forward.gated
-
-
-def _exchange(layer: LayerShape, model_dim: int, layout: Layout) -> list[Operation]:
+def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
     """Sorting tokens by expert and back, and the two all-to-alls between devices."""
     experts = layer.feed_forward
-    if not isinstance(experts, Experts):
+    if not isinstance(experts, ExpertsConfig):
         return []
-    copies = float(layout.micro_tokens) * experts.top_k * model_dim
-    found: list[Operation] = [Memory("sort by expert", 4 * copies), Memory("combine", 4 * copies)]
-    if layout.expert > 1:
-        # tokens top_k d (N - 1)/N bytes each way (mission M17); tensor shards split the work.
-        size = 2 * copies / layout.tensor
+    copies = float(layout.micro_tokens) * experts.top_k * layer.model_dim
+    moved = 2 * layout.activation_bytes * copies
+    found: list[Operation] = [Memory("sort by expert", moved), Memory("combine", moved)]
+    if layout.mesh.expert > 1:
+        # Each way tokens top_k d (N - 1)/N elements; tensor shards split the work.
+        size = layout.activation_bytes * copies / layout.mesh.tensor
         found.append(Collective("dispatch", "all-to-all", "expert", size))
         found.append(Collective("return", "all-to-all", "expert", size))
     return found
 
 
-def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Collective]]:
-    if layout.tensor == 1:
+def _tensor(layer: LayerKind, layout: Layout) -> tuple[list[Collective], list[Collective]]:
+    if layout.mesh.tensor == 1:
         return [], []
-    size = 2.0 * layout.micro_tokens * model_dim
+    size = layout.activation_bytes * layout.micro_tokens * layer.model_dim
     reduce = functools.partial(
         Collective, axis="tensor", size=size, hidden=layout.traits.overlaps_tensor
     )
@@ -293,9 +268,7 @@ def _tensor(model_dim: int, layout: Layout) -> tuple[list[Collective], list[Coll
     ]
 
 
-def saved_bytes(
-    layer: LayerShape, model_dim: int, layout: Layout, *, remat: Recompute | None = None
-) -> float:
+def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None) -> float:
     """Bytes that a layer keeps from forward to backward, one micro-batch on one device.
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
@@ -306,49 +279,49 @@ def saved_bytes(
         remat: instead of the layout's.
     """
     remat = remat or layout.remat
-    tokens, tensor = layout.micro_tokens, layout.tensor
-    stream = 2.0 * tokens * model_dim / (tensor if layout.sequence_parallel else 1)
-    if remat is Recompute.FULL:
+    tokens, tensor, item = layout.micro_tokens, layout.mesh.tensor, layout.activation_bytes
+    stream = item * tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
+    if remat is Remat.FULL:
         return stream
-    attention = layer.attention
-    core = tokens * (2.0 * attention.value_width + 4 * attention.num_q_heads) / tensor
-    if remat is Recompute.NAMED:
+    mixer = layer.mixer
+    core = tokens * (item * mixer.value_width + 4 * mixer.num_q_heads) / tensor
+    if remat is Remat.NAMED:
         return stream + core
     if not layout.traits.fused_attention:
-        return _megatron_saved(layer, model_dim, layout)
-    hidden, gated = _hidden(layer, tokens, tensor)
-    rotated = tokens * (attention.score_width + _kv_width(layer) / 2) / tensor
-    inward = 2.0 * tokens * (attention.score_width + _kv_width(layer)) / tensor
+        return _megatron_saved(layer, layout)
+    hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
+    rotated = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
+    inward = item * tokens * (mixer.score_width + layer.kv_width) / tensor
     # Outputs of the projections back into the stream are whole on every device of the axis.
-    if remat is Recompute.MLP:
+    if remat is Remat.MLP:
         return stream + core + inward + 2 * stream
-    dots = inward + 2 * stream + 2.0 * hidden * (2 if gated else 1)
-    if remat is Recompute.DOTS:
+    dots = inward + 2 * stream + item * hidden * (2 if gated else 1)
+    if remat is Remat.DOTS:
         return stream + core + dots
     if not layout.traits.saves_fp32:
-        return stream + core + dots + layer.norms * stream + 2.0 * hidden
+        return stream + core + dots + layer.num_norms * stream + item * hidden
     # Nothing recomputed: each norm's fp32 quotient and its output; the rotated queries and keys;
     # of the activation the fp32 inputs, the sigmoid or its like, the fp32 and the final output.
     fp32 = 18.0 if gated else 14.0
-    return stream + core + dots + 3 * layer.norms * stream + 2 * rotated + fp32 * hidden
+    return stream + core + dots + 3 * layer.num_norms * stream + 2 * rotated + fp32 * hidden
 
 
-def _megatron_saved(layer: LayerShape, model_dim: int, layout: Layout) -> float:
-    tensor = layout.tensor
-    stream = float(layout.micro_tokens) * model_dim
-    scores = 5.0 * layer.attention.num_q_heads * layout.length / (model_dim * tensor)
-    if layout.remat is Recompute.SELECTIVE:
+def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
+    tensor = layout.mesh.tensor
+    stream = float(layout.micro_tokens) * layer.model_dim
+    scores = 5.0 * layer.mixer.num_q_heads * layout.length / (layer.model_dim * tensor)
+    if layout.traits.recomputes_scores:
         scores = 0.0
     if layout.sequence_parallel:
         return stream * (34 / tensor + scores)
     return stream * (10 + 24 / tensor + scores)
 
 
-def embedding_operations(shape: ModelShape, layout: Layout) -> Iterator[Operation]:
+def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operation]:
     """Rows looked up, and their gradient scattered, one micro-batch."""
     tokens = float(layout.micro_tokens)
-    yield Memory("lookup", 6.0 * tokens * shape.model_dim)
-    yield Memory("scatter", 12.0 * tokens * shape.model_dim)
-    if layout.tensor > 1:
-        size = 2.0 * tokens * shape.model_dim
+    yield Memory("lookup", (4 + layout.activation_bytes) * tokens * model.model_dim)
+    yield Memory("scatter", 12.0 * tokens * model.model_dim)
+    if layout.mesh.tensor > 1:
+        size = layout.activation_bytes * tokens * model.model_dim
         yield Collective("lookup", "all-reduce", "tensor", size)

@@ -6,10 +6,10 @@ from matplotlib.figure import Figure
 
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
-from jaxinfra.planning.inference import Serving, attainable, by_batch, decode, prefill, ridge
+from jaxinfra.planning.inference import Phase, Serving, attainable, by_batch, decode, prefill, ridge
+from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
-from jaxinfra.planning.shapes import ModelShape
 
 _COLORS = tuple(f"C{i}" for i in range(10))
 
@@ -21,7 +21,7 @@ def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> lis
             [plan, *(other for other, _ in found.runners_up)] if found else [plan]
         ),
         "time": time_figure(plan),
-        "roofline": roofline_figure(plan.shape, plan.device),
+        "roofline": roofline_figure(plan.model, plan.device),
     }
     if found is not None:
         figures["pareto"] = pareto_figure(found)
@@ -29,12 +29,12 @@ def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> lis
 
 
 def draw_serving(
-    shape: ModelShape, device: Device, serving: Serving, directory: Path, *, context: int
+    model: PlannedModel, device: Device, serving: Serving, directory: Path, *, context: int
 ) -> list[Path]:
     """Writes roofline.png and decode.png; returns them."""
     figures = {
-        "roofline": roofline_figure(shape, device, serving, context=context),
-        "decode": decode_figure(shape, device, serving, context=context),
+        "roofline": roofline_figure(model, device, serving, context=context),
+        "decode": decode_figure(model, device, serving, context=context),
     }
     return _write(figures, directory)
 
@@ -75,7 +75,7 @@ def memory_figure(plans: list[Plan]) -> Figure:
     axes.text(limit, -0.6, f" {limit:.0f} GB", va="top", ha="right", fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("GB on the busiest device")
-    axes.set_title(f"{plans[0].shape.name} on {plans[0].layout.devices} {plans[0].device.name}")
+    axes.set_title(f"{plans[0].model.name} on {plans[0].layout.devices} {plans[0].device.name}")
     figure.legend(ncols=6, loc="outside lower center", frameon=False, fontsize=9)
     return figure
 
@@ -97,18 +97,18 @@ def time_figure(plan: Plan) -> Figure:
     axes.set_xlim(0, 1.14 * total)
     axes.set_xlabel("seconds")
     axes.set_title(
-        f"{plan.shape.name}, {plan.layout.describe()}: {total:.3g} s a step, MFU {plan.mfu:.0%}\n"
+        f"{plan.model.name}, {plan.layout.describe()}: {total:.3g} s a step, MFU {plan.mfu:.0%}\n"
         "blue: work, red: waiting for other devices",
         fontsize=11,
     )
     return figure
 
 
-def decode_figure(shape: ModelShape, device: Device, serving: Serving, *, context: int) -> Figure:
+def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> Figure:
     """Tokens a second by batch, a line a cached length, as far as the caches fit."""
     figure, axes = _axes(8, 4.5)
     for color, length in zip(_COLORS, sorted({1024, 8192, context}), strict=False):
-        steps = by_batch(shape, device, serving, context=length)
+        steps = by_batch(model, device, serving, context=length)
         fitting = [each for each in steps if each["fits"]]
         if not fitting:
             continue
@@ -138,7 +138,7 @@ def decode_figure(shape: ModelShape, device: Device, serving: Serving, *, contex
     axes.legend(frameon=False, fontsize=9)
     copies = f"{serving.devices} {device.name}"
     axes.set_title(
-        f"Decode of {shape.name} on {copies}, weights {serving.weights}, cache {serving.cache}\n"
+        f"Decode of {model.name} on {copies}, weights {serving.weights}, cache {serving.cache}\n"
         "squares: bound by compute, others by memory",
         fontsize=11,
     )
@@ -146,7 +146,7 @@ def decode_figure(shape: ModelShape, device: Device, serving: Serving, *, contex
 
 
 def roofline_figure(
-    shape: ModelShape, device: Device, serving: Serving | None = None, *, context: int = 4096
+    model: PlannedModel, device: Device, serving: Serving | None = None, *, context: int = 4096
 ) -> Figure:
     """Attainable FLOP/s by intensity, with prefill and decode at several batches on it."""
     figure, axes = _axes(8, 5)
@@ -157,36 +157,27 @@ def roofline_figure(
     axes.plot(intensities, roof, color="black", linewidth=1.5)
     axes.axvline(point, color="gray", linestyle=":", linewidth=1)
     axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs a byte", fontsize=9)
+
+    def mark(name: str, phase: Phase, form: str, color: str, align: str, xytext: tuple[int, int]):
+        at = phase.intensity, attainable(device, phase.intensity, serving.compute) / 1e12
+        axes.plot(*at, form, color=color)
+        axes.annotate(name, at, fontsize=8, ha=align, xytext=xytext, textcoords="offset points")
+
     for i, batch in enumerate((1, 4, 16, 64, 256)):
-        phase = decode(shape, device, serving, batch=batch, context=context)
-        rate = attainable(device, phase.intensity, serving.compute) / 1e12
-        axes.plot(phase.intensity, rate, "o", color=_COLORS[3])
-        axes.annotate(
-            f"decode, batch {batch}",
-            (phase.intensity, rate),
-            fontsize=8,
-            ha="right" if i % 2 else "left",  # long contexts bring them close together
-            xytext=(-8, 3) if i % 2 else (7, -9),
-            textcoords="offset points",
-        )
+        phase = decode(model, device, serving, batch=batch, context=context)
+        # Long contexts bring them close together.
+        place = ("right", (-8, 3)) if i % 2 else ("left", (7, -9))
+        mark(f"decode, batch {batch}", phase, "o", _COLORS[3], *place)
     for length in (128, 1024, 8192):
-        phase = prefill(shape, device, serving, batch=1, length=length)
-        rate = attainable(device, phase.intensity, serving.compute) / 1e12
-        axes.plot(phase.intensity, rate, "s", color=_COLORS[0])
-        axes.annotate(
-            f"prefill {length:,}",
-            (phase.intensity, rate),
-            fontsize=8,
-            ha="right" if phase.intensity < point else "center",
-            xytext=(-8, 2) if phase.intensity < point else (0, 8),
-            textcoords="offset points",
-        )
+        phase = prefill(model, device, serving, batch=1, length=length)
+        place = ("right", (-8, 2)) if phase.intensity < point else ("center", (0, 8))
+        mark(f"prefill {length:,}", phase, "s", _COLORS[0], *place)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(top=roof[-1] * 2)
     axes.set_xlabel("FLOPs a byte of memory traffic")
     axes.set_ylabel(f"attainable TFLOP/s, {serving.compute}")
-    axes.set_title(f"{shape.name} on one {device.name}; decode after {context:,} cached tokens")
+    axes.set_title(f"{model.name} on one {device.name}; decode after {context:,} cached tokens")
     return figure
 
 
@@ -214,7 +205,7 @@ def pareto_figure(found: Found) -> Figure:
     axes.set_ylabel("seconds a step")
     best = found.best
     axes.set_title(
-        f"{best.shape.name} on {best.layout.devices} {best.device.name}: "
+        f"{best.model.name} on {best.layout.devices} {best.device.name}: "
         f"{found.fitting:,} layouts fit, {len(found.pareto)} are best at their size"
     )
     return figure
@@ -224,21 +215,12 @@ def formats_figure() -> Figure:
     """Range of each format on a logarithmic axis, subnormal part lighter, with its resolution."""
     figure, axes = _axes(9, 4.2)
     for i, each in enumerate(FORMATS):
-        axes.plot(
-            [each.smallest, each.smallest_normal],
-            [i, i],
-            color=_COLORS[0],
-            alpha=0.35,
-            linewidth=9,
-            solid_capstyle="butt",
-        )
-        axes.plot(
-            [each.smallest_normal, each.largest],
-            [i, i],
-            color=_COLORS[0],
-            linewidth=9,
-            solid_capstyle="butt",
-        )
+        for low, high, alpha in (
+            (each.smallest, each.smallest_normal, 0.35),
+            (each.smallest_normal, each.largest, 1.0),
+        ):
+            line = {"color": _COLORS[0], "alpha": alpha, "linewidth": 9}
+            axes.plot([low, high], [i, i], solid_capstyle="butt", **line)
         axes.text(
             1e40, i, f"epsilon {each.epsilon:.3g}, max {each.largest:.3g}", va="center", fontsize=9
         )

@@ -111,8 +111,12 @@ def draw(program: TickProgram, timeline: Timeline, file: Path) -> None:
         Kind.WEIGHT: "weight gradient",
     }
     kinds = [kind for kind in names if np.any(schedule.kind == kind)]
+    several = schedule.num_chunks > 1
     handles: list[Any] = [
-        Patch(facecolor=_colour(kind, chunk), label=f"{names[kind]}{_suffix(schedule, chunk)}")
+        Patch(
+            facecolor=_colour(kind, chunk),
+            label=f"{names[kind]}, chunk {chunk}" if several else names[kind],
+        )
         for kind in kinds
         for chunk in range(schedule.num_chunks)
     ]
@@ -120,10 +124,6 @@ def draw(program: TickProgram, timeline: Timeline, file: Path) -> None:
     partial = file.with_suffix(f".partial{file.suffix or '.png'}")
     figure.savefig(partial, dpi=110)
     partial.rename(file)
-
-
-def _suffix(schedule: Any, chunk: int) -> str:
-    return f", chunk {chunk}" if schedule.num_chunks > 1 else ""
 
 
 def _box(axes: Axes, program: TickProgram, timeline: Timeline, tick: int, stage: int) -> None:

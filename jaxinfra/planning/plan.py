@@ -1,19 +1,25 @@
 """One plan: what a model and a layout cost on a device, as a value."""
 
 import dataclasses
+import math
 from typing import Any
 
+from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.flops import decode_flops, forward_flops, training_flops
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, check
-from jaxinfra.planning.loss import loss_operations
-from jaxinfra.planning.memory import Memory, logits_bytes, memory
+from jaxinfra.planning.loss import loss_form, loss_operations
+from jaxinfra.planning.memory import Memory, memory
+from jaxinfra.planning.model import (
+    PlannedModel,
+    active_parameters,
+    parameters_by_role,
+    total_parameters,
+)
 from jaxinfra.planning.operations import Collective, layer_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
-from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
-from jaxinfra.planning.shapes import ModelShape
-from jaxinfra.planning.step import StepTime, data_collectives, days, mfu, node_share, step_time
+from jaxinfra.planning.step import StepTime, data_collectives, stage_sends, step_time
+from jaxinfra.planning.timing import members_in_node
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +38,7 @@ class Traffic:
 class Plan:
     """A prediction; ``as_dict`` is what ``jaxinfra plan --json`` prints."""
 
-    shape: ModelShape
+    model: PlannedModel
     layout: Layout
     device: Device
     memory: Memory
@@ -52,17 +58,18 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization of the recipe's matmul peak."""
-        return mfu(self.time, self.layout, self.device)
+        """Model FLOPs over the peak of the recipe's matmul format (PaLM, appendix B)."""
+        peak = self.device.flops[self.layout.bytes_a_parameter.compute]
+        return self.time.model_flops / (self.time.total_s * self.layout.devices * peak)
 
     def days(self, tokens: float) -> float:
         """Days that a run of so many tokens takes."""
-        return days(self.time, self.layout, tokens)
+        steps = math.ceil(tokens / (self.layout.batch * self.layout.length))
+        return steps * self.time.total_s / 86_400
 
-    def dollars(self, tokens: float, *, dollars_per_hour: float | None = None) -> float:
-        """What they cost at a price a device and hour."""
-        price = dollars_per_hour or self.device.dollars_per_hour
-        return self.days(tokens) * 24 * self.layout.devices * price
+    def dollars(self, tokens: float) -> float:
+        """What they cost at the device's price an hour."""
+        return self.days(tokens) * 24 * self.layout.devices * self.device.dollars_per_hour
 
     @property
     def dollars_per_billion_tokens(self) -> float:
@@ -74,27 +81,27 @@ class Plan:
         """The same layout with each form of recomputation, the weakest first."""
         return {
             form.value: make_plan(
-                self.shape, dataclasses.replace(self.layout, remat=form), self.device
+                self.model, dataclasses.replace(self.layout, remat=form), self.device
             )
             for form in BY_STRENGTH
         }
 
     def as_dict(self, *, tokens: float | None = None) -> dict[str, Any]:
         """Plain JSON values; bytes and seconds of one device and step."""
-        shape, layout = self.shape, self.layout
+        model, layout = self.model, self.layout
         values: dict[str, Any] = {
-            "model": shape.name,
+            "model": model.name,
             "device": self.device.name,
             "devices": layout.devices,
-            "params_total": total_parameters(shape),
-            "params_active": active_parameters(shape),
-            "params_by_role": parameters_by_role(shape),
-            "flops_per_token": training_flops(shape, layout.length) / layout.length,
-            "prefill_flops_per_token": forward_flops(shape, layout.length) / layout.length,
-            "decode_flops_per_token": decode_flops(shape, layout.length),
-            "kv_bytes_per_token": kv_bytes_per_token(shape),
-            "kv_bytes": kv_bytes(shape, batch=1, context=layout.length),
-            "mesh": layout.mesh,
+            "params_total": total_parameters(model),
+            "params_active": active_parameters(model),
+            "params_by_role": parameters_by_role(model),
+            "flops_per_token": model.training_flops(layout.length) / layout.length,
+            "prefill_flops_per_token": model.forward_flops(layout.length) / layout.length,
+            "decode_flops_per_token": model.decode_flops(layout.length),
+            "kv_bytes_per_token": kv_bytes_per_token(model),
+            "kv_bytes": kv_bytes(model, batch=1, context=layout.length),
+            "mesh": layout.axes,
             "layout": {
                 "batch": layout.batch,
                 "length": layout.length,
@@ -111,7 +118,7 @@ class Plan:
                 **{name: round(size) for name, size in dataclasses.asdict(self.memory).items()},
                 "total": round(self.memory.total),
             },
-            "logits_bytes": round(logits_bytes(shape, layout)),
+            "logits_bytes": round(loss_form(model, layout).chunk_bytes),
             "memory_by_remat": {
                 form: {
                     "activations": round(plan.memory.activations),
@@ -148,51 +155,49 @@ class Plan:
         return {kind: round(size) for kind, size in kinds.items()}
 
 
-def make_plan(shape: ModelShape, layout: Layout, device: Device) -> Plan:
+def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
     """Predicts memory, communication and time; raises ConfigError where the layout cannot be."""
-    check(shape, layout)
+    check(model, layout)
     return Plan(
-        shape=shape,
+        model=model,
         layout=layout,
         device=device,
-        memory=memory(shape, layout, device),
-        time=step_time(shape, layout, device),
-        traffic=traffic(shape, layout, device),
+        memory=memory(model, layout, device),
+        time=step_time(model, layout, device),
+        traffic=traffic(model, layout, device),
     )
 
 
-def traffic(shape: ModelShape, layout: Layout, device: Device) -> tuple[Traffic, ...]:
+def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffic, ...]:
     """Every collective of a step, summed by axis and kind."""
     micro = layout.accumulation
     found: list[tuple[Collective, float]] = []
-    for layer in shape.layers:
-        passes = layer_operations(layer, shape.model_dim, layout)
+    for layer in model.layers:
+        passes = layer_operations(layer, layout)
         operations = (*passes.forward, *passes.backward, *passes.recomputed)
-        times = micro * layer.count / layout.pipe
+        times = micro * layer.count / layout.mesh.pipe
         found += [(each, times) for each in operations if isinstance(each, Collective)]
-    ends = (*loss_operations(shape, layout), *embedding(shape, layout))
+    ends = (*loss_operations(model, layout), *embedding(model, layout))
     found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
-    found += [(each, 1.0) for each in data_collectives(shape, layout)]
-    if layout.pipe > 1:
-        size = 2.0 * layout.micro_tokens * shape.model_dim / layout.tensor
-        sends = 2 * layout.chunks * micro
-        found.append((Collective("send", "permute", "pipe", size, count=sends), 1.0))
+    found += [(each, 1.0) for each in data_collectives(model, layout)]
+    if layout.mesh.pipe > 1:
+        found.append((stage_sends(model, layout, micro), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}
     for each, times in found:
-        members = layout.mesh[each.axis]
+        members = layout.axes[each.axis]
         if members == 1:
             continue
-        sent = {"all-reduce": 2 * (members - 1) / members, "permute": 1.0}.get(
-            each.kind, (members - 1) / members
-        )
         entry = sums.setdefault((each.axis, each.kind), [0.0, 0.0, 0.0])
-        for i, amount in enumerate((1.0, each.size, sent * each.size)):
+        sent = sent_bytes(each.kind, each.size, members)
+        for i, amount in enumerate((1.0, each.size, sent)):
             entry[i] += times * each.count * amount
     return tuple(
         Traffic(
             axis=axis,
             kind=kind,
-            link=node_share(device, layout, axis),
+            link="node"
+            if members_in_node(device, layout, axis) == layout.axes[axis]
+            else "network",
             count=count,
             array_bytes=size,
             wire_bytes=wire,

@@ -1,54 +1,110 @@
 """Predictions beside the program itself: the real training step, compiled for devices that are not
-there, read for its arguments, collectives and temporaries.
+there, read for its arguments, what it exchanges and its temporaries.
+
+What is exchanged is compared by mesh axis and purpose, in bytes of whole arrays, so that a compiler
+may choose its form: a sum is one whether it is reduce-scattered, or all-reduced and cut. The form
+is shown beside it, with what a device sends, and where the bytes differ by more than ``TOLERANCE``,
+the program's largest calls by the name it gives them.
 """
 
+import collections
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
-from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.mesh import ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets.runs import pretraining
-from jaxinfra.config.run import AttentionImplementation, Remat, RunConfig
+from jaxinfra.config.run import AttentionImplementation, RunConfig
+from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.models.definition import define_model
 from jaxinfra.ops.target import compiling_for
-from jaxinfra.parallel.program import collectives
-from jaxinfra.planning.communication import argument_bytes, communication
-from jaxinfra.planning.communication_call import Call, Step
+from jaxinfra.parallel.collective_bytes import sent_bytes
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.program import Collective, collectives
+from jaxinfra.parallel.rules import state_rules
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.gpu_target import compile_only_devices
-from jaxinfra.planning.layout import Layout, Recompute
+from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.memory import memory
+from jaxinfra.planning.model import plan_model
 from jaxinfra.planning.plan import traffic
 from jaxinfra.training.job import lower_step, make_job
+
+TOLERANCE = 0.02
+"""Formulas leave out token ids, and count vectors as if they were matrices."""
+
+_PURPOSES = {
+    "all-gather": "gather",
+    "reduce-scatter": "sum",
+    "all-reduce": "sum",
+    "all-to-all": "exchange",
+    "permute": "send",
+    "collective-permute": "send",
+}
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Exchanged:
+    """What one device and step exchanges over an axis for a purpose."""
+
+    array_bytes: float = 0.0  # of whole arrays, in all executions
+    sent_bytes: float = 0.0
+    kinds: set[str] = dataclasses.field(default_factory=set)
+    by_name: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def add(self, kind: str, array_bytes: float, sent: float, *, name: str = "") -> None:
+        """Counts one more."""
+        self.array_bytes += array_bytes
+        self.sent_bytes += sent
+        self.kinds.add(kind)
+        self.by_name[name] += round(array_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One kind of array that the program communicates, and what was predicted of it."""
+    """One axis and purpose, predicted and compiled."""
 
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    times: int  # executions of each
-    predicted: int  # how many of them
-    compiled: int
-    reason: str  # of the prediction, or the program's own name for what it does
+    axis: str
+    purpose: str  # gather, sum, exchange, send
+    predicted: Exchanged
+    compiled: Exchanged
 
     @property
-    def equal(self) -> bool:
-        """Whether the program does what was predicted."""
-        return self.predicted == self.compiled
+    def error(self) -> float:
+        """Of the compiled bytes against the predicted ones; infinite where none were."""
+        predicted = self.predicted.array_bytes
+        return self.compiled.array_bytes / predicted - 1 if predicted else math.inf
 
-    def num_bytes(self, count: int) -> int:
-        """Bytes of so many, all executions together."""
-        return count * math.prod(self.shape) * self.times * _item_bytes(self.dtype)
+    @property
+    def holds(self) -> bool:
+        """Whether the bytes are as predicted."""
+        return abs(self.error) <= TOLERANCE
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """The program's largest calls by name, with their bytes, where it does not hold."""
+        return {} if self.holds else dict(self.compiled.by_name.most_common(6))
+
+    def as_dict(self) -> dict[str, object]:
+        """For ``--json``."""
+        sides = {
+            name: {
+                "kinds": sorted(each.kinds),
+                "array_bytes": round(each.array_bytes),
+                "sent_bytes": round(each.sent_bytes),
+            }
+            for name, each in (("predicted", self.predicted), ("compiled", self.compiled))
+        }
+        named = {"axis": self.axis, "purpose": self.purpose}
+        return {**named, **sides, "holds": self.holds, "calls": self.calls}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +117,6 @@ class Receipt:
     lines: tuple[Line, ...]
     predicted_temporaries: float
     temporary_bytes: int
-    # By kind, what a device sends: as the cost model counts it, and as compiled. For a GPU, whose
-    # compiler is not predicted array by array.
-    sent_bytes: dict[str, tuple[float, float]] | None = None
 
     @property
     def arguments_equal(self) -> bool:
@@ -71,26 +124,16 @@ class Receipt:
         return sum(self.predicted_arguments.values()) == self.argument_bytes
 
     @property
-    def collectives_equal(self) -> bool:
-        """Every array, its type, shape and number."""
-        return all(line.equal for line in self.lines)
-
-    def totals(self) -> dict[str, dict[str, int]]:
-        """Counts and bytes by kind, predicted and compiled."""
-        found: dict[str, dict[str, int]] = {}
-        for line in self.lines:
-            entry = found.setdefault(
-                line.kind,
-                {"predicted": 0, "compiled": 0, "predicted_bytes": 0, "compiled_bytes": 0},
-            )
-            entry["predicted"] += line.predicted * line.times
-            entry["compiled"] += line.compiled * line.times
-            entry["predicted_bytes"] += line.num_bytes(line.predicted)
-            entry["compiled_bytes"] += line.num_bytes(line.compiled)
-        return found
+    def axes_equal(self) -> bool:
+        """Whether exactly the predicted axes are communicated over."""
+        predicted, compiled = (
+            {line.axis for line in self.lines if getattr(line, side).array_bytes}
+            for side in ("predicted", "compiled")
+        )
+        return predicted == compiled
 
     def as_dict(self) -> dict[str, object]:
-        """For ``--json``; only the lines that differ."""
+        """For ``--json``."""
         return {
             "target": self.target,
             "argument_bytes": {
@@ -98,24 +141,16 @@ class Receipt:
                 "compiled": self.argument_bytes,
                 "by_role": self.predicted_arguments,
             },
-            "collectives": self.totals(),
             "equal": {
                 "argument_bytes": self.arguments_equal,
-                "collectives": self.collectives_equal,
+                "axes": self.axes_equal,
+                "exchanged": all(line.holds for line in self.lines),
             },
             "temporary_bytes": {
                 "predicted": round(self.predicted_temporaries),
                 "compiled": self.temporary_bytes,
             },
-            **({} if self.sent_bytes is None else {"sent_bytes": self._sent()}),
-            "differences": [dataclasses.asdict(line) for line in self.lines if not line.equal],
-        }
-
-    def _sent(self) -> dict[str, dict[str, int]]:
-        assert self.sent_bytes is not None
-        return {
-            kind: {"predicted": round(predicted), "compiled": round(compiled)}
-            for kind, (predicted, compiled) in self.sent_bytes.items()
+            "exchanged": [line.as_dict() for line in self.lines],
         }
 
 
@@ -123,21 +158,19 @@ def run_config(
     model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
 ) -> RunConfig:
     """The run whose step a layout describes."""
-    if layout.expert > 1:
+    if layout.mesh.expert > 1:
         raise UnsupportedError(
-            f"expert={layout.expert}: the mesh of this training step has no expert axis; use 1"
+            f"expert={layout.mesh.expert}: the mesh of this training step has no expert axis; use 1"
         )
     if layout.zero == 0:
         raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
-    if layout.remat is Recompute.SELECTIVE:
-        raise UnsupportedError("remat=selective: fused attention keeps no scores")
     run = pretraining(model)
     training = dataclasses.replace(
         run.training,
         batch_size=layout.batch,
         sequence_length=layout.length,
         accumulation=layout.accumulation,
-        remat=Remat(layout.remat.value),
+        remat=layout.remat,
         attention=attention,
         unroll=1 if layout.traits.scans_layers else model.num_layers,
     )
@@ -149,46 +182,26 @@ def run_config(
         training=training,
         precision=PrecisionConfig(policy=policy),
         pipeline=pipeline,
-        mesh=MeshConfig(
-            pipe=layout.pipe,
-            replica=layout.replica,
-            fsdp=layout.fsdp,
-            context=layout.context,
-            tensor=layout.tensor,
-        ),
+        mesh=layout.mesh,
         sharding=ShardingConfig(zero=layout.zero, sequence_parallel=layout.sequence_parallel),
     )
 
 
 def _refuse_pipeline(layout: Layout) -> None:
-    if layout.pipe > 1:
+    if layout.mesh.pipe > 1:
         raise UnsupportedError(
-            f"--compile with {layout.describe()}: calls are predicted over replica, fsdp, context "
-            "and tensor; set pipe=1, or leave --compile out for the plan alone"
+            f"--compile with {layout.describe()}: a compiled pipeline does not say how often its "
+            "loops run, so its calls cannot be counted; set pipe=1, or leave --compile out"
         )
-
-
-def _refuse_unpredicted(layout: Layout) -> None:
-    """What changes calls in ways that are not predicted array by array."""
-    _refuse_pipeline(layout)
-    for name, given in (
-        ("sequence_parallel", layout.sequence_parallel),
-        ("unroll", not layout.traits.scans_layers),
-    ):
-        if given:
-            raise UnsupportedError(
-                f"--compile cpu with {name}: its calls are not predicted one by one; leave it "
-                "out, or use --compile gpu, which compares bytes by kind"
-            )
 
 
 def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     """The step on as many fake CPU devices (``jax_num_cpu_devices``).
 
-    In fp32: XLA's CPU backend widens 16-bit matmuls, and aborts on some 16-bit all-reduces. Which
-    arrays are communicated does not depend on it; on a GPU weights and activations travel in bf16.
+    In fp32, predictions too: XLA's CPU backend widens 16-bit matmuls, and aborts on some 16-bit
+    all-reduces.
     """
-    _refuse_unpredicted(layout)
+    _refuse_pipeline(layout)
     here = jax.devices("cpu")
     if len(here) < layout.devices:
         raise UnsupportedError(
@@ -202,6 +215,7 @@ def compile_on_cpu(model: ModelConfig, layout: Layout) -> Receipt:
     # LLVM's optimizations are half of the compile time and change no collective.
     options = {"xla_backend_optimization_level": 0}
     compiled = lower_step(job).compile(compiler_options=options)
+    layout = dataclasses.replace(layout, recipe="fp32")
     target = f"{layout.devices} CPU devices, fp32"
     return compare(model, layout, compiled, find_device("h200"), target=target)
 
@@ -213,11 +227,8 @@ def compile_for_gpu(
     *,
     attention: AttentionImplementation = AttentionImplementation.HOPPER,
 ) -> Receipt:
-    """The step for GPUs that are not there, bf16, with XLA's own buffer assignment.
-
-    Arguments are predicted to the byte, temporaries within 15%. The GPU compiler gathers weights in
-    bf16, scatters gradients instead of all-reducing them, and combines small arrays into one call:
-    beside its calls stand the bytes that the cost model counts by kind.
+    """The step for GPUs that are not there, bf16, with XLA's own buffer assignment: arguments are
+    predicted to the byte, temporaries within 15%.
     """
     _refuse_pipeline(layout)
     devices, facts = compile_only_devices(device, layout.devices)
@@ -226,45 +237,7 @@ def compile_for_gpu(
     with compiling_for(facts):
         lowered = lower_step(job, platforms=("cuda",))
     target = f"{layout.devices} {device.name}, bf16, attention {attention.value}"
-    compiled = lowered.compile()
-    receipt = compare(model, layout, compiled, device, target=target, expected=())
-    return dataclasses.replace(receipt, sent_bytes=_sent_bytes(model, layout, compiled, device))
-
-
-def _sent_bytes(
-    model: ModelConfig, layout: Layout, compiled: jax.stages.Compiled, device: Device
-) -> dict[str, tuple[float, float]]:
-    predicted = [
-        (_HLO_KINDS.get(each.kind, each.kind), each.wire_bytes)
-        for each in traffic(shape_of(model), layout, device)
-    ]
-    sent = [(each.kind, each.sent_bytes) for each in collectives(compiled)]
-
-    def total(of: str, calls: list[tuple[str, float]]) -> float:
-        return sum(size for kind, size in calls if kind == of)
-
-    kinds = sorted({kind for kind, _ in (*predicted, *sent)})
-    return {kind: (total(kind, predicted), total(kind, sent)) for kind in kinds}
-
-
-_HLO_KINDS = {"permute": "collective-permute"}
-
-
-def step_of(layout: Layout) -> Step:
-    """What of a layout decides the program's communication."""
-    return Step(
-        rows=layout.batch // layout.accumulation,
-        length=layout.length,
-        replica=layout.replica,
-        fsdp=layout.fsdp,
-        context=layout.context,
-        tensor=layout.tensor,
-        zero=layout.zero,
-        accumulation=layout.accumulation,
-        recomputes=layout.remat is not Recompute.NONE,
-        recomputes_outputs=layout.remat in (Recompute.NAMED, Recompute.FULL),
-        recomputes_attention=layout.remat is Recompute.FULL,
-    )
+    return compare(model, layout, lowered.compile(), device, target=target)
 
 
 def compare(
@@ -274,46 +247,75 @@ def compare(
     device: Device,
     *,
     target: str,
-    expected: Sequence[Call] | None = None,
 ) -> Receipt:
-    """Reads a compiled step and sets the predictions beside it.
-
-    Args:
-        expected: calls to compare with; those of the CPU program by default.
-    """
-    shape, step = shape_of(model), step_of(layout)
-    calls = communication(shape, step) if expected is None else expected
-    predicted = Counter((call.kind, call.dtype, call.shape, call.times) for call in calls)
-    reasons = {(call.kind, call.dtype, call.shape, call.times): call.reason for call in calls}
-    found: Counter = Counter()
-    for each in collectives(compiled):
-        key = (each.kind, each.dtype, each.shape, each.times)
-        found[key] += 1
-        reasons.setdefault(key, f"compiled: {each.scope[-80:]}")
+    """Reads a compiled step and sets the predictions beside it."""
+    planned = plan_model(model)
+    predicted: dict[tuple[str, str], Exchanged] = {}
+    for each in traffic(planned, layout, device):
+        entry = predicted.setdefault((each.axis, _PURPOSES[each.kind]), Exchanged())
+        entry.add(each.kind, each.array_bytes, each.wire_bytes)
+    found = exchanged(collectives(compiled), layout.mesh.sizes())
     analysis = compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     return Receipt(
         target=target,
-        predicted_arguments=argument_bytes(shape, step),
+        predicted_arguments=argument_bytes(model, layout),
         argument_bytes=analysis.argument_size_in_bytes,
         lines=tuple(
             Line(
-                kind=kind,
-                dtype=dtype,
-                shape=size,
-                times=times,
-                predicted=predicted[kind, dtype, size, times],
-                compiled=found[kind, dtype, size, times],
-                reason=reasons[kind, dtype, size, times],
+                axis=axis,
+                purpose=purpose,
+                predicted=predicted.get((axis, purpose), Exchanged()),
+                compiled=found.get((axis, purpose), Exchanged()),
             )
-            for kind, dtype, size, times in sorted({*predicted, *found}, key=str)
+            for axis, purpose in sorted({*predicted, *found})
         ),
-        predicted_temporaries=memory(shape, layout, device).temporaries,
+        predicted_temporaries=memory(planned, layout, device).temporaries,
         temporary_bytes=analysis.temp_size_in_bytes,
     )
 
 
-def _item_bytes(dtype: str) -> int:
-    """Of an HLO type: f32, bf16, s32, pred."""
-    digits = "".join(char for char in dtype if char.isdigit())
-    return int(digits) // 8 if digits else 1
+def exchanged(
+    calls: Iterable[Collective], mesh: Mapping[str, int]
+) -> dict[tuple[str, str], Exchanged]:
+    """What a program's collectives exchange, by axis and purpose; scalars (norms, counts) apart.
+
+    A call over several axes counts as one over the first of them, that which shards weights, and of
+    a share over the next: together they send as many bytes.
+    """
+    found: dict[tuple[str, str], Exchanged] = {}
+    for call in calls:
+        if not call.shape:
+            continue
+        name = f"{call.kind} {call.dtype}{list(call.shape)} x {call.times}: {call.scope[-60:]}"
+        size = call.array_bytes
+        for axis in sorted(call.axes(mesh), key=lambda axis: axis != MeshAxis.FSDP):
+            entry = found.setdefault((axis, _PURPOSES[call.kind]), Exchanged())
+            entry.add(call.kind, size, sent_bytes(call.kind, size, mesh[axis]), name=name)
+            size /= mesh[axis]
+    return found
+
+
+def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Bytes of the step's arguments on one device: fp32 weights, two moments, counters, a batch."""
+    sizes = layout.mesh.sizes()
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
+    placement = Placement(mesh=mesh, rules=state_rules(ShardingConfig(zero=layout.zero)))
+    definition = define_model(model, execution_on())
+
+    def elements(shardings: dict) -> int:
+        shares = jax.tree.map(
+            lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)),
+            definition.shapes,
+            shardings,
+        )
+        return sum(jax.tree.leaves(shares))
+
+    return {
+        "weights": 4 * elements(placement.parameters(definition)),
+        "moments": 8 * elements(placement.updates(definition)),
+        # step, skipped, skipped in a row, the loss scale's two, Adam's and the schedule's counts,
+        # and a key of two words.
+        "counters": 4 * 9,
+        "batch": 5 * 4 * layout.micro_tokens * layout.accumulation,
+    }

@@ -6,15 +6,28 @@ type has one set (``constants/*.json``), revised once with these errors in view.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
 from jaxinfra.config.presets import MODELS
-from jaxinfra.config.presets.models import llama3_8b, llama3_70b
-from jaxinfra.planning.catalog import gpt
-from jaxinfra.planning.flops import megatron_flops
-from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import MEGATRON_2021, MEGATRON_2025, UNROLLED, Layout, Recompute
-from jaxinfra.planning.shapes import Dense, Heads, LayerShape, ModelShape
+from jaxinfra.config.presets.megatron import gpt
+from jaxinfra.config.run import Remat
+from jaxinfra.planning.layout import (
+    MEGATRON_2021,
+    MEGATRON_2021_SELECTIVE,
+    MEGATRON_2025,
+    UNROLLED,
+    Layout,
+    lay_out,
+)
+from jaxinfra.planning.model import PlannedModel, find_model, plan_model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +37,7 @@ class TimedStep:
     name: str
     source: str
     device: str
-    shape: ModelShape
+    model: PlannedModel
     layout: Layout
     seconds: float
     optimizer: bool = True  # False: loss and gradients only
@@ -61,65 +74,42 @@ ZERO_GB = ("120", "31.4", "16.6", "1.9")
 """7.5B parameters on 64 devices, stages 0 to 3, GB as printed (arXiv 1910.02054, figure 1)."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class MegatronCase:
-    """A configuration of arXiv 2205.05198, tables 3 and 5, and figure 7."""
+class MegatronCase(NamedTuple):
+    """A configuration of arXiv 2205.05198, tables 3 and 5, and figure 7: tensor=8, length 2,048."""
 
     name: str
     layers: int
     width: int
     heads: int
-    tensor: int
     pipe: int
     batch: int
     micro_batch: int
     chunks: int
-    tensor_gib: str  # activations with tensor parallelism only
-    selective_gib: str  # with sequence parallelism and selective recomputation
-    full_s: float  # iteration with full recomputation
-    selective_s: float  # with sequence parallelism and selective recomputation
-
-    length: int = 2048
-
-
-def _case(name: str, *sizes: int, gib: tuple[str, str], seconds: tuple[float, float]):
-    layers, width, heads, pipe, batch, micro_batch, chunks = sizes
-    return MegatronCase(
-        name=name,
-        layers=layers,
-        width=width,
-        heads=heads,
-        tensor=8,
-        pipe=pipe,
-        batch=batch,
-        micro_batch=micro_batch,
-        chunks=chunks,
-        tensor_gib=gib[0],
-        selective_gib=gib[1],
-        full_s=seconds[0],
-        selective_s=seconds[1],
-    )
+    # With tensor parallelism and full recomputation; with selective, and sequence parallelism.
+    activation_gib: tuple[str, str]  # the first with nothing recomputed
+    seconds: tuple[float, float]
 
 
 MEGATRON = (
-    _case("22B", 48, 6144, 64, 1, 4, 4, 1, gib=("59.25", "9.56"), seconds=(1.42, 1.10)),
-    _case("175B", 96, 12_288, 96, 8, 64, 1, 3, gib=("66.84", "12.35"), seconds=(18.13, 13.75)),
-    _case("530B", 105, 20_480, 128, 35, 280, 1, 3, gib=("114.02", "23.08"), seconds=(49.05, 37.83)),
-    _case("1T", 128, 25_600, 160, 64, 512, 1, 1, gib=("131.25", "26.56"), seconds=(94.42, 71.49)),
+    MegatronCase("22B", 48, 6144, 64, 1, 4, 4, 1, ("59.25", "9.56"), (1.42, 1.10)),
+    MegatronCase("175B", 96, 12_288, 96, 8, 64, 1, 3, ("66.84", "12.35"), (18.13, 13.75)),
+    MegatronCase("530B", 105, 20_480, 128, 35, 280, 1, 3, ("114.02", "23.08"), (49.05, 37.83)),
+    MegatronCase("1T", 128, 25_600, 160, 64, 512, 1, 1, ("131.25", "26.56"), (94.42, 71.49)),
 )
 
 DAYS = (("GPT-3", 300e9, 175e9, 1024, 140e12, "34"), ("1T", 450e9, 1008e9, 3072, 163e12, "84"))
 """Name, tokens, parameters, GPUs, FLOP/s each, days as printed (arXiv 2104.04473, section 5.1)."""
 
-# Layers, width, heads, tensor, pipe, GPUs, batch, TFLOP/s a GPU; micro-batches are not printed:
-# 4 sequences without a pipeline, 1 with one.
-_SC21 = (
-    (24, 2304, 24, 1, 1, 32, 512, 137),
-    (36, 4096, 32, 4, 1, 128, 512, 142),
-    (48, 8192, 64, 8, 2, 512, 1536, 138),
-    (80, 12_288, 96, 8, 8, 1536, 2304, 148),
-    (128, 25_600, 160, 8, 64, 3072, 3072, 163),
+SCALING = (
+    (24, 2304, 24, 1, 1, 32, 512, 137, "1.7"),
+    (36, 4096, 32, 4, 1, 128, 512, 142, "7.5"),
+    (48, 8192, 64, 8, 2, 512, 1536, 138, "39.1"),
+    (80, 12_288, 96, 8, 8, 1536, 2304, 148, "145.6"),
+    (128, 25_600, 160, 8, 64, 3072, 3072, 163, "1008.0"),
 )
+"""Layers, width, heads, tensor, pipe, GPUs, batch, TFLOP/s a GPU, billions of parameters as printed
+(arXiv 2104.04473, table 1); micro-batches are not printed: 4 sequences without a pipeline, else 1.
+"""
 
 
 def timed_steps() -> list[TimedStep]:
@@ -127,135 +117,120 @@ def timed_steps() -> list[TimedStep]:
     return [*_recomputation_paper(), *_scaling_paper(), *_h100(), *_h200()]
 
 
-def _recomputation_paper() -> list[TimedStep]:
-    found = []
+_PLAIN: dict[str, Any] = {"traits": MEGATRON_2021, "remat": Remat.NONE}
+_FULL = _PLAIN | {"remat": Remat.FULL}
+_SELECTIVE = _PLAIN | {"traits": MEGATRON_2021_SELECTIVE, "sequence_parallel": True}
+
+ACTIVATION_FORMS = (("tensor parallel", _PLAIN), ("sequence parallel, selective", _SELECTIVE))
+"""Names and layouts of ``MegatronCase.activation_gib``."""
+
+
+def megatron_case(case: MegatronCase, form: dict[str, Any]) -> tuple[PlannedModel, Layout]:
+    """The case's model, and its layout in one of its forms."""
+    layout = _a100(
+        batch=case.batch,
+        accumulation=case.batch // case.micro_batch,
+        pipe=case.pipe,
+        tensor=8,
+        chunks=case.chunks,
+        **form,
+    )
+    return plan_model(gpt(layers=case.layers, width=case.width, heads=case.heads)), layout
+
+
+def _recomputation_paper() -> Iterator[TimedStep]:
+    forms = (("full recomputation", _FULL), ("sequence parallel, selective", _SELECTIVE))
     for case in MEGATRON:
-        shape = gpt(case.name, layers=case.layers, width=case.width, heads=case.heads)
-        layout = Layout(
-            length=case.length,
-            batch=case.batch,
-            pipe=case.pipe,
-            tensor=case.tensor,
-            chunks=case.chunks,
-            accumulation=case.batch // case.micro_batch,
-            recipe="fp16-adam",
-            traits=MEGATRON_2021,
-            zero=0,
-            remat=Recompute.FULL,
-        )
-        selective = dataclasses.replace(layout, remat=Recompute.SELECTIVE, sequence_parallel=True)
-        for name, each, seconds in (
-            ("full recomputation", layout, case.full_s),
-            ("sequence parallel, selective", selective, case.selective_s),
-        ):
-            found.append(
-                TimedStep(
-                    name=f"{case.name}, {name}",
-                    source="arXiv 2205.05198, table 5",
-                    device="a100",
-                    shape=shape,
-                    layout=each,
-                    seconds=seconds,
-                )
-            )
-    return found
-
-
-def _scaling_paper() -> list[TimedStep]:
-    found = []
-    for layers, width, heads, tensor, pipe, devices, batch, tflops in _SC21:
-        replica = devices // (tensor * pipe)
-        micro_batch = 4 if pipe == 1 else 1
-        seconds = megatron_flops(
-            batch=batch, length=2048, layers=layers, width=width, vocab=51_200
-        ) / (devices * tflops * 1e12)
-        shape = gpt(f"{layers}x{width}", layers=layers, width=width, heads=heads)
-        layout = Layout(
-            length=2048,
-            batch=batch,
-            pipe=pipe,
-            tensor=tensor,
-            replica=replica,
-            accumulation=batch // (replica * micro_batch),
-            recipe="fp16-adam",
-            traits=MEGATRON_2021,
-            zero=0,
-            remat=Recompute.FULL,
-        )
-        found.append(
-            TimedStep(
-                name=f"{layers} layers of {width} on {devices}",
-                source="arXiv 2104.04473, table 1",
+        for (name, form), seconds in zip(forms, case.seconds, strict=True):
+            model, layout = megatron_case(case, form)
+            yield TimedStep(
+                name=f"{case.name}, {name}",
+                source="arXiv 2205.05198, table 5",
                 device="a100",
-                shape=shape,
+                model=model,
                 layout=layout,
                 seconds=seconds,
             )
+
+
+def _scaling_paper() -> Iterator[TimedStep]:
+    for layers, width, heads, tensor, pipe, devices, batch, tflops, _ in SCALING:
+        replica = devices // (tensor * pipe)
+        accumulation = batch // (replica * (4 if pipe == 1 else 1))
+        flops = megatron_flops(batch=batch, length=2048, layers=layers, width=width, vocab=51_200)
+        sizes: dict[str, Any] = {"tensor": tensor, "pipe": pipe, "replica": replica}
+        yield TimedStep(
+            name=f"{layers} layers of {width} on {devices}",
+            source="arXiv 2104.04473, table 1",
+            device="a100",
+            model=plan_model(gpt(layers=layers, width=width, heads=heads)),
+            layout=_a100(batch=batch, accumulation=accumulation, **sizes, **_FULL),
+            seconds=flops / (devices * tflops * 1e12),
         )
-    return found
 
 
-def _h100() -> list[TimedStep]:
-    common: dict[str, Any] = {
-        "length": 8192,
-        "batch": 128,
-        "zero": 0,
-        "recipe": "fp8-transformer-engine",
-        "traits": MEGATRON_2025,
-        "remat": Recompute.NONE,
-    }
-    eight = Layout(replica=8, accumulation=16, **common)
-    seventy = Layout(
-        tensor=4, pipe=8, replica=2, chunks=5, sequence_parallel=True, accumulation=64, **common
+def megatron_flops(*, batch: int, length: int, layers: int, width: int, vocab: int) -> float:
+    """96 B s l h^2 (1 + s/(6h) + V/(16 l h)): a step with full recomputation (arXiv 2104.04473,
+    equation 3).
+    """
+    return (
+        96.0
+        * batch
+        * length
+        * layers
+        * width**2
+        * (1 + length / (6 * width) + vocab / (16 * layers * width))
     )
-    tokens = 128 * 8192
-    return [
-        TimedStep(
-            name="Llama-3-8B fp8 on 8",
-            source="NVIDIA, Megatron Bridge performance summary: 14,451 tokens/s a GPU",
-            device="h100",
-            shape=shape_of(llama3_8b(), name="llama3_8b"),
-            layout=eight,
-            seconds=tokens / (8 * 14_451),
-        ),
-        TimedStep(
-            name="Llama-3-70B fp8 on 64",
-            source="NVIDIA, Megatron Bridge performance summary: 1,602 tokens/s a GPU",
-            device="h100",
-            shape=shape_of(llama3_70b(), name="llama3_70b"),
-            layout=seventy,
-            seconds=tokens / (64 * 1602),
-        ),
-    ]
 
 
-def _h200() -> list[TimedStep]:
+def _a100(**choices: Any) -> Layout:
+    return lay_out(length=2048, recipe="fp16-adam", zero=0, **choices)
+
+
+def _h100() -> Iterator[TimedStep]:
+    pipeline = {"tensor": 4, "pipe": 8, "replica": 2, "chunks": 5, "sequence_parallel": True}
+    cases: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+        ("Llama-3-8B fp8 on 8", "llama3_8b", 8, 14_451, {"replica": 8, "accumulation": 16}),
+        ("Llama-3-70B fp8 on 64", "llama3_70b", 64, 1602, {**pipeline, "accumulation": 64}),
+    )
+    for name, preset, devices, rate, choices in cases:
+        layout = lay_out(
+            length=8192,
+            batch=128,
+            zero=0,
+            recipe="fp8-transformer-engine",
+            traits=MEGATRON_2025,
+            remat=Remat.NONE,
+            **choices,
+        )
+        yield TimedStep(
+            name=name,
+            source=f"NVIDIA, Megatron Bridge performance summary: {rate:,} tokens/s a GPU",
+            device="h100",
+            model=find_model(preset),
+            layout=layout,
+            seconds=128 * 8192 / (devices * rate),
+        )
+
+
+def _h200() -> Iterator[TimedStep]:
     """This code base's own steps, by ``jaxinfra bench plan_check``."""
-    found = []
     for preset, layers, changes, seconds, source in _OURS:
-        config = MODELS[preset]()
-        if layers is not None:
-            config = config.with_layers(layers)
-        sizes: dict[str, Any] = {"length": 4096, "batch": 4, **changes}
-        layout = Layout(**sizes)
-        shape = shape_of(config, name=preset)
-        found.append(_own(f"{preset} of {shape.num_layers} layers", shape, layout, seconds, source))
+        config = MODELS[preset]() if layers is None else MODELS[preset]().with_layers(layers)
+        layout = lay_out(**{"length": 4096, "batch": 4, **changes})
+        yield _own(f"{preset} of {config.num_layers} layers", config, layout, seconds, source)
     for layers, changes, seconds in _GRADIENTS:
-        shape = dataclasses.replace(_PIPED, layers=(_piped_layer(layers),))
-        layout = Layout(length=4096, batch=16, **changes)
-        name = f"{layers} layers of 3072, gradients only"
-        found.append(_own(name, shape, layout, seconds, _FOUR, optimizer=False))
-    return found
+        layout = lay_out(length=4096, batch=16, **changes)
+        step = _own(f"{layers} layers of 3072, gradients only", _piped(layers), layout, seconds)
+        yield dataclasses.replace(step, optimizer=False)
+
+
+_ONE = "experiments/results/plan-h200.json"
+_FOUR = "experiments/results/plan-h200-x4.json"
 
 
 def _own(
-    name: str,
-    shape: ModelShape,
-    layout: Layout,
-    seconds: float,
-    source: str,
-    *,
-    optimizer: bool = True,
+    name: str, config: ModelConfig, layout: Layout, seconds: float, source: str = _FOUR
 ) -> TimedStep:
     rows = f"{layout.accumulation} x {layout.micro_rows} x {layout.length}"
     rows += ", sequence parallel" if layout.sequence_parallel else ""
@@ -265,40 +240,35 @@ def _own(
         name=f"{name}, {layout.describe()}, {form}, {rows}",
         source=source,
         device="h200",
-        shape=shape,
+        model=plan_model(config),
         layout=layout,
         seconds=seconds,
-        optimizer=optimizer,
     )
 
 
-def _piped_layer(layers: int) -> LayerShape:
-    heads = Heads(num_q_heads=24, num_kv_heads=8, head_dim=128)
-    return LayerShape(attention=heads, feed_forward=Dense(hidden_dim=8192), count=layers)
+def _piped(layers: int) -> ModelConfig:
+    """A shape of 3B parameters with 32 layers."""
+    heads = GroupedAttentionConfig(num_q_heads=24, num_kv_heads=8, head_dim=128, rope=None)
+    block = BlockConfig(mixer=heads, feed_forward=MlpConfig(hidden_dim=8192))
+    return ModelConfig(
+        vocab_size=32_000,
+        model_dim=3072,
+        max_positions=4096,
+        stacks=stacked(block, num_layers=layers),
+        tie_embeddings=False,
+    )
 
-
-_PIPED = ModelShape(
-    name="3B shape",
-    vocab_size=32_000,
-    model_dim=3072,
-    layers=(_piped_layer(32),),
-    tie_embeddings=False,
-    max_positions=4096,
-)
-
-_ONE = "experiments/results/plan-h200.json"
-_FOUR = "experiments/results/plan-h200-x4.json"
 
 # Preset, layers where fewer, what of the layout is not 4 x 4096 tokens and dots, seconds, source.
 _OURS: tuple[tuple[str, int | None, dict[str, Any], float, str], ...] = (
     ("llama32_1b", None, {}, 0.2771, _FOUR),
-    ("llama32_1b", None, {"remat": Recompute.MLP}, 0.3070, _ONE),
-    ("llama32_1b", None, {"remat": Recompute.FULL}, 0.3238, _ONE),
-    ("llama32_1b", None, {"remat": Recompute.NONE, "traits": UNROLLED}, 0.2652, _ONE),
+    ("llama32_1b", None, {"remat": Remat.MLP}, 0.3070, _ONE),
+    ("llama32_1b", None, {"remat": Remat.FULL}, 0.3238, _ONE),
+    ("llama32_1b", None, {"remat": Remat.NONE, "traits": UNROLLED}, 0.2652, _ONE),
     ("llama32_1b", None, {"accumulation": 4}, 0.3284, _ONE),
     ("llama32_1b", None, {"length": 16_384, "batch": 1}, 0.3810, _ONE),
     ("llama32_1b", None, {"length": 1024, "batch": 16}, 0.2542, _ONE),
-    ("llama32_3b", None, {"batch": 2, "remat": Recompute.FULL}, 0.4421, _ONE),
+    ("llama32_3b", None, {"batch": 2, "remat": Remat.FULL}, 0.4421, _ONE),
     ("small", None, {"length": 1024, "batch": 32}, 0.0552, _ONE),
     ("llama32_1b", None, {"batch": 16, "fsdp": 4}, 0.3051, _FOUR),
     ("llama31_8b", 8, {"batch": 16, "fsdp": 4}, 0.4723, _FOUR),
@@ -313,16 +283,6 @@ _GRADIENTS: tuple[tuple[int, dict[str, Any], float], ...] = (
     (32, {"pipe": 4, "chunks": 2, "accumulation": 16}, 1.0180),
     (32, {"fsdp": 4, "accumulation": 4}, 0.9417),
 )
-
-
-GPT_BILLIONS = (
-    (24, 2304, "1.7"),
-    (36, 4096, "7.5"),
-    (48, 8192, "39.1"),
-    (80, 12_288, "145.6"),
-    (128, 25_600, "1008.0"),
-)
-"""Layers, width, billions of parameters as printed (arXiv 2104.04473, table 1)."""
 
 NEMO_RATES = (
     ("Llama-3-8B fp8", 14_451, 744.0, (8_030_261_248, 128_256, 4096, 32)),

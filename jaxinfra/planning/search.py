@@ -4,15 +4,19 @@ import dataclasses
 import heapq
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator
 
+from jaxinfra.config.mesh import EXPERT, MeshConfig
+from jaxinfra.config.run import Remat
+from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
-from jaxinfra.planning.layout import BY_STRENGTH, Layout, Recompute, Traits, refusal
+from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal
 from jaxinfra.planning.memory import memory, state_bytes
+from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan, make_plan
-from jaxinfra.planning.shapes import Experts, ModelShape
 from jaxinfra.planning.step import step_time
 
 _KEPT = 64
@@ -27,7 +31,7 @@ class Question:
     length: int
     batch: int
     recipes: tuple[str, ...] = ("bf16",)
-    remat: Recompute | None = None
+    remat: Remat | None = None
     zero: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()  # mesh axes that are not searched
     traits: Traits = Traits()
@@ -66,12 +70,7 @@ class Found:
 
 
 CHOICES: dict[str, Callable[[Layout], object]] = {
-    "pipe": lambda layout: layout.pipe,
-    "replica": lambda layout: layout.replica,
-    "fsdp": lambda layout: layout.fsdp,
-    "context": lambda layout: layout.context,
-    "tensor": lambda layout: layout.tensor,
-    "expert": lambda layout: layout.expert,
+    **{axis: operator.attrgetter(f"mesh.{axis}") for axis in (*MESH_AXES, EXPERT)},
     "micro-batch": lambda layout: layout.micro_rows,
     "accumulation": lambda layout: layout.accumulation,
     "chunks": lambda layout: layout.chunks,
@@ -93,11 +92,11 @@ class _Ranking:
         self.by_size: dict[int, Candidate] = {}  # by hundredths of the device's memory
         self.smallest: Candidate | None = None
 
-    def add(self, shape: ModelShape, layout: Layout, size: float) -> None:
+    def add(self, model: PlannedModel, layout: Layout, size: float) -> None:
         """Prices it where it fits."""
         self.tried += 1
         fits = size <= self.device.hbm_bytes
-        seconds = step_time(shape, layout, self.device).total_s if fits else math.inf
+        seconds = step_time(model, layout, self.device).total_s if fits else math.inf
         candidate = Candidate(layout=layout, seconds=seconds, bytes_total=size)
         rank = seconds, size  # of those that do not fit, the smallest
         for name, value_of in CHOICES.items():
@@ -130,7 +129,9 @@ class _Ranking:
                 yield name, str(value), others[value][1]
 
 
-def search(shape: ModelShape, question: Question, device: Device, *, runners_up: int = 5) -> Found:
+def search(
+    model: PlannedModel, question: Question, device: Device, *, runners_up: int = 5
+) -> Found:
     """Prices every layout that can run and fits, and ranks by predicted time.
 
     Raises:
@@ -141,23 +142,24 @@ def search(shape: ModelShape, question: Question, device: Device, *, runners_up:
             raise ConfigError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}")
     reasons: dict[str, int] = {}
     ranking = _Ranking(device)
-    for layout, size in _sized(shape, question, device, reasons):
-        ranking.add(shape, layout, size)
+    for layout, size in _sized(model, question, device, reasons):
+        ranking.add(model, layout, size)
     if not ranking.fastest:
-        raise ConfigError(_nothing(shape, question, device, ranking.smallest, reasons))
+        raise ConfigError(_nothing(model, question, device, ranking.smallest, reasons))
     ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
-    winner = make_plan(shape, ranked[0].layout, device)
-    others = [make_plan(shape, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
-    alternatives = []
-    for choice, value, candidate in ranking.other_than(winner.layout):
-        plan = make_plan(shape, candidate.layout, device)
-        alternatives.append(
-            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
-        )
+    winner = make_plan(model, ranked[0].layout, device)
+    others = [make_plan(model, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
+    alternatives = [
+        (choice, value, make_plan(model, each.layout, device))
+        for choice, value, each in ranking.other_than(winner.layout)
+    ]
     return Found(
         best=winner,
         runners_up=tuple((plan, why_slower(plan, winner)) for plan in others[1:]),
-        alternatives=tuple(alternatives),
+        alternatives=tuple(
+            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
+            for choice, value, plan in alternatives
+        ),
         pareto=_front(ranking.by_size),
         tried=ranking.tried,
         fitting=ranking.fitting,
@@ -166,7 +168,7 @@ def search(shape: ModelShape, question: Question, device: Device, *, runners_up:
 
 
 def _sized(
-    shape: ModelShape, question: Question, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[tuple[Layout, float]]:
     """Layouts with their recomputation, and the bytes they take.
 
@@ -174,90 +176,91 @@ def _sized(
     weaker one does not fit; saving all and saving matmul outputs are close, so both are tried.
     """
     forms = [question.remat] if question.remat else list(BY_STRENGTH)
-    for layout in layouts(shape, question, device, reasons):
+    for layout in layouts(model, question, device, reasons):
         least = dataclasses.replace(layout, remat=forms[-1])
-        size = memory(shape, least, device).total
+        size = memory(model, least, device).total
         if size > device.hbm_bytes:
             yield least, size
             continue
         fitting = 0
         for form in forms:
             each = dataclasses.replace(layout, remat=form)
-            size = memory(shape, each, device).total
+            size = memory(model, each, device).total
             yield each, size
             fitting += size <= device.hbm_bytes
-            if fitting and form is not Recompute.NONE:
+            if fitting and form is not Remat.NONE:
                 break
 
 
 def layouts(
-    shape: ModelShape, question: Question, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
     """Layouts that the model's widths allow; refusals are counted in ``reasons``."""
-    fixed = dict(question.fixed)
-    for tensor in _sizes(fixed.get("tensor"), _divisors(question.devices, device.node_devices)):
-        rest = question.devices // tensor
-        for pipe in _sizes(fixed.get("pipe"), _divisors(rest, shape.num_layers)):
-            if rest % pipe:
-                continue
-            for context in _sizes(fixed.get("context"), _contexts(question, rest // pipe)):
-                if rest // pipe % context:
-                    continue
-                data = rest // pipe // context
-                sizes = tensor, pipe, context, data
-                yield from _data_layouts(shape, question, device, reasons, sizes)
+    for mesh in _meshes(model, question, device):
+        base = Layout(
+            length=question.length,
+            batch=question.batch,
+            mesh=mesh,
+            sequence_parallel=mesh.tensor > 1,
+            recipe=question.recipes[0],
+            traits=question.traits,
+            zero=0,
+        )
+        reason = refusal(model, base)
+        if reason is None:
+            yield from _variants(model, question, base, device, reasons)
+        else:
+            reasons[reason] = reasons.get(reason, 0) + 1
 
 
-def _data_layouts(
-    shape: ModelShape,
-    question: Question,
-    device: Device,
-    reasons: dict[str, int],
-    sizes: tuple[int, int, int, int],
-) -> Iterator[Layout]:
-    tensor, pipe, context, data = sizes
-    fixed = dict(question.fixed)
-    for fsdp in _sizes(fixed.get("fsdp"), _divisors(data, data)):
-        if data % fsdp or fixed.get("replica", data // fsdp) != data // fsdp:
-            continue
-        for expert in _sizes(fixed.get("expert"), _expert_sizes(shape, data * context)):
-            base = Layout(
-                length=question.length,
-                batch=question.batch,
-                pipe=pipe,
-                replica=data // fsdp,
-                fsdp=fsdp,
-                context=context,
-                tensor=tensor,
-                expert=expert,
-                sequence_parallel=tensor > 1,
-                recipe=question.recipes[0],
-                traits=question.traits,
-                zero=0,
-            )
-            reason = refusal(shape, dataclasses.replace(base, accumulation=1))
-            if reason is not None:
-                reasons[reason] = reasons.get(reason, 0) + 1
-                continue
-            yield from _variants(shape, question, base, device, reasons)
+def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator[MeshConfig]:
+    """Every mesh of the devices with the sizes that are given."""
+    fixed, devices = dict(question.fixed), question.devices
+
+    def sizes(axis: str, number: int, most: int) -> list[int]:
+        return [fixed[axis]] if axis in fixed else _divisors(number, most)
+
+    experts = max(model.num_experts, 1)
+    shortest = max(question.length // 2048, 1)  # a smaller shard would not hide the ring's turns
+    for tensor in sizes("tensor", devices, device.node_devices):
+        for pipe in sizes("pipe", devices // tensor, model.num_layers):
+            for context in sizes("context", devices // tensor // pipe, shortest):
+                data, left = divmod(devices, tensor * pipe * context)
+                for fsdp in sizes("fsdp", data, data) if not left else ():
+                    replica, left = divmod(data, fsdp)
+                    if left or fixed.get("replica", replica) != replica:
+                        continue
+                    for expert in sizes("expert", math.gcd(data * context, experts), experts):
+                        yield MeshConfig(
+                            pipe=pipe,
+                            replica=replica,
+                            fsdp=fsdp,
+                            context=context,
+                            tensor=tensor,
+                            expert=expert,
+                        )
 
 
 def _variants(
-    shape: ModelShape, question: Question, base: Layout, device: Device, reasons: dict[str, int]
+    model: PlannedModel, question: Question, base: Layout, device: Device, reasons: dict[str, int]
 ) -> Iterator[Layout]:
     """Recipes, ZeRO stages, micro-batches and interleaving of one mesh.
 
     Of a state that alone is too big, one layout is enough: what it runs on adds to it.
     """
-    zeros = [question.zero] if question.zero is not None else ([1, 2, 3] if base.fsdp > 1 else [0])
-    layers = shape.num_layers // base.pipe
-    chunk_counts = [1] if base.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
+    zeros = (
+        [question.zero] if question.zero is not None else ([1, 2, 3] if base.mesh.fsdp > 1 else [0])
+    )
+    layers = model.num_layers // base.mesh.pipe
+    chunk_counts = (
+        [1] if base.mesh.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
+    )
     rows_and_chunks = [
         (rows, chunks)
         for rows in _MICRO_ROWS
         # With fewer micro-batches than stages most of the pipeline waits.
         if base.batch % (base.data * rows) == 0
-        and (base.pipe == 1 or base.batch // (base.data * rows) >= base.pipe)
+        and (base.mesh.pipe == 1 or base.batch // (base.data * rows) >= base.mesh.pipe)
         for chunks in chunk_counts
     ]
     for recipe, zero in itertools.product(question.recipes, zeros):
@@ -269,12 +272,12 @@ def _variants(
                 chunks=chunks,
                 recipe=recipe,
             )
-            reason = refusal(shape, layout) if zero == 3 else None
+            reason = refusal(model, layout) if zero == 3 else None
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 break
             yield layout
-            if sum(state_bytes(shape, layout)) > device.hbm_bytes:
+            if sum(state_bytes(model, layout)) > device.hbm_bytes:
                 break
 
 
@@ -294,14 +297,10 @@ def why_slower(plan: Plan, best: Plan) -> str:
 
 def _distinct(ranked: list[Candidate]) -> list[Candidate]:
     """One candidate a mesh: variants of the winner's mesh would say little."""
-    seen: set[tuple[int, ...]] = set()
-    found = []
+    found: dict[MeshConfig, Candidate] = {}
     for each in ranked:
-        key = tuple(each.layout.mesh.values())
-        if key not in seen:
-            seen.add(key)
-            found.append(each)
-    return found
+        found.setdefault(each.layout.mesh, each)
+    return list(found.values())
 
 
 def _front(buckets: dict[int, Candidate]) -> tuple[Candidate, ...]:
@@ -313,13 +312,13 @@ def _front(buckets: dict[int, Candidate]) -> tuple[Candidate, ...]:
 
 
 def _nothing(
-    shape: ModelShape,
+    model: PlannedModel,
     question: Question,
     device: Device,
     smallest: Candidate | None,
     reasons: dict[str, int],
 ) -> str:
-    what = f"{shape.name} on {question.devices} {device.name}"
+    what = f"{model.name} on {question.devices} {device.name}"
     if smallest is not None:
         return (
             f"{what}: no layout fits {device.hbm_bytes / 1e9:.0f} GB; the smallest, "
@@ -330,30 +329,10 @@ def _nothing(
     if reasons:
         return f"{what}: no layout can run; most often: {max(reasons, key=lambda r: reasons[r])}"
     return (
-        f"{what}: no layout can run: a batch of {question.batch} sequences does not divide over "
-        "the data axes of any mesh; give a --batch that is a multiple of the devices"
+        f"{what}: no layout can run: give sizes that divide the devices, and a --batch that is a "
+        f"multiple of them in place of {question.batch}"
     )
-
-
-def _sizes(fixed: int | None, free: list[int]) -> list[int]:
-    return free if fixed is None else [fixed]
 
 
 def _divisors(number: int, most: int) -> list[int]:
     return [each for each in range(1, min(number, most) + 1) if number % each == 0]
-
-
-def _contexts(question: Question, devices: int) -> list[int]:
-    """A shard of under 2,048 tokens would not hide the ring's turns."""
-    return _divisors(devices, max(question.length // 2048, 1))
-
-
-def _expert_sizes(shape: ModelShape, devices: int) -> list[int]:
-    counts = [
-        layer.feed_forward.num_experts
-        for layer in shape.layers
-        if isinstance(layer.feed_forward, Experts)
-    ]
-    if not counts:
-        return [1]
-    return [each for each in _divisors(devices, min(counts)) if counts[0] % each == 0]

@@ -4,15 +4,14 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 
+from jaxinfra.config.presets.megatron import gpt
 from jaxinfra.planning import reference
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.flops import nemo_flops_per_token, training_days
 from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.kv import kv_bytes_per_token
 from jaxinfra.planning.layout import check
-from jaxinfra.planning.memory import megatron_activation_bytes, zero_bytes
-from jaxinfra.planning.params import active_parameters, gpt_parameters, total_parameters
+from jaxinfra.planning.memory import activation_bytes
+from jaxinfra.planning.model import active_parameters, find_model, plan_model, total_parameters
 from jaxinfra.planning.step import step_time
 
 BOUND = 0.08
@@ -68,23 +67,13 @@ def exact_values() -> Iterator[Exact]:
     for stage, printed in enumerate(reference.ZERO_GB):
         yield _printed(f"ZeRO stage {stage}, GB", printed, zero_bytes(7.5e9, 64, stage) / 1e9)
     for case in reference.MEGATRON:
-        for selective, printed in ((False, case.tensor_gib), (True, case.selective_gib)):
-            size = megatron_activation_bytes(
-                layers=case.layers,
-                width=case.width,
-                heads=case.heads,
-                length=case.length,
-                micro_batch=case.micro_batch,
-                tensor=case.tensor,
-                pipe=case.pipe,
-                chunks=case.chunks,
-                sequence_parallel=selective,
-                selective=selective,
-            )
-            how = "sequence parallel, selective" if selective else "tensor parallel"
+        for (how, form), printed in zip(
+            reference.ACTIVATION_FORMS, case.activation_gib, strict=True
+        ):
+            size = activation_bytes(*reference.megatron_case(case, form))
             yield _printed(f"{case.name} activations GiB, {how}", printed, size / 2**30)
-    for layers, width, printed in reference.GPT_BILLIONS:
-        ours = gpt_parameters(layers=layers, width=width, vocab=51_200, length=2048) / 1e9
+    for layers, width, heads, *_, printed in reference.SCALING:
+        ours = total_parameters(plan_model(gpt(layers=layers, width=width, heads=heads))) / 1e9
         yield _printed(f"GPT of {layers} x {width}, billions", printed, ours)
     for name, tokens, parameters, devices, rate, printed in reference.DAYS:
         ours = training_days(
@@ -106,8 +95,8 @@ def measured_steps() -> list[Measured]:
     """Predictions of every measured step, one set of constants a GPU type."""
     found = []
     for case in reference.timed_steps():
-        check(case.shape, case.layout)
-        parts = step_time(case.shape, case.layout, find_device(case.device)).parts
+        check(case.model, case.layout)
+        parts = step_time(case.model, case.layout, find_device(case.device)).parts
         skipped = 0.0 if case.optimizer else parts.get("optimizer", 0.0)
         found.append(
             Measured(
@@ -140,3 +129,29 @@ def published_rates() -> list[tuple[str, float, float]]:
         )
         found.append((name, tflops, ours / 1e12))
     return found
+
+
+def zero_bytes(parameters: float, devices: int, stage: int, *, recipe: str = "fp16-adam") -> float:
+    """Bytes a device of weights, gradients and optimizer at a ZeRO stage.
+
+    (W + G + O), (W + G + O/N), (W + (G + O)/N), (W + G + O)/N (arXiv 1910.02054, figure 1).
+    """
+    sizes = RECIPES[recipe]
+    by_stage = (
+        (sizes.optimizer_bytes, 1),
+        (sizes.gradient_bytes, 2),
+        (sizes.weights, 3),
+    )
+    return sum(size * parameters / (devices if stage >= first else 1) for size, first in by_stage)
+
+
+def training_days(*, tokens: float, parameters: float, devices: int, flops_per_s: float) -> float:
+    """8 T P / (n X), in days: forward, backward and a second forward (arXiv 2104.04473, eq. 4)."""
+    return 8 * tokens * parameters / (devices * flops_per_s) / 86_400
+
+
+def nemo_flops_per_token(
+    *, parameters: int, vocab: int, width: int, layers: int, length: int
+) -> float:
+    """6 (N - V h) + 6 L h s: what NVIDIA's published Llama-3 figures count, attention halved."""
+    return 6.0 * (parameters - vocab * width) + 6.0 * layers * width * length

@@ -5,24 +5,22 @@ import functools
 import math
 from collections.abc import Sequence
 
+from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.flops import training_flops
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.loss import loss_operations
+from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
 from jaxinfra.planning.operations import (
     Collective,
     Memory,
     Operation,
     embedding_operations,
     layer_operations,
-    shards,
 )
-from jaxinfra.planning.shapes import LayerShape, ModelShape, layer_weights
 from jaxinfra.planning.timing import (
     collective_s,
     communication_s,
     compute_s,
-    members_in_node,
     memory_s,
 )
 
@@ -42,21 +40,16 @@ class StepTime:
         return sum(self.parts.values())
 
 
-def bubble_fraction(*, stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """(p-1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
-    return (stages - 1) / (micro_batches * chunks + stages - 1)
-
-
-def step_time(shape: ModelShape, layout: Layout, device: Device) -> StepTime:
+def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
     """Predicts one step; the layout must have passed ``layout.check``."""
-    stages, micro, chunks = layout.pipe, layout.accumulation, layout.chunks
-    body = _stage_seconds(shape, layout, device)
-    ends = _end_seconds(shape, layout.of_one_layer, device)
+    stages, micro, chunks = layout.mesh.pipe, layout.accumulation, layout.chunks
+    body = _stage_seconds(model, layout, device)
+    ends = _end_seconds(model, layout.of_one_layer, device)
     once = micro + (stages - 1) / chunks  # passes that one device's time is as long as
     parts = {name: micro * seconds for name, seconds in body.compute.items()}
     # One stage has the loss: with several, the others wait for it.
     parts["loss and embedding"] = micro * sum(ends.compute.values())
-    passes = sum(memory_s(device, each) for each in weight_passes(shape, layout))
+    passes = sum(memory_s(device, each) for each in weight_passes(model, layout))
     parts["weights and gradients"] = micro * passes
     beside, hidden_tensor = _hide(
         layout,
@@ -73,23 +66,23 @@ def step_time(shape: ModelShape, layout: Layout, device: Device) -> StepTime:
     parts["context communication"], hidden_ring = _hide(
         layout, ring, window=attention, share=device.beside
     )
-    parts["pipeline transfers"] = _transfers(shape, layout, device)
+    parts["pipeline transfers"] = _transfers(model, layout, device)
     busy = body.total + passes + parts["context communication"] / micro
     parts["pipeline bubble"] = (once - micro) * busy
     window = micro * (sum(body.compute.values()) + passes)
-    data = _data_communication(shape, layout, device)
+    data = _data_communication(model, layout, device)
     hidden: dict[str, float] = {"context": hidden_ring, "tensor": hidden_tensor}
     for axis, (seconds, behind) in data.items():
         exposed, beside = _hide(layout, seconds, window=window * behind, share=device.overlap)
         parts[f"{axis} communication"] = exposed
         hidden[axis] = beside
         window = max(window - beside, 0.0)
-    parts["optimizer"] = _optimizer_s(shape, layout, device)
+    parts["optimizer"] = _optimizer_s(model, layout, device)
     return StepTime(
         parts={name: seconds for name, seconds in parts.items() if seconds > 0.0},
         hidden={axis: seconds for axis, seconds in hidden.items() if seconds > 0.0},
-        bubble_fraction=bubble_fraction(stages=stages, micro_batches=micro, chunks=chunks),
-        model_flops=training_flops(shape, layout.length, batch=layout.batch),
+        bubble_fraction=(stages - 1) / (micro * chunks + stages - 1),
+        model_flops=model.training_flops(layout.length, batch=layout.batch),
     )
 
 
@@ -107,14 +100,13 @@ class _Seconds:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _layer_seconds(layer: LayerShape, model_dim: int, layout: Layout, device: Device) -> _Seconds:
-    operations = layer_operations(layer, model_dim, layout)
+def _layer_seconds(layer: LayerKind, layout: Layout, device: Device) -> _Seconds:
+    operations = layer_operations(layer, layout)
     seconds = _price([*operations.forward, *operations.backward], layout, device)
     again = _price(operations.recomputed, layout, device)
     compute = {**seconds.compute, "recomputation": sum(again.compute.values())}
-    return _Seconds(
-        compute, _sum(seconds.exposed, again.exposed), _sum(seconds.hidden, again.hidden)
-    )
+    exposed = _sum((seconds.exposed, 1.0), (again.exposed, 1.0))
+    return _Seconds(compute, exposed, _sum((seconds.hidden, 1.0), (again.hidden, 1.0)))
 
 
 def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _Seconds:
@@ -125,31 +117,28 @@ def _price(operations: Sequence[Operation], layout: Layout, device: Device) -> _
     )
 
 
-def _sum(*terms: dict[str, float]) -> dict[str, float]:
-    names = {name: None for term in terms for name in term}
-    return {name: sum(term.get(name, 0.0) for term in terms) for name in names}
-
-
-def _scale(term: dict[str, float], factor: float) -> dict[str, float]:
-    return {name: factor * value for name, value in term.items()}
+def _sum(*terms: tuple[dict[str, float], float]) -> dict[str, float]:
+    """Of dicts and how often each counts, by name."""
+    names = {name: None for term, _ in terms for name in term}
+    return {name: sum(times * term.get(name, 0.0) for term, times in terms) for name in names}
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _end_seconds(shape: ModelShape, layout: Layout, device: Device) -> _Seconds:
-    ends = [*loss_operations(shape, layout), *embedding_operations(shape, layout)]
+def _end_seconds(model: PlannedModel, layout: Layout, device: Device) -> _Seconds:
+    ends = [*loss_operations(model, layout), *embedding_operations(model, layout)]
     return _price(ends, layout, device)
 
 
-def _stage_seconds(shape: ModelShape, layout: Layout, device: Device) -> _Seconds:
+def _stage_seconds(model: PlannedModel, layout: Layout, device: Device) -> _Seconds:
     """The layers of one pipeline stage, one micro-batch."""
     alike = layout.of_one_layer
     kinds = [
-        (_layer_seconds(layer, shape.model_dim, alike, device), layer.count / layout.pipe)
-        for layer in shape.layers
+        (_layer_seconds(layer, alike, device), layer.count / layout.mesh.pipe)
+        for layer in model.layers
     ]
     return _Seconds(
         *(
-            _sum(*(_scale(getattr(seconds, part), count) for seconds, count in kinds))
+            _sum(*((getattr(seconds, part), count) for seconds, count in kinds))
             for part in ("compute", "exposed", "hidden")
         )
     )
@@ -163,53 +152,54 @@ def _hide(layout: Layout, seconds: float, *, window: float, share: float) -> tup
     return seconds - hidden, hidden
 
 
-def _transfers(shape: ModelShape, layout: Layout, device: Device) -> float:
+def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
     """Activations to the next stage and gradients back: each chunk of each micro-batch."""
-    if layout.pipe == 1:
+    if layout.mesh.pipe == 1:
         return 0.0
-    # Every tensor shard sends its own part (scatter/gather optimization, arXiv 2104.04473, 4.1).
-    size = 2.0 * layout.micro_tokens * shape.model_dim / layout.tensor
-    sends = 2 * layout.chunks * (layout.accumulation + layout.pipe - 1)
-    return collective_s(device, layout, Collective("send", "permute", "pipe", size, count=sends))
+    turns = layout.accumulation + layout.mesh.pipe - 1
+    return collective_s(device, layout, stage_sends(model, layout, turns))
 
 
-def device_parameters(shape: ModelShape, layout: Layout, *, experts: bool) -> float:
+def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> Collective:
+    """What a stage sends in so many turns; of a tensor shard its own part (scatter/gather
+    optimization, arXiv 2104.04473, section 4.1).
+    """
+    size = layout.activation_bytes * layout.micro_tokens * model.model_dim / layout.mesh.tensor
+    return Collective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
+
+
+def device_parameters(model: PlannedModel, layout: Layout, *, experts: bool) -> float:
     """Elements of one device's pipeline stage before any data-parallel sharding.
 
     Embedding tables lie on the end stages; the larger of the ends is what counts.
     """
-    return _stage_parameters(shape, layout.pipe, layout.tensor, layout.expert, experts=experts)
+    return _stage_parameters(
+        model, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _stage_parameters(
-    shape: ModelShape, pipe: int, tensor: int, expert: int, *, experts: bool
+    model: PlannedModel, pipe: int, tensor: int, expert: int, *, experts: bool
 ) -> float:
-    layers, ends = 0.0, []
-    for weight in shape.weights():
-        if weight.is_expert != experts:
-            continue
-        elements = weight.total / shards(weight, tensor=tensor, expert=expert)
-        if _in_layers(weight.name):
-            layers += elements
-        else:
-            ends.append(elements)
-    largest = sum(ends) if pipe == 1 else max(ends, default=0.0)
-    return layers / pipe + largest
+    def elements(parameter: ParameterInfo) -> float:
+        if is_expert(parameter) != experts:
+            return 0.0
+        return parameter.size / shards(parameter, tensor=tensor, expert=expert)
+
+    layers = sum(layer.count * sum(map(elements, layer.parameters)) for layer in model.layers)
+    ends = [elements(each) for each in model.ends]
+    return layers / pipe + (sum(ends) if pipe == 1 else max(ends))
 
 
-def _in_layers(name: str) -> bool:
-    return name.partition("/")[0] not in ("embedding", "unembedding", "positions", "final_norm")
-
-
-def weight_passes(shape: ModelShape, layout: Layout) -> list[Memory]:
+def weight_passes(model: PlannedModel, layout: Layout) -> list[Memory]:
     """What one micro-batch reads and writes of weights and gradients beside their matmuls."""
     found: list[Memory] = []
     for experts in (False, True):
-        elements = device_parameters(shape, layout, experts=experts)
+        elements = device_parameters(model, layout, experts=experts)
         if not elements:
             continue
-        shards = _data_shards(layout, experts=experts)
+        shards = layout.data_shards(experts=experts)
         if layout.traits.casts_weights:
             # fp32 read and 16 bits written, in the forward and in the backward pass; what is
             # sharded is cast before it is gathered.
@@ -225,19 +215,19 @@ def weight_passes(shape: ModelShape, layout: Layout) -> list[Memory]:
     return found
 
 
-def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
+def data_collectives(model: PlannedModel, layout: Layout) -> list[Collective]:
     """Weights gathered and gradients reduced over the data axes, of one step on one device."""
     recipe = layout.bytes_a_parameter
     item = max(recipe.gradients, recipe.accumulated)
     found: list[Collective] = []
     for experts in (False, True):
-        elements = device_parameters(shape, layout, experts=experts)
+        elements = device_parameters(model, layout, experts=experts)
         if not elements:
             continue
         # An expert's copies are fewer: the expert axis takes its devices from the data axes.
-        fsdp = layout.fsdp if not experts else max(layout.fsdp // layout.expert, 1)
+        fsdp = layout.data_shards(experts=experts)
         if layout.zero == 3 and fsdp > 1:
-            found += _sharded_weights(shape, layout, elements, item, experts=experts)
+            found += _sharded_weights(model, layout, elements, item, experts=experts)
         elif fsdp > 1:
             kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
             # Where gradients are sharded, no device has room to sum micro-batches first.
@@ -247,15 +237,17 @@ def data_collectives(shape: ModelShape, layout: Layout) -> list[Collective]:
                 found.append(
                     Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
                 )
-        if layout.replica * layout.context > 1:
-            axis = "replica" if layout.replica > 1 else "context"
-            share = fsdp if layout.zero >= 2 else 1
-            found.append(Collective("gradients", "all-reduce", axis, item * elements / share, True))
+        # Each axis sums what those before it have scattered.
+        size = item * elements / (fsdp if layout.zero >= 1 else 1)
+        for axis in ("replica", "context"):
+            if layout.axes[axis] > 1:
+                found.append(Collective("gradients", "all-reduce", axis, size, True))
+                size /= layout.axes[axis]
     return found
 
 
 def _sharded_weights(
-    shape: ModelShape, layout: Layout, elements: float, item: float, *, experts: bool
+    model: PlannedModel, layout: Layout, elements: float, item: float, *, experts: bool
 ) -> list[Collective]:
     """Fully sharded, each micro-batch: layers are gathered before their forward and their backward
     pass and the logits' table once; gradients are reduced to their shards. Rows of the input table
@@ -264,30 +256,28 @@ def _sharded_weights(
     micro, table = layout.accumulation, 0.0
     found: list[Collective] = []
     if not experts:
-        table = float(shape.vocab_size * shape.model_dim / layout.tensor)
-        tables = 1 if shape.tie_embeddings or layout.pipe > 1 else 2
+        table = float(model.vocab_size * model.model_dim / layout.mesh.tensor)
+        tables = 1 if model.config.tie_embeddings or layout.mesh.pipe > 1 else 2
         elements -= tables * table
-        rows = 2.0 * layout.micro_tokens * shape.model_dim
+        rows = layout.activation_bytes * layout.micro_tokens * model.model_dim
         found.append(Collective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     gathered = _gathered_bytes(layout)
-    calls = 2 * _calls(shape, layout, gathered, experts=experts) + (table > 0)
+    calls = 2 * _calls(model, layout, gathered, experts=experts) + (table > 0)
     size = gathered * (2 * elements + table) / calls
     found.append(Collective("weights", "all-gather", "fsdp", size, True, micro * calls))
-    calls = _calls(shape, layout, item, experts=experts) + (table > 0)
+    calls = _calls(model, layout, item, experts=experts) + (table > 0)
     size = item * (elements + table) / calls
     found.append(Collective("gradients", "reduce-scatter", "fsdp", size, True, micro * calls))
     return found
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _layer_calls(
-    layer: LayerShape, model_dim: int, tensor: int, expert: int, item: float, *, experts: bool
-) -> int:
+def _layer_calls(layer: LayerKind, tensor: int, expert: int, item: float, *, experts: bool) -> int:
     """Collectives of one layer's weights: matrices of less than XLA's threshold share one."""
     sizes = [
-        item * weight.elements / shards(weight, tensor=tensor, expert=expert)
-        for weight in layer_weights(layer, model_dim)
-        if weight.is_expert == experts
+        item * each.size / shards(each, tensor=tensor, expert=expert)
+        for each in layer.parameters
+        if is_expert(each) == experts
     ]
     small = sum(size for size in sizes if size < _COMBINED_BYTES)
     return sum(size >= _COMBINED_BYTES for size in sizes) + math.ceil(small / _COMBINED_BYTES)
@@ -296,64 +286,43 @@ def _layer_calls(
 _COMBINED_BYTES = 30 * 2**20  # xla_gpu_all_gather_combine_threshold_bytes and its like
 
 
-def _calls(shape: ModelShape, layout: Layout, item: float, *, experts: bool) -> int:
+def _calls(model: PlannedModel, layout: Layout, item: float, *, experts: bool) -> int:
     """Collectives of the layers of one pipeline stage, a pass over them."""
     layers = sum(
         layer.count
-        * _layer_calls(layer, shape.model_dim, layout.tensor, layout.expert, item, experts=experts)
-        for layer in shape.layers
+        * _layer_calls(layer, layout.mesh.tensor, layout.mesh.expert, item, experts=experts)
+        for layer in model.layers
     )
-    return max(math.ceil(layers / layout.pipe), 1)
+    return max(math.ceil(layers / layout.mesh.pipe), 1)
 
 
 def _gathered_bytes(layout: Layout) -> float:
     """Bytes an element in which fully sharded weights travel."""
-    return 1.0 if layout.bytes_a_parameter.compute == "fp8" else 2.0
+    recipe = layout.bytes_a_parameter
+    return 1.0 if recipe.compute == "fp8" else recipe.activation_bytes
 
 
 def _data_communication(
-    shape: ModelShape, layout: Layout, device: Device
+    model: PlannedModel, layout: Layout, device: Device
 ) -> dict[str, tuple[float, float]]:
     """Seconds by axis, and the share of the step's compute that they may hide behind."""
     found: dict[str, tuple[float, float]] = {}
     # Whole gradients are complete in the last micro-batch's backward pass only.
     last = 2 / 3 / (layout.accumulation if layout.zero < 2 else 1)
-    for each in data_collectives(shape, layout):
+    for each in data_collectives(model, layout):
         seconds, behind = found.get(each.axis, (0.0, last))
         behind = 1.0 if each.name == "weights" else behind
         found[each.axis] = (seconds + collective_s(device, layout, each), behind)
     return found
 
 
-def _optimizer_s(shape: ModelShape, layout: Layout, device: Device) -> float:
+def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
     """State read and written, gradients read twice: for their norm and for the update."""
     recipe = layout.bytes_a_parameter
     a_parameter = 2 * (recipe.weights + recipe.gradient_bytes + recipe.master + recipe.moments)
     elements = sum(
-        device_parameters(shape, layout, experts=experts)
-        / (_data_shards(layout, experts=experts) if layout.zero >= 1 else 1)
+        device_parameters(model, layout, experts=experts)
+        / (layout.data_shards(experts=experts) if layout.zero >= 1 else 1)
         for experts in (False, True)
     )
     return memory_s(device, Memory("optimizer", a_parameter * elements))
-
-
-def _data_shards(layout: Layout, *, experts: bool) -> int:
-    return max(layout.fsdp // layout.expert, 1) if experts else layout.fsdp
-
-
-def node_share(device: Device, layout: Layout, axis: str) -> str:
-    """Where an axis' traffic goes: ``node``, or ``network``."""
-    size = layout.mesh[axis]
-    return "node" if members_in_node(device, layout, axis) >= size else "network"
-
-
-def mfu(time: StepTime, layout: Layout, device: Device) -> float:
-    """Model FLOPs over the peak of the recipe's matmul format (PaLM, appendix B)."""
-    peak = device.flops[layout.bytes_a_parameter.compute]
-    return time.model_flops / (time.total_s * layout.devices * peak)
-
-
-def days(time: StepTime, layout: Layout, tokens: float) -> float:
-    """Days that ``tokens`` take at this step time."""
-    steps = math.ceil(tokens / (layout.batch * layout.length))
-    return steps * time.total_s / 86_400

@@ -1,15 +1,22 @@
 """Plans as tables for people."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import kv_table
-from jaxinfra.planning.params import active_parameters, parameters_by_role, total_parameters
+from jaxinfra.planning.model import (
+    PlannedModel,
+    active_parameters,
+    parameters_by_role,
+    total_parameters,
+)
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.receipt import Receipt
 from jaxinfra.planning.search import Found
@@ -39,11 +46,11 @@ def gigabytes(size: float) -> str:
 
 def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     """Everything about one plan."""
-    shape, layout, device = plan.shape, plan.layout, plan.device
+    model, layout, device = plan.model, plan.layout, plan.device
     values = plan.as_dict()
     facts = [
-        ("parameters", f"{total_parameters(shape):,}"),
-        ("active a token", f"{active_parameters(shape):,}"),
+        ("parameters", f"{total_parameters(model):,}"),
+        ("active a token", f"{active_parameters(model):,}"),
         ("FLOPs a token: training", f"{values['flops_per_token']:.4g}"),
         ("    prefill", f"{values['prefill_flops_per_token']:.4g}"),
         (
@@ -89,7 +96,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
         for each in plan.traffic
     ]
     tables: list[RenderableType] = [
-        grid(f"{shape.name} on {layout.devices} {device.name}", ("", ""), facts),
+        grid(f"{model.name} on {layout.devices} {device.name}", ("", ""), facts),
         grid("Memory of the busiest device", ("role", "bytes"), sizes),
         grid("By recomputation", ("form", "activations", "all", "step", ""), forms),
         grid("A step's time", ("part", "time", "share"), parts),
@@ -100,7 +107,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     hidden = ", ".join(f"{axis} {1e3 * s:,.1f} ms" for axis, s in plan.time.hidden.items())
     if hidden:
         tables.append(f"Hidden behind compute: {hidden}")
-    roles = [(role, f"{count:,}") for role, count in parameters_by_role(shape).items()]
+    roles = [(role, f"{count:,}") for role, count in parameters_by_role(model).items()]
     tables.append(grid("Parameters", ("role", "elements"), roles))
     sources = [(name, text) for name, text in device.sources.items()]
     constants = Table(title=f"Constants of {device.name}", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -154,69 +161,55 @@ def _ranked(plan: Plan, with_recipe: bool) -> tuple[object, ...]:
 
 
 def receipt_tables(receipt: Receipt) -> list[RenderableType]:
-    """Predicted and compiled, and each array in which they differ."""
+    """Predicted and compiled, and the program's calls where they differ."""
     arguments = [(name, f"{size:,}", "") for name, size in receipt.predicted_arguments.items()]
     predicted = sum(receipt.predicted_arguments.values())
     arguments.append(("all", f"{predicted:,}", f"{receipt.argument_bytes:,}"))
     temporaries = receipt.predicted_temporaries
     arguments.append(("temporaries", f"{temporaries:,.0f}", f"{receipt.temporary_bytes:,}"))
-    kinds = [
+    exchanged = [
         (
-            kind,
-            f"{sums['predicted']:,}",
-            f"{sums['compiled']:,}",
-            f"{sums['predicted_bytes']:,}",
-            f"{sums['compiled_bytes']:,}",
-        )
-        for kind, sums in receipt.totals().items()
-    ]
-    lines = [
-        (
-            line.reason,
-            line.kind,
-            f"{line.dtype}{list(line.shape)} x {line.times}",
-            line.predicted,
-            line.compiled,
+            f"{line.axis} {line.purpose}",
+            " + ".join(sorted(line.compiled.kinds)) or "none",
+            f"{line.predicted.array_bytes:,.0f}",
+            f"{line.compiled.array_bytes:,.0f}",
+            "as predicted" if line.holds else f"{line.error:+.1%}",
+            f"{line.predicted.sent_bytes:,.0f}",
+            f"{line.compiled.sent_bytes:,.0f}",
         )
         for line in receipt.lines
-        if not line.equal
     ]
+    columns = ("what", "compiled to", "bytes predicted", "compiled", "", "sent predicted", "sent")
     tables: list[RenderableType] = [
-        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments)
+        grid(f"Bytes of one of {receipt.target}", ("", "predicted", "compiled"), arguments),
+        grid("Arrays exchanged by one device and step", columns, exchanged),
     ]
-    if receipt.sent_bytes is not None:
-        sent = [
-            (kind, gigabytes(predicted), gigabytes(compiled))
-            for kind, (predicted, compiled) in receipt.sent_bytes.items()
-        ]
-        title = "Sent by one device in a step: as the cost model counts it, and as compiled"
-        tables.append(grid(title, ("kind", "predicted", "compiled"), sent))
-        rows = [(what, kind, array, compiled) for what, kind, array, _, compiled in lines]
-        tables.append(grid("Compiled calls", ("what", "kind", "array", "calls"), rows))
-        return tables
-    columns = ("kind", "calls predicted", "compiled", "bytes predicted", "compiled")
-    tables.append(grid("Collectives of one device and step", columns, kinds))
-    if lines:
-        columns = ("what", "kind", "array", "predicted", "compiled")
-        tables.append(grid("Differences", columns, lines))
-    else:
-        tables.append("Every array, type, shape and count is as predicted.")
+    for line in receipt.lines:
+        if line.calls:
+            calls = [(name, f"{size:,}") for name, size in line.calls.items()]
+            title = f"{line.axis} {line.purpose}: the program's largest calls"
+            tables.append(grid(title, ("call", "bytes"), calls))
     return tables
 
 
 def serving_tables(
-    plan_shape, device, serving: Serving, *, context: int, batch: int
+    model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
 ) -> list[RenderableType]:
     """Inference: what fits, how fast, and the cache in other forms."""
-    figures = summary(plan_shape, device, serving, context=context, batch=batch)
+    figures = summary(model, device, serving, context=context, batch=batch)
     rows = [
         (name.replace("_", " "), _figure(value))
         for name, value in figures.items()
         if not isinstance(value, list)
     ]
     caches = [
-        (row.form, row.cache_format, f"{row.bytes_per_token:,.0f}", f"{row.over_mha:.1f}x")
-        for row in kv_table(plan_shape)
+        (
+            row["form"],
+            row["cache_format"],
+            f"{row['bytes_per_token']:,.0f}",
+            f"{row['over_mha']:.1f}x",
+        )
+        for row in kv_table(model)
     ]
     fits = [
         (
@@ -241,7 +234,7 @@ def serving_tables(
     fitting = ("cache", f"batch of {context:,} tokens", "longest sequence", "compute-bound from")
     columns = ("batch", "a step", "tokens/s", "FLOPs a byte", "bound by", "")
     return [
-        grid(f"Serving {plan_shape.name} on {device.name}", ("", ""), rows),
+        grid(f"Serving {model.name} on {device.name}", ("", ""), rows),
         grid("KV cache", ("heads", "format", "bytes a token", "less than MHA"), caches),
         grid("What fits beside the weights", fitting, fits),
         grid(f"Decode after {context:,} cached tokens", columns, steps),
@@ -273,19 +266,7 @@ def format_tables() -> list[RenderableType]:
         )
         for each in FORMATS
     ]
-    recipes = [
-        (
-            each.name,
-            each.compute,
-            each.weights,
-            each.gradients,
-            each.accumulated,
-            each.master,
-            each.moments,
-            each.total,
-        )
-        for each in RECIPES.values()
-    ]
+    recipes = [(*dataclasses.astuple(each), each.total) for each in RECIPES.values()]
     columns = ("format", "bits", "exp, frac", "largest", "normal", "smallest", "epsilon", "digits")
     parts = ("recipe", "matmul", "weights", "grads", "summed", "master", "moments", "bytes")
     return [

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterable
 
+from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.operations import Collective, Core, Matmul, Memory, Operation
@@ -27,7 +28,7 @@ def matmul_s(device: Device, each: Matmul) -> float:
     if filled < 0.5 and each.k > 4096:
         filled = max(filled, 0.7)
     arithmetic = 2 * each.m * each.n * each.k * each.count / (peak * depth * max(filled, 1e-3))
-    size = 1 if each.number_format == "fp8" else 2
+    size = {"fp8": 1, "fp32": 4}.get(each.number_format, 2)
     traffic = each.count * (size * (each.m * each.k + each.k * each.n) + each.out * each.m * each.n)
     memory = traffic / (device.hbm_bytes_per_s * device.memory_efficiency)
     return max(arithmetic, memory) + device.kernel_s
@@ -65,8 +66,8 @@ def members_in_node(device: Device, layout: Layout, axis: str) -> int:
     """Neighbours along an axis that share a node: faster axes fill a node first."""
     inner, node = 1, device.node_devices
     for faster in _INNER[axis]:
-        inner *= getattr(layout, faster)
-    return max(1, min(getattr(layout, axis), node // min(inner, node)))
+        inner *= getattr(layout.mesh, faster)
+    return max(1, min(getattr(layout.mesh, axis), node // min(inner, node)))
 
 
 _INNER = {
@@ -81,28 +82,23 @@ _INNER = {
 
 
 def collective_s(device: Device, layout: Layout, each: Collective) -> float:
-    """Ring collectives: (n-1)/n of the array at bus bandwidth, twice for an all-reduce."""
-    members = getattr(layout, each.axis)
+    """What a device sends at bus bandwidth, a latency, and the turns of a ring."""
+    members = getattr(layout.mesh, each.axis)
     if members == 1 or each.size == 0:
         return 0.0
     inside = members_in_node(device, layout, each.axis)
     rate, latency = device.link(inside, members)
-    share = (members - 1) / members
-    if each.kind == "all-to-all" and members > inside:
-        # What stays in the node does not cross the adapters; each device uses its own.
-        rate = device.network_bytes_per_s
-        share = (members - inside) / members
-    if each.kind == "permute":
-        if members > inside:
-            rate = device.network_bytes_per_s
-        share = 1.0
-    factor = 2.0 if each.kind == "all-reduce" else 1.0
+    sent = sent_bytes(each.kind, each.size, members)
+    if each.kind in ("all-to-all", "permute") and members > inside:
+        rate = device.network_bytes_per_s  # each device uses its own adapter
+        if each.kind == "all-to-all":
+            sent = each.size * (members - inside) / members  # what stays in the node crosses none
     turns = 0.0
     if each.kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        # A ring takes a turn a member; most are within nodes.
-        nodes = math.ceil(members / inside)
-        turns = factor * (members * device.node_hop_s + (nodes - 1) * device.network_hop_s)
-    return each.count * (factor * share * each.size / rate + latency + turns)
+        # A ring takes a turn a member, twice for an all-reduce; most are within nodes.
+        rounds, nodes = 2 if each.kind == "all-reduce" else 1, math.ceil(members / inside)
+        turns = rounds * (members * device.node_hop_s + (nodes - 1) * device.network_hop_s)
+    return each.count * (sent / rate + latency + turns)
 
 
 def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, float]:

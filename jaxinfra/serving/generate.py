@@ -14,7 +14,7 @@ from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.serving.sampling import SamplingConfig, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, prefill
 
 _MIN_BUCKET = 16
@@ -51,7 +51,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: SamplingConfig,
+    sampling: SamplingConfig | Sequence[SamplingConfig],
     seed: int = 0,
     eos_ids: Collection[int] = (),
     num_ids: int | None = None,
@@ -66,6 +66,7 @@ def generate(
 
     Args:
         prompts: token ids; lengths may differ.
+        sampling: of all prompts, or one for each of them.
         eos_ids: each of them ends a row.
         num_ids: ids from here on are never drawn, such as those the tokenizer lacks.
 
@@ -82,16 +83,26 @@ def generate(
         raise ConfigError(f"seed={seed} must lie in 0..2^63-1")
     if not prompts:
         raise DataError("there are no prompts; give at least one")
+    settings = [sampling] * len(prompts) if isinstance(sampling, SamplingConfig) else [*sampling]
+    if len(settings) != len(prompts):
+        raise ConfigError(
+            f"{len(settings)} sampling settings for {len(prompts)} prompts; give one for all, or "
+            "one for each"
+        )
     rows = [np.asarray(prompt, np.int64) for prompt in prompts]
     for number, ids in enumerate(rows):
         _check_prompt(number, ids, vocab_size=vocab_size, max_positions=max_positions)
     graphdef, parameters = nnx.split(model)
-    begun = [_Row(number=n, ids=ids, budget=max_new_tokens) for n, ids in enumerate(rows)]
+    begun = [
+        _Row(number=number, ids=ids, budget=max_new_tokens, sampling=each)
+        for number, (ids, each) in enumerate(zip(rows, settings, strict=True))
+    ]
     run = functools.partial(
         _stream,
         parameters=parameters,
         eos_ids=frozenset(eos_ids),
-        config=StepConfig(graphdef=graphdef, sampling=sampling, num_ids=num_ids),
+        config=StepConfig(graphdef=graphdef, num_ids=num_ids),
+        batch_shards=model.execution.place.batch_shards,
         seed=seed,
     )
     original = _original_context(model.config)
@@ -107,6 +118,7 @@ class _Row:
     number: int
     ids: np.ndarray  # the prompt, and what was drawn before it was run again
     budget: int  # new tokens that it may have
+    sampling: SamplingConfig
     drawn: int = 0  # of ids
 
 
@@ -156,8 +168,12 @@ def _stream(
     parameters: nnx.State,
     eos_ids: frozenset[int],
     config: StepConfig,
+    batch_shards: int,
     seed: int,
 ) -> Iterator[GeneratedToken]:
+    unfinished = set(range(len(rows)))
+    # Rows that divide over the devices; nobody listens to the last one's copies.
+    rows = [*rows, *[rows[-1]] * (-len(rows) % batch_shards)]
     request = _Request(rows=rows, max_positions=max_positions, eos_ids=eos_ids)
     budgets = request.budgets.tolist()
     row_keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
@@ -166,10 +182,10 @@ def _stream(
         request.padded(),
         request.lengths,
         row_keys(jax.random.key(seed), np.array([row.number for row in rows])),
+        SamplingRows.of([row.sampling for row in rows]),
         config=config,
         num_slots=request.num_slots,
     )
-    unfinished = set(range(len(rows)))
     for index in range(max(budgets)):
         drawn = tokens
         if index + 1 < max(budgets):

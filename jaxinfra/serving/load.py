@@ -13,6 +13,7 @@ from jaxinfra import checkpoint
 from jaxinfra.checkpoint.initial import place_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
@@ -21,9 +22,10 @@ from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
-from jaxinfra.weights.load_pretrained import load_pretrained
-from jaxinfra.weights.model_directory import is_model_directory
+from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
+from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +47,14 @@ class LoadedModel:
         return self.definition.bind(self.parameters)
 
 
-def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
+def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:
     """A trained decoder: ``model(token_ids)`` maps int [B, T] to float32 logits [B, T, V].
 
     Args:
         path: a run directory, or one with a Hugging Face model or a converted one.
         dtype: of the operands of matmuls: "float32", "bfloat16" or "float16". Parameters of a run
             stay float32, others are held in it; sums, norms, softmax and logits are float32.
+        mesh: devices that the model is spread over, the first one by default.
 
     Raises:
         ConfigError, DataError, CheckpointError: ``path`` is no model, or one that is not whole.
@@ -61,24 +64,31 @@ def load_model(path: str | Path, dtype: str = "float32") -> Decoder:
         raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, policies)}")
     path = Path(path)
     if is_model_directory(path):
-        pretrained = load_pretrained(path, policy=policies[dtype])
+        pretrained = _pretrained(path, policies[dtype], mesh)
         return pretrained.definition.bind(pretrained.parameters)
-    return load_run(path, policy=policies[dtype]).decoder
+    return load_run(path, policy=policies[dtype], mesh=mesh).decoder
 
 
-def load(path: Path, *, policy: PolicyName | None = None, step: int | None = None) -> LoadedModel:
+def load(
+    path: Path,
+    *,
+    policy: PolicyName | None = None,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+) -> LoadedModel:
     """A model with its tokenizer, from a run or a model directory.
 
     Args:
         policy: numeric policy; None: the one trained with, or of the dtype stored.
         step: a certain checkpoint of a run.
+        mesh: devices that the model is spread over, the first one by default.
     """
     if not is_model_directory(path):
-        return load_run(path, policy=policy, step=step)
+        return load_run(path, policy=policy, step=step, mesh=mesh)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
     tokenizer = _read_tokenizer(path)
-    pretrained = load_pretrained(path, policy=policy)
+    pretrained = _pretrained(path, policy, mesh)
     separators = read_separators(path)
     return LoadedModel(
         definition=pretrained.definition,
@@ -91,10 +101,19 @@ def load(path: Path, *, policy: PolicyName | None = None, step: int | None = Non
     )
 
 
+def _pretrained(path: Path, policy: PolicyName | None, mesh: MeshConfig | None) -> PretrainedModel:
+    placement = serving_placement(read_model_directory(path).config, mesh)
+    return load_pretrained(path, policy=policy, placement=placement)
+
+
 def load_run(
-    path: Path, *, policy: PolicyName | None = None, step: int | None = None
+    path: Path,
+    *,
+    policy: PolicyName | None = None,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
 ) -> LoadedModel:
-    """Reads the newest good checkpoint of a run, its parameters only, onto the first device.
+    """Reads the newest good checkpoint of a run, its model only, each device its shard.
 
     The run may still be training; nothing in it is changed. Attention is chosen for this device,
     not as the run was trained.
@@ -102,6 +121,7 @@ def load_run(
     Args:
         policy: numeric policy; None: the one trained with.
         step: a certain checkpoint.
+        mesh: devices that the model is spread over, the first one by default.
     """
     config = _read_config(path)
     tokenizer = _read_tokenizer(path)
@@ -111,24 +131,25 @@ def load_run(
             f"{config.model.vocab_size}; restore the tokenizer that the run was trained with"
         )
     numbers = POLICIES[policy or config.precision.policy]
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    placement = serving_placement(config.model, mesh)
     if config.lora is not None:
         # As in training: what is frozen is held as it is used.
         numbers = held_as_computed(numbers)
-    execution = execution_on(policy=numbers)
+    execution = execution_on(placement, policy=numbers)
     definition = define_model(config.model, execution, lora=config.lora)
     frozen: Parameters = {}
     if config.lora is not None:
         assert config.init is not None, "validate"
         base = define_model(config.model, execution)
-        shardings = jax.tree.map(lambda _: device, base.shapes)
-        frozen = place_initial(config.init, base, shardings)
+        frozen = place_initial(config.init, base, placement.parameters(base))
+    trained = definition.freeze(frozen)
     # Fields of the training state by name; what else is in there is not read.
     placed = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+        lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+        {"parameters": trained.shapes, "model_state": trained.state_shapes},
         {
-            "parameters": definition.freeze(frozen).shapes,
-            "model_state": definition.state_shapes,
+            "parameters": placement.parameters(trained),
+            "model_state": placement.model_state(trained),
         },
     )
     checkpoints = RunDirectory(path).checkpoints

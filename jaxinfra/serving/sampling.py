@@ -1,17 +1,21 @@
-"""From logits to the next token.
+"""From logits to the next token, by settings that are arrays: one row per sequence.
 
-Dims: B batch, V vocabulary, K tokens kept, most likely first.
+Dims: B batch, V vocabulary, K most likely tokens.
 """
 
 import dataclasses
-import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.core.errors import ConfigError
+
+_TINY = float(np.finfo(np.float32).tiny)
+_FEW = 256  # tokens that are found without a sort
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,38 +43,106 @@ class SamplingConfig:
 GREEDY = SamplingConfig(temperature=0.0)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingRows:
+    """The settings of every row of a batch: arguments of a compiled step, not part of it."""
+
+    temperature_B: Float[Array, "B"]  # fp32; 0: greedy
+    top_k_B: Int[Array, "B"]  # int32; 0: all tokens
+    top_p_B: Float[Array, "B"]  # fp32; 1: all that top-k left
+
+    @classmethod
+    def of(cls, configs: Sequence[SamplingConfig]) -> "SamplingRows":
+        """One row for each config."""
+        # Not under the smallest normal number: a device may flush what is smaller to 0, greedy.
+        temperatures = [c.temperature and max(c.temperature, _TINY) for c in configs]
+        top_ks = [min(c.top_k or 0, np.iinfo(np.int32).max) for c in configs]
+        top_ps = [1.0 if c.top_p is None else max(c.top_p, _TINY) for c in configs]
+        return cls(
+            temperature_B=jnp.asarray(temperatures, jnp.float32),
+            top_k_B=jnp.asarray(top_ks, jnp.int32),
+            top_p_B=jnp.asarray(top_ps, jnp.float32),
+        )
+
+
 def sample(
-    logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], *, config: SamplingConfig
+    logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], *, rows: SamplingRows
 ) -> Int[Array, "B"]:
-    """Draws one token id a row, int32; a row's draw depends on its own logits and key only.
+    """Draws one token id per row, int32; it depends on the row's own logits, key and settings only.
+
+    Noise is drawn only where a row is not greedy, and the vocabulary is sorted only where a row
+    cuts it: what no row of the batch asks for is compiled, and not run.
 
     Args:
         logits_BV: fp32; -inf excludes a token.
-        keys_B: typed PRNG keys, one a row; not used when greedy.
-        config: static under jit.
+        keys_B: typed PRNG keys, one per row; not used by a greedy row.
     """
-    if config.temperature == 0.0:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    return jax.vmap(functools.partial(_draw, config=config))(logits_BV, keys_B)
+    is_drawn_B = rows.temperature_B > 0
+    is_cut_B = is_drawn_B & ((rows.top_k_B > 0) | (rows.top_p_B < 1))
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+
+    def greedy() -> jax.Array:
+        return greedy_B
+
+    def drawn() -> jax.Array:
+        scaled_BV, noise_BV = _scaled_and_noise(logits_BV, keys_B, rows.temperature_B)
+        free_B = jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
+
+        def cut() -> jax.Array:
+            ranked_BV, ids_BV = _ranked(scaled_BV, jnp.where(is_cut_B, rows.top_k_B, 1))
+            cut_B = jax.vmap(_draw_cut)(ranked_BV, ids_BV, noise_BV, rows.top_k_B, rows.top_p_B)
+            return jnp.where(is_cut_B, cut_B, free_B)
+
+        return jnp.where(is_drawn_B, jax.lax.cond(jnp.any(is_cut_B), cut, lambda: free_B), greedy_B)
+
+    return jax.lax.cond(jnp.any(is_drawn_B), drawn, greedy)
 
 
-def _draw(logits_V: jax.Array, key: jax.Array, *, config: SamplingConfig) -> jax.Array:
-    """argmax(logits / temperature + Gumbel noise) over the tokens kept."""
-    # Relative to the largest, so that a small temperature cannot overflow it; and not under the
-    # smallest normal number, because 0 divided by what a device flushes to 0 is NaN.
-    temperature = max(config.temperature, float(jnp.finfo(logits_V.dtype).tiny))
-    scaled_V = (logits_V - jnp.max(logits_V)) / temperature
+def _scaled_and_noise(
+    logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Logits over temperature, and the Gumbel noise that is added to them before an argmax."""
+    # Relative to the largest, so that a small temperature cannot overflow it.
+    divisor_B1 = jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
+    scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / divisor_B1
     # Noise belongs to ids, not ranks: cutting the tail changes only the draws that were in it.
     # "high": the default's 23 bits misjudge tokens less likely than 1e-7, of which there are many.
-    noise_V = jax.random.gumbel(key, scaled_V.shape, scaled_V.dtype, mode="high")
-    if config.top_k is None and config.top_p in (None, 1.0):
-        return jnp.argmax(scaled_V + noise_V).astype(jnp.int32)
-    num_kept = min(config.top_k or scaled_V.size, scaled_V.size)
-    scaled_K, ids_K = jax.lax.top_k(scaled_V, num_kept)
-    noisy_K = scaled_K + noise_V[ids_K]
-    if config.top_p is not None and config.top_p < 1.0:
-        probabilities_K = jax.nn.softmax(scaled_K)
-        more_likely_K = jnp.cumsum(probabilities_K) - probabilities_K
-        # The first is always kept: nothing is more likely.
-        noisy_K = jnp.where(more_likely_K < config.top_p, noisy_K, -jnp.inf)
-    return ids_K[jnp.argmax(noisy_K)].astype(jnp.int32)
+
+    def noise(key: jax.Array) -> jax.Array:
+        return jax.random.gumbel(key, scaled_BV.shape[1:], scaled_BV.dtype, mode="high")
+
+    return scaled_BV, jax.vmap(noise)(keys_B)
+
+
+def _ranked(scaled_BV: jax.Array, top_k_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Every row's logits from the most likely down, and their ids; lower ids first among equals.
+
+    Where all rows keep few, what lies beyond those few is -inf instead: they are found without
+    sorting the vocabulary.
+    """
+    num_ids = scaled_BV.shape[1]
+    num_few = min(_FEW, num_ids)
+
+    def few() -> tuple[jax.Array, jax.Array]:
+        ranked_BK, ids_BK = jax.lax.top_k(scaled_BV, num_few)
+        beyond = ((0, 0), (0, num_ids - num_few))
+        return jnp.pad(ranked_BK, beyond, constant_values=-jnp.inf), jnp.pad(ids_BK, beyond)
+
+    is_few = jnp.all((top_k_B > 0) & (top_k_B <= num_few))
+    return jax.lax.cond(is_few, few, lambda: tuple(jax.lax.top_k(scaled_BV, num_ids)))
+
+
+def _draw_cut(
+    ranked_V: jax.Array, ids_V: jax.Array, noise_V: jax.Array, top_k: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """The draw among the tokens that top-k and top-p keep."""
+    # What top-k cuts has a probability of 0 from here on.
+    is_kept_V = (jnp.arange(ranked_V.size) < top_k) | (top_k == 0)
+    ranked_V = jnp.where(is_kept_V, ranked_V, -jnp.inf)
+    probabilities_V = jax.nn.softmax(ranked_V)
+    more_likely_V = jnp.cumsum(probabilities_V) - probabilities_V
+    # The first is always kept: nothing is more likely.
+    is_kept_V = (more_likely_V < top_p) | (top_p >= 1)
+    noisy_V = jnp.where(is_kept_V, ranked_V + noise_V[ids_V], -jnp.inf)
+    return ids_V[jnp.argmax(noisy_V)].astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""The pure steps of generation: prefill a batch of prompts, then decode a token a row at a time.
+"""The pure steps of generation: rows take in a chunk of a prompt, or a token each.
 
-Dims: B batch, T prompt position, S cache slot, D model width, V vocabulary.
+Dims: B batch, T new token, D model width, V vocabulary.
 """
 
 import dataclasses
@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfra.config.model import ModelConfig
+from jaxinfra.core import axes
 from jaxinfra.models.decoder import Decoder, KVCache
-from jaxinfra.serving.sampling import SamplingConfig, sample
+from jaxinfra.serving.sampling import SamplingRows, sample
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,18 +20,34 @@ class StepConfig:
     """What a step is compiled for, besides shapes."""
 
     graphdef: nnx.GraphDef[Decoder]
-    sampling: SamplingConfig
     num_ids: int  # ids from here on are never drawn
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeState:
-    """What a decode step consumes; donate it."""
+    """What a step consumes; donate it."""
 
     cache: KVCache
     positions_B: jax.Array  # int32, where each row's next token goes
-    keys_B: jax.Array  # typed PRNG keys, one a row
+    keys_B: jax.Array  # typed PRNG keys, one per row
+    sampling: SamplingRows
+
+
+def empty_state(
+    model: Decoder, *, num_slots: int, keys_B: jax.Array, sampling: SamplingRows
+) -> DecodeState:
+    """Rows without a token yet.
+
+    Args:
+        num_slots: tokens that each row has room for.
+    """
+    return DecodeState(
+        cache=model.empty_cache(batch=len(keys_B), num_slots=num_slots),
+        positions_B=jnp.zeros(len(keys_B), jnp.int32),
+        keys_B=keys_B,
+        sampling=sampling,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_slots"))
@@ -40,31 +56,43 @@ def prefill(
     ids_BT: jax.Array,
     lengths_B: jax.Array,
     keys_B: jax.Array,
+    sampling: SamplingRows,
     *,
     config: StepConfig,
     num_slots: int,
 ) -> tuple[jax.Array, DecodeState]:
-    """Runs all prompts at once; returns the token after each, int32 [B], and the filled cache.
+    """``extend`` of empty rows by whole prompts; no cache is read, or copied into the program.
 
     Args:
-        ids_BT: prompts, padded on the right with any id: causality hides the padding from every
-            token before it, and decoding overwrites its slots before it sees them.
-        lengths_B: of the prompts without padding.
-        keys_B: one a row.
         num_slots: of the cache; at least T.
     """
     model = nnx.merge(config.graphdef, parameters)
-    batch, length = ids_BT.shape
-    hidden_BTD, cache = model.cached(
-        ids_BT,
-        positions=jnp.broadcast_to(jnp.arange(length)[None], (batch, length)),
-        cache=model.empty_cache(batch=batch, num_slots=num_slots),
-        prefill=True,
-    )
-    # Only the last token's logits are needed: all of them would be T times as large.
-    last_B1D = jnp.take_along_axis(hidden_BTD, (lengths_B - 1)[:, None, None], axis=1)
-    state = DecodeState(cache=cache, positions_B=lengths_B, keys_B=keys_B)
-    return _next_tokens(model, last_B1D, state, config), state
+    state = empty_state(model, num_slots=num_slots, keys_B=keys_B, sampling=sampling)
+    return _extend(model, state, ids_BT, lengths_B, lengths_B, config)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
+def extend(
+    parameters: nnx.State,
+    state: DecodeState,
+    ids_BT: jax.Array,
+    counts_B: jax.Array,
+    contexts_B: jax.Array,
+    *,
+    config: StepConfig,
+) -> tuple[jax.Array, DecodeState]:
+    """Appends a chunk of tokens to every row; returns the token after each, int32 [B].
+
+    What is drawn after a chunk that does not end its prompt means nothing.
+
+    Args:
+        ids_BT: new tokens, padded on the right with any id: padding is not cached, and nobody
+            sees it.
+        counts_B: of the new tokens without padding; a row of 0 stays as it is.
+        contexts_B: tokens that each row's prompt has in all, by which LongRoPE chooses its angles.
+    """
+    model = nnx.merge(config.graphdef, parameters)
+    return _extend(model, state, ids_BT, counts_B, contexts_B, config)
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
@@ -73,35 +101,32 @@ def decode(
 ) -> tuple[jax.Array, DecodeState]:
     """Appends one token to every row; returns the next one, int32 [B], and the new state.
 
-    Rows that are through go on, at no extra cost and to no effect: the position of a full row
-    stays at the last slot.
+    Rows that are through go on, at no extra cost and to no effect: one that is full stays so.
     """
     model = nnx.merge(config.graphdef, parameters)
-    num_slots = state.cache[0].k_BSKH.shape[2]
-    hidden_B1D, cache = model.cached(
-        tokens_B[:, None],
-        positions=jnp.minimum(state.positions_B, num_slots - 1)[:, None],
-        cache=state.cache,
-        prefill=False,
-    )
-    state = dataclasses.replace(state, cache=cache, positions_B=state.positions_B + 1)
-    return _next_tokens(model, hidden_B1D, state, config), state
+    counts_B = (state.positions_B < state.cache[0].num_slots).astype(jnp.int32)
+    contexts_B = state.positions_B + counts_B
+    return _extend(model, state, tokens_B[:, None], counts_B, contexts_B, config)
 
 
-def _next_tokens(
-    model: Decoder, hidden_B1D: jax.Array, state: DecodeState, config: StepConfig
-) -> jax.Array:
-    logits_BV = model.logits(hidden_B1D)[:, 0, : config.num_ids]
+def _extend(
+    model: Decoder,
+    state: DecodeState,
+    ids_BT: jax.Array,
+    counts_B: jax.Array,
+    contexts_B: jax.Array,
+    config: StepConfig,
+) -> tuple[jax.Array, DecodeState]:
+    offsets_T = jnp.arange(ids_BT.shape[1])
+    positions_BT = state.positions_B[:, None] + offsets_T[None]
+    positions_BT = jnp.where(offsets_T[None] < counts_B[:, None], positions_BT, -1)
+    out = model.run(ids_BT, positions=positions_BT, cache=state.cache, contexts=contexts_B)
+    state = dataclasses.replace(state, cache=out.cache, positions_B=state.positions_B + counts_B)
+    # Only the last token's logits are needed: all of them would be T times as large.
+    last_B1D = jnp.take_along_axis(out.x, jnp.maximum(counts_B - 1, 0)[:, None, None], axis=1)
+    logits_BV = model.logits(last_B1D)[:, 0, : config.num_ids]
+    # Where devices have parts of the vocabulary: a draw is over all of it.
+    logits_BV = model.execution.place(logits_BV, (axes.BATCH, None))
     # A key for every row and position: what a row draws does not depend on the rest of the batch.
     keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.positions_B)
-    return sample(logits_BV, keys_B, config=config.sampling)
-
-
-def kv_cache_bytes(config: ModelConfig, *, batch: int, num_slots: int, itemsize: int) -> int:
-    """Size of the key/value cache: 2 * batch * slots * layers * kv_heads * head_dim * itemsize.
-
-    Args:
-        itemsize: bytes of the compute dtype.
-    """
-    elements = sum(block.mixer.cache.elements for block in config.layers)
-    return batch * num_slots * elements * itemsize
+    return sample(logits_BV, keys_B, rows=state.sampling), state

@@ -26,12 +26,7 @@ class Clock:
     def __init__(self, job: Job, records: Sequence[dict[str, Any]], *, began: float):
         training = job.config.training
         self._tokens = training.batch_size * training.sequence_length
-        flops = self._tokens * training_flops_per_token(
-            job.config.model,
-            num_parameters=job.model.num_parameters,
-            sequence_length=training.sequence_length,
-            num_frozen=job.model.num_frozen,
-        )
+        flops = self._tokens * training_flops_per_token(job.model, training.sequence_length)
         peak = device_peak(jax.devices()[0].device_kind)
         devices = job.placement.mesh.size
         self._ideal_s = None if peak is None else flops / (peak.bf16_flops * devices)

@@ -14,6 +14,8 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpus import open_corpus
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
 from jaxinfra.training.evaluate_run import RunEvaluation
 from jaxinfra.training.evaluation import evaluate
 from jaxinfra.training.gradients import make_evaluation_step
@@ -40,7 +42,8 @@ def evaluate_pretrained(
     data = DataConfig()
     if source is not None:
         data = dataclasses.replace(data, source=source, heldout_source=source)
-    model = load_pretrained(directory, mesh=mesh)
+    placement = Placement(mesh=make_mesh(mesh, devices=jax.local_devices()))
+    model = load_pretrained(directory, placement=placement)
     corpus = open_corpus(
         data,
         vocab_size=model.definition.config.vocab_size,

@@ -27,7 +27,7 @@ class PretrainedModel:
 
 
 def load_pretrained(
-    path: Path, *, policy: PolicyName | None = None, mesh: MeshConfig | None = None
+    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
 ) -> PretrainedModel:
     """Reads a model directory, tensor by tensor, each device its shard only.
 
@@ -36,10 +36,11 @@ def load_pretrained(
 
     Args:
         policy: None: that of the dtype in which the embedding is stored.
-        mesh: one device by default.
+        placement: on the first device by default.
     """
     directory = read_model_directory(path)
-    placement = Placement(mesh=make_mesh(mesh or MeshConfig(), devices=jax.local_devices()))
+    if placement is None:
+        placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))
     # Names and shapes do not depend on the policy, and the files say which one fits them.
     source = directory.open(define_model(directory.config, execution_on()))
     if policy is None:

@@ -29,6 +29,8 @@ _SETTINGS = {
     "training.log_every": 1,
     "checkpoint.every": 4,
     "optimizer.warmup_steps": 2,
+    "optimizer.learning_rate": 4e-3,
+    "optimizer.muon": "none",
     "data.heldout_fraction": 0.2,
     "data.tokenizer.kind": "bytes",
     "model.vocab_size": 300,

@@ -5,6 +5,8 @@ Independent of the package: no code of it is used, so a wrong mask there is not 
 
 import numpy as np
 
+from tests.rounding import Rounded, stored
+
 
 def visible(B, T, S, *, left, right, q_ids, kv_ids, q_lengths, kv_lengths):
     """bool [B, T, S] from the words of the contract."""
@@ -26,82 +28,69 @@ def visible(B, T, S, *, left, right, q_ids, kv_ids, q_lengths, kv_lengths):
     return seen
 
 
-def attention(
-    q,
-    k,
-    v,
-    d_out,
-    d_lse,
-    seen,
-    *,
-    scale,
-    cap=None,
-    sinks=None,
-    bias=None,
-    dtype,
-    rounded=lambda x: x,
-):
-    """Results and gradients in ``dtype``, float64 for the oracle.
+def attention(q, k, v, d_out, d_lse, seen, *, scale, cap=None, sinks=None, bias=None, kept=None):
+    """Results and gradients in float64.
 
-    ``rounded`` is applied to probabilities before their product with the values and to out, which
-    the gradients read, as in a pass that keeps both in 16 bits.
+    With ``kept``, the dtype of operands and results, they are ``Rounded``: the spread of programs
+    that keep probabilities, ``out`` and the scores' gradients in that dtype, and all else in fp32.
 
     Returns a dict: out, lse, dq, dk, dv and, where given, d_sinks, d_bias. A row without keys has
     out 0, lse -inf (or the sink) and no gradient.
     """
-    q, k, v, d_out, d_lse = (np.asarray(x, dtype) for x in (q, k, v, d_out, d_lse))
+    make = (lambda x: np.asarray(x, np.float64)) if kept is None else Rounded
+    q, k, v, d_out, d_lse = map(make, (q, k, v, d_out, d_lse))
     (B, T, N, _), (S, K) = q.shape, k.shape[1:3]
     result = {
-        "out": np.zeros((B, T, N, v.shape[-1]), dtype),
-        "lse": np.full((B, T, N), -np.inf, dtype),
-        "dq": np.zeros_like(q),
-        "dk": np.zeros_like(k),
-        "dv": np.zeros_like(v),
+        "out": np.zeros((B, T, N, v.shape[-1])),
+        "lse": np.full((B, T, N), -np.inf),
+        "dq": np.zeros(q.shape),
+        "dk": np.zeros(k.shape),
+        "dv": np.zeros(v.shape),
     }
     if sinks is not None:
-        sinks = np.asarray(sinks, dtype)
-        result["d_sinks"] = np.zeros_like(sinks)
+        result["d_sinks"] = np.zeros(sinks.shape)
+    result = {name: make(zeros) for name, zeros in result.items()}
     if bias is not None:
-        bias = np.asarray(bias, dtype)
-        result["d_bias"] = np.zeros_like(bias)
-        full_bias = np.broadcast_to(bias, (B, N, T, S))
-        d_full_bias = np.zeros((B, N, T, S), dtype)
+        full_bias = np.broadcast_to(np.asarray(bias, np.float64), (B, N, T, S))
+        d_full_bias = make(np.zeros((B, N, T, S)))
     for b in range(B):
         for n in range(N):
             kv = n // (N // K)
-            raw = (q[b, :, n] @ k[b, :, kv].T) * dtype(scale)
-            slope = np.ones_like(raw)
+            raw = (q[b, :, n] @ k[b, :, kv].T) * scale
+            slope = np.ones((T, S))
             scores = raw
             if cap is not None:
-                tanh = np.tanh(raw / dtype(cap))
-                scores, slope = dtype(cap) * tanh, 1 - tanh * tanh
+                tanh = np.tanh(raw / cap)
+                scores, slope = cap * tanh, 1 - tanh * tanh
             if bias is not None:
                 scores = scores + full_bias[b, n]
             scores = np.where(seen[b], scores, -np.inf)
             logits = scores
             if sinks is not None:
-                logits = np.concatenate([scores, np.full((T, 1), sinks[n], dtype)], axis=1)
-            m = np.max(logits, axis=1, keepdims=True, initial=-np.inf)
-            m = np.where(np.isneginf(m), 0, m)
+                logits = np.concatenate([scores, np.full((T, 1), sinks[n], np.float64)], axis=1)
+            m = np.max(np.concatenate([logits, np.full((T, 1), -np.inf)], axis=1), axis=1)[:, None]
+            m = np.where(m == -np.inf, 0, m)
             total = np.exp(logits - m).sum(axis=1, keepdims=True)
             some = total > 0
             lse = np.where(some, m + np.log(np.where(some, total, 1)), -np.inf)
             p = np.where(some, np.exp(scores - np.where(some, lse, 0)), 0)
-            out = rounded(rounded(p) @ v[b, :, kv])
+            out = stored(stored(p, kept) @ v[b, :, kv], kept)
             delta = (out * d_out[b, :, n]).sum(axis=1, keepdims=True)
             delta = np.where(some, delta - d_lse[b, :, n, None], 0)
-            ds = p * (d_out[b, :, n] @ v[b, :, kv].T - delta)
+            dp = stored(d_out[b, :, n] @ v[b, :, kv].T, kept)
+            ds = p * (dp - delta)
             result["out"][b, :, n] = out
             result["lse"][b, :, n] = lse[:, 0]
             if bias is not None:
                 d_full_bias[b, n] = ds
-            ds = ds * slope * dtype(scale)
+            ds = stored(ds * slope * scale, kept)
             result["dq"][b, :, n] = ds @ k[b, :, kv]
-            result["dk"][b, :, kv] += ds.T @ q[b, :, n]
-            result["dv"][b, :, kv] += p.T @ d_out[b, :, n]
+            d_k, d_v = ds.T @ q[b, :, n], stored(p, kept).T @ d_out[b, :, n]
+            result["dk"][b, :, kv] = result["dk"][b, :, kv] + d_k
+            result["dv"][b, :, kv] = result["dv"][b, :, kv] + d_v
             if sinks is not None:
                 p_sink = np.where(some, np.exp(sinks[n] - np.where(some, lse, 0)), 0)
-                result["d_sinks"][n] -= (p_sink * delta).sum()
+                result["d_sinks"][n] = result["d_sinks"][n] - (p_sink * delta).sum()
     if bias is not None:
         broadcast = tuple(d for d in range(4) if bias.shape[d] < d_full_bias.shape[d])
         result["d_bias"] = d_full_bias.sum(axis=broadcast, keepdims=True)

@@ -109,7 +109,7 @@ def oracle(q, k, v, *, left=None, right=None):
     zeros = np.zeros((*q.shape[:3], v.shape[3])), np.zeros(q.shape[:3])
     result = attention_oracle.attention(
         *(np.asarray(x, np.float64) for x in (q, k, v)), *zeros, seen,
-        scale=H**-0.5, dtype=np.float64,
+        scale=H**-0.5,
     )  # fmt: skip
     return {name: result[name] for name in ("out", "lse")}
 

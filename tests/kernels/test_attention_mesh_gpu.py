@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pallas_kernels import flash_attention
 from pallas_kernels.common import device
 from tests.kernels import attention_oracle
-from tests.tolerance import assert_no_worse
+from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -61,24 +61,22 @@ def gradients(q, k, v, d_out, ids=None, *, split=None, **options):
 
 @functools.cache
 def expected(K, packed):
-    """Gradients by the plain formula on one device, and the oracle's."""
+    """The oracle's gradients."""
     args = [*arrays(K), *([segment_ids()] if packed else [])]
-    plain = jax.jit(functools.partial(gradients, implementation="reference"))(*args)
     seen = np.broadcast_to(np.tril(np.ones((T, T), bool)), (B, T, T))
     if packed:
         ids = np.asarray(args.pop())
         seen = seen & (ids[:, :, None] == ids[:, None, :])
     *qkv, d_out = (np.asarray(x, np.float64) for x in args)
     oracle = attention_oracle.attention(
-        *qkv, d_out, np.zeros((B, T, N)), seen, scale=H**-0.5, dtype=np.float64
+        *qkv, d_out, np.zeros((B, T, N)), seen, scale=H**-0.5, kept=jnp.bfloat16
     )
-    return list(plain), [oracle[name] for name in ("dq", "dk", "dv")]
+    return [oracle[name] for name in ("dq", "dk", "dv")]
 
 
 def assert_right(got, K, packed):
-    plain, oracle = expected(K, packed)
     whole = [jnp.asarray(np.asarray(x)) for x in got]
-    assert_no_worse(whole, plain=plain, oracle=oracle, what="dq, dk, dv")
+    assert_within_rounding(whole, expected(K, packed), what="dq, dk, dv")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["causal", "packed"])

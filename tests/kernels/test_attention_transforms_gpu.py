@@ -11,7 +11,7 @@ from pallas_kernels import flash_attention
 from pallas_kernels.common import device
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 from tests.kernels import attention_oracle
-from tests.tolerance import assert_no_worse
+from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -112,24 +112,16 @@ def test_a_million_tokens():
             )
         return pieces
 
-    plain = jax.jit(
-        functools.partial(gradients, functools.partial(flash_attention, implementation="reference"))
-    )
     for start, (operands, got) in zip(parts, kernel(), strict=True):
         before = operands[1].shape[1] - 256
         inner = slice(before, before + got[2].shape[1])
-        out, dq, dk, dv = plain(*operands)
         q, k, v, d_out = (np.asarray(x, np.float64) for x in operands)
         seen = attention_oracle.visible(
             1, 256, before + 256, left=left, right=0, q_ids=None, kv_ids=None, q_lengths=None,
             kv_lengths=None,
         )  # fmt: skip
         oracle = attention_oracle.attention(
-            q, k, v, d_out, np.zeros(q.shape[:3]), seen, scale=H**-0.5, dtype=np.float64
+            q, k, v, d_out, np.zeros(q.shape[:3]), seen, scale=H**-0.5, kept=jnp.bfloat16
         )
-        assert_no_worse(
-            got,
-            plain=(out, dq, dk[:, inner], dv[:, inner]),
-            oracle=(oracle["out"], oracle["dq"], oracle["dk"][:, inner], oracle["dv"][:, inner]),
-            what=f"rows from {start}",
-        )
+        want = (oracle["out"], oracle["dq"], oracle["dk"][:, inner], oracle["dv"][:, inner])
+        assert_within_rounding(got, want, what=f"rows from {start}")

@@ -237,8 +237,21 @@ def lowers(f, *args):
     assert "mosaic_gpu" in text
 
 
-@pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+# By default every width with one mask, and every mask with the width of most models.
+ALL_MASKS_AT = (128, 128)
+
+
+def quick(*cases):
+    """The others, of (widths, mask, ...), run with the slow ones."""
+    return [
+        pytest.param(
+            *case, marks=() if case[0] == ALL_MASKS_AT or case[1] == "causal" else pytest.mark.slow
+        )
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(("widths", "kind"), quick(*itertools.product(WIDTHS, SPECS)), ids=str)
 def test_forward_lowers(widths, kind):
     q, k, v, _ = operands(*widths)
     spec = AttentionSpec(scale=widths[0] ** -0.5, **SPECS[kind])
@@ -249,10 +262,10 @@ def test_forward_lowers(widths, kind):
 
 @pytest.mark.parametrize(
     ("widths", "kind", "deterministic"),
-    [
+    quick(
         *itertools.product(WIDTHS, ["full", "causal", "window"], [False, True]),
         *itertools.product([(128, 128), (256, 256)], ["capped"], [False]),
-    ],
+    ),
 )
 def test_backward_lowers(widths, kind, deterministic):
     q, k, v, out = operands(*widths)

@@ -110,10 +110,17 @@ def asked(monkeypatch):
     return asked
 
 
+# A dtype decides by its bytes: those of float16 are bfloat16's.
+OF_BOTH_SIZES = [
+    pytest.param(dtype, marks=[pytest.mark.slow] * (dtype == jnp.float16), id=dtype.__name__)
+    for dtype in DTYPES
+]
+
+
 @pytest.mark.parametrize(
     ("f", "columns"), LOWERED, ids=[f"{f.__name__} {columns}" for f, columns in LOWERED]
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("dtype", OF_BOTH_SIZES)
 def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, dtype):
     x = jax.ShapeDtypeStruct((152, columns), dtype)
     vector = jax.ShapeDtypeStruct((columns,), jnp.float32)
@@ -136,7 +143,7 @@ def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, d
 
 
 @pytest.mark.parametrize("columns", [32768, 131072, 262144, 126976])
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("dtype", OF_BOTH_SIZES)
 def test_masked_kernels_ask_for_the_shared_memory_that_was_counted(asked, columns, dtype):
     x, where = (jax.ShapeDtypeStruct((152, columns), of) for of in (dtype, jnp.bool))
     assert num_kernels(lambda x, m: softmax(x, where=m, implementation="hopper"), x, where) == 1

@@ -43,6 +43,7 @@ from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
 from jaxinfra.training.state import TrainState, initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
+from tests.seeds import seeded
 
 # Epsilon near the gradients' size keeps an update a smooth function of its gradient: at 1e-8 the
 # first step is lr * sign(g), which turns rounding of a g near 0 into a full step.
@@ -125,7 +126,7 @@ def packed_batch(
     """Rows of random documents, restarting positions, some padding; padding and the last target of
     a document do not count.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(seeded(seed))
     tokens = rng.integers(0, vocab_size, (rows, length + 1), dtype=np.int32)
     segment_ids = np.full((rows, length), -1, np.int32)
     positions = np.zeros((rows, length), np.int32)
@@ -153,10 +154,11 @@ def precision_of(policy: PolicyName) -> PrecisionConfig:
 
 
 @functools.cache
-def _drawn(config: ModelConfig) -> Any:
+def drawn(config: ModelConfig) -> Any:
+    """Initial parameters, on the host."""
     model = define_model(config, execution_on())
     draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
-    return jax.device_get(draw(jax.random.key(0)))
+    return jax.device_get(draw(jax.random.key(seeded(0))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +182,7 @@ class Built:
 
     def state(self) -> TrainState:
         """The initial state, drawn once a model: drawing compiles longer than a step."""
-        parameters = _drawn(self.model.config)
+        parameters = drawn(self.model.config)
         zeros = jax.tree.map(
             lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.initialize)
         )

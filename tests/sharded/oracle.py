@@ -2,10 +2,17 @@
 
 Independent of the package on purpose: complex numbers rotate, key/value heads are repeated, the
 score matrix is whole, layers are a Python loop. Only the names of parameters are shared.
+
+How far an fp32 program may be from it is sampled: whatever the decoder computes, and every gradient
+that comes back to it, is changed by a random sign times sqrt(n) u, u = 2**-24 and n the number of
+tokens. A sum of n terms, however ordered, changes by no more than sqrt(n) u times the sum of their
+absolute values (``tests/rounding.py``), and no sum here has more terms. So a gradient that is 0 by
+symmetry, as of a key's bias, is held on the scale of the terms that cancel in it.
 """
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -16,6 +23,11 @@ import numpy as np
 from jaxinfra.config.model import BlockConfig, MlpKind, ModelConfig, NormConfig, NormKind
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.data.batch import Batch
+from tests.rounding import UNIT, Rounded
+
+NUM_SAMPLES = 8
+_NUM_SIGNS = 1 << 18
+_PRIME = 7919  # so that one operation's signs are not the next one's
 
 
 @contextlib.contextmanager
@@ -28,41 +40,96 @@ def double_precision():
         yield
 
 
-def _doubled(function):
+class _Roundings:
+    """Of one run: each call gives its array the next signs."""
+
+    def __init__(self, changes: jax.Array):
+        self._changes = changes
+        self._starts = itertools.count(step=_PRIME)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return _changed(x, self._next(x), self._next(x))
+
+    def _next(self, x: jax.Array) -> jax.Array:
+        start = next(self._starts) % (_NUM_SIGNS - x.size)
+        return self._changes[start : start + x.size].reshape(x.shape)
+
+
+@jax.custom_vjp
+def _changed(x, change, _):
+    return x * (1.0 + change)
+
+
+_changed.defvjp(
+    lambda x, change, change_of_gradient: (_changed(x, change, None), change_of_gradient),
+    lambda change_of_gradient, d: (d * (1.0 + change_of_gradient), None, None),
+)
+
+
+def _sampled(function):
+    """``function(config, parameters, batch, rounding)`` exactly, then with sampled roundings."""
+
     @functools.wraps(function)
-    def doubled(config, parameters, *args, **kwargs):
+    def sampled(config: ModelConfig, parameters: Any, batch: Batch, **options) -> list[Any]:
+        rng = np.random.default_rng(0)
+        signs = rng.integers(0, 2, (NUM_SAMPLES + 1, _NUM_SIGNS), np.int8) * 2.0 - 1.0
+        changes = signs * UNIT * np.sqrt(np.size(batch.tokens))
+        changes[0] = 0.0
+
+        def run(parameters, changes):
+            return function(config, parameters, batch, _Roundings(changes), **options)
+
         with double_precision():
             parameters = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), parameters)
-            run = jax.jit(lambda parameters: function(config, parameters, *args, **kwargs))
-            compiled = run.lower(parameters).compile({"xla_backend_optimization_level": 0})
-            return jax.tree.map(np.asarray, compiled(parameters))
+            lowered = jax.jit(jax.vmap(run, in_axes=(None, 0))).lower(parameters, changes)
+            compiled = lowered.compile({"xla_backend_optimization_level": 0})
+            results = jax.tree.map(np.asarray, compiled(parameters, changes))
+        return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(NUM_SAMPLES + 1)]
 
-    return doubled
-
-
-@_doubled
-def logits(config: ModelConfig, parameters: Any, batch: Batch) -> Any:
-    """Float64 [B, T, V]."""
-    return _logits(config, parameters, batch)
+    return sampled
 
 
-@_doubled
-def loss_and_gradients(
+def rounded(samples: list[Any]) -> Any:
+    """The first of the samples, which is exact, with the spread of the others."""
+
+    def leaf(exact, *others):
+        spread = np.sqrt(np.mean([np.square(other - exact) for other in others], axis=0))
+        # One element's may be small by luck, unless no rounding reaches it.
+        typical = np.sqrt(np.mean(np.square(spread)))
+        return Rounded(exact, np.where(spread == 0.0, 0.0, np.maximum(spread, typical)))
+
+    return jax.tree.map(leaf, *samples)
+
+
+def logits(config: ModelConfig, parameters: Any, batch: Batch) -> Rounded:
+    """[B, T, V]."""
+    return rounded(_sampled(_logits)(config, parameters, batch))
+
+
+def loss_and_gradients(config: ModelConfig, parameters: Any, batch: Batch, **options) -> Any:
+    """The exact one of ``samples``."""
+    return samples(config, parameters, batch, **options)[0]
+
+
+@_sampled
+def samples(
     config: ModelConfig,
     parameters: Any,
     batch: Batch,
+    rounding: _Roundings,
     *,
     z_loss: float,
     label_smoothing: float = 0.0,
-) -> tuple[Any, Any]:
+) -> Any:
     """Mean nll over counted targets, and the gradient of it, smoothed, plus z-loss by every
     parameter.
     """
 
     def loss(parameters):
-        logits_BTV = _logits(config, parameters, batch)
+        logits_BTV = _logits(config, parameters, batch, rounding)
         largest = jnp.max(logits_BTV, axis=-1)
         lse = largest + jnp.log(jnp.sum(jnp.exp(logits_BTV - largest[..., None]), axis=-1))
+        lse = rounding(lse)
         rows, columns = np.indices(np.shape(batch.targets))
         nll = lse - logits_BTV[rows, columns, np.asarray(batch.targets)]
         weights = np.asarray(batch.weights, np.float64)
@@ -76,50 +143,58 @@ def loss_and_gradients(
     return nll, gradients
 
 
-def _logits(config: ModelConfig, parameters: Any, batch: Batch) -> jax.Array:
+def _logits(config: ModelConfig, parameters: Any, batch: Batch, rounding: _Roundings) -> jax.Array:
     tokens = np.asarray(batch.tokens)
     positions = np.asarray(batch.positions)
     x = parameters["embedding"]["table"][tokens] * config.embedding_scale
     if config.learned_positions:
         x = x + parameters["positions"]["table"][positions]
+    x = rounding(x)
     for layer in range(config.num_layers):
         group, i = divmod(layer, len(config.blocks))
         weights = jax.tree.map(lambda w, group=group: w[group], parameters["blocks"][i])
-        x = _block(config.blocks[i], weights, x, positions, np.asarray(batch.segment_ids))
-    x = _norm(config.final_norm, parameters["final_norm"], x)
+        segments = np.asarray(batch.segment_ids)
+        x = _block(config.blocks[i], weights, x, positions, segments, rounding)
+    x = _norm(config.final_norm, parameters["final_norm"], x, rounding)
     table = parameters["embedding" if config.tie_embeddings else "unembedding"]["table"]
-    return _cap(x @ table.T, config.logit_soft_cap)
+    return rounding(_cap(rounding(x @ table.T), config.logit_soft_cap))
 
 
-def _block(config: BlockConfig, weights: Any, x, positions, segments):
+def _block(config: BlockConfig, weights: Any, x, positions, segments, rounding):
     def branch(name, function, x):
-        y = function(_norm(config.norm, weights[f"{name}_norm"], x))
+        y = function(_norm(config.norm, weights[f"{name}_norm"], x, rounding))
         if f"{name}_post_norm" in weights:
-            y = _norm(config.norm, weights[f"{name}_post_norm"], y)
-        return x + y
+            y = _norm(config.norm, weights[f"{name}_post_norm"], y, rounding)
+        return rounding(x + y)
 
-    x = branch("attention", lambda y: _attention(config, weights, y, positions, segments), x)
-    return branch("mlp", lambda y: _mlp(config.feed_forward.kind, weights["mlp"], y), x)
+    def attention(x):
+        return _attention(config, weights, x, positions, segments, rounding)
+
+    def mlp(x):
+        return _mlp(config.feed_forward.kind, weights["mlp"], x, rounding)
+
+    return branch("mlp", mlp, branch("attention", attention, x))
 
 
-def _attention(block: BlockConfig, weights: Any, x, positions, segments):
+def _attention(block: BlockConfig, weights: Any, x, positions, segments, rounding):
     config, weights = block.mixer, weights["attention"]
 
     def project(name):
         y = jnp.tensordot(x, weights[name]["weight"], axes=1)
-        return y + weights[name].get("bias", 0.0)
+        return rounding(y + weights[name].get("bias", 0.0))
 
     q, k, v = project("query"), project("key"), project("value")
     if config.qk_norm is not None:
-        q = _norm(config.qk_norm, weights["query_norm"], q)
-        k = _norm(config.qk_norm, weights["key_norm"], k)
+        q = _norm(config.qk_norm, weights["query_norm"], q, rounding)
+        k = _norm(config.qk_norm, weights["key_norm"], k, rounding)
     if config.rope is not None:
         assert config.rope.scaling is None
-        q, k = (_rotate(y, positions, config.rope.theta) for y in (q, k))
+        q, k = (rounding(_rotate(y, positions, config.rope.theta)) for y in (q, k))
     group = config.num_q_heads // config.num_kv_heads
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     scale = 1.0 / np.sqrt(config.head_dim) if config.scale is None else config.scale
-    scores = _cap(scale * jnp.einsum("btnh,bsnh->bnts", q, k), config.logit_soft_cap)
+    raw = rounding(scale * jnp.einsum("btnh,bsnh->bnts", q, k))
+    scores = rounding(_cap(raw, config.logit_soft_cap))
     age = np.arange(x.shape[1])[:, None] - np.arange(x.shape[1])[None, :]
     visible = (age >= 0) & (age < (config.window or x.shape[1]))
     visible = visible & (segments[:, :, None] == segments[:, None, :])
@@ -127,9 +202,10 @@ def _attention(block: BlockConfig, weights: Any, x, positions, segments):
     # Padding rows see nothing and yield 0.
     weight = jnp.where(visible, jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)), 0.0)
     total = jnp.sum(weight, axis=-1, keepdims=True)
-    weight = weight / jnp.where(total == 0.0, 1.0, total)
-    out = jnp.einsum("bnts,bsnh->btnh", weight, v)
-    return jnp.tensordot(out, weights["out"]["weight"], axes=2) + weights["out"].get("bias", 0.0)
+    weight = rounding(weight / jnp.where(total == 0.0, 1.0, total))
+    out = rounding(jnp.einsum("bnts,bsnh->btnh", weight, v))
+    y = jnp.tensordot(out, weights["out"]["weight"], axes=2)
+    return rounding(y + weights["out"].get("bias", 0.0))
 
 
 def _rotate(x, positions, theta):
@@ -139,13 +215,13 @@ def _rotate(x, positions, theta):
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def _mlp(kind: MlpKind, weights: Any, x):
+def _mlp(kind: MlpKind, weights: Any, x, rounding):
     def project(name, y):
-        return y @ weights[name]["weight"] + weights[name].get("bias", 0.0)
+        return rounding(y @ weights[name]["weight"] + weights[name].get("bias", 0.0))
 
     up = project("up", x)
     hidden = _activation(kind, project("gate", x)) * up if kind.gated else _activation(kind, up)
-    return project("down", hidden)
+    return project("down", rounding(hidden))
 
 
 def _activation(kind: MlpKind, x):
@@ -156,11 +232,12 @@ def _activation(kind: MlpKind, x):
     return 0.5 * x * (1.0 + jax.lax.erf(x / np.sqrt(2.0)))
 
 
-def _norm(config: NormConfig, weights: Any, x):
+def _norm(config: NormConfig, weights: Any, x, rounding):
     if config.kind is NormKind.LAYER:
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.epsilon)
-    return x * (weights["scale"] + config.scale_offset) + weights.get("bias", 0.0)
+    y = rounding(x) * (weights["scale"] + config.scale_offset)
+    return rounding(y + weights.get("bias", 0.0))
 
 
 def _cap(x, cap):

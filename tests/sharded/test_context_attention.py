@@ -1,7 +1,7 @@
 """Attention over a sharded sequence: what one device computes, forward and all gradients.
 
-The oracle is NumPy in float64, loops and all (tests/kernels/attention_oracle.py); the bound, twice
-the error of plain attention on one device.
+The oracle is NumPy in float64, loops and all (tests/kernels/attention_oracle.py); the bound, what
+rounding may do.
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.ops.attention import attention
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.context.zigzag import from_zigzag, to_zigzag, zigzag_indices
@@ -24,8 +23,9 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import Collective, collectives
 from tests.kernels import attention_oracle
+from tests.seeds import seeded
 from tests.sharded.cases import COMPILER_OPTIONS
-from tests.tolerance import assert_no_worse
+from tests.tolerance import assert_within_rounding
 
 B, T, N, H = 2, 48, 8, 8
 MESHES = {
@@ -72,8 +72,8 @@ CASES = {
     "window-almost-all": Case(window=47, packed=True, mesh="context8", num_kv_heads=8),
 }
 QUICK = {
-    ContextMethod.RING: {"full", "mha-capped", "packed", "bf16", "window-of-chunks"},
-    ContextMethod.ULYSSES: {"packed", "window-of-chunks"},
+    ContextMethod.RING: {"mha-capped", "packed", "bf16", "window-of-chunks"},
+    ContextMethod.ULYSSES: {"window-of-chunks"},
     ContextMethod.ALL_GATHER: {"packed"},
 }
 PAIRS = [
@@ -84,7 +84,7 @@ PAIRS = [
 
 
 def arrays(case: Case):
-    rng = np.random.default_rng(7)
+    rng = np.random.default_rng(seeded(7))
 
     def normal(*shape):
         return rng.standard_normal(shape, dtype=np.float32).astype(jnp.dtype(case.dtype))
@@ -107,13 +107,9 @@ def results(attend, case: Case, q, k, v, d_out, ids):
 
 @functools.cache
 def expected(name: str):
-    """Plain attention on one device, and the oracle."""
+    """The oracle."""
     case = CASES[name]
     (q, k, v, d_out), ids = arrays(case)
-    one = functools.partial(
-        attention, implementation=AttentionImplementation.REFERENCE, is_causal=case.causal
-    )
-    plain = jax.jit(functools.partial(results, one, case))(q, k, v, d_out, ids)
     left = None if case.window is None else case.window - 1
     seen = attention_oracle.visible(
         B, T, T, left=left, right=0 if case.causal else None,
@@ -121,9 +117,9 @@ def expected(name: str):
     )  # fmt: skip
     exact = attention_oracle.attention(
         q, k, v, d_out, np.zeros((B, T, N)), seen,
-        scale=H**-0.5, cap=case.cap, dtype=np.float64,
+        scale=H**-0.5, cap=case.cap, kept=jnp.dtype(case.dtype),
     )  # fmt: skip
-    return plain, tuple(exact[name] for name in ("out", "dq", "dk", "dv"))
+    return tuple(exact[name] for name in ("out", "dq", "dk", "dv"))
 
 
 def context_attention(case: Case, method: ContextMethod) -> ContextAttention:
@@ -143,8 +139,7 @@ def test_equals_one_device(name, method):
     num_shards = MESHES[case.mesh].context
     ordered = [None if x is None else to_zigzag(x, num_shards) for x in (*operands, ids)]
     got = tuple(from_zigzag(np.asarray(x), num_shards) for x in function(*ordered))
-    plain, oracle = expected(name)
-    assert_no_worse(got, plain=plain, oracle=oracle, what=f"{method} {name}")
+    assert_within_rounding(got, expected(name), what=f"{method} {name}")
 
 
 def orders(num_shards: int) -> list[int]:
@@ -184,7 +179,7 @@ def programs(case: Case, method: ContextMethod) -> tuple[list[Collective], list[
     ("method", "dtype"),
     [
         (ContextMethod.RING, "float32"),
-        (ContextMethod.ULYSSES, "float32"),
+        pytest.param(ContextMethod.ULYSSES, "float32", marks=pytest.mark.slow),
         pytest.param(ContextMethod.ALL_GATHER, "float32", marks=pytest.mark.slow),
         pytest.param(ContextMethod.RING, "bfloat16", marks=pytest.mark.slow),
     ],
@@ -196,9 +191,8 @@ def test_bytes_sent_are_the_formula(method, dtype):
         method,
         num_shards=4,
         tokens=B * T // 4,
-        num_q_heads=N,
-        num_kv_heads=4,
-        head_dim=H,
+        q_width=N * H,
+        kv_width=2 * 4 * H,
         itemsize=jnp.dtype(dtype).itemsize,
         is_packed=True,
     )

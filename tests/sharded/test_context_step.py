@@ -67,9 +67,8 @@ def test_a_step_sends_keys_round_and_sums_gradients_and_nothing_else():
         RING,
         num_shards=2,
         tokens=tokens,
-        num_q_heads=attention.num_q_heads,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
+        q_width=attention.num_q_heads * attention.head_dim,
+        kv_width=2 * attention.num_kv_heads * attention.head_dim,
         itemsize=4,
         is_packed=True,
     )

@@ -30,9 +30,17 @@ def alone() -> np.ndarray:
     ("mesh", "spec"),
     [
         (MeshConfig(replica=2, fsdp=2, tensor=2), PartitionSpec(("replica", "fsdp"))),
-        (MeshConfig(replica=2, fsdp=2, tensor=2), PartitionSpec(None, "tensor", "fsdp")),
+        pytest.param(
+            MeshConfig(replica=2, fsdp=2, tensor=2),
+            PartitionSpec(None, "tensor", "fsdp"),
+            marks=pytest.mark.slow,
+        ),
         (MeshConfig(context=4, tensor=2), PartitionSpec(None, ("context", "tensor"))),
-        (MeshConfig(fsdp=2, context=2, tensor=2), PartitionSpec("fsdp", "context")),
+        pytest.param(
+            MeshConfig(fsdp=2, context=2, tensor=2),
+            PartitionSpec("fsdp", "context"),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )

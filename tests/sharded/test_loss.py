@@ -15,16 +15,17 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import collectives
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training import gradients
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from tests.rounding import Rounded
+from tests.seeds import seeded
 from tests.sharded.test_meshes import assert_as_one_device, run
-from tests.tolerance import assert_no_worse
+from tests.tolerance import assert_within_rounding
 
 B, T, D, V = 8, 6, 16, 40
 HOW = {"z_loss": 1e-2, "logit_soft_cap": 5.0, "label_smoothing": 0.2}
 
 
 def operands():
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seeded(0))
     return (
         rng.standard_normal((B, T, D), np.float32),
         rng.standard_normal((V, D), np.float32),
@@ -50,7 +51,7 @@ def results(loss):
 def exact():
     """In float64, materialized."""
     hidden, table, targets, weights = operands()
-    h, w = hidden.astype(np.float64), table.astype(np.float64)
+    h, w = Rounded(hidden), Rounded(table)
     cap = HOW["logit_soft_cap"]
     tanh = np.tanh(h @ w.T / cap)
     logits = cap * tanh
@@ -93,9 +94,8 @@ def test_is_the_whole_batchs(mesh, zero):
         in_shardings=(tokens, table, rows, rows),
         out_shardings=(placement.replicated, tokens, table),
     )
-    plain = jax.jit(results(lambda *arrays: linear_cross_entropy(*arrays, **HOW)))(*operands())
     compiled = function.lower(*operands()).compile()
-    assert_no_worse(compiled(*operands()), plain=plain, oracle=exact(), what=str(mesh))
+    assert_within_rounding(compiled(*operands()), exact(), what=str(mesh))
     if zero == 3:
         large = {each.kind: each.times for each in collectives(compiled) if each.shape}
         assert large.items() >= {"all-gather": 1, "reduce-scatter": 1}.items()

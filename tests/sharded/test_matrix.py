@@ -1,6 +1,6 @@
 """Every subset of the axes, times what a step can be: one device's loss and every gradient.
 
-Bounds as in ``test_meshes``: against float64, twice one device's fp32 error, plus two ulp.
+Bounds as in ``test_meshes``: what rounding may do.
 Rows are packed documents throughout. The models bring grouped queries and tied embeddings (tied),
 whole heads, biases, untied tables and accumulation (untied), windows, soft caps and sandwich norms
 (capped). A sample runs by default, all of them with
@@ -69,8 +69,6 @@ ALL = matrix()
 SAMPLE = {
     ("tied", "replica=2,fsdp=4", 2),  # ZeRO 2
     ("untied", "replica=2,tensor=4", 1),  # sequence parallel, accumulated
-    ("capped", "fsdp=2,tensor=4", 3),  # ZeRO 1, sequence parallel
-    ("untied", "replica=2,fsdp=2,tensor=2", 5),  # ZeRO 2, sequence parallel, accumulated
     ("tied", "fsdp=2,context=2,tensor=2", 2),  # sequence parallel over context too
 }
 

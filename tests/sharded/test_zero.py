@@ -55,7 +55,7 @@ def num_parameters() -> int:
     ("mesh", "zero"),
     [
         pytest.param("replica=8", 3, marks=pytest.mark.slow),
-        ("fsdp=8", 1),
+        pytest.param("fsdp=8", 1, marks=pytest.mark.slow),
         ("fsdp=8", 2),
         ("fsdp=8", 3),
     ],

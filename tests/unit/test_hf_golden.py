@@ -21,6 +21,8 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 # One of each architecture, for time.
 BF16_CASES = ("gemma2", "gpt2", "llama3", "qwen3")
+SLOW_GRADIENT_CASES = ("mistral", "phi3_longrope", "qwen2")
+CONTINUED_CASES = ("gemma2", "gpt2", "llama3", "phi3_longrope", "qwen3")
 GRADIENT_CASES = ("gemma2", "gpt2", "llama3", "mistral", "phi3_longrope", "qwen2", "qwen3")
 
 
@@ -77,7 +79,15 @@ def test_bfloat16_logits(name):
     assert_no_worse(got, plain=plain, oracle=oracle, what=f"{name} bfloat16 logits")
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others' logits are held above; a continuation is of them and of the cache, which is not of
+# an architecture.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in CONTINUED_CASES))
+        for name in CASES
+    ],
+)
 def test_greedy_continuations(name):
     arrays = golden(name)
     prompts = [ids[:length] for ids, length in zip(arrays["ids"], arrays["prompts"], strict=True)]
@@ -96,7 +106,13 @@ def test_greedy_continuations(name):
         np.testing.assert_array_equal(drawn, new)
 
 
-@pytest.mark.parametrize("name", GRADIENT_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_GRADIENT_CASES))
+        for name in GRADIENT_CASES
+    ],
+)
 def test_loss_and_gradients(name):
     arrays = golden(name)
     ids = arrays["ids"].astype(np.int32)

@@ -9,12 +9,17 @@ import pytest
 from jaxinfra.config.presets import MODELS
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, linear_cross_entropy
 from jaxinfra.ops.target import H200, compiling_for
-from jaxinfra.planning.from_config import shape_of
-from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.loss import loss_form, loss_operations
+from jaxinfra.planning.model import plan_model
 from jaxinfra.planning.operations import Collective
 
-LLAMA = shape_of(MODELS["llama32_1b"]())
+
+def llama(vocab):
+    config = MODELS["llama32_1b"]()
+    return plan_model(dataclasses.replace(config, vocab_size=vocab))
+
+
 WIDTH = 128
 
 
@@ -52,15 +57,15 @@ def traced(*, rows, length, ids, num_devices=1):
     ids=str,
 )
 def test_form_and_chunks_are_the_codes(layout, vocab):
-    layout = Layout(**layout)
-    form = loss_form(dataclasses.replace(LLAMA, vocab_size=vocab), layout)
-    own = vocab // layout.tensor
+    layout = lay_out(**layout)
+    form = loss_form(llama(vocab), layout)
+    own = vocab // layout.mesh.tensor
     assert form.kernel == (own >= HOPPER_LEAST_IDS)
     rows, length = layout.micro_rows, layout.micro_tokens // layout.micro_rows
     # Devices run the kernel on their own tokens and ids; XLA's form is of the whole vocabulary.
     ids = own if form.kernel else vocab
     found = traced(
-        rows=rows, length=length, ids=ids, num_devices=1 if form.kernel else layout.tensor
+        rows=rows, length=length, ids=ids, num_devices=1 if form.kernel else layout.mesh.tensor
     )
     assert found == (form.kernel, form.chunks)
     assert form.chunk_bytes <= (470 if form.kernel else 1.5 * 1024) * 2**20
@@ -68,14 +73,14 @@ def test_form_and_chunks_are_the_codes(layout, vocab):
 
 def test_what_devices_that_share_the_vocabulary_tell_each_other():
     """Of the kernel, 20 bytes a token, and dx once in 16 bits; of XLA's form, dx in fp32."""
-    shape = dataclasses.replace(LLAMA, vocab_size=262_144)
-    layout = Layout(batch=4, length=4096, tensor=2)
-    tokens, width = layout.micro_tokens, shape.model_dim
+    model = llama(262_144)
+    layout = lay_out(batch=4, length=4096, tensor=2)
+    tokens, width = layout.micro_tokens, model.model_dim
 
     def sent(layout):
         return sum(
             each.size * each.count
-            for each in loss_operations(shape, layout)
+            for each in loss_operations(model, layout)
             if isinstance(each, Collective)
         )
 

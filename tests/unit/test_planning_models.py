@@ -5,15 +5,38 @@ import json
 import pytest
 
 from jaxinfra.cli.main import main
+from jaxinfra.config.presets import MODELS
 from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.models.definition import define_model
+from jaxinfra.models.hf import from_hf_config, to_hf_config, weight_map
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning import gpu_target
-from jaxinfra.planning.catalog import SHAPES, find_model
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.from_hf import shape_of_hf
-from jaxinfra.planning.params import active_parameters, total_parameters
+from jaxinfra.planning.model import (
+    active_parameters,
+    find_model,
+    plan_model,
+    total_parameters,
+)
 
-MIXTRAL = {
+COMMON = {
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+MIXTRAL = COMMON | {
+    "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-5,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
     "hidden_size": 4096,
     "intermediate_size": 14_336,
     "max_position_embeddings": 32_768,
@@ -24,8 +47,15 @@ MIXTRAL = {
     "num_local_experts": 8,
     "vocab_size": 32_000,
 }
-QWEN3_MOE = {
+QWEN3_MOE = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "max_window_layers": 48,
+    "norm_topk_prob": True,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
     "decoder_sparse_step": 1,
     "head_dim": 128,
     "hidden_size": 2048,
@@ -40,8 +70,27 @@ QWEN3_MOE = {
     "num_key_value_heads": 4,
     "vocab_size": 151_936,
 }
-DEEPSEEK_V3 = {
+DEEPSEEK_V3 = COMMON | {
+    "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "n_group": 8,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
     "first_k_dense_replace": 3,
     "hidden_size": 7168,
     "intermediate_size": 18_432,
@@ -62,7 +111,9 @@ DEEPSEEK_V3 = {
     "vocab_size": 129_280,
 }
 DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
     "model_type": "deepseek_v2",
+    "num_key_value_heads": 16,
     "first_k_dense_replace": 1,
     "hidden_size": 2048,
     "intermediate_size": 10_944,
@@ -76,7 +127,8 @@ DEEPSEEK_V2_LITE = DEEPSEEK_V3 | {
     "topk_method": "greedy",
     "vocab_size": 102_400,
 }
-QWEN15_MOE = {
+QWEN15_MOE = COMMON | {
+    "architectures": ["Qwen2MoeForCausalLM"],
     "model_type": "qwen2_moe",
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -96,8 +148,8 @@ QWEN15_MOE = {
     ("values", "name"),
     [(MIXTRAL, "mixtral_8x7b"), (QWEN3_MOE, "qwen3_30b_a3b"), (DEEPSEEK_V3, "deepseek_v3")],
 )
-def test_published_configs_are_the_catalogs_shapes(values, name):
-    assert shape_of_hf(values, name=name) == SHAPES[name]()
+def test_published_configs_are_the_presets(values, name):
+    assert from_hf_config(values) == MODELS[name]()
 
 
 @pytest.mark.parametrize(
@@ -106,21 +158,41 @@ def test_published_configs_are_the_catalogs_shapes(values, name):
 )
 def test_published_sizes(values, billions, active):
     """arXiv 2405.04434 says 15.7B and 2.4B without tables; Qwen1.5-MoE-A2.7B is named so."""
-    shape = shape_of_hf(values, name="model")
-    assert round(total_parameters(shape) / 1e9, 1) == billions
-    assert round(active_parameters(shape) / 1e9, 1) == active
+    model = plan_model(from_hf_config(values))
+    assert round(total_parameters(model) / 1e9, 1) == billions
+    assert round(active_parameters(model) / 1e9, 1) == active
 
 
-def test_layers_that_do_not_route():
-    values = QWEN3_MOE | {"mlp_only_layers": [0, 5]}
-    assert [layer.count for layer in shape_of_hf(values, name="model").layers] == [2, 46]
+@pytest.mark.parametrize(
+    ("changes", "repeats", "counts"),
+    [
+        ({"mlp_only_layers": [0, 5]}, (1, 4, 1, 42), [2, 46]),
+        ({"decoder_sparse_step": 2}, (24, 24), [24, 24]),
+    ],
+)
+def test_layers_that_do_not_route(changes, repeats, counts):
+    """Runs of layers that are alike are stacks, a pattern that repeats is one."""
+    config = from_hf_config(QWEN3_MOE | changes)
+    assert config.repeats == repeats
+    assert len(config.stacks) == (1 if len(repeats) == 2 else 4)
+    assert [layer.count for layer in plan_model(config).layers] == counts
 
 
 def test_unknown_architectures_and_missing_keys_are_named():
     with pytest.raises(ConfigError, match="mamba"):
-        shape_of_hf({"model_type": "mamba"}, name="model")
+        from_hf_config({"model_type": "mamba"})
     with pytest.raises(ConfigError, match="num_local_experts"):
-        shape_of_hf({k: v for k, v in MIXTRAL.items() if k != "num_local_experts"}, name="model")
+        from_hf_config({k: v for k, v in MIXTRAL.items() if k != "num_local_experts"})
+    with pytest.raises(ConfigError, match="expert_choice"):
+        from_hf_config(MIXTRAL | {"expert_choice": True})
+
+
+def test_weights_of_what_is_only_planned_are_refused_by_name():
+    config = from_hf_config(MIXTRAL)
+    with pytest.raises(UnsupportedError, match=r"'mixtral'.* llama, mistral"):
+        weight_map("mixtral", config, define_model(config, execution_on()).shapes)
+    with pytest.raises(UnsupportedError, match=r"'mixtral' is read, not written"):
+        to_hf_config(config, model_type="mixtral")
 
 
 def test_a_config_file_and_its_directory(tmp_path):
@@ -218,7 +290,7 @@ def test_self_check_passes(capsys):
         (["llama3_8b", "--devices", "8", "--mesh", "fsdp=4"], "needs 4 devices"),
         (["llama3_8b", "--mesh", "fdsp=1"], "fsdp"),
         (["llama3_8b", "--compile", "cpu"], "--mesh"),
-        (["deepseek_v3", "--mesh", "", "--compile", "cpu"], "not a preset"),
+        (["deepseek_v3", "--mesh", "", "--compile", "cpu"], "latent attention is planned"),
         (["llama3_8b", "--recipe", "fp9"], "unknown --recipe 'fp9'"),
         (["llama3_8b", "--memory", "500"], "h200 has 141 GB"),
         (["llama3_8b", "--fix", "tensor=7"], "no layout can run"),

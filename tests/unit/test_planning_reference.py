@@ -6,21 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfra.config.presets import MODELS
-from jaxinfra.models.definition import define_model
-from jaxinfra.parallel.execution import execution_on
+from jaxinfra.config.model import GroupedAttentionConfig
+from jaxinfra.models.flops import attention_flops, forward_flops, visible_pairs
 from jaxinfra.planning import selfcheck
-from jaxinfra.planning.catalog import SHAPES, find_model
-from jaxinfra.planning.flops import (
-    attention_flops,
-    forward_flops,
-    gpt_layer_forward_flops,
-    training_flops,
-    visible_pairs,
-)
 from jaxinfra.planning.formats import FORMATS
-from jaxinfra.planning.params import gpt_layer_parameters, matmul_parameters, total_parameters
-from jaxinfra.planning.shapes import Heads
+from jaxinfra.planning.model import find_model, total_parameters
 
 EXACT = list(selfcheck.exact_values())
 
@@ -42,23 +32,17 @@ def test_published_rates_agree_with_published_tokens():
         assert abs(published - ours) < 1.0
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_shapes_have_the_decoders_parameters(name):
-    config = MODELS[name]()
-    assert total_parameters(find_model(name)) == define_model(config, execution_on()).num_parameters
-
-
 def test_published_mixtures_have_their_published_sizes():
     billions = {"mixtral_8x7b": 46.7, "mixtral_8x22b": 140.6, "qwen3_30b_a3b": 30.5}
     for name, published in billions.items():
-        assert round(total_parameters(SHAPES[name]()) / 1e9, 1) == published
+        assert round(total_parameters(find_model(name)) / 1e9, 1) == published
 
 
 def test_gpt_layer():
-    shape = SHAPES["gpt3_175b"]()
-    table = shape.vocab_size * shape.model_dim + shape.max_positions * shape.model_dim
-    layers = total_parameters(shape) - table - 2 * shape.model_dim
-    assert layers == shape.num_layers * gpt_layer_parameters(shape.model_dim)
+    model = find_model("gpt3_175b")
+    table = (model.vocab_size + model.config.max_positions) * model.model_dim
+    layers = total_parameters(model) - table - 2 * model.model_dim
+    assert layers == model.num_layers * (12 * model.model_dim**2 + 13 * model.model_dim)
 
 
 def brute_pairs(length, window, start):
@@ -78,28 +62,30 @@ def test_visible_pairs_are_counted(length, window, start):
 
 
 def test_forward_flops_of_a_gpt_layer_are_megatrons():
-    """Not causal: 24 B L H^2 + 4 B H L^2."""
+    """Not causal: 24 B L H^2 + 4 B H L^2. Of all pairs, T (T + 1) / 2 are causal."""
     width, length, batch = 64, 32, 3
-    heads = Heads(num_q_heads=4, num_kv_heads=4, head_dim=16)
+    heads = GroupedAttentionConfig(num_q_heads=4, num_kv_heads=4, head_dim=16, rope=None)
     weights = 2.0 * 12 * width**2 * length * batch
-    core = batch * attention_flops(heads, length, causal=False)
-    assert weights + core == gpt_layer_forward_flops(batch=batch, length=length, width=width)
+    core = batch * attention_flops(heads, length) * length**2 / visible_pairs(length)
+    expected = 2.0 * (12 * batch * length * width**2 + 2 * batch * width * length**2)
+    assert weights + core == expected
 
 
 def test_training_is_three_forwards_and_splits_over_tokens():
-    shape = find_model("llama3_8b")
-    assert training_flops(shape, 128, batch=4) == 12 * forward_flops(shape, 128)
-    first, rest = forward_flops(shape, 100), forward_flops(shape, 28, start=100)
-    assert math.isclose(first + rest, forward_flops(shape, 128), rel_tol=1e-12)
+    model = find_model("llama3_8b")
+    assert model.training_flops(128, batch=4) == 12 * model.forward_flops(128)
+    sizes = model.config, model.matmul_parameters
+    first, rest = model.forward_flops(100), forward_flops(*sizes, 28, start=100)
+    assert math.isclose(first + rest, model.forward_flops(128), rel_tol=1e-12)
 
 
 def test_a_tied_table_is_multiplied_and_an_untied_one_looked_up():
     tied, untied = find_model("llama32_1b"), find_model("llama3_8b")
     norms = (2 * tied.num_layers + 1) * tied.model_dim
-    assert matmul_parameters(tied) == total_parameters(tied) - norms
+    assert tied.matmul_parameters == total_parameters(tied) - norms
     table = untied.vocab_size * untied.model_dim
     norms = (2 * untied.num_layers + 1) * untied.model_dim
-    assert matmul_parameters(untied) == total_parameters(untied) - norms - table
+    assert untied.matmul_parameters == total_parameters(untied) - norms - table
 
 
 @pytest.mark.parametrize("number_format", FORMATS, ids=lambda each: each.name)

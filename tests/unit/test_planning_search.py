@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfra.config.model import stacked
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.planning.catalog import find_model
 from jaxinfra.planning.devices import NAMES, find_device, with_measurements
-from jaxinfra.planning.flops import decode_flops
 from jaxinfra.planning.inference import (
     Serving,
     by_batch,
@@ -24,11 +24,11 @@ from jaxinfra.planning.inference import (
     weight_bytes,
 )
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
-from jaxinfra.planning.layout import MEGATRON_2021, Layout, Recompute, check
+from jaxinfra.planning.layout import Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results
-from jaxinfra.planning.memory import megatron_activation_bytes, memory
+from jaxinfra.planning.memory import memory
+from jaxinfra.planning.model import find_model, plan_model, total_parameters
 from jaxinfra.planning.operations import Matmul
-from jaxinfra.planning.params import total_parameters
 from jaxinfra.planning.plan import make_plan
 from jaxinfra.planning.search import CHOICES, Question, search
 from jaxinfra.planning.step import step_time
@@ -40,7 +40,7 @@ EIGHT_B = find_model("llama3_8b")
 
 
 def layout(**sizes) -> Layout:
-    return Layout(**{"length": 4096, "batch": 64} | sizes)
+    return lay_out(**{"length": 4096, "batch": 64} | sizes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +83,7 @@ def test_parameters_of_all_stages_add_up():
 
 
 def test_stronger_recomputation_keeps_less_and_costs_more():
-    order = (Recompute.NONE, Recompute.DOTS, Recompute.MLP, Recompute.NAMED, Recompute.FULL)
+    order = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
     kept = [memory(EIGHT_B, layout(remat=each), H200).activations for each in order]
     assert kept == sorted(kept, reverse=True)
     assert len(set(kept)) == len(kept)
@@ -92,30 +92,6 @@ def test_stronger_recomputation_keeps_less_and_costs_more():
         for each in order
     ]
     assert times == sorted(times)
-
-
-def test_activations_of_a_megatron_layout_are_the_papers():
-    shape = find_model("megatron_22b")
-    for selective in (False, True):
-        each = Layout(
-            length=2048,
-            batch=4,
-            tensor=8,
-            traits=MEGATRON_2021,
-            sequence_parallel=selective,
-            remat=Recompute.SELECTIVE if selective else Recompute.NONE,
-        )
-        expected = megatron_activation_bytes(
-            layers=48,
-            width=6144,
-            heads=64,
-            length=2048,
-            micro_batch=4,
-            tensor=8,
-            sequence_parallel=selective,
-            selective=selective,
-        )
-        assert math.isclose(memory(shape, each, H200).activations, expected)
 
 
 def test_pipeline_activations_do_not_grow_with_micro_batches():
@@ -128,13 +104,13 @@ def test_pipeline_activations_do_not_grow_with_micro_batches():
 @pytest.mark.parametrize(
     ("name", "batch", "remat", "compiled_gib"),
     [
-        ("llama32_1b", 4, Recompute.NONE, 62.44),
-        ("llama32_1b", 4, Recompute.DOTS, 18.44),
-        ("llama32_1b", 4, Recompute.FULL, 7.25),
+        ("llama32_1b", 4, Remat.NONE, 62.44),
+        ("llama32_1b", 4, Remat.DOTS, 18.44),
+        ("llama32_1b", 4, Remat.FULL, 7.25),
         # Not looked at when the formula was written.
-        ("llama32_1b", 4, Recompute.MLP, 10.69),
-        ("llama32_3b", 2, Recompute.DOTS, 25.92),
-        ("llama32_3b", 2, Recompute.FULL, 14.38),
+        ("llama32_1b", 4, Remat.MLP, 10.69),
+        ("llama32_3b", 2, Remat.DOTS, 25.92),
+        ("llama32_3b", 2, Remat.FULL, 14.38),
     ],
 )
 def test_temporaries_are_those_of_a_step_compiled_for_an_h200(name, batch, remat, compiled_gib):
@@ -229,7 +205,7 @@ def test_plan_json_has_the_promised_keys():
 def test_search_over_2048_devices_takes_seconds_and_ranks():
     start = time.process_time()
     found = search(find_model("moe_1t"), Question(devices=2048, length=4096, batch=8192), H100)
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 10
     assert found.best.fits
     assert all(plan.time.total_s >= found.best.time.total_s for plan, _ in found.runners_up)
     assert all("takes" in why for _, why in found.runners_up)
@@ -245,7 +221,7 @@ def test_search_over_2048_devices_takes_seconds_and_ranks():
 
 
 def test_search_finds_what_trying_everything_finds():
-    question = Question(devices=8, length=4096, batch=64, remat=Recompute.DOTS, zero=3)
+    question = Question(devices=8, length=4096, batch=64, remat=Remat.DOTS, zero=3)
     found = search(EIGHT_B, question, H200)
     best = min(
         step_time(EIGHT_B, each, H200).total_s
@@ -273,13 +249,13 @@ def test_search_says_why_nothing_fits():
 
 
 def test_caches():
-    shape = find_model("llama2_70b")
-    assert kv_bytes(shape, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(shape)
-    heads = shape.layers[0].attention
-    mha = dataclasses.replace(heads, num_kv_heads=heads.num_q_heads)
-    layers = (dataclasses.replace(shape.layers[0], attention=mha),)
-    wide = dataclasses.replace(shape, layers=layers)
-    assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(shape) == 2.5 * 2**20
+    model = find_model("llama2_70b")
+    assert kv_bytes(model, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(model)
+    (block,) = model.config.blocks
+    mha = dataclasses.replace(block.mixer, num_kv_heads=block.mixer.num_q_heads)
+    stacks = stacked(dataclasses.replace(block, mixer=mha), num_layers=model.num_layers)
+    wide = plan_model(dataclasses.replace(model.config, stacks=stacks))
+    assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(model) == 2.5 * 2**20
     # A windowed layer keeps its window: half of Gemma-2's layers see 4,096 tokens.
     gemma = find_model("gemma2_9b")
     assert kv_bytes(gemma, batch=1, context=8192) == 0.75 * 8192 * kv_bytes_per_token(gemma)
@@ -299,8 +275,8 @@ def test_what_fits_beside_the_weights():
 
 def test_latent_attention_decodes_its_latents():
     """128 heads of (512 + 64) + 512 a cached token, against 2 (192 + 128) rebuilt ones."""
-    shape = find_model("deepseek_v3")
-    a_token = decode_flops(shape, 4097) - decode_flops(shape, 4096)
+    model = find_model("deepseek_v3")
+    a_token = model.decode_flops(4097) - model.decode_flops(4096)
     assert a_token == 61 * 2 * 128 * (512 + 64 + 512)
 
 

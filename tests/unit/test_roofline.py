@@ -5,18 +5,18 @@ import json
 
 import pytest
 
+from experiments.bench import roofline_work as roofline
+from experiments.bench.roofline_work import Point, Work
 from experiments.pictures import roofline as picture
 from jaxinfra.config.model import stacked
 from jaxinfra.config.presets import MODELS
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import palm_flops_per_token, training_flops_per_token
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.planning import roofline
 from jaxinfra.planning.devices import find_device
-from jaxinfra.planning.from_config import shape_of
 from jaxinfra.planning.inference import ridge
 from jaxinfra.planning.kv import kv_bytes
-from jaxinfra.planning.roofline import Point, Work
+from jaxinfra.planning.model import find_model
 
 H200 = find_device("h200")
 
@@ -80,26 +80,26 @@ def test_the_loss_is_three_products():
 
 
 def test_prefill_and_decode_meet_where_a_prompt_has_one_token():
-    shape = shape_of(MODELS["llama32_1b"]())
-    prompt = roofline.prefill_work(shape, H200, batch=4, length=1)
-    step = roofline.decode_work(shape, H200, batch=4, context=0)
+    model = find_model("llama32_1b")
+    prompt = roofline.prefill_work(model, H200, batch=4, length=1)
+    step = roofline.decode_work(model, H200, batch=4, context=0)
     assert prompt.flops == step.flops
 
 
 def test_intensity_of_prefill_is_about_its_length_and_of_decode_about_its_batch():
-    shape = shape_of(MODELS["llama3_8b"]())
-    prefills = [roofline.prefill_work(shape, H200, batch=1, length=n) for n in (64, 128)]
+    model = find_model("llama3_8b")
+    prefills = [roofline.prefill_work(model, H200, batch=1, length=n) for n in (64, 128)]
     assert 0.75 * 64 < prefills[0].intensity < 1.1 * 64
     assert 1.7 < prefills[1].intensity / prefills[0].intensity < 2
-    one, many = (roofline.decode_work(shape, H200, batch=b, context=128) for b in (1, 32))
+    one, many = (roofline.decode_work(model, H200, batch=b, context=128) for b in (1, 32))
     assert one.intensity == pytest.approx(1, abs=0.1)
     assert 0.75 * 32 < many.intensity < 32
     # With long contexts every sequence brings its own cache to read, and batching gains little.
-    long = roofline.decode_work(shape, H200, batch=32, context=65_536)
+    long = roofline.decode_work(model, H200, batch=32, context=65_536)
     assert long.intensity < 0.2 * 32
-    cache = kv_bytes(shape, batch=32, context=65_536)
+    cache = kv_bytes(model, batch=32, context=65_536)
     assert long.memory_bytes - many.memory_bytes == pytest.approx(
-        cache - kv_bytes(shape, batch=32, context=128)
+        cache - kv_bytes(model, batch=32, context=128)
     )
 
 
@@ -121,12 +121,12 @@ def test_palm_accounting_gives_palms_figures():
 
 def test_exact_accounting_is_below_palms_by_half_the_attention():
     config = MODELS["llama32_1b"]()
-    num = define_model(config, execution_on()).num_parameters
-    sizes = {"num_parameters": num, "sequence_length": 4096}
-    palm = palm_flops_per_token(config, **sizes)
-    exact = training_flops_per_token(config, **sizes)
-    # 16 layers of 32 heads of 64, tied embeddings: every parameter is multiplied with.
-    assert palm - exact == 6 * 16 * 32 * 64 * 4096
+    model = define_model(config, execution_on())
+    palm = palm_flops_per_token(config, num_parameters=model.num_parameters, sequence_length=4096)
+    exact = training_flops_per_token(model, 4096)
+    # 16 layers of 32 heads of 64 see (T + 1) / 2 keys instead of T; norms are not multiplied with.
+    norms = 33 * 2048
+    assert palm - exact == 6 * 16 * 32 * 64 * (4096 - 1) + 6 * norms
 
 
 def test_the_picture_shows_every_point(tmp_path):

@@ -24,6 +24,7 @@ from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving import steps
 from jaxinfra.serving.generate import FinishReason, bucket, generate, generate_text
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
@@ -135,6 +136,30 @@ def test_seeded_draws_repeat_and_ignore_the_rest_of_the_batch(model):
     # Equal prompts of one batch are drawn separately.
     twins = drawn([PROMPTS[2], PROMPTS[1], PROMPTS[2]], seed=3)
     assert twins[0] != twins[2]
+
+
+def test_rows_of_one_batch_draw_by_their_own_settings(model):
+    settings = [GREEDY, SAMPLING, SamplingConfig(temperature=0.7)]
+    mixed = rows(generate(model, PROMPTS, max_new_tokens=10, sampling=settings, seed=3))
+    for row, config in enumerate(settings):
+        alone = rows(generate(model, PROMPTS, max_new_tokens=10, sampling=config, seed=3))
+        assert mixed[row] == alone[row]
+    with pytest.raises(ConfigError, match="2 sampling settings for 3 prompts"):
+        generate(model, PROMPTS, max_new_tokens=1, sampling=settings[:2])
+
+
+def test_one_compiled_program_serves_all_settings(model):
+    def compiled() -> int:
+        return steps.prefill._cache_size() + steps.decode._cache_size()
+
+    def drawn(sampling):
+        return rows(generate(model, PROMPTS, max_new_tokens=4, sampling=sampling))
+
+    drawn(GREEDY)
+    before = compiled()
+    for sampling in (SAMPLING, SamplingConfig(top_k=3), [GREEDY, SAMPLING, SamplingConfig()]):
+        drawn(sampling)
+    assert compiled() == before
 
 
 def test_a_row_ends_at_the_end_token_and_the_others_go_on(model):

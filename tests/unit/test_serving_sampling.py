@@ -1,30 +1,40 @@
 """Sampling draws from the distribution its config describes, and from nothing else."""
 
-import functools
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, sample
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, sample
 
 DRAWS = 20_000
 # All tests draw from 12 logits: few shapes, few compilations.
 TIED = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 1.0, *[0.0] * 6], np.float32)
 RANDOM = np.random.default_rng(0).normal(size=12).astype(np.float32) * 2
 MIXED = SamplingConfig(temperature=1.7, top_k=6, top_p=0.7)
+SETTINGS = [
+    GREEDY,
+    SamplingConfig(),
+    SamplingConfig(temperature=0.3),
+    SamplingConfig(top_k=3),
+    SamplingConfig(top_p=0.6),
+    MIXED,
+]
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def _sample(logits, keys, *, config):
-    return sample(logits, keys, config=config)
+@jax.jit
+@chex.assert_max_traces(n=3)
+def _sample(logits, keys, rows):
+    """Traced once for each shape that these tests draw from, whatever the settings."""
+    return sample(logits, keys, rows=rows)
 
 
 def draws(logits: np.ndarray, config: SamplingConfig, *, num: int = DRAWS) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), num)
-    ids = _sample(jnp.broadcast_to(logits[None], (num, logits.size)), keys, config=config)
+    rows = SamplingRows.of([config] * num)
+    ids = _sample(jnp.broadcast_to(logits[None], (num, logits.size)), keys, rows)
     assert ids.dtype == jnp.int32
     return np.asarray(ids)
 
@@ -123,9 +133,17 @@ def test_a_row_depends_on_itself_only():
     rows = rng.normal(size=(DRAWS, 12)).astype(np.float32)
     keys = jax.random.split(jax.random.key(4), DRAWS)
     order = rng.permutation(DRAWS)
-    ids = np.asarray(_sample(rows, keys, config=MIXED))
-    elsewhere = np.asarray(_sample(rows[order], keys[order], config=MIXED))
+    configs = [SETTINGS[i] for i in rng.integers(0, len(SETTINGS), DRAWS)]
+    ids = np.asarray(_sample(rows, keys, SamplingRows.of(configs)))
+    shuffled = SamplingRows.of([configs[i] for i in order])
+    elsewhere = np.asarray(_sample(rows[order], keys[order], shuffled))
     np.testing.assert_array_equal(ids[order], elsewhere)
+    # Alone among its like, a setting may take another branch, which draws the same.
+    for config in SETTINGS:
+        alone = np.asarray(_sample(rows, keys, SamplingRows.of([config] * DRAWS)))
+        mine = np.array([each is config for each in configs])
+        assert mine.any()
+        np.testing.assert_array_equal(ids[mine], alone[mine])
 
 
 def test_cutting_the_tail_leaves_other_draws_as_they_were():
@@ -134,6 +152,43 @@ def test_cutting_the_tail_leaves_other_draws_as_they_were():
     kept = np.isin(free, np.argsort(-RANDOM)[:4])
     assert 0 < kept.sum() < DRAWS
     np.testing.assert_array_equal(free[kept], cut[kept])
+
+
+def drawn_one_by_one(logits, keys, config: SamplingConfig) -> np.ndarray:
+    """The rule row by row, each setting a constant of the program."""
+
+    def draw(logits_V, key):
+        scaled_V = (logits_V - jnp.max(logits_V)) / config.temperature
+        noise_V = jax.random.gumbel(key, scaled_V.shape, mode="high")
+        if config.top_k is None and config.top_p is None:
+            return jnp.argmax(scaled_V + noise_V)
+        scaled_K, ids_K = jax.lax.top_k(scaled_V, config.top_k or scaled_V.size)
+        p_K = jax.nn.softmax(scaled_K)
+        kept_K = jnp.cumsum(p_K) - p_K < (config.top_p or 2.0)
+        return ids_K[jnp.argmax(jnp.where(kept_K, scaled_K + noise_V[ids_K], -jnp.inf))]
+
+    return np.asarray(jax.jit(jax.vmap(draw))(logits, keys))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(temperature=0.8),
+        SamplingConfig(temperature=0.8, top_k=40),
+        SamplingConfig(top_p=0.9),
+        SamplingConfig(temperature=1.3, top_k=300),
+        SamplingConfig(temperature=2.0, top_k=50, top_p=0.8),
+    ],
+    ids=repr,
+)
+def test_rows_draw_what_compiled_settings_draw(config):
+    """To the last draw; top-p of top-k sums its probabilities in another order (the vocabulary's
+    length, zeros behind), so a token at the very edge of p might fall differently: none does here.
+    """
+    logits = np.random.default_rng(5).normal(size=(256, 1000)).astype(np.float32) * 3
+    keys = jax.random.split(jax.random.key(6), 256)
+    got = np.asarray(_sample(logits, keys, SamplingRows.of([config] * 256)))
+    np.testing.assert_array_equal(got, drawn_one_by_one(logits, keys, config))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import signal
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,6 +18,7 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import CheckpointConfig, TrainingConfig, validate
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.optim.muon import is_hidden_matrix
 from jaxinfra.training.clock import Clock, median_step_s
 from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
@@ -124,11 +127,25 @@ def held_bytes(table: str) -> np.ndarray:
     return np.array([[int(cell.replace(",", "")) for cell in row.split()[-3:]] for row in rows])
 
 
+def elements(job) -> tuple[int, int, int]:
+    """Of parameters, gradients and moments: Muon's matrices have one moment, the rest has two."""
+    count = job.model.num_parameters
+    matrices = sum(
+        math.prod(leaf.shape)
+        for leaf, named in zip(
+            jax.tree.leaves(job.model.shapes), jax.tree.leaves(job.model.dims), strict=True
+        )
+        if is_hidden_matrix(named.dims)
+    )
+    assert job.config.optimizer.muon is not None
+    return count, count, 2 * count - matrices
+
+
 def test_placement_table_counts_every_parameter(job):
     table = placement_table(job)
     held = held_bytes(table)
     np.testing.assert_array_equal(held[:-1].sum(axis=0), held[-1])
-    assert held[-1].tolist() == [4 * job.model.num_parameters * times for times in (1, 1, 2)]
+    assert held[-1].tolist() == [4 * times for times in elements(job)]
     last = table.splitlines()[-1]
     assert last.startswith(f"{job.model.num_parameters:,} parameters; bytes on each of 1 device,")
 
@@ -140,7 +157,7 @@ def test_placement_table_of_each_stage(zero, shards):
     )
     job = make_job(config)
     held = held_bytes(placement_table(job))[-1]
-    whole = 4 * job.model.num_parameters * np.array([1, 1, 2])
+    whole = 4 * np.array(elements(job))
     assert held.tolist() == (whole / np.array(shards)).tolist()
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.presets import gemma, mistral, models, qwen, runs
+from jaxinfra.config.presets import gemma, megatron, mistral, mixtures, models, qwen, runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError, nearest
 
@@ -47,6 +47,16 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         gemma.gemma2_2b,
         gemma.gemma2_9b,
         gemma.gemma2_27b,
+        mixtures.mixtral_8x7b,
+        mixtures.mixtral_8x22b,
+        mixtures.qwen3_30b_a3b,
+        mixtures.qwen3_235b_a22b,
+        mixtures.deepseek_v3,
+        mixtures.moe_1t,
+        megatron.gpt3_175b,
+        megatron.megatron_22b,
+        megatron.megatron_530b,
+        megatron.megatron_1t,
     )
 }
 _RUNS: dict[str, Callable[[], RunConfig]] = {"tiny": runs.tiny, "small": runs.small}

@@ -19,10 +19,10 @@ def tiny() -> ModelConfig:
     """A Llama-like model that two CPU cores train in minutes."""
     return _llama(
         vocab_size=2048,
-        model_dim=128,
-        num_layers=2,
-        heads=(4, 2),
-        hidden_dim=384,
+        model_dim=96,
+        num_layers=3,
+        heads=(2, 2),
+        hidden_dim=256,
         max_positions=2048,
         tie_embeddings=True,
     )

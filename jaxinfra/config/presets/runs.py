@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets import models
 from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConfig
@@ -17,9 +17,14 @@ def tiny() -> RunConfig:
     return RunConfig(
         model=models.tiny(),
         data=DataConfig(),
-        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=60, final_fraction=0.05),
-        training=TrainingConfig(steps=2200, batch_size=8, sequence_length=128, log_every=100),
-        checkpoint=CheckpointConfig(every=600),
+        optimizer=OptimizerConfig(
+            learning_rate=9e-3,
+            warmup_steps=50,
+            weight_decay=0.3,
+            muon=MuonConfig(momentum=0.9),
+        ),
+        training=TrainingConfig(steps=1300, batch_size=16, sequence_length=128, log_every=50),
+        checkpoint=CheckpointConfig(every=500),
     )
 
 

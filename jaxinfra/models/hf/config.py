@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.models.hf import families, gpt2
+from jaxinfra.core.errors import ConfigError, UnsupportedError, nearest
+from jaxinfra.models.hf import families, gpt2, sparse
 from jaxinfra.models.hf.keys import Keys
 
 
@@ -16,7 +16,7 @@ class Family:
 
     architecture: str
     read: Callable[[Keys], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] | None = None  # None: read only
 
 
 FAMILIES: dict[str, Family] = {
@@ -39,6 +39,11 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM", read=families.read_phi3, write=families.write_phi3
     ),
     "gpt2": Family(architecture="GPT2LMHeadModel", read=gpt2.read_gpt2, write=gpt2.write_gpt2),
+    "mixtral": Family(architecture="MixtralForCausalLM", read=sparse.read_mixtral),
+    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", read=sparse.read_qwen2_moe),
+    "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", read=sparse.read_qwen3_moe),
+    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", read=sparse.read_deepseek),
+    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", read=sparse.read_deepseek),
 }
 """By ``model_type``. The order is that in which an export looks for one that can say the model."""
 
@@ -82,15 +87,21 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
 
     Raises:
         ConfigError: there is none.
+        UnsupportedError: the architecture is one that is read only.
     """
-    candidates = [model_type] if model_type is not None else list(FAMILIES)
+    writers = {name: each.write for name, each in FAMILIES.items() if each.write is not None}
+    if model_type is not None and model_type not in writers:
+        raise UnsupportedError(
+            f"model_type={model_type!r} is read, not written; written are {', '.join(writers)}"
+        )
+    candidates = [model_type] if model_type is not None else list(writers)
     for name in candidates:
         written = {
             "architectures": [FAMILIES[name].architecture],
             "model_type": name,
             # Named, because their defaults are ids of the published models.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-            **FAMILIES[name].write(config),
+            **writers[name](config),
         }
         try:
             same = from_hf_config(written) == config

@@ -92,6 +92,10 @@ class Keys:
         """A nested object, None where there is none."""
         return self._typed(name, None, (dict,))
 
+    def ignore(self, *names: str) -> None:
+        """Takes these as read, whatever their values."""
+        self._read.update(names)
+
     def expect(self, name: str, allowed: Sequence[Any], reason: str) -> None:
         """Refuses any value but those allowed; a missing key is allowed."""
         self._read.add(name)

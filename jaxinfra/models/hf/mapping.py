@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.models.definition import Parameters, by_path
 from jaxinfra.models.hf.layout import Layout, parse_layout
 from jaxinfra.models.hf.weights import WEIGHTS, Rule
@@ -56,8 +56,14 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
 
     Raises:
         ConfigError: a parameter of the model has no tensor in this architecture.
+        UnsupportedError: the architecture has no table of weights.
     """
-    table = WEIGHTS[model_type]
+    table = WEIGHTS.get(model_type)
+    if table is None:
+        raise UnsupportedError(
+            f"model_type={model_type!r}: its configuration is read, its weights are not; those of "
+            f"{', '.join(WEIGHTS)} are"
+        )
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", None, flat)]
     for number, (i, repetition) in enumerate(config.layer_places):

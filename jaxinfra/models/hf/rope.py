@@ -86,7 +86,7 @@ def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
     attention_factor = rope.number("attention_factor", None)
     mscale, all_dim = rope.number("mscale", None), rope.number("mscale_all_dim", None)
     if attention_factor is None and mscale and all_dim:
-        attention_factor = _yarn_temperature(factor, mscale) / _yarn_temperature(factor, all_dim)
+        attention_factor = yarn_temperature(factor, mscale) / yarn_temperature(factor, all_dim)
     return YarnScaling(
         factor=factor,
         original_max_positions=original,
@@ -97,7 +97,8 @@ def _read_yarn(rope: Keys, *, max_positions: int, original: int) -> YarnScaling:
     )
 
 
-def _yarn_temperature(factor: float, mscale: float) -> float:
+def yarn_temperature(factor: float, mscale: float) -> float:
+    """``0.1 mscale ln(factor) + 1`` (Peng et al. 2023, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

@@ -103,7 +103,7 @@ def decoder_config(
         vocab_size=keys.integer("vocab_size"),
         model_dim=width,
         max_positions=max_positions,
-        stacks=stacked(*tuple(block(window) for window in _period(windows)), num_layers=num_layers),
+        stacks=stacked(*tuple(block(window) for window in period(windows)), num_layers=num_layers),
         tie_embeddings=keys.flag("tie_word_embeddings", tied_by_default),
         embedding_scale=embedding_scale,
         final_norm=norm,
@@ -174,7 +174,7 @@ def typed_windows(
     return tuple(window if each == SLIDING else None for each in types)
 
 
-def _period[T](values: Sequence[T]) -> Sequence[T]:
+def period[T](values: Sequence[T]) -> Sequence[T]:
     """The shortest prefix that the values repeat."""
     for length in range(1, len(values)):
         if len(values) % length == 0 and all(

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxinfra.config.run import ContextMethod
+from jaxinfra.parallel.collective_bytes import sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,10 +19,9 @@ def context_bytes(
     *,
     num_shards: int,
     tokens: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
+    q_width: float,
+    kv_width: float,
+    itemsize: float,
     is_packed: bool,
 ) -> ContextBytes:
     """Of full-length (not windowed) attention.
@@ -29,23 +29,32 @@ def context_bytes(
     Args:
         num_shards: P, the context axis.
         tokens: of one device, all its rows: B t.
-        num_q_heads, num_kv_heads: of one device (its tensor shard).
+        q_width, kv_width: of queries, and of keys and values together, over all heads of one
+            device (its tensor shard).
         itemsize: bytes of an activation's element.
         is_packed: whether rows have segment ids, 4 bytes a token.
     """
-    others = num_shards - 1
-    keys = 2 * tokens * num_kv_heads * head_dim  # elements of keys and values
+    keys = tokens * kv_width
     ids = 4 * tokens if is_packed else 0
+
+    def sent(kind: str, array_bytes: float) -> float:
+        return sent_bytes(kind, array_bytes, num_shards)
+
     match method:
         case ContextMethod.AUTO | ContextMethod.RING:
             # Keys and documents both ways round; back, sums of the gradients in fp32.
-            there = others * (keys * itemsize + ids)
-            return ContextBytes(forward=there, backward=there + others * keys * 4)
+            turns = num_shards - 1
+            there = turns * sent("shift", keys * itemsize + ids)
+            return ContextBytes(forward=there, backward=there + turns * sent("shift", keys * 4))
         case ContextMethod.ALL_GATHER:
+            every = num_shards * keys * itemsize
             return ContextBytes(
-                forward=others * (keys * itemsize + ids), backward=others * keys * itemsize
+                forward=sent("all-gather", every + num_shards * ids),
+                backward=sent("reduce-scatter", every),
             )
         case ContextMethod.ULYSSES:
-            elements = 2 * tokens * num_q_heads * head_dim + keys
-            moved = elements * itemsize * others / num_shards
-            return ContextBytes(forward=moved + others * ids, backward=moved)
+            elements = 2 * tokens * q_width + keys  # queries and outputs
+            moved = sent("all-to-all", elements * itemsize)
+            return ContextBytes(
+                forward=moved + sent("all-gather", num_shards * ids), backward=moved
+            )

@@ -8,10 +8,10 @@ once, every result written once. A multiply and an add count as two.
 import dataclasses
 from collections.abc import Mapping
 
+from jaxinfra.models.flops import visible_pairs
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.flops import decode_flops, forward_flops, visible_pairs
 from jaxinfra.planning.inference import Serving, attainable, decode, prefill, ridge
-from jaxinfra.planning.shapes import ModelShape
+from jaxinfra.planning.model import PlannedModel
 
 BACKWARD_OF_FORWARD = 2.5
 """Products of a flash attention backward over those of the forward: 5 to 2, S computed again."""
@@ -130,16 +130,16 @@ def elementwise_work(elements: int, *, streams: int, flops_each: float, itemsize
     return Work(flops=flops_each * elements, memory_bytes=float(streams * elements * itemsize))
 
 
-def prefill_work(shape: ModelShape, device: Device, *, batch: int, length: int) -> Work:
+def prefill_work(model: PlannedModel, device: Device, *, batch: int, length: int) -> Work:
     """Prompts of ``length`` tokens; logits of the last token only."""
-    unread = 2.0 * batch * (length - 1) * shape.model_dim * shape.vocab_size
-    phase = prefill(shape, device, Serving(), batch=batch, length=length)
+    unread = 2.0 * batch * (length - 1) * model.model_dim * model.vocab_size
+    phase = prefill(model, device, Serving(), batch=batch, length=length)
     return Work(
-        flops=forward_flops(shape, length, batch=batch) - unread, memory_bytes=phase.memory_bytes
+        flops=model.forward_flops(length, batch=batch) - unread, memory_bytes=phase.memory_bytes
     )
 
 
-def decode_work(shape: ModelShape, device: Device, *, batch: int, context: int) -> Work:
+def decode_work(model: PlannedModel, device: Device, *, batch: int, context: int) -> Work:
     """One more token for each of ``batch`` sequences with ``context`` tokens cached."""
-    phase = decode(shape, device, Serving(), batch=batch, context=context)
-    return Work(flops=decode_flops(shape, context, batch=batch), memory_bytes=phase.memory_bytes)
+    phase = decode(model, device, Serving(), batch=batch, context=context)
+    return Work(flops=model.decode_flops(context, batch=batch), memory_bytes=phase.memory_bytes)

@@ -1,0 +1,137 @@
+"""Mixtures of experts: Mixtral, Qwen 3, DeepSeek-V3, and a shape of a trillion parameters."""
+
+import dataclasses
+import math
+
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    NormConfig,
+    Stack,
+    stacked,
+)
+from jaxinfra.config.rope import RopeConfig, YarnScaling
+
+_NORM = NormConfig(epsilon=1e-6)
+
+
+def mixtral_8x7b() -> ModelConfig:
+    """Mixtral-8x7B (arXiv 2401.04088): 46,702,792,704 parameters, 12.9B active."""
+    return _mixtral(width=4096, hidden=14_336, layers=32, heads=32, max_positions=32_768)
+
+
+def mixtral_8x22b() -> ModelConfig:
+    """Mixtral-8x22B: 140,620,634,112 parameters, 39.2B active."""
+    return _mixtral(width=6144, hidden=16_384, layers=56, heads=48, max_positions=65_536)
+
+
+def qwen3_30b_a3b() -> ModelConfig:
+    """Qwen3-30B-A3B (arXiv 2505.09388, table 2): 30,532,122,624 parameters, 3.3B active."""
+    return _qwen3(width=2048, hidden=768, layers=48, heads=(32, 4))
+
+
+def qwen3_235b_a22b() -> ModelConfig:
+    """Qwen3-235B-A22B (arXiv 2505.09388, table 2): PARAMS parameters, 22B active."""
+    return _qwen3(width=4096, hidden=1536, layers=94, heads=(64, 4))
+
+
+def deepseek_v3() -> ModelConfig:
+    """DeepSeek-V3 (arXiv 2412.19437, section 4.2): 671,026,419,200 parameters, 37B active."""
+    scaling = YarnScaling(factor=40.0, original_max_positions=4096, attention_factor=1.0)
+    attention = LatentAttentionConfig(
+        num_q_heads=128,
+        query_rank=1536,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        rope=RopeConfig(scaling=scaling),
+        norm=_NORM,
+        scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,  # YaRN's temperature is in the scores
+    )
+    experts = ExpertsConfig(
+        num_experts=256, top_k=8, hidden_dim=2048, shared_hidden_dim=2048, router_bias=True
+    )
+    dense = BlockConfig(mixer=attention, feed_forward=MlpConfig(hidden_dim=18_432), norm=_NORM)
+    routed = dataclasses.replace(dense, feed_forward=experts)
+    return ModelConfig(
+        vocab_size=129_280,
+        model_dim=7168,
+        max_positions=163_840,
+        stacks=(Stack(pattern=(dense,), repeats=3), Stack(pattern=(routed,), repeats=58)),
+        tie_embeddings=False,
+        final_norm=_NORM,
+    )
+
+
+def moe_1t() -> ModelConfig:
+    """A trillion parameters in 128 experts of which a token passes 8: PARAMS parameters.
+
+    The worked case of the docs, no published model: 64 layers of width 8192, grouped heads,
+    experts of width 4864.
+    """
+    attention = GroupedAttentionConfig(
+        num_q_heads=64, num_kv_heads=8, head_dim=128, rope=RopeConfig(), qk_norm=_NORM
+    )
+    experts = ExpertsConfig(num_experts=128, top_k=8, hidden_dim=4864, shared_hidden_dim=4864)
+    return _model(
+        attention, experts, vocab_size=128_256, width=8192, layers=64, max_positions=131_072
+    )
+
+
+def _mixtral(
+    *, width: int, hidden: int, layers: int, heads: int, max_positions: int
+) -> ModelConfig:
+    attention = GroupedAttentionConfig(
+        num_q_heads=heads, num_kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6)
+    )
+    experts = ExpertsConfig(num_experts=8, top_k=2, hidden_dim=hidden)
+    return _model(
+        attention,
+        experts,
+        vocab_size=32_000,
+        width=width,
+        layers=layers,
+        max_positions=max_positions,
+        norm=NormConfig(epsilon=1e-5),
+    )
+
+
+def _qwen3(*, width: int, hidden: int, layers: int, heads: tuple[int, int]) -> ModelConfig:
+    num_q_heads, num_kv_heads = heads
+    attention = GroupedAttentionConfig(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        rope=RopeConfig(theta=1e6),
+        qk_norm=_NORM,
+    )
+    experts = ExpertsConfig(num_experts=128, top_k=8, hidden_dim=hidden)
+    return _model(
+        attention, experts, vocab_size=151_936, width=width, layers=layers, max_positions=40_960
+    )
+
+
+def _model(
+    attention: GroupedAttentionConfig,
+    experts: ExpertsConfig,
+    *,
+    vocab_size: int,
+    width: int,
+    layers: int,
+    max_positions: int,
+    norm: NormConfig = _NORM,
+) -> ModelConfig:
+    block = BlockConfig(mixer=attention, feed_forward=experts, norm=norm)
+    return ModelConfig(
+        vocab_size=vocab_size,
+        model_dim=width,
+        max_positions=max_positions,
+        stacks=stacked(block, num_layers=layers),
+        tie_embeddings=False,
+        final_norm=norm,
+    )

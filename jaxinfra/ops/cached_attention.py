@@ -1,0 +1,98 @@
+"""Attention of new tokens to a cache, contiguous or in pages.
+
+Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
+H head width; P page, M page of a row.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.model import MixerConfig
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.multiply import multiply
+
+_QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Pages:
+    """One layer's cache as attention reads it: position p of row b is slot ``p % size`` of page
+    ``tables_BM[b, p // size]``; without tables, row b has page b alone.
+    """
+
+    arrays: dict[str, jax.Array]  # by the names of the mixer's CacheSpec, [P, size, ...] each
+    tables_BM: jax.Array | None = None  # int32, all within 0..P-1
+
+    def rows(self) -> dict[str, jax.Array]:
+        """The arrays with a row's keys in the order of their positions, [B, S, ...]."""
+        tables_BM = self.tables_BM
+        if tables_BM is None:
+            return self.arrays
+
+        def gathered(pages: jax.Array) -> jax.Array:
+            batch, num_pages = tables_BM.shape
+            return pages[tables_BM].reshape(batch, num_pages * pages.shape[1], *pages.shape[2:])
+
+        return {name: gathered(pages) for name, pages in self.arrays.items()}
+
+
+def cached_attention(
+    q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+) -> jax.Array:
+    """Attention of new queries to all keys cached, their own among them.
+
+    Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; what
+    lies beyond may be anything finite. A query whose position is below 0 is padding: it sees
+    nothing, and its result is 0. Scores and softmax are fp32. Memory is linear in the keys: queries
+    are taken 128 at a time.
+
+    Returns [B, T, N, H] in q's dtype.
+    """
+    rows = pages.rows()
+    attend = functools.partial(_attend, k_BSKH=rows["k"], v_BSKH=rows["v"], config=config)
+    batch, length = positions_BT.shape
+    if length <= _QUERY_BLOCK:
+        return attend(q_BTNH, positions_BT)
+    num_blocks = -(-length // _QUERY_BLOCK)
+    padding = ((0, 0), (0, num_blocks * _QUERY_BLOCK - length))
+
+    def blocks(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(batch, num_blocks, _QUERY_BLOCK, *x.shape[2:]), 1, 0)
+
+    q_BTNH = blocks(jnp.pad(q_BTNH, (*padding, (0, 0), (0, 0))))
+    positions_BT = blocks(jnp.pad(positions_BT, padding, constant_values=-1))
+    out_BTNH = jax.lax.map(lambda block: attend(*block), (q_BTNH, positions_BT))
+    out_BTNH = jnp.moveaxis(out_BTNH, 0, 1)
+    return out_BTNH.reshape(batch, -1, *out_BTNH.shape[3:])[:, :length]
+
+
+def _attend(
+    q_BTNH: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    config: MixerConfig,
+) -> jax.Array:
+    batch, length, num_q_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    fp32 = jnp.dtype("float32")
+    dot = functools.partial(multiply, recipe=Recipe(compute=q_BTNH.dtype, accum=fp32))
+    q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
+    scale = head_dim**-0.5 if config.scale is None else config.scale
+    scores_BKGTS = scale * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=fp32)
+    if config.logit_soft_cap is not None:
+        cap = config.logit_soft_cap
+        scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)
+    age_BTS = positions_BT[:, :, None] - jnp.arange(k_BSKH.shape[1])[None, None, :]
+    visible_BTS = age_BTS >= 0
+    if config.window is not None:
+        visible_BTS &= age_BTS < config.window
+    visible_B11TS = visible_BTS[:, None, None]
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
+    out_BTKGH = dot("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
+    return out_BTKGH.reshape(batch, length, num_q_heads, -1)

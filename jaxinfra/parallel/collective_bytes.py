@@ -1,0 +1,33 @@
+"""What a device sends in a collective: the one count that plans, receipts and traces go by."""
+
+_ROUNDS = {
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-to-all": 1,
+    "all-reduce": 2,  # a reduce-scatter, then an all-gather
+    # Those with a root cost what their symmetric forms cost: one program gives every device the
+    # same buffers.
+    "gather": 1,
+    "scatter": 1,
+    "reduce": 2,
+    "broadcast": 2,
+}
+
+
+def sent_bytes(kind: str, array_bytes: float, num_devices: int) -> float:
+    """Bytes that one of N devices sends, of a ring or a direct exchange.
+
+    ``rounds * array (N - 1) / N``; a permute or shift sends the array as it is.
+
+    Args:
+        kind: as HLO (``all-gather``) or as ``parallel.collectives`` (``all_gather``) writes it.
+        array_bytes: of the whole array, as one device has it after an all-gather, before a
+            reduce-scatter, and on either side of the others.
+        num_devices: N.
+    """
+    if num_devices == 1:
+        return 0.0
+    kind = kind.replace("_", "-")
+    if kind in ("permute", "collective-permute", "shift"):
+        return array_bytes
+    return _ROUNDS[kind] * array_bytes * (num_devices - 1) / num_devices

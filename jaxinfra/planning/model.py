@@ -1,0 +1,239 @@
+"""A model as planning reads it: its definition's table by kind of layer, derived once."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+from jaxinfra.config.model import (
+    BlockConfig,
+    ExpertsConfig,
+    FeedForwardConfig,
+    MixerConfig,
+    ModelConfig,
+    NormPlacement,
+)
+from jaxinfra.config.presets import MODELS
+from jaxinfra.core import axes
+from jaxinfra.core.axes import MeshAxis
+from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.models import flops
+from jaxinfra.models.definition import ParameterInfo, define_model
+from jaxinfra.models.hf import from_hf_config
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.rules import FSDP_TENSOR
+
+_TENSOR_DIMS = frozenset(dim for dim, over in FSDP_TENSOR.items() if MeshAxis.TENSOR in over)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LayerKind:
+    """Layers that are built alike; equal to itself only, so that caches find it by identity."""
+
+    block: BlockConfig
+    model_dim: int
+    count: int
+    parameters: tuple[ParameterInfo, ...]  # of one layer
+
+    @property
+    def mixer(self) -> MixerConfig:
+        """Its attention."""
+        return self.block.mixer
+
+    @property
+    def feed_forward(self) -> FeedForwardConfig:
+        """Its dense layer or experts."""
+        return self.block.feed_forward
+
+    @functools.cached_property
+    def num_norms(self) -> int:
+        """Norms over the residual stream."""
+        return 4 if self.block.norm_placement is NormPlacement.SANDWICH else 2
+
+    @functools.cached_property
+    def kv_width(self) -> int:
+        """Width of the keys and values that attention reads, over all heads."""
+        mixer = self.mixer
+        if mixer.num_kv_heads == mixer.num_q_heads:
+            return mixer.score_width + mixer.value_width
+        return mixer.cache.elements
+
+    @functools.cached_property
+    def hidden_width(self) -> int:
+        """Hidden elements of a token in the feed-forward layer, all experts it passes together."""
+        feed_forward = self.feed_forward
+        if isinstance(feed_forward, ExpertsConfig):
+            return feed_forward.top_k * feed_forward.hidden_dim + feed_forward.shared_hidden_dim
+        return feed_forward.hidden_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedModel:
+    """A model by name. Equal to itself only."""
+
+    name: str
+    config: ModelConfig
+    layers: tuple[LayerKind, ...]
+    ends: tuple[ParameterInfo, ...]  # tables and the final norm
+
+    @functools.cached_property
+    def num_layers(self) -> int:
+        """Layers of all kinds."""
+        return self.config.num_layers
+
+    @property
+    def model_dim(self) -> int:
+        """Width of the residual stream."""
+        return self.config.model_dim
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the token table."""
+        return self.config.vocab_size
+
+    @functools.cached_property
+    def num_experts(self) -> int:
+        """Routed experts of the layers that have fewest; 0 where none routes."""
+        counts = [
+            layer.feed_forward.num_experts
+            for layer in self.layers
+            if isinstance(layer.feed_forward, ExpertsConfig)
+        ]
+        return min(counts, default=0)
+
+    @functools.cached_property
+    def tensor_sizes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes that tensor parallelism divides."""
+        sizes = {("vocab_size", self.vocab_size): None}
+        for layer in self.layers:
+            for part in (layer.mixer, layer.feed_forward):
+                sizes |= dict.fromkeys(part.tensor_sizes.items())
+        return tuple(sizes)
+
+    @functools.cached_property
+    def rows(self) -> tuple[tuple[ParameterInfo, int], ...]:
+        """Every array of one layer or of the ends, and how many layers have it."""
+        in_layers = [(each, layer.count) for layer in self.layers for each in layer.parameters]
+        return (*in_layers, *((each, 1) for each in self.ends))
+
+    @functools.cached_property
+    def matmul_parameters(self) -> int:
+        """Active elements that a token is multiplied with."""
+        return sum(count * flops.matmul_parameters((each,)) for each, count in self.rows)
+
+    def forward_flops(self, length: int, *, batch: int = 1) -> float:
+        """``models.flops.forward_flops``."""
+        return flops.forward_flops(self.config, self.matmul_parameters, length, batch=batch)
+
+    def training_flops(self, length: int, *, batch: int = 1) -> float:
+        """``models.flops.training_flops`` of all parameters."""
+        return flops.training_flops(self.config, self.matmul_parameters, length, batch=batch)
+
+    def decode_flops(self, context: int, *, batch: int = 1) -> float:
+        """``models.flops.decode_flops``."""
+        return flops.decode_flops(self.config, self.matmul_parameters, context, batch=batch)
+
+
+def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
+    """Devices that one copy is spread over by tensor and expert parallelism."""
+    by_tensor = tensor if _TENSOR_DIMS.intersection(parameter.dims) else 1
+    return by_tensor * (expert if is_expert(parameter) else 1)
+
+
+def is_expert(parameter: ParameterInfo) -> bool:
+    """Whether it belongs to the routed experts."""
+    return axes.EXPERTS in parameter.dims
+
+
+def total_parameters(model: PlannedModel) -> int:
+    """Elements of every array, those changed by rule among them."""
+    return sum(each.size * count for each, count in model.rows)
+
+
+def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> int:
+    """Elements that one token meets: all but the routed experts it is not sent to.
+
+    Args:
+        with_embedding: count the whole input table, as DeepSeek-V3's "37B activated" does, though
+            a token reads one row of it. A tied table always counts: the logits multiply with it.
+    """
+    skipped = () if with_embedding or model.config.tie_embeddings else ("embedding/table",)
+    return round(
+        sum(each.size * each.active * n for each, n in model.rows if each.path not in skipped)
+    )
+
+
+def parameters_by_role(model: PlannedModel) -> dict[str, int]:
+    """Elements of attention, mlp, experts, shared experts, router, norms and tables."""
+    roles = dict.fromkeys(_ROLES, 0)
+    for each, count in model.rows:
+        roles[_role(each)] += each.size * count
+    return {role: count for role, count in roles.items() if count}
+
+
+_ROLES = (
+    *("attention", "mlp", "expert", "router", "shared", "norm"),
+    *("embedding", "positions", "unembedding"),
+)
+
+
+def _role(parameter: ParameterInfo) -> str:
+    head, _, rest = parameter.path.partition("/")
+    if head.endswith("norm"):
+        return "norm"
+    if is_expert(parameter):
+        return "expert"
+    part = rest.partition("_")[0].partition("/")[0]
+    return part if part in ("shared", "router") else head
+
+
+@functools.cache
+def plan_model(config: ModelConfig, *, name: str = "model") -> PlannedModel:
+    """Traces the model abstractly; nothing is allocated."""
+    layers: dict[BlockConfig, LayerKind] = {}
+    table = define_model(config, execution_on()).table()
+    for i, (block, repeats) in enumerate(zip(config.blocks, config.repeats, strict=True)):
+        known = layers.get(block)
+        if known is not None:
+            layers[block] = dataclasses.replace(known, count=known.count + repeats)
+            continue
+        prefix = f"blocks/{i}/"
+        own = (each for each in table if each.path.startswith(prefix))
+        layers[block] = LayerKind(
+            block=block,
+            model_dim=config.model_dim,
+            count=repeats,
+            parameters=tuple(
+                dataclasses.replace(
+                    each,
+                    path=each.path.removeprefix(prefix),
+                    shape=each.shape[1:],
+                    dims=each.dims[1:],
+                )
+                for each in own
+            ),
+        )
+    ends = tuple(each for each in table if not each.path.startswith("blocks/"))
+    return PlannedModel(name=name, config=config, layers=tuple(layers.values()), ends=ends)
+
+
+def find_model(name: str) -> PlannedModel:
+    """A preset, or what a ``config.json`` describes, or one in a directory."""
+    if name in MODELS:
+        return plan_model(MODELS[name](), name=name)
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.is_file():
+        return plan_model(from_hf_config(_read(path)), name=name)
+    raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
+
+
+def _read(path: Path) -> dict:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; name a config.json or a preset") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; a config is an object")
+    return values

@@ -1,0 +1,36 @@
+"""Where a model that generates lies."""
+
+import jax
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.run import check_divides
+from jaxinfra.core.axes import MeshAxis
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+
+_SPREAD = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
+
+
+def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
+    """The first devices here as this mesh: rows over replica and fsdp, weights over fsdp and
+    tensor, heads and their cache over tensor.
+
+    Args:
+        mesh: one device by default.
+
+    Raises:
+        ConfigError: an axis that generation does not use, or one that the model does not divide
+            over.
+    """
+    mesh = mesh or MeshConfig()
+    for axis, size in mesh.sizes().items():
+        if size > 1 and axis not in _SPREAD:
+            raise ConfigError(
+                f"mesh {axis}={size}: generation spreads a model over {', '.join(_SPREAD)} only; "
+                "give these the devices"
+            )
+    check_divides(config, mesh)
+    devices = jax.local_devices()
+    return Placement(mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]))
