@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
+from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
 from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
@@ -83,7 +85,7 @@ def test_is_the_whole_batchs(mesh, zero):
 
     def own(*arrays):
         return cross_entropy_of_own_tokens(
-            placement, *arrays, compute=jnp.dtype("float32"), gradient=None, **HOW
+            placement, *arrays, policy=POLICIES[PolicyName.FP32], **HOW
         )
 
     rows = placement.sharding((BATCH, SEQUENCE))

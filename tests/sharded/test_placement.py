@@ -94,9 +94,8 @@ def test_specs():
     assert placement.spec((axes.EMBED, axes.MLP)) == PartitionSpec("fsdp", "tensor")
     assert placement.spec((None, axes.HEAD)) == PartitionSpec(None, None)
     rules = {"a": ("fsdp",), "b": ("tensor", "fsdp")}
-    twice = Placement(
-        mesh=mesh, rules=StateRules(parameters=rules, gradients=rules, optimizer=rules)
-    )
+    same = StateRules(parameters=rules, used=rules, gradients=rules, optimizer=rules)
+    twice = Placement(mesh=mesh, rules=same)
     with pytest.raises(ConfigError, match=r"twice over \['fsdp'\]"):
         twice.spec(("a", "b"))
 

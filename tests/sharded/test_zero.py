@@ -14,6 +14,8 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.run import Remat
 from jaxinfra.numerics.policy import policy_of
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.program import Collective, collectives
 from tests.sharded.cases import Built, build, gpt_like, llama_like, packed_batch
@@ -200,7 +202,8 @@ def test_rounded_gradients_are_off_by_their_roundings_only():
     x, d_out = (rng.standard_normal(shape, np.float32) for shape in ((8, 4, 16), (8, 4, 24)))
     x, d_out = (jnp.asarray(each).astype(jnp.bfloat16) for each in (x, d_out))
     config = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=WeightGradients.COMPUTE)
-    einsum = functools.partial(policy_of(config).einsum, "BTD,DF->BTF")
+    recipe = policy_of(config).recipe(Site.PROJECTION)
+    einsum = functools.partial(multiply, "BTD,DF->BTF", recipe=recipe)
 
     def gradient(x_BTD, weight_DF, d_BTF):
         return jax.vjp(lambda weight_DF: einsum(x_BTD, weight_DF), weight_DF)[1](d_BTF)[0]
