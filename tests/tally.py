@@ -21,7 +21,6 @@ from jaxinfra.layers import block
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.passes import LayerOutput, ModelState, Pass, Sums
-from jaxinfra.layers.projection import Projection
 from jaxinfra.numerics.recipe import Site
 
 LOSS_WEIGHT = 0.02
@@ -61,18 +60,16 @@ class Tally(nnx.Module):
         execution: Execution,
         rngs: nnx.Rngs,
     ):
-        self.policy = execution.policy
+        self.policy, self.place = execution.policy, execution.place
+        self.multiply = execution.multiply
         sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
         inner = MlpConfig(hidden_dim=config.hidden_dim)
         self.mlp = Mlp(inner, **sizes, execution=execution, rngs=rngs)
-        self.router = Projection(
-            "BTD,DE->BTE",
-            shape=(model_dim, config.num_gains),
-            dims=(axes.EMBED, None),
-            std=std,
-            execution=execution,
-            rngs=rngs,
-            site=Site.ROUTER,
+        shape = (model_dim, config.num_gains)
+        self.router = nnx.Param(
+            std * jax.random.normal(rngs.params(), shape, self.policy.param),
+            axes=(axes.EMBED, None),
+            matmul=True,
         )
         self.gain = nnx.Param(
             jnp.linspace(0.5, 1.5, config.num_gains, dtype=self.policy.param), axes=(None,)
@@ -83,7 +80,14 @@ class Tally(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
         """Tokens of padding count nowhere."""
-        score_BTE = self.policy.to_accum(self.router(x_BTD))
+        # Whole on every device. Left to the compiler, a weight that is not split over tensor
+        # may be permuted among the devices of a stage, and that waits for all other stages.
+        router_DE = self.place(self.router[...], (None, None))
+        recipe = self.policy.recipe(Site.ROUTER)
+        score_BTE = self.multiply(
+            "BTD,DE->BTE", x_BTD, router_DE, recipe=recipe, out=self.policy.accum
+        )
+        score_BTE = self.place(score_BTE, (axes.BATCH, axes.SEQUENCE, None))
         counts_BT = jnp.ones(x_BTD.shape[:2], score_BTE.dtype)
         if given.segment_ids_BT is not None:
             counts_BT = (given.segment_ids_BT >= 0).astype(score_BTE.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.norm import fp8
 from pallas_kernels.norm import hopper as norm
-from pallas_kernels.norm.formulas import Norm
+from pallas_kernels.norm.formulas import NormForm
 from pallas_kernels.norm.reference import layer_norm_reference, rms_norm_reference
 from pallas_kernels.norm.workloads import EPSILON, arrays
 from pallas_kernels.rows.dispatch import RowWorkload
@@ -56,9 +56,9 @@ def make_inputs(workload: RowWorkload, dtype: str) -> dict[str, jax.Array]:
     }
 
 
-def _form(op: str, residual: bool, x: jax.Array) -> Norm:
+def _form(op: str, residual: bool, x: jax.Array) -> NormForm:
     layer = op == "layer_norm"
-    return Norm(
+    return NormForm(
         columns=x.shape[1], epsilon=EPSILON, centered=layer, biased=layer, residual=residual,
         dtype=x.dtype,
     )  # fmt: skip

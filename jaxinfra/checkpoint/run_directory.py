@@ -177,7 +177,13 @@ def read_config(file: Path) -> RunConfig:
         values = json.loads(file.read_text())
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error})") from error
-    return codec.from_dict(RunConfig, values)
+    try:
+        return codec.from_dict(RunConfig, values)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file} is no config of this version: {error}; use the version that wrote it, or "
+            "correct it"
+        ) from error
 
 
 def identity(config: RunConfig) -> dict[str, Any]:

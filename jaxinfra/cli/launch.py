@@ -22,7 +22,7 @@ from pathlib import Path
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.launch.cluster import detect_cluster
 from jaxinfra.launch.ending import RESUMABLE
-from jaxinfra.launch.supervisor import Limits, Place, Supervisor
+from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,18 +107,18 @@ def _option(command: list[str], name: str) -> str | None:
     return None
 
 
-def _place(args: argparse.Namespace) -> Place:
+def _place(args: argparse.Namespace) -> NodePlace:
     """Among other nodes' launchers, where a cluster started one on each."""
     nodes = detect_cluster(os.environ)
     if nodes is None:
-        return Place(port=args.port)
+        return NodePlace(port=args.port)
     if args.restarts:
         raise ConfigError(
             f"{nodes.num_processes} launchers ({nodes.source}) cannot restart their job apart from "
             "each other; give --restarts 0 and let the cluster start all of them again "
             "(docs/multi-host.md)"
         )
-    return Place(
+    return NodePlace(
         host=nodes.host,
         port=args.port or nodes.port,
         first_rank=nodes.process_id * args.processes,

@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class NodePlace:
     """Where these processes are in a job of several nodes; by default they are all of it."""
 
     host: str = "127.0.0.1"
@@ -80,7 +80,7 @@ class Supervisor:
         logs: Path,
         recorder: Path | None,
         limits: Limits,
-        place: Place,
+        place: NodePlace,
         environment: Mapping[str, str],
         memory_group: Path | None = None,
     ):

@@ -29,7 +29,7 @@ from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass, joined
 
-type Layer = Callable[[jax.Array, Pass], LayerOutput]
+type _Layer = Callable[[jax.Array, Pass], LayerOutput]
 """(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""
 
 LAYERS: dict[type, Callable[..., Any]] = {
@@ -72,7 +72,7 @@ class Block(nnx.Module):
             Norm, config.norm, width=model_dim, dims=(axes.EMBED,), execution=execution
         )
 
-        def layer(config: Any) -> Layer:
+        def layer(config: Any) -> _Layer:
             sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
             return LAYERS[type(config)](config, **sizes, execution=execution, rngs=rngs)
 

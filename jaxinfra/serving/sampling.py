@@ -48,9 +48,9 @@ GREEDY = SamplingConfig(temperature=0.0)
 class SamplingRows:
     """The settings of every row of a batch: arguments of a compiled step, not part of it."""
 
-    temperature_B: Float[Array, "B"]  # fp32; 0: greedy
-    top_k_B: Int[Array, "B"]  # int32; 0: all tokens
-    top_p_B: Float[Array, "B"]  # fp32; 1: all that top-k left
+    temperature_B: jax.Array  # fp32; 0: greedy
+    top_k_B: jax.Array  # int32; 0: all tokens
+    top_p_B: jax.Array  # fp32; 1: all that top-k left
 
     @classmethod
     def of(cls, configs: Sequence[SamplingConfig]) -> "SamplingRows":
@@ -60,9 +60,9 @@ class SamplingRows:
         top_ks = [min(c.top_k or 0, np.iinfo(np.int32).max) for c in configs]
         top_ps = [1.0 if c.top_p is None else max(c.top_p, _TINY) for c in configs]
         return cls(
-            temperature_B=jnp.asarray(temperatures, jnp.float32),
+            temperature_B=jnp.asarray(np.asarray(temperatures, np.float32)),
             top_k_B=jnp.asarray(top_ks, jnp.int32),
-            top_p_B=jnp.asarray(top_ps, jnp.float32),
+            top_p_B=jnp.asarray(np.asarray(top_ps, np.float32)),
         )
 
 

@@ -41,7 +41,8 @@ class MergedParameters:
 
     base: ParameterSource
     adapters: Adapters
-    state: LiveParameters  # of the model, which training changed in place of the base's
+    # Of the model: training changed it, in place of the base's.
+    state: LiveParameters = LiveParameters(arrays={})
 
     def dtype(self, path: str) -> np.dtype:
         """As in the base."""

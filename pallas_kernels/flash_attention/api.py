@@ -14,7 +14,7 @@ from pallas_kernels.common.varying import vary_alike
 
 from . import cudnn, reference
 from .dispatch import choose
-from .implementations import IMPLEMENTATIONS, OUT_NAME, Plan, attend, attend_traceable
+from .implementations import IMPLEMENTATIONS, OUT_NAME, AttentionPlan, attend, attend_traceable
 from .spec import AttentionCall, MeshAxes
 from .validate import check_qkv, make_masks, make_spec
 
@@ -180,7 +180,7 @@ def flash_attention(
         forward = functools.partial(reference.forward, spec=spec)
         out, lse = attend_traceable(forward, query, key, value, masks, results=("out", "lse"))
     else:
-        plan = Plan(
+        plan = AttentionPlan(
             implementation=IMPLEMENTATIONS[chosen],
             spec=spec,
             deterministic=backward == "split",

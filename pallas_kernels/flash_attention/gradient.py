@@ -17,7 +17,7 @@ from pallas_kernels.common.varying import vary_alike
 
 from .api import ImplementationName, Window
 from .dispatch import choose
-from .implementations import IMPLEMENTATIONS, Plan, attend_gradient
+from .implementations import IMPLEMENTATIONS, AttentionPlan, attend_gradient
 from .spec import AttentionCall, BackwardOperands, MeshAxes
 from .validate import check_qkv, make_masks, make_spec
 
@@ -112,7 +112,9 @@ def flash_attention_gradient(
             f"implementation={implementation!r} has no gradient from (out, lse); choose hopper, "
             "xla or auto"
         )
-    plan = Plan(implementation=IMPLEMENTATIONS[chosen], spec=spec, axes=mesh_axes or MeshAxes())
+    plan = AttentionPlan(
+        implementation=IMPLEMENTATIONS[chosen], spec=spec, axes=mesh_axes or MeshAxes()
+    )
     query, key, value, masks, out, lse = vary_alike((query, key, value, masks, out, lse))
     d_out, d_lse = vary_alike((d_out, jnp.zeros_like(lse)))
     operands = BackwardOperands(

@@ -58,7 +58,7 @@ IMPLEMENTATIONS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class AttentionPlan:
     """The static part of a call and who computes it."""
 
     implementation: Implementation
@@ -69,7 +69,7 @@ class Plan:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, masks: AttentionMasks
+    plan: AttentionPlan, q: jax.Array, k: jax.Array, v: jax.Array, masks: AttentionMasks
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, N, V] in q's dtype, logsumexp float32 [B, T, N]), differentiable through both.
 
@@ -105,7 +105,7 @@ def _attend_bwd(plan, residuals, cotangents):
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def attend_gradient(plan: Plan, operands: BackwardOperands) -> AttentionGradients:
+def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> AttentionGradients:
     """Gradients of q, k, v and of the masks' sinks and bias, on batches and meshes."""
     masks = operands.masks
     results = ("dq", "dk", "dv")

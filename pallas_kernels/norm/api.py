@@ -15,12 +15,10 @@ from pallas_kernels.rows import dispatch
 from pallas_kernels.rows.formula import RowCall
 
 from . import formulas, hopper
-from .formulas import Norm
+from .formulas import NormForm, RowArrays
 from .reference import layer_norm_reference, rms_norm_reference
 
 TUNED = pathlib.Path(__file__).parent / "tuned"
-
-type Arrays = tuple[jax.Array, ...]
 
 
 def rms_norm(
@@ -86,7 +84,7 @@ def layer_norm(
 def _checked(
     op: str,
     x: jax.Array,
-    vectors: Arrays,
+    vectors: RowArrays,
     epsilon: float,
     residual: jax.Array | None,
     implementation: str,
@@ -117,8 +115,8 @@ def _checked(
 
 
 def checked(
-    op: str, x: jax.Array, vectors: Arrays, epsilon: float, residual: jax.Array | None
-) -> tuple[Norm, Arrays]:
+    op: str, x: jax.Array, vectors: RowArrays, epsilon: float, residual: jax.Array | None
+) -> tuple[NormForm, RowArrays]:
     """The norm that is asked for, and its addends.
 
     Raises:
@@ -138,30 +136,32 @@ def checked(
             f"{x.dtype}{list(x.shape)}, and must be like it"
         )
     inputs = (x,) if residual is None else (x, residual)
-    norm = Norm(
+    norm = NormForm(
         columns=x.shape[-1], epsilon=epsilon, centered=op == "layer_norm",
         biased=len(vectors) == 2, residual=residual is not None, dtype=x.dtype,
     )  # fmt: skip
     return norm, inputs
 
 
-def reference_of(norm: Norm):
+def reference_of(norm: NormForm):
     """The plain form, of (x, scale, bias if there is one, epsilon)."""
     return layer_norm_reference if norm.centered else rms_norm_reference
 
 
-def _as_asked(norm: Norm, results: Arrays) -> jax.Array | tuple[jax.Array, jax.Array]:
+def _as_asked(norm: NormForm, results: RowArrays) -> jax.Array | tuple[jax.Array, jax.Array]:
     return (results[0], results[1]) if norm.residual else results[0]
 
 
-def _plain(norm: Norm, inputs: Arrays, vectors: Arrays) -> Arrays:
+def _plain(norm: NormForm, inputs: RowArrays, vectors: RowArrays) -> RowArrays:
     x = sum(inputs[1:], inputs[0])
     y = reference_of(norm)(x, *vectors, epsilon=norm.epsilon)
     return (y, x) if norm.residual else (y,)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _norm(forward: str, backward: str, norm: Norm, inputs: Arrays, vectors: Arrays) -> Arrays:
+def _norm(
+    forward: str, backward: str, norm: NormForm, inputs: RowArrays, vectors: RowArrays
+) -> RowArrays:
     del backward
     if forward == "hopper":
         return _hopper(norm)(inputs, tuple(v.astype(jnp.float32) for v in vectors))
@@ -169,15 +169,19 @@ def _norm(forward: str, backward: str, norm: Norm, inputs: Arrays, vectors: Arra
 
 
 def _keep_inputs(
-    forward: str, backward: str, norm: Norm, inputs: Arrays, vectors: Arrays
-) -> tuple[Arrays, tuple[jax.Array, Arrays]]:
+    forward: str, backward: str, norm: NormForm, inputs: RowArrays, vectors: RowArrays
+) -> tuple[RowArrays, tuple[jax.Array, RowArrays]]:
     results = _norm(forward, backward, norm, inputs, vectors)
     return results, (results[1] if norm.residual else inputs[0], vectors)
 
 
 def _from_inputs(
-    forward: str, backward: str, norm: Norm, kept: tuple[jax.Array, Arrays], d_results: Arrays
-) -> tuple[Arrays, Arrays]:
+    forward: str,
+    backward: str,
+    norm: NormForm,
+    kept: tuple[jax.Array, RowArrays],
+    d_results: RowArrays,
+) -> tuple[RowArrays, RowArrays]:
     del forward
     x_RC, vectors = kept
     if backward == "hopper":
@@ -196,13 +200,13 @@ _norm.defvjp(_keep_inputs, _from_inputs)
 
 
 # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
-def _hopper(norm: Norm):
+def _hopper(norm: NormForm):
     return jax.custom_batching.sequential_vmap(
         results_vary(lambda inputs, vectors: hopper.norm(norm, inputs, vectors))
     )
 
 
-def _hopper_gradient(norm: Norm):
+def _hopper_gradient(norm: NormForm):
     return jax.custom_batching.sequential_vmap(
         results_vary(lambda inputs, scale_C: hopper.norm_gradient(norm, inputs, scale_C))
     )

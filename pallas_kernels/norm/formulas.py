@@ -11,9 +11,11 @@ from jax import lax
 
 from pallas_kernels.rows.formula import Formula, Load, Parts, add, to_columns
 
+type RowArrays = tuple[jax.Array, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Norm:
+class NormForm:
     """``(x - mean) / sqrt(mean((x - mean)**2) + epsilon) * scale + bias``."""
 
     columns: int
@@ -24,14 +26,14 @@ class Norm:
     dtype: jnp.dtype = jnp.dtype(jnp.bfloat16)
 
 
-def row(norm: Norm, load: Load) -> jax.Array:
+def row(norm: NormForm, load: Load) -> jax.Array:
     """x of the forward, fp32."""
     if not norm.residual:
         return load(0)
     return (load(0) + load(1)).astype(norm.dtype).astype(jnp.float32)
 
 
-def forward(norm: Norm) -> Formula:
+def forward(norm: NormForm) -> Formula:
     """Inputs x, or both addends of x; vectors scale and bias; results y, and x if it is a sum."""
 
     def fold(load: Load, vector: Load):
@@ -55,7 +57,7 @@ def forward(norm: Norm) -> Formula:
     )  # fmt: skip
 
 
-def backward(norm: Norm) -> Formula:
+def backward(norm: NormForm) -> Formula:
     """Inputs x, d_y and, if x is a result too, its gradient; vector scale; result d_x; sums d_scale
     and d_bias.
 
@@ -108,7 +110,7 @@ def backward(norm: Norm) -> Formula:
     )  # fmt: skip
 
 
-def _spread_of(norm: Norm, x: jax.Array) -> tuple[jax.Array, ...]:
+def _spread_of(norm: NormForm, x: jax.Array) -> tuple[jax.Array, ...]:
     """Of each part: the sum of squares, or its own mean and the sum of squares about that."""
     if not norm.centered:
         return (jnp.sum(x * x, axis=1),)
@@ -129,7 +131,7 @@ def _merge(seen, columns, numbers_A, more_A):
     return mean_A, square_A, numbers_A[2] + more_A[2], dots[0] + dots[1]
 
 
-def _mean_and_root(norm: Norm, parts: Parts, *numbers_P: jax.Array) -> tuple[jax.Array, ...]:
+def _mean_and_root(norm: NormForm, parts: Parts, *numbers_P: jax.Array) -> tuple[jax.Array, ...]:
     """Of the row; RMSNorm has no mean. Parts of equal size are joined as tiles are merged."""
     if not norm.centered:
         (square_P,) = numbers_P

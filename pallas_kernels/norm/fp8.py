@@ -15,10 +15,8 @@ from pallas_kernels.rows.apply import apply_rows
 from pallas_kernels.rows.formula import RowCall
 
 from . import api, fp8_formula
-from .formulas import Norm
+from .formulas import NormForm, RowArrays
 from .fp8_formula import Fp8Rows, to_fp8
-
-type Arrays = tuple[jax.Array, ...]
 
 
 def rms_norm_fp8(
@@ -73,14 +71,14 @@ def layer_norm_fp8(
 
 
 def hopper_norm_fp8(
-    norm: Norm, inputs_RC: Arrays, vectors_C: Arrays, *, config=None
+    norm: NormForm, inputs_RC: RowArrays, vectors_C: RowArrays, *, config=None
 ) -> tuple[jax.Array, ...]:
     """Values e4m3, the sum if there is a residual, and scales fp32 [R]; vectors are fp32."""
     formula = fp8_formula.forward(norm)
     return apply_rows(formula, inputs_RC, vectors_C=vectors_C, config=config)[0]
 
 
-def plain_norm_fp8(norm: Norm, inputs: Arrays, vectors: Arrays) -> tuple[jax.Array, ...]:
+def plain_norm_fp8(norm: NormForm, inputs: RowArrays, vectors: RowArrays) -> tuple[jax.Array, ...]:
     """The same in plain jnp, of any leading dims."""
     x = sum(inputs[1:], inputs[0])
     y = to_fp8(api.reference_of(norm)(x.astype(jnp.float32), *vectors, epsilon=norm.epsilon))
@@ -90,7 +88,7 @@ def plain_norm_fp8(norm: Norm, inputs: Arrays, vectors: Arrays) -> tuple[jax.Arr
 def _checked(
     op: str,
     x: jax.Array,
-    vectors: Arrays,
+    vectors: RowArrays,
     epsilon: float,
     residual: jax.Array | None,
     implementation: str,
@@ -110,7 +108,9 @@ def _checked(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _norm(chosen: str, norm: Norm, inputs: Arrays, vectors: Arrays) -> tuple[jax.Array, ...]:
+def _norm(
+    chosen: str, norm: NormForm, inputs: RowArrays, vectors: RowArrays
+) -> tuple[jax.Array, ...]:
     if chosen != "hopper":
         return plain_norm_fp8(norm, inputs, vectors)
     # vmap over a kernel is a loop: what is folded into the rows beforehand is faster.
@@ -121,7 +121,7 @@ def _norm(chosen: str, norm: Norm, inputs: Arrays, vectors: Arrays) -> tuple[jax
 
 
 @_norm.defjvp
-def _refuse(chosen: str, norm: Norm, primals, tangents):
+def _refuse(chosen: str, norm: NormForm, primals, tangents):
     del chosen, primals, tangents
     op = "layer_norm" if norm.centered else "rms_norm"
     raise UnsupportedError(f"{op}_fp8 is for inference and has no gradient: train with {op}")

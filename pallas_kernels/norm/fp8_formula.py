@@ -12,7 +12,7 @@ from pallas_kernels.common.e4m3 import E4M3, LARGEST, LEAST
 from pallas_kernels.rows.formula import Again, Formula, Load, Parts
 
 from . import formulas
-from .formulas import Norm
+from .formulas import NormForm
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +35,7 @@ def to_fp8(y: jax.Array) -> Fp8Rows:
     return Fp8Rows(values=(y / scale[..., None]).astype(E4M3), scale=scale)
 
 
-def forward(norm: Norm) -> Formula:
+def forward(norm: NormForm) -> Formula:
     """Inputs and vectors as in ``formulas.forward``; results values, x if it is a sum, scales.
 
     RMSNorm's largest element is the root times that of ``x * scale``, of the same turn over the

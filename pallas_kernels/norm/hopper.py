@@ -9,11 +9,11 @@ from pallas_kernels.rows.apply import apply_rows
 from pallas_kernels.rows.config import RowConfig
 
 from . import formulas
-from .formulas import Norm
+from .formulas import NormForm
 
 
 def norm(
-    form: Norm,
+    form: NormForm,
     inputs_RC: Sequence[jax.Array],
     vectors_C: Sequence[jax.Array],
     *,
@@ -24,7 +24,7 @@ def norm(
 
 
 def norm_gradient(
-    form: Norm,
+    form: NormForm,
     inputs_RC: Sequence[jax.Array],
     scale_C: jax.Array,
     *,
@@ -41,7 +41,7 @@ def rms_norm(
     x_RC: jax.Array, scale_C: jax.Array, *, epsilon: float, config: RowConfig | None = None
 ) -> jax.Array:
     """``x / sqrt(mean(x**2) + epsilon) * scale``, in the dtype of ``x``; scale is fp32."""
-    form = Norm(columns=x_RC.shape[1], epsilon=epsilon, dtype=x_RC.dtype)
+    form = NormForm(columns=x_RC.shape[1], epsilon=epsilon, dtype=x_RC.dtype)
     return norm(form, [x_RC], [scale_C], config=config)[0]
 
 
@@ -54,6 +54,6 @@ def rms_norm_gradient(
     config: RowConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of x, in its dtype, and of the scale, fp32."""
-    form = Norm(columns=x_RC.shape[1], epsilon=epsilon, dtype=x_RC.dtype)
+    form = NormForm(columns=x_RC.shape[1], epsilon=epsilon, dtype=x_RC.dtype)
     d_x, d_scale = norm_gradient(form, [x_RC, d_y_RC], scale_C, config=config)
     return d_x, d_scale

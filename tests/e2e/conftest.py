@@ -1,22 +1,39 @@
-"""Runs that several tests read, made once a session."""
+"""Runs that several tests read, made once for all workers of a session."""
+
+import fcntl
+from pathlib import Path
 
 import pytest
 from e2e.runs import Bench, make_text
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory) -> Bench:
-    """The text, the compiled programs, and the run that was never interrupted."""
-    place = tmp_path_factory.mktemp("shared")
-    return Bench(place, cache=place / "cache", text=make_text(place / "text"))
+def together(tmp_path_factory, worker_id) -> Path:
+    """A place that all workers have: the text, compiled programs, and the uninterrupted run."""
+    here = tmp_path_factory.getbasetemp()
+    place = (here if worker_id == "master" else here.parent) / "together"
+    place.mkdir(exist_ok=True)
+    with open(place / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (place / "made").exists():
+            bench = Bench(place, cache=place / "cache", text=make_text(place / "text"))
+            ended = bench.run(bench.new("whole"))
+            assert (ended.code, ended.stderr) == (0, ""), ended
+            (place / "made").touch()
+    return place
 
 
 @pytest.fixture(scope="session")
-def whole(shared):
+def shared(together, tmp_path_factory) -> Bench:
+    """A place for the runs of one worker."""
+    place = tmp_path_factory.mktemp("shared")
+    return Bench(place, cache=together / "cache", text=together / "text")
+
+
+@pytest.fixture(scope="session")
+def whole(together) -> Path:
     """A run of ``STEPS`` steps without interruption."""
-    ended = shared.run(shared.new("whole"))
-    assert (ended.code, ended.stderr) == (0, ""), ended
-    return shared / "whole"
+    return together / "whole"
 
 
 @pytest.fixture

@@ -119,6 +119,8 @@ def _child(
     flags = f"{environment.get('XLA_FLAGS', '')} {COMPILE_FAST}"
     os.environ.update(environment | {"XLA_FLAGS": flags})
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # With a size, entries are written and read under a lock: workers share them.
+    jax.config.update("jax_compilation_cache_max_size", 1 << 30)
     if before is not None:
         before()
     sys.exit(main(arguments))

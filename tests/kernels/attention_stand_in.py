@@ -13,8 +13,8 @@ from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.flash_attention import reference
 from pallas_kernels.flash_attention.implementations import (
     IMPLEMENTATIONS,
+    AttentionPlan,
     Implementation,
-    Plan,
     attend,
 )
 from pallas_kernels.flash_attention.spec import AttentionGradients
@@ -55,7 +55,7 @@ def results(implementation, spec, q, k, v, masks, d_out, d_lse):
     def forward(q, k, v, sinks, bias):
         arrays = dataclasses.replace(masks, sinks=sinks, bias=bias)
         return attend(
-            Plan(implementation=implementation, spec=spec),
+            AttentionPlan(implementation=implementation, spec=spec),
             *vary_alike((q, k, v, arrays)),
         )
 

@@ -12,7 +12,7 @@ from pallas_kernels import InputError, flash_attention
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, implementations
 from pallas_kernels.flash_attention.hopper.backward_block import row_statistics
 from pallas_kernels.flash_attention.hopper.gradients import sink_gradient
-from pallas_kernels.flash_attention.implementations import Plan
+from pallas_kernels.flash_attention.implementations import AttentionPlan
 from pallas_kernels.flash_attention.masking import visible_BTS
 from pallas_kernels.flash_attention.spec import BackwardOperands
 from pallas_kernels.flash_attention.validate import make_spec
@@ -135,7 +135,7 @@ def test_keys_split_where_queries_are_not(name):
 
     def attend(q, k, v):
         if name == "custom-call":
-            plan = Plan(implementation=STAND_IN, spec=AttentionSpec(scale=0.25))
+            plan = AttentionPlan(implementation=STAND_IN, spec=AttentionSpec(scale=0.25))
             return implementations.attend(plan, q, k, v, AttentionMasks())[0]
         return flash_attention(q, k, v, implementation=name)
 

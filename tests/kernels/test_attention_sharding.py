@@ -18,7 +18,7 @@ from pallas_kernels import UnsupportedError, flash_attention
 from pallas_kernels.common import device
 from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.flash_attention import AttentionMasks, AttentionSpec, reference, xla
-from pallas_kernels.flash_attention.implementations import Plan, attend
+from pallas_kernels.flash_attention.implementations import AttentionPlan, attend
 from pallas_kernels.flash_attention.spec import MeshAxes
 from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, XLA, results
 
@@ -128,7 +128,7 @@ def test_sharded_arrays_outside_of_jit_are_not_gathered():
     q, k, v, *_ = arrays(8, 4)
     layout = NamedSharding(mesh, P("data", None, "tensor"))
     placed = jax.device_put((q, k, v), layout)
-    out, lse = attend(Plan(implementation=watched, spec=SPEC), *placed, AttentionMasks())
+    out, lse = attend(AttentionPlan(implementation=watched, spec=SPEC), *placed, AttentionMasks())
     assert seen[-1] == (B // 2, T, 2, H)  # traced last for a device's block
     assert out.sharding.spec[:3] == lse.sharding.spec[:3] == ("data", None, "tensor")
     want = reference.forward(q, k, v, AttentionMasks(), spec=SPEC)
@@ -203,7 +203,9 @@ def test_shard_map_over_batch_and_heads(name):
     def split(q, k, v, masks, d_out, d_lse):
         layout = specs("tensor", masks)
         return jax.shard_map(
-            lambda *block: attend(Plan(implementation=BOTH[name], spec=SPEC), *vary_alike(block)),
+            lambda *block: attend(
+                AttentionPlan(implementation=BOTH[name], spec=SPEC), *vary_alike(block)
+            ),
             mesh=mesh,
             in_specs=layout[:4],
             out_specs=(layout[0], layout[0]),
@@ -226,7 +228,9 @@ def test_shard_map_over_a_part_of_the_mesh(check_vma):
     axes = MeshAxes(batch=("pipe", "data"), heads=("tensor",))  # those that are manual do not count
 
     def forward(*block):
-        return attend(Plan(implementation=STAND_IN, spec=SPEC, axes=axes), *vary_alike(block))
+        return attend(
+            AttentionPlan(implementation=STAND_IN, spec=SPEC, axes=axes), *vary_alike(block)
+        )
 
     def whole(q, k, v, masks, d_out, d_lse):
         by_pipe = P("pipe")
@@ -260,7 +264,7 @@ def test_keys_that_all_devices_share(name):
 
     def loss(split, q, k, v):
         def block(q, k, v):
-            plan = Plan(implementation=BOTH[name], spec=spec)
+            plan = AttentionPlan(implementation=BOTH[name], spec=spec)
             return attend(plan, *vary_alike((q, k, v, AttentionMasks())))[0]
 
         if split:

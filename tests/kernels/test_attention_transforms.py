@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import flash_attention
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME, AttentionMasks, AttentionSpec, xla
-from pallas_kernels.flash_attention.implementations import Plan, attend
+from pallas_kernels.flash_attention.implementations import AttentionPlan, attend
 from pallas_kernels.flash_attention.masking import visible_BTS, visible_tiles
 from tests.kernels.attention_stand_in import BOTH, FAST_COMPILE, STAND_IN, results
 
@@ -65,7 +65,7 @@ def count_calls(jaxpr, name: str) -> int:
     ids=["nothing-saved", "out-and-lse-saved"],
 )
 def test_remat_in_a_scan_does_not_rerun_what_is_saved_by_name(policy, forwards):
-    plan = Plan(implementation=STAND_IN, spec=SPEC)
+    plan = AttentionPlan(implementation=STAND_IN, spec=SPEC)
 
     def layer(x, w):
         q = jnp.einsum("btnh,hg->btng", x, w)

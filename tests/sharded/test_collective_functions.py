@@ -3,6 +3,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,7 +206,7 @@ def test_one_send_carries_several_dtypes_bit_for_bit(dtype):
     run = jax.jit(jax.shard_map(local, mesh=mesh(), in_specs=spec, out_specs=spec))
     tree = (x, {"sums": sums, "ids": ids, "none": None})
     got = run(tree)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.roll(b, 1, axis=0)), got, tree)
+    chex.assert_trees_all_equal(got, jax.tree.map(lambda x: np.roll(x, 1, axis=0), tree))
     assert len(collectives(run.lower(tree).compile())) == 1
 
 

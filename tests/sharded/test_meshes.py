@@ -6,6 +6,7 @@ The bound is that of rounding (``tests/sharded/oracle.py``), on one device and o
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,7 +122,7 @@ def test_one_device_equals_the_oracle(case):
 )
 def test_mesh_equals_one_device(case, mesh):
     start, result = run(case, MESHES[mesh])
-    jax.tree.map(np.testing.assert_array_equal, start, drawn(CASES[case][0]()))
+    chex.assert_trees_all_equal(start, drawn(CASES[case][0]()))
     assert_as_one_device(result, case, what=f"{case} on {mesh}")
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
+import chex
 import jax
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -83,7 +83,7 @@ def test_a_mesh_draws_the_values_one_device_draws():
         )()
         for built in (on_mesh, alone)
     ]
-    jax.tree.map(np.testing.assert_array_equal, *states)
+    chex.assert_trees_all_equal(*states)
 
 
 def test_specs():

@@ -3,6 +3,7 @@
 import gzip
 import lzma
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -61,8 +62,7 @@ def test_small_documents_share_rows():
     assert len(batches) == 2  # 32 tokens in four rows of 8
     assert all((batch.weights == 1).all() for batch in batches)
     again = heldout_batches(arrays, sequence_length=8, batch_size=2)
-    for one, other in zip(batches, again, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+    chex.assert_trees_all_equal(list(batches), list(again))
 
 
 def test_the_last_batch_is_filled_with_weightless_rows():
@@ -83,7 +83,7 @@ def test_processes_split_the_rows():
     ]
     for batch, first, second in zip(whole, *parts, strict=True):
         merged = jax.tree.map(lambda *p: np.concatenate(p), first, second)
-        jax.tree.map(np.testing.assert_array_equal, merged, batch)
+        chex.assert_trees_all_equal(merged, batch)
 
 
 @pytest.mark.parametrize("stride", [0, 9, -1])

@@ -3,6 +3,7 @@
 import json
 import time
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -31,12 +32,6 @@ def take(iterator: TrainIterator, count: int) -> list[Batch]:
     return batches
 
 
-def assert_same(got: list[Batch], want: list[Batch]) -> None:
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 def merge(shards: list[list[Batch]]) -> list[Batch]:
     """Each step's rows of all processes, in process order."""
     return [
@@ -62,13 +57,15 @@ def test_the_order_is_frozen():
 
 
 def test_threads_do_not_change_the_order():
-    assert_same(take(iterate(num_threads=3, prefetch=5), STEPS), WHOLE)
+    chex.assert_trees_all_equal(take(iterate(num_threads=3, prefetch=5), STEPS), WHOLE)
 
 
 def test_sample_ids_are_a_ledger_of_the_batches():
     windows = PackedWindows(ARRAYS, sequence_length=8, seed=5)
     iterator = iterate()
-    assert_same([windows.batch(iterator.sample_ids(step)) for step in range(STEPS)], WHOLE)
+    chex.assert_trees_all_equal(
+        [windows.batch(iterator.sample_ids(step)) for step in range(STEPS)], WHOLE
+    )
     iterator.close()
     ids = np.concatenate([sample_ids(step, batch_size=4) for step in range(STEPS)])
     np.testing.assert_array_equal(ids, np.arange(STEPS * 4))
@@ -86,7 +83,7 @@ def test_restart_continues_bitwise(step: int, threads: int):
     next(second)  # a restart may follow other use
     second.restore(state)
     assert second.step == step
-    assert_same(take(second, STEPS - step), WHOLE[step:])
+    chex.assert_trees_all_equal(take(second, STEPS - step), WHOLE[step:])
 
 
 def test_restoring_in_place_rewinds():
@@ -94,14 +91,14 @@ def test_restoring_in_place_rewinds():
     state = iterator.state()
     first = [next(iterator) for _ in range(3)]
     iterator.restore(state)
-    assert_same(take(iterator, 3), first)
+    chex.assert_trees_all_equal(take(iterator, 3), first)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_processes_share_the_single_process_batch(count: int):
     """Put together in process order, the rows are the very array of one process."""
     shards = [take(iterate(process_index=i, process_count=count), STEPS) for i in range(count)]
-    assert_same(merge(shards), WHOLE)
+    chex.assert_trees_all_equal(merge(shards), WHOLE)
 
 
 def test_a_run_grows_from_one_to_two_to_four_processes():
@@ -114,7 +111,7 @@ def test_a_run_grows_from_one_to_two_to_four_processes():
             shards.append([next(iterator) for _ in range(steps)])
             new_state = iterator.state()
             iterator.close()
-        assert_same(merge(shards), WHOLE[done : done + steps])
+        chex.assert_trees_all_equal(merge(shards), WHOLE[done : done + steps])
         done, state = done + steps, new_state
 
 
@@ -148,7 +145,7 @@ def test_a_failed_restore_leaves_the_iterator_usable():
     next(iterator)
     with pytest.raises(DataError):
         iterator.restore({"step": 3})
-    assert_same(take(iterator, 2), WHOLE[1:3])
+    chex.assert_trees_all_equal(take(iterator, 2), WHOLE[1:3])
 
 
 @pytest.mark.parametrize(("count", "index"), [(3, 0), (2, 2), (2, -1)])

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_it_resumes_without_what_it_started_from(full, place):
         assert resume(place, copy) == 0
     finally:
         (place / "away").rename(place / "hf")
-    jax.tree.map(np.testing.assert_array_equal, state(copy), state(full))
+    chex.assert_trees_all_equal(state(copy), state(full))
     assert losses(copy) == losses(full)
 
 
@@ -163,7 +164,7 @@ def test_adapters_need_the_weights_they_were_trained_beside(lora, place, capsys)
         assert resume(place, copy, "--set", f"init.path={place / 'away'}") == 0
     finally:
         (place / "away").rename(place / "hf")
-    jax.tree.map(np.testing.assert_array_equal, state(copy), state(lora))
+    chex.assert_trees_all_equal(state(copy), state(lora))
     other = shutil.copytree(place / "hf", place / "other")
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[-1] ^= 1

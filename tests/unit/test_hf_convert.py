@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -338,7 +339,7 @@ def test_each_device_reads_its_shard_only(tmp_path, piece_bytes):
     counting = Counting(source=directory.open(definition), reads=[])
     shardings = placement.parameters(definition)
     placed = place_parameters(counting, definition, shardings, piece_bytes=piece_bytes)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), placed, parameters)
+    chex.assert_trees_all_equal(placed, parameters, strict=True)
     assert jax.tree.map(lambda x: x.sharding, placed) == shardings
     for path, leaf in by_path(placed).items():
         sizes = [size for name, size in counting.reads if name == path]

@@ -18,7 +18,7 @@ from jaxinfra.core.errors import ConfigError, LostPeerError
 from jaxinfra.launch.cluster import Cluster, detect_cluster, expand_nodes
 from jaxinfra.launch.ending import Ending, count_memory_kills, first_failure
 from jaxinfra.launch.rendezvous import PortTakenError, meet
-from jaxinfra.launch.supervisor import Limits, Place, Supervisor, free_port
+from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor, free_port
 
 SLURM = {
     "SLURM_JOB_ID": "40123",
@@ -213,7 +213,7 @@ def supervise(tmp_path, program: str, *, processes: int = 2, again: str | None =
         logs=tmp_path / "logs",
         recorder=None,
         limits=Limits(backoff_s=0.01, **limits),
-        place=Place(),
+        place=NodePlace(),
         environment={},
     ).run()
     return code, json.loads((tmp_path / "logs" / "report.json").read_text())

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,9 +128,7 @@ def test_targets_of_weight_0_do_not_count(implementation):
         ).total
 
     run = jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
-    jax.tree.map(
-        np.testing.assert_array_equal, run(hidden, table, padded), run(hidden, table, targets)
-    )
+    chex.assert_trees_all_equal(run(hidden, table, padded), run(hidden, table, targets))
     gradient = run(hidden, table, targets)[1][0]
     np.testing.assert_array_equal(gradient[weights == 0.0], 0.0)
 
@@ -151,7 +150,7 @@ def test_ignored_targets_are_those_of_weight_0(implementation):
 
     got = run(hidden, table, jnp.where(ignored, -100, targets), weights, -100)
     want = run(hidden, table, targets, jnp.where(ignored, 0.0, weights))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    chex.assert_trees_all_equal(got, want)
 
 
 def test_z_loss_pulls_the_normalizer_to_zero():

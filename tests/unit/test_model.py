@@ -6,6 +6,7 @@ import math
 import operator
 from collections import Counter
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import AttentionImplementation, Remat
+from jaxinfra.layers.block import Block
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import path_name
@@ -213,6 +215,12 @@ def test_scan_over_layers_is_a_loop():
         np.testing.assert_array_equal(unrolled(tokens), scanned)
 
 
+def test_layers_of_a_pattern_are_traced_once(monkeypatch):
+    monkeypatch.setattr(Block, "__call__", chex.assert_max_traces(Block.__call__, n=1))
+    model = decoder(llama_like().with_layers(8))
+    model(packed_batch(rows=2).tokens)
+
+
 @functools.cache
 def stepped(remat: Remat, unroll: int = 1):
     config = llama_like()
@@ -230,12 +238,12 @@ def stepped(remat: Remat, unroll: int = 1):
     ],
 )
 def test_recomputation_changes_no_bit(remat):
-    jax.tree.map(np.testing.assert_array_equal, stepped(remat), stepped(Remat.NONE))
+    chex.assert_trees_all_equal(stepped(remat), stepped(Remat.NONE))
 
 
 @pytest.mark.parametrize("remat", [Remat.NONE, pytest.param(Remat.DOTS, marks=pytest.mark.slow)])
 def test_unrolling_changes_no_bit(remat):
-    jax.tree.map(np.testing.assert_array_equal, stepped(remat, unroll=2), stepped(remat))
+    chex.assert_trees_all_equal(stepped(remat, unroll=2), stepped(remat))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,11 +82,6 @@ def run_copy(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "copy")
 
 
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), got, want)
-
-
 def flip_a_bit(checkpoint):
     largest = max((checkpoint / "arrays").rglob("*"), key=lambda file: file.stat().st_size)
     data = bytearray(largest.read_bytes())
@@ -98,10 +94,10 @@ def test_load_run_reads_the_newest_checkpoint(saved):
     loaded = load_run(path)
     assert (loaded.step, loaded.config) == (4, RUN)
     assert loaded.tokenizer.fingerprint == bytes_tokenizer().fingerprint
-    assert_same(loaded.parameters, states[4].parameters)
+    chex.assert_trees_all_equal(loaded.parameters, states[4].parameters, strict=True)
     earlier = load_run(path, step=2)
     assert earlier.step == 2
-    assert_same(earlier.parameters, states[2].parameters)
+    chex.assert_trees_all_equal(earlier.parameters, states[2].parameters, strict=True)
 
 
 def test_load_model_maps_ids_to_float32_logits(saved):
@@ -131,7 +127,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run_copy, saved, caplo
     with caplog.at_level(logging.WARNING):
         loaded = load_run(run_copy)
     assert loaded.step == 2
-    assert_same(loaded.parameters, saved[1][2].parameters)
+    chex.assert_trees_all_equal(loaded.parameters, saved[1][2].parameters, strict=True)
     assert "step 4" in caplog.text
     assert (run_copy / "checkpoints" / "step_00000004").is_dir(), "readers move nothing"
 

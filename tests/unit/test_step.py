@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,10 +58,6 @@ def overflowing(batch):
     return dataclasses.replace(batch, weights=batch.weights.at[2, 1].set(jnp.inf))
 
 
-def same(tree, other):
-    jax.tree.map(np.testing.assert_array_equal, tree, other)
-
-
 @pytest.mark.parametrize("accumulation", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_micro_batches_equal_the_batch(accumulation):
     """Though their counted targets differ: documents and padding are ragged."""
@@ -82,7 +79,9 @@ def test_split_batch_deals_rows():
     batch = packed_batch(rows=6)
     parts = split_batch(batch, 3)
     for k in range(3):
-        same(jax.tree.map(lambda x, k=k: x[k], parts), jax.tree.map(lambda x, k=k: x[k::3], batch))
+        chex.assert_trees_all_equal(
+            jax.tree.map(lambda x, k=k: x[k], parts), jax.tree.map(lambda x, k=k: x[k::3], batch)
+        )
 
 
 def test_memory_does_not_grow_with_micro_batches():
@@ -114,7 +113,20 @@ def test_donated_state_is_updated_in_place():
     where = jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), state.parameters)
     after, _ = built.step(state, batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.parameters))
-    same(where, jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), after.parameters))
+    chex.assert_trees_all_equal(
+        where, jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), after.parameters)
+    )
+
+
+def test_a_run_traces_its_step_once():
+    """A step returns the types that it takes."""
+    built = stepped(1)
+    step = jax.jit(
+        chex.assert_max_traces(built.step.__wrapped__, n=1), compiler_options=COMPILER_OPTIONS
+    )
+    state, batch = built.state(), packed_batch()
+    for _ in range(3):
+        state, _ = step(state, batch)
 
 
 @pytest.mark.parametrize("make", [lambda: stepped(1), lambda: stepped(2), fp16_step])
@@ -123,9 +135,9 @@ def test_non_finite_step_changes_counters_only(make):
     before = jax.device_get(built.state())
     state, metrics = built.step(built.state(), overflowing(packed_batch()))
     state = jax.device_get(state)
-    same(state.parameters, before.parameters)
-    same(state.optimizer, before.optimizer)
-    same(state.rng, before.rng)
+    chex.assert_trees_all_equal(state.parameters, before.parameters)
+    chex.assert_trees_all_equal(state.optimizer, before.optimizer)
+    chex.assert_trees_all_equal(state.rng, before.rng)
     assert (state.step, state.skipped, state.skipped_in_a_row) == (1, 1, 1)
     assert (metrics.skipped, metrics.skipped_in_a_row) == (1, 1)
     halved = built.precision.loss_scaling is LossScaling.DYNAMIC
@@ -144,8 +156,8 @@ def test_skipped_steps_are_counted_and_leave_no_trace():
     never = built.state()
     for batch in (good, good):
         never, never_metrics = built.step(never, batch)
-    same(state.parameters, never.parameters)
-    same(state.optimizer, never.optimizer)
+    chex.assert_trees_all_equal(state.parameters, never.parameters)
+    chex.assert_trees_all_equal(state.optimizer, never.optimizer)
     assert metrics.learning_rate == never_metrics.learning_rate
 
 

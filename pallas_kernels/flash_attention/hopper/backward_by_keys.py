@@ -76,9 +76,7 @@ class _ByKeys(FusedKernel):
     @property
     def dq_shape(self) -> tuple[int, int]:
         """What leaves for dQ at a time: a warpgroup's half of the columns, or all of them."""
-        if self.c.dq_warpgroup:
-            return (QUERIES, self.g.H)
-        return (QUERIES, self.g.H // NUM_WARPGROUPS)
+        return (QUERIES, self.g.H if self.c.dq_warpgroup else self.g.H // NUM_WARPGROUPS)
 
     def scratch(self) -> dict:
         """Shared memory and barriers of a block, by name."""
@@ -108,8 +106,8 @@ class _ByKeys(FusedKernel):
             "done": plgpu.Barrier(num_arrivals=NUM_WARPGROUPS),
         }
         f32_tile = tiled(swizzle_bytes(self.dq_shape[1], itemsize=4), itemsize=4)
-        shape = (NUM_WARPGROUPS, *self.dq_shape)
-        buffers["dq"] = plgpu.SMEM(shape, jnp.float32, transforms=f32_tile)
+        dq = (NUM_WARPGROUPS, *self.dq_shape)
+        buffers["dq"] = plgpu.SMEM(dq, jnp.float32, transforms=f32_tile)
         if self.segmented:
             buffers["q_ids"] = plgpu.SMEM(rows, jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((KEYS,), jnp.int32)
@@ -211,8 +209,7 @@ class _ByKeys(FusedKernel):
         self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
     ):
         """The loop over heads of the group and query tiles."""
-        g, c = self.g, self.c
-        mine = pl.ds(wg * 64, 64)
+        g, c, mine = self.g, self.c, pl.ds(wg * 64, 64)
         my_k, my_v = smem.k.at[mine], smem.v.at[mine]
         kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
         per_head = queries.hi - queries.lo
@@ -388,9 +385,8 @@ class _ByKeys(FusedKernel):
 
     def issue_dq(self, smem, wg: int, dq_acc, slot) -> None:
         """Starts this warpgroup's part of dQ, from the dS of both."""
-        ds = smem.ds.at[slot]
         columns = pl.ds(wg * self.dq_shape[1], self.dq_shape[1])
-        plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
+        plgpu.wgmma(dq_acc, smem.ds.at[slot].transpose((1, 0)), smem.k.at[:, columns])
 
     def add_to_dq(self, gmem, smem, wg: int, dq, b, i, n, k_tile) -> None:
         """This warpgroup's part of a tile's dQ, into the float32 sum in global memory."""

@@ -90,30 +90,30 @@ def forward_fp8(
         constant_values=1.0,  # 0 times a masked score would be NaN
     )
     tile_scales, v_scale = _value_scales(operands, config)
-    q = pad_rows(operands.q)
+    unused = SCALES_PER_TILE - tile_scales.shape[3]
     kernel = _Fp8Forward(
         g=Geometry(B=B, T=T, S=S, N=N, K=K, H=H, Hv=V), spec=spec, c=config, dtype=dtype,
         q_tile=config.block_q, kv_tile=config.block_kv, segmented=False,
         interpretable=interpretable,
     )  # fmt: skip
     arrays = {
-        "q": q,
+        "q": pad_rows(operands.q),
         "k": pad_rows(operands.k),
         "v": natural(operands.v_t) if interpretable else operands.v_t,
         "q_scale": q_scale,
-        "scales": tile_scales,
-        "v_scale": v_scale,
+        "scales": jnp.pad(tile_scales, ((0, 0),) * 3 + ((0, unused),)),
+        "v_scale": v_scale[:, 0],
     }
-    return kernel.attend_all(arrays, padded_queries=q.shape[1])
+    return kernel.attend_all(arrays, padded_queries=arrays["q"].shape[1])
 
 
 def _value_scales(operands: Fp8Operands, config: Fp8Config) -> tuple[jax.Array, jax.Array]:
     """Scales of keys and values as the kernel reads them.
 
     Returns:
-        fp32 [B, K, key tiles, 32]: four numbers for each of a tile's key blocks: the factor of its
-        scores, log2 of its values' scale over the head's largest one, that ratio's inverse, and
-        nothing; and that largest scale, fp32 [B, K].
+        fp32 [B, K, key tiles, 4 numbers for each of a tile's key blocks]: the factor of its scores,
+        log2 of its values' scale over the head's largest one, that ratio's inverse, and nothing;
+        and that largest scale, fp32 [B, 1, K].
     """
     largest = operands.v_scale.max(axis=1, keepdims=True)
     ratio = jnp.maximum(operands.v_scale / largest, LEAST_RATIO)
@@ -123,9 +123,7 @@ def _value_scales(operands: Fp8Operands, config: Fp8Config) -> tuple[jax.Array, 
     blocks = config.block_kv // config.granule
     last = ((0, 0), (0, 0), (0, -scales.shape[2] % blocks), (0, 0))
     scales = jnp.pad(scales, last, mode="edge")
-    tile_scales = scales.reshape(*scales.shape[:2], -1, 4 * blocks)
-    unused = SCALES_PER_TILE - 4 * blocks
-    return jnp.pad(tile_scales, ((0, 0),) * 3 + ((0, unused),)), largest[:, 0]
+    return scales.reshape(*scales.shape[:2], -1, 4 * blocks), largest
 
 
 def _refuse(reason: str | None) -> None:
@@ -223,8 +221,8 @@ class _Fp8Forward(ForwardBlock):
 
     def normalized(self, gmem, b, n, peak, total):
         """The factor of the output's rows, and their maxima and sums."""
-        scale = gmem.v_scale[b, lax.div(n, self.g.group)]
-        return jnp.where(total == 0.0, 0.0, scale / total), peak, total
+        factor = jnp.where(total == 0.0, 0.0, gmem.v_scale[b, lax.div(n, self.g.group)] / total)
+        return factor, peak, total
 
     def log2_total(self, peak, total):
         """The logsumexp in units of log2."""

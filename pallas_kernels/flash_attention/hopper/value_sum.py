@@ -41,9 +41,14 @@ class ValueSum:
     def rescale(self, carried, part, slot, alpha):
         """Waits for the product, frees its slot, and multiplies the rows of the sum by alpha."""
         del part
+        self.rescale_accumulator(slot, alpha)
+        return carried
+
+    def rescale_accumulator(self, slot, alpha):
+        """Does it, and returns alpha as it is after the wait."""
         o, alpha = lax.optimization_barrier((self.finish(slot), alpha))
         self.acc[...] = scale_rows_if_needed(o, alpha)
-        return carried
+        return alpha
 
     def loop(self, first, last, step, carry):
         """The steps first .. last."""
@@ -91,8 +96,8 @@ class Fp8ValueSum(ValueSum):
 
     def rescale(self, carried, part, slot, alpha):
         """As above; the sum in shared memory falls behind."""
-        super().rescale(carried, part, slot, alpha)
-        return carried * alpha
+        del part
+        return carried * self.rescale_accumulator(slot, alpha)
 
     def loop(self, first, last, step, carry):
         """The steps first .. last, with the accumulator emptied after every few."""
