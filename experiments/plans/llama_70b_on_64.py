@@ -1,4 +1,4 @@
-"""70B on 8 nodes of 8 H100s: TP 8, PP 2, DP 4 and its alternatives (mission M19).
+"""70B on 8 nodes of 8 H100s: TP 8, PP 2, DP 4 and its alternatives.
 
     python -m experiments.plans.llama_70b_on_64
 

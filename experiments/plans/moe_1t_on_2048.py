@@ -1,4 +1,4 @@
-"""A trillion parameters in experts on 2,048 H100s: TP 8, PP 16, DP 16, EP 16 (mission M19).
+"""A trillion parameters in experts on 2,048 H100s: TP 8, PP 16, DP 16, EP 16.
 
     python -m experiments.plans.moe_1t_on_2048
 

@@ -139,7 +139,7 @@ class RunConfig:
 def validate(run: RunConfig) -> None:
     """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
     training, mesh, model = run.training, run.mesh, run.model
-    _refuse_planned(model)
+    refuse_planned(model)
     micro_batch = training.batch_size // training.accumulation
     if micro_batch % mesh.num_data_shards:
         raise ConfigError(
@@ -178,8 +178,8 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
             )
 
 
-def _refuse_planned(model: ModelConfig) -> None:
-    """Before parameters that nothing runs are drawn."""
+def refuse_planned(model: ModelConfig) -> None:
+    """Raises UnsupportedError for layers that nothing runs, before their parameters are drawn."""
     for block in model.blocks:
         for part, name in (
             (block.mixer, "latent attention is"),

@@ -27,7 +27,8 @@ class Memory:
     @property
     def total(self) -> float:
         """Sum over the roles."""
-        return sum(getattr(self, field.name) for field in dataclasses.fields(self))
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.buffers + self.reserved
 
     @property
     def temporaries(self) -> float:

@@ -53,8 +53,7 @@ class Plan:
     @property
     def tokens_per_s_per_device(self) -> float:
         """Training tokens."""
-        tokens = self.layout.batch * self.layout.length
-        return tokens / self.time.total_s / self.layout.devices
+        return self.layout.batch * self.layout.length / self.time.total_s / self.layout.devices
 
     @property
     def mfu(self) -> float:
@@ -74,8 +73,7 @@ class Plan:
     @property
     def dollars_per_billion_tokens(self) -> float:
         """At the device's price an hour."""
-        hours = 1e9 / self.tokens_per_s_per_device / 3600
-        return hours * self.device.dollars_per_hour
+        return 1e9 / self.tokens_per_s_per_device / 3600 * self.device.dollars_per_hour
 
     def by_remat(self) -> dict[str, "Plan"]:
         """The same layout with each form of recomputation, the weakest first."""

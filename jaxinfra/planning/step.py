@@ -239,10 +239,10 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[Collective]:
                 )
         # Each axis sums what those before it have scattered.
         size = item * elements / (fsdp if layout.zero >= 1 else 1)
-        for axis in ("replica", "context"):
-            if layout.axes[axis] > 1:
+        for axis, members in (("replica", layout.mesh.replica), ("context", layout.mesh.context)):
+            if members > 1:
                 found.append(Collective("gradients", "all-reduce", axis, size, True))
-                size /= layout.axes[axis]
+                size /= members
     return found
 
 
