@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import CacheSpec, ModelConfig
+from jaxinfra.config.model import CacheSpec
 from jaxinfra.ops.cached_attention import Pages
 
 
@@ -136,22 +136,6 @@ def in_layer(cache: Cache, arrays: dict[str, jax.Array], layer: jax.Array) -> Ca
 def after_pass(cache: Cache, arrays: dict[str, jax.Array]) -> Cache:
     """The cache once all layers have appended to its arrays."""
     return dataclasses.replace(cache, arrays=arrays, layer=None, is_empty=False)
-
-
-def kv_elements(config: ModelConfig, *, context: int, keeps_windows_only: bool = False) -> int:
-    """Numbers that all layers together cache of one sequence.
-
-    Args:
-        context: its tokens.
-        keeps_windows_only: a layer with a window drops what lies beyond it, which the caches here
-            do not do.
-    """
-    total = 0
-    for block, repeats in zip(config.blocks, config.repeats, strict=True):
-        spec = block.mixer.cache
-        kept = min(context, spec.window or context) if keeps_windows_only else context
-        total += repeats * spec.elements * kept
-    return total
 
 
 def _appended[C: (ContiguousCache, PagedCache)](

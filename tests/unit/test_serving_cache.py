@@ -13,7 +13,8 @@ from flax import nnx
 
 from jaxinfra.config.model import stacked
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.layers.cache import PagedCache, after_pass, kv_elements
+from jaxinfra.layers.cache import PagedCache, after_pass
+from jaxinfra.models.cache_size import cached_elements
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.serving.sampling import GREEDY, SamplingRows
@@ -181,15 +182,15 @@ def test_cache_bytes(name, policy):
     _, decoder = make(name, policy)
     cache = decoder.empty_cache(batch=3, num_slots=40)
     itemsize = POLICIES[policy].compute.itemsize
-    expected = 3 * kv_elements(MODELS[name], context=40) * itemsize
+    expected = 3 * cached_elements(MODELS[name], 40, evicted=False) * itemsize
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache)) == expected
 
 
 def test_windows_bound_what_has_to_be_kept():
     config = MODELS["gemma"]  # two layers of each kind, one with a window of 6
-    assert kv_elements(config, context=40) == 2 * (2 * 2 * 8 + 2 * 1 * 8) * 40
+    assert cached_elements(config, 40, evicted=False) == 2 * (2 * 2 * 8 + 2 * 1 * 8) * 40
     kept = 2 * (2 * 2 * 8 * 6 + 2 * 1 * 8 * 40)
-    assert kv_elements(config, context=40, keeps_windows_only=True) == kept
+    assert cached_elements(config, 40, evicted=True) == kept
 
 
 def test_decoding_keeps_one_cache():
@@ -207,7 +208,7 @@ def test_decoding_keeps_one_cache():
     graphdef, weights = nnx.split(decoder)
     config = StepConfig(graphdef=graphdef, num_ids=31)
     compiled = decode.lower(weights, state, jnp.zeros(batch, jnp.int32), config=config).compile()
-    cache_bytes = batch * kv_elements(MODELS["gqa"], context=num_slots) * 4
+    cache_bytes = batch * cached_elements(MODELS["gqa"], num_slots, evicted=False) * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     # One layer's slice of two, and scores: a second cache would show.
