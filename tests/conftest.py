@@ -13,6 +13,7 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
+import hypothesis
 import jax
 import jaxlib
 
@@ -39,3 +40,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
         _keep_compiled_programs()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A busy machine is no fault: pytest's own limit ends what hangs.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
