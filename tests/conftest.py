@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pathlib
+import platform
 
 # A GPU suite sets JAX_PLATFORMS itself; everything else must not touch an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -24,10 +25,11 @@ def _keep_compiled_programs() -> None:
     The key of an entry has the program, its flags and the versions, but not what the CPU can do.
     With a size, entries are written and read under a lock.
     """
-    cpu = next(
-        line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line
-    )
-    cpu = hashlib.sha256(f"{jaxlib.__version__} {cpu}".encode()).hexdigest()[:16]
+    facts = pathlib.Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    key = f"{jaxlib.__version__} {platform.machine()} {platform.processor()} {features}"
+    cpu = hashlib.sha256(key.encode()).hexdigest()[:16]
     place = pathlib.Path(__file__).parents[1] / ".jax_cache" / cpu
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_compilation_cache_max_size", 2 << 30)
