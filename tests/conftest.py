@@ -5,6 +5,7 @@ shapes that the product's annotations name checked.
 import hashlib
 import os
 import pathlib
+import platform
 
 # A GPU suite sets JAX_PLATFORMS itself; everything else must not touch an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +16,7 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
+import hypothesis
 import jax
 import jaxlib
 import shape_checks
@@ -26,10 +28,11 @@ def _keep_compiled_programs() -> None:
     The key of an entry has the program, its flags and the versions, but not what the CPU can do.
     With a size, entries are written and read under a lock.
     """
-    cpu = next(
-        line for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines() if "flags" in line
-    )
-    cpu = hashlib.sha256(f"{jaxlib.__version__} {cpu}".encode()).hexdigest()[:16]
+    facts = pathlib.Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    key = f"{jaxlib.__version__} {platform.machine()} {platform.processor()} {features}"
+    cpu = hashlib.sha256(key.encode()).hexdigest()[:16]
     place = pathlib.Path(__file__).parents[1] / ".jax_cache" / cpu
     jax.config.update("jax_compilation_cache_dir", str(place))
     jax.config.update("jax_compilation_cache_max_size", 2 << 30)
@@ -43,3 +46,9 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 shape_checks.install()
+
+# A busy machine is no fault: pytest's own limit ends what hangs.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
