@@ -7,7 +7,7 @@ from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.planning.formats import RECIPES, Recipe
+from jaxinfra.planning.formats import RECIPES, TrainingRecipe
 from jaxinfra.planning.model import PlannedModel
 
 BY_STRENGTH = (
@@ -113,7 +113,7 @@ class Layout:
         return self.micro_rows * self.length // self.mesh.context
 
     @property
-    def bytes_a_parameter(self) -> Recipe:
+    def bytes_a_parameter(self) -> TrainingRecipe:
         """The precision recipe."""
         return RECIPES[self.recipe]
 

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxinfra.core.errors import CheckpointError
-from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.weights.tensor_files import TensorFiles
 
 _COMPARED_ROWS = 4096  # of two tied tables at a time

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
 from jaxinfra.weights.tensor_writer import new_directory, write_tensor_files
 
