@@ -40,7 +40,7 @@ class ShardedAttention:
         config: MixerConfig,
         segment_ids_BT: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T N Hv"]:
-        """As ``attend``, placed as q."""
+        """The result of ``attend``, placed as q."""
         place = self.placement
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         kv_spec = place.spec((axes.BATCH, None, axes.KV_HEADS, None))
@@ -91,7 +91,7 @@ class ShardedDecode:
     def __call__(
         self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
     ) -> jax.Array:
-        """As ``decode``, placed as q."""
+        """The result of ``decode``, placed as q."""
         place, tables_BM = self.placement, pages.tables_BM
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         rows_spec = place.spec((axes.BATCH, None))

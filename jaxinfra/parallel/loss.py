@@ -47,7 +47,7 @@ class TokenLoss:
         label_smoothing: float,
         logit_soft_cap: float | None,
     ) -> CrossEntropySums:
-        """As ``layers.execution.CrossEntropy``."""
+        """The sums that ``layers.execution.CrossEntropy`` promises."""
         placement = self.placement
         operands = hidden_BTD, table_VD, targets_BT, weights_BT
         if placement and takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):

@@ -1,4 +1,4 @@
-"""Number formats as arithmetic, and the bytes a parameter of each training recipe takes."""
+"""Number formats as arithmetic, and the bytes per parameter of each training recipe."""
 
 import dataclasses
 import math

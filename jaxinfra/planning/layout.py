@@ -81,9 +81,9 @@ class Layout:
     batch: int  # sequences a step, over everything
     mesh: MeshConfig = MeshConfig()
     zero: int = 3
-    chunks: int = 1  # model chunks a stage: interleaved 1F1B
+    chunks: int = 1  # model chunks per stage: interleaved 1F1B
     sequence_parallel: bool = False  # norms and residuals sharded over tensor too
-    accumulation: int = 1  # micro-batches a step
+    accumulation: int = 1  # micro-batches per step
     remat: Remat = Remat.DOTS
     recipe: str = "bf16"
     traits: Traits = Traits()

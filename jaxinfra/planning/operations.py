@@ -21,7 +21,7 @@ from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlannedMatmul:
-    """``count`` products of [m, k] and [k, n]; ``out`` bytes an element of the result."""
+    """``count`` products of [m, k] and [k, n]; ``out`` bytes per element of the result."""
 
     name: str
     m: float
@@ -277,7 +277,7 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
     sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
-    backward pass reads and does not recompute, 2 bytes an element.
+    backward pass reads and does not recompute, 2 bytes per element.
 
     Args:
         remat: instead of the layout's.

@@ -45,7 +45,7 @@ class MergedParameters:
     state: LiveParameters = LiveParameters(arrays={})
 
     def dtype(self, path: str) -> np.dtype:
-        """As in the base."""
+        """Element type of the base's parameter."""
         return (self.state if path in self.state.arrays else self.base).dtype(path)
 
     def read(self, path: str, index: Index) -> np.ndarray:

@@ -358,7 +358,7 @@ def test_config_of_a_converted_model_is_kept(tmp_path):
     assert (directory.config, directory.hf) == (from_hf_config(values), values)
     # A model that was changed since is described anew.
     ours_values = json.loads((ours / "config.json").read_text())
-    ours_values["model"]["blocks"][0]["attention"]["window"] = 5
+    ours_values["model"]["stacks"][0]["pattern"][0]["mixer"]["window"] = 5
     (ours / "config.json").write_text(json.dumps(ours_values))
     back = convert(ours, tmp_path / "back")
     written = json.loads((back / "config.json").read_text())
