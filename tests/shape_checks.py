@@ -5,13 +5,15 @@ schedules, pure Python in long loops, would pay for it. Here functions and metho
 are wrapped, and no others.
 """
 
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import beartype
 import jaxtyping
@@ -40,13 +42,21 @@ def _functions(owner: types.ModuleType | type, module: str) -> Iterator[tuple[ob
             yield owner, name
 
 
+def _check_arrays(function: types.FunctionType) -> Callable[..., Any]:
+    """Checks by beartype, of arrays alone: of a protocol's instances it could not tell."""
+    kept = {name: value for name, value in function.__annotations__.items() if names_shape(value)}
+    function.__annotations__ = kept
+    return beartype.beartype(function)
+
+
 def check_shapes(module: types.ModuleType) -> None:
     """Wraps what a module defines; what its decorators have already taken stays as it is."""
     for owner, name in _functions(module, module.__name__):
+        if name == "__init__" and dataclasses.is_dataclass(owner):
+            continue  # trees are also built of what stands for their arrays
         function = vars(owner)[name]
         if any(map(names_shape, function.__annotations__.values())):
-            checked = jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
-            setattr(owner, name, checked)
+            setattr(owner, name, jaxtyping.jaxtyped(function, typechecker=_check_arrays))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -26,7 +26,7 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import attention
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.planning.devices import Device, find_device
-from jaxinfra.planning.operations import Matmul
+from jaxinfra.planning.operations import PlannedMatmul
 from jaxinfra.planning.timing import matmul_s
 
 COMPUTE, ACCUM = jnp.dtype("bfloat16"), jnp.dtype("float32")
@@ -67,21 +67,21 @@ def matmuls(device: Device, args: argparse.Namespace) -> tuple[dict[str, Any], l
     for tokens, width, hidden in args.shapes:
         x, w = random(0, tokens, width), random(1, width, hidden)
         dy = random(2, tokens, hidden)
-        forms: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...], Matmul]] = {
+        forms: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...], PlannedMatmul]] = {
             "forward": (
                 lambda x, w: einsum("tk,kn->tn", x, w),
                 (x, w),
-                Matmul("forward", tokens, hidden, width),
+                PlannedMatmul("forward", tokens, hidden, width),
             ),
             "input gradient": (
                 lambda dy, w: einsum("tn,kn->tk", dy, w),
                 (dy, w),
-                Matmul("input gradient", tokens, width, hidden),
+                PlannedMatmul("input gradient", tokens, width, hidden),
             ),
             "weight gradient": (
                 lambda x, dy: einsum("tk,tn->kn", x, dy, out=ACCUM),
                 (x, dy),
-                Matmul("weight gradient", width, hidden, tokens, out=4),
+                PlannedMatmul("weight gradient", width, hidden, tokens, out=4),
             ),
         }
         for name, (function, operands, each) in forms.items():

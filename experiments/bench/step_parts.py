@@ -31,9 +31,9 @@ from jaxinfra.planning.layout import UNROLLED, lay_out
 from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.model import plan_model, total_parameters
 from jaxinfra.planning.operations import (
-    Matmul,
-    Memory,
+    MemoryPass,
     Operation,
+    PlannedMatmul,
     embedding_operations,
     layer_operations,
 )
@@ -71,17 +71,17 @@ def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     parameters = total_parameters(model)
     ends = [
         *embedding_operations(model, layout),
-        Memory("cast weights", 6.0 * parameters),
+        MemoryPass("cast weights", 6.0 * parameters),
         # Weights, both moments and the gradient read, the first three written; the gradient's norm.
-        Memory("optimizer", (7 + 1) * 4.0 * parameters),
+        MemoryPass("optimizer", (7 + 1) * 4.0 * parameters),
     ]
     found += [(1, each) for each in ends]
 
     sums = {"layer matmuls": 0.0, "attention": 0.0, "loss": 0.0, "memory": 0.0}
     rows: dict[str, Any] = {}
-    matmuls: dict[tuple, list[tuple[float, Matmul]]] = {}
+    matmuls: dict[tuple, list[tuple[float, PlannedMatmul]]] = {}
     for count, each in found:
-        if isinstance(each, Matmul):
+        if isinstance(each, PlannedMatmul):
             pass_ = each.name.rpartition(" ")[2] if each.name[-3:] in (" dx", " dw") else ""
             matmuls.setdefault((each.m, each.n, each.k, pass_), []).append((count, each))
     for group in matmuls.values():
@@ -97,7 +97,7 @@ def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     sums["attention"] = config.num_layers * row["ms"]
     row = sustained(*loss(config, args), seconds=args.seconds)
     flops = sum(
-        2 * e.m * e.n * e.k for e in loss_operations(model, layout) if isinstance(e, Matmul)
+        2 * e.m * e.n * e.k for e in loss_operations(model, layout) if isinstance(e, PlannedMatmul)
     )
     say("loss, forward and gradients", row | {"tflops": flops / row["ms"] / 1e9}, rows)
     sums["loss"] = row["ms"]
@@ -105,7 +105,7 @@ def parts_of(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     row = sustained(jax.jit(lambda x: x + 1), words, seconds=args.seconds)
     rate = 2 * words.nbytes / row["ms"] / 1e6
     say("copy", row | {"gb_per_s": rate}, rows)
-    gigabytes = sum(count * e.size for count, e in found if isinstance(e, Memory)) / 1e9
+    gigabytes = sum(count * e.size for count, e in found if isinstance(e, MemoryPass)) / 1e9
     sums["memory"] = 1e3 * gigabytes / rate
     sums["step"] = sum(sums.values())
     print({name: round(ms, 2) for name, ms in sums.items()}, f"{gigabytes:.1f} GB", flush=True)
@@ -135,7 +135,7 @@ def sustained(f: Callable[..., Any], *inputs: jax.Array, seconds: float) -> dict
     return {"ms": ms, "burst_ms": burst, "clocks": seen}
 
 
-def product(each: Matmul) -> tuple[Any, ...]:
+def product(each: PlannedMatmul) -> tuple[Any, ...]:
     """A jitted matmul with the step's operand layouts: weights [in, out], tokens first."""
     m, n, k = int(each.m), int(each.n), int(each.k)
     if each.name.endswith(" dw"):

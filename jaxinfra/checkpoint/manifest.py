@@ -141,7 +141,7 @@ def _raise(error: OSError) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Of a file, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     return _sha256(path, sync=False)[1]
 
 

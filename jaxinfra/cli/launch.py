@@ -4,8 +4,8 @@ jaxinfra launch -n 4 -- train small --mesh fsdp=4 --run runs/small-1
 jaxinfra launch -n 8 --restarts 10 -- train --resume runs/small-1
 
 What follows -- is a jaxinfra command. A run that is started again continues from its newest good
-checkpoint. On a cluster, start one process a GPU with srun or mpirun instead (docs/multi-host.md),
-or one launch a node, which finds the other nodes as a single process would.
+checkpoint. On a cluster, start one process per GPU with srun or mpirun instead
+(docs/multi-host.md), or one launch per node, which finds the other nodes as a single process would.
 
 The exit code is that of the rank that failed first, 128 + n where signal n ended it; 0 where all
 ended normally; 75 where the run was asked to stop and can be continued.

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fix", default="", metavar="AXES", help="axes that a search keeps, such as tensor=8")
     add("--length", type=_count, help="tokens of a sequence (the model's, at most 8192)")
     add("--batch", type=_count, help="sequences a step (about 4M tokens)")
-    add("--accumulation", type=_count, help="micro-batches a step, with --mesh (1)")
-    add("--chunks", type=_count, default=1, help="model chunks a stage: interleaved pipeline")
+    add("--accumulation", type=_count, help="micro-batches per step, with --mesh (1)")
+    add("--chunks", type=_count, default=1, help="model chunks per stage: interleaved pipeline")
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
     add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--recipe",
         default="bf16",
-        help=f"precision and bytes a parameter: {', '.join(RECIPES)} (bf16, which is what trains "
+        help=f"precision and bytes per parameter: {', '.join(RECIPES)} (bf16, which is what trains "
         "here); a search takes several, by commas, or all",
     )
     add("--tokens", type=_positive, help="length of the run, for days and cost")

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(found: Waterfall, *, top: int) -> None:
     console = Console()
-    console.print(f"{found.span_ms:.2f} ms a step, {found.steps} steps")
+    console.print(f"{found.span_ms:.2f} ms per step, {found.steps} steps")
     by_kind = found.by_kind()
     kinds = Table("kind", "ms that delay the step", "share", "ms hidden under others", title="")
     for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1]):

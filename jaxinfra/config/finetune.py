@@ -45,7 +45,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Of what the adapters add."""
+        """Factor on what the adapters add."""
         return self.alpha / self.rank
 
 

@@ -15,7 +15,7 @@ class PipelineSchedule(enum.StrEnum):
         "interleaved"  # 1F1B with several chunks of layers a stage (Narayanan et al. 2021)
     )
     ZB_H1 = "zb_h1"  # weight gradients fill 1F1B's bubble (Qi et al. 2024)
-    ZB_V = "zb_v"  # the same with two chunks a stage, laid out as a V (Qi et al. 2024)
+    ZB_V = "zb_v"  # the same with two chunks per stage, laid out as a V (Qi et al. 2024)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

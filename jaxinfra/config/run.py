@@ -51,7 +51,7 @@ class TrainingConfig:
     steps: int
     batch_size: int  # sequences a step, over all devices and accumulation
     sequence_length: int  # tokens
-    accumulation: int = 1  # micro-batches a step
+    accumulation: int = 1  # micro-batches per step
     remat: Remat = Remat.NONE
     memory_budget_gib: float | None = None  # of a device, for remat=auto; None: what it has
     unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop

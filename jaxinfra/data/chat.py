@@ -22,7 +22,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 ASSISTANT = "assistant"
 
 type Span = tuple[int, int]
-"""Of characters: first, and first no more."""
+"""A range of characters: first, and first no more."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

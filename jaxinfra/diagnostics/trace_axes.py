@@ -50,8 +50,8 @@ class CollectiveAxes:
 
 
 def mesh_axes(trace: Path) -> CollectiveAxes | None:
-    """Of the newest description under a trace's directory; None where there is none: of one device,
-    or another program's.
+    """Axes from the newest description under a trace's directory; None where there is none: of one
+    device, or another program's.
     """
     files = sorted(trace.rglob(COLLECTIVES_FILE), key=lambda file: file.stat().st_mtime)
     return CollectiveAxes(json.loads(files[-1].read_text())) if files else None

@@ -232,7 +232,7 @@ class Arena:
         return run
 
     def longest_phase_s(self) -> float:
-        """Of the undisturbed run's steps: bounds are multiples of it, on a busy machine too."""
+        """Seconds of the undisturbed run's longest phase: bounds are multiples of it."""
         phases = [
             [
                 ended.value
@@ -327,7 +327,7 @@ def values(run: Path) -> list[dict[str, Any]]:
 
 
 def ledger(run: Path) -> list[tuple[int, int, int, str, bool]]:
-    """Of every step its first and last sample, their sum, and whether they were trained on."""
+    """Every step's first and last sample, their sum, and whether they were trained on."""
     entries, skipped = [], 0
     for record in metrics(run):
         if "batch" not in record:

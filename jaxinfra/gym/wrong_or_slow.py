@@ -127,7 +127,7 @@ def _spike(arena: Arena) -> tuple[str, str]:
 
 
 def _ratios(run: Path) -> dict[int, float]:
-    """Of a step's loss to the median of those before it."""
+    """Ratio of a step's loss to the median of those before it."""
     losses = {one["step"]: one["loss"] for one in metrics(run) if one.get("loss") is not None}
     return {
         step: loss / statistics.median([losses[step - back] for back in range(1, _WINDOW + 1)])

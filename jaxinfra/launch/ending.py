@@ -24,7 +24,7 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """As a shell gives it."""
+        """Exit code as a shell gives it."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
@@ -33,7 +33,7 @@ class Ending:
         return self.code in _FATAL
 
     def describe(self) -> str:
-        """In words."""
+        """How the process ended, in words."""
         if self.stopped:
             return f"rank {self.rank} was halted (SIGSTOP, or a debugger)"
         if self.code < 0:

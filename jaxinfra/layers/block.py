@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.model import (
     BlockConfig,
@@ -84,7 +85,7 @@ class Block(nnx.Module):
         self.attention_post_norm = norm() if sandwich else None
         self.mlp_post_norm = norm() if sandwich else None
 
-    def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Runs both layers; dropout only where ``given`` has a key."""
         key = given.dropout_key
         keys = (None, None) if key is None else jax.random.split(key)

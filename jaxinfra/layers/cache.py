@@ -97,7 +97,7 @@ class PagedCache:
         return self.tables_BM.shape[1] * self.page_size
 
     def append(self, new: Mapping[str, jax.Array], positions_BT: jax.Array) -> "PagedCache":
-        """As ``ContiguousCache.append``; where a row has no page, tokens leave nothing either."""
+        """The cache with the new tokens; those before 0 or without a page leave nothing."""
         num_pages, size = next(iter(self.arrays.values())).shape[1:3]
         places_BT, slots_BT = jnp.divmod(positions_BT, size)
         pages_BT = jnp.take_along_axis(

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
 
 from jaxinfra.layers.execution import Place
 
 
-def dropout(x_BT: jax.Array, *, rate: float, key: jax.Array | None, place: Place) -> jax.Array:
+def dropout(
+    x_BT: Float[Array, "B T *rest"], *, rate: float, key: Key[Array, ""] | None, place: Place
+) -> Float[Array, "B T *rest"]:
     """Zeroes elements of [B, T, ...] with probability ``rate`` and scales the rest; identity
     without a key.
 

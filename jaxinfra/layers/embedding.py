@@ -5,6 +5,7 @@ Dims: B batch, T position, D model width, V vocabulary, P table positions.
 
 import jax
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
@@ -37,8 +38,8 @@ class Embedding(nnx.Module):
             matmul=matmul,
         )
 
-    def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        """int [B, T] to [B, T, D] in the compute dtype; ids outside the table yield NaN."""
+    def __call__(self, ids_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The rows of these ids in the compute dtype; ids outside the table yield NaN."""
         return self.execution.lookup(
             self.table[...], ids_BT, rows_dim=self.rows_dim, policy=self.execution.policy
         )

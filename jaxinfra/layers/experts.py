@@ -8,6 +8,7 @@ Dims: D model width, E experts, F hidden width.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.core import axes
@@ -87,7 +88,7 @@ class Experts(nnx.Module):
             else None
         )
 
-    def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Raises UnsupportedError."""
         raise UnsupportedError(
             "experts are planned, not run: choose a dense model, or jaxinfra plan for this one"

@@ -6,6 +6,7 @@ H head width.
 
 import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.core import axes
@@ -70,7 +71,7 @@ class GroupedAttention(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: jax.Array,
+        x_BTD: Float[Array, "B T D"],
         given: Pass,
     ) -> LayerOutput:
         """Attends within x, or with a cache that holds tokens to these and x.

@@ -5,8 +5,8 @@ They are planned, counted and placed; nothing runs them yet.
 Dims: D model width, N heads, H head width, R compressed (latent) width.
 """
 
-import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.core import axes
@@ -66,7 +66,7 @@ class LatentAttention(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Raises UnsupportedError."""
         raise UnsupportedError(
             "latent attention is planned, not run: choose a model with grouped attention, or "

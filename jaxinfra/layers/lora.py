@@ -9,6 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.axes import LAYERS, Dims
@@ -73,7 +74,7 @@ class Adapter(nnx.Module):
             matmul=True,
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         """What the adapter adds to the projection of x, in the accum dtype."""
         low = self.multiply(self.in_spec, x, self.a[...], recipe=self.recipe)
         return self.scale * self.multiply(

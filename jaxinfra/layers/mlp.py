@@ -7,6 +7,7 @@ import functools
 
 import jax
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.model import MlpConfig, MlpKind
 from jaxinfra.core import axes
@@ -60,7 +61,7 @@ class Mlp(nnx.Module):
             std=out_std,
         )
 
-    def __call__(self, x_BTD: jax.Array, given: Pass) -> LayerOutput:
+    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """[B, T, D] to [B, T, D] in the compute dtype."""
         del given  # each position by itself
         policy = self.execution.policy

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxinfra.config.model import NormConfig, NormKind
 from jaxinfra.core.axes import Dims
@@ -22,8 +23,8 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
         self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., width] to [..., width] in the compute dtype."""
+    def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
+        """The rows normalized, in the compute dtype."""
         y = self.policy.to_accum(x)
         if self.config.kind is NormKind.LAYER:
             y = y - jnp.mean(y, axis=-1, keepdims=True)

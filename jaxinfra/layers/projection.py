@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
@@ -61,7 +62,7 @@ class Projection(nnx.Module):
         )
         self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
         weight = self.weight[...]
         if self.gather is not None:

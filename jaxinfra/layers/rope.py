@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxinfra.config.rope import (
     LinearScaling,
@@ -19,7 +20,7 @@ from jaxinfra.config.rope import (
     YarnScaling,
 )
 
-type RopeTable = tuple[jax.Array, jax.Array]
+type RopeTable = tuple[Float[Array, "_ T R"], Float[Array, "_ T R"]]
 """cos and sin of every position's angles, fp32 [B, T, R]."""
 
 
@@ -113,7 +114,7 @@ def rope_table(
     return factor * jnp.cos(angles_BTR), factor * jnp.sin(angles_BTR)
 
 
-def apply_rope(x_BTNH: jax.Array, table: RopeTable) -> jax.Array:
+def apply_rope(x_BTNH: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
     """Rotates pairs (i, i + R) of each head's first 2R elements; fp32 inside, x's dtype out."""
     cos_BT1R, sin_BT1R = (part[:, :, None, :] for part in table)
     num_pairs = cos_BT1R.shape[-1]

@@ -22,7 +22,7 @@ class Gradients:
 
 
 def added(first: Gradients, second: Gradients) -> Gradients:
-    """Of two parts of a batch together."""
+    """Gradients of two parts of a batch together."""
     return Gradients(
         loss=first.loss + second.loss,
         gradients=jax.tree.map(jnp.add, first.gradients, second.gradients),
@@ -46,7 +46,7 @@ def nothing_added(shapes: Gradients) -> Gradients:
 
 
 def nothing_summed(shapes: Any) -> Any:
-    """Of a tree of ``Sums``, what the first part's are combined with."""
+    """What the first part's tree of ``Sums`` is combined with."""
 
     def empty(sums: Sums) -> Sums:
         return Sums(
@@ -57,7 +57,7 @@ def nothing_summed(shapes: Any) -> Any:
 
 
 def nothing_emitted(shapes: Parameters) -> Parameters:
-    """Of cotangents by state, what the first part's are maximized with."""
+    """What the first part's cotangents by state are maximized with."""
     return _least(shapes)
 
 

@@ -7,7 +7,7 @@ H head width.
 import functools
 from typing import Any
 
-import jax
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from jaxinfra.config.model import MixerConfig
@@ -17,15 +17,15 @@ from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 
 def attention(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K Hv"],
     *,
     config: MixerConfig,
-    segment_ids_BT: jax.Array | None,
+    segment_ids_BT: Int[Array, "B T"] | None,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
     is_causal: bool = True,
-) -> jax.Array:
+) -> Float[Array, "B T N Hv"]:
     """Self-attention within documents, window and soft cap as the config says.
 
     Returns [B, T, N, H] in q's dtype. Raises UnsupportedError where the named implementation

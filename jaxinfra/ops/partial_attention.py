@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels
 from jaxinfra.config.model import MixerConfig
@@ -29,16 +30,16 @@ class PartialAttention:
 
     def forward(
         self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
+        q_BTNH: Float[Array, "B T N H"],
+        k_BSKH: Float[Array, "B S K H"],
+        v_BSKH: Float[Array, "B S K Hv"],
         *,
         is_causal: bool,
         left: int | None = None,
-        q_ids_BT: jax.Array | None = None,
-        kv_ids_BS: jax.Array | None = None,
-        kv_lengths_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        q_ids_BT: Int[Array, "B T"] | None = None,
+        kv_ids_BS: Int[Array, "B S"] | None = None,
+        kv_lengths_B: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
         """(out [B, T, N, H] in q's dtype, logsumexp fp32 [B, T, N]), differentiable through both.
 
         Args:
@@ -65,17 +66,17 @@ class PartialAttention:
 
     def gradient(
         self,
-        q_BTNH: jax.Array,
-        k_BSKH: jax.Array,
-        v_BSKH: jax.Array,
+        q_BTNH: Float[Array, "B T N H"],
+        k_BSKH: Float[Array, "B S K H"],
+        v_BSKH: Float[Array, "B S K Hv"],
         *,
-        out_BTNH: jax.Array,
-        lse_BTN: jax.Array,
-        d_out_BTNH: jax.Array,
+        out_BTNH: Float[Array, "B T N Hv"],
+        lse_BTN: Float[Array, "B T N"],
+        d_out_BTNH: Float[Array, "B T N Hv"],
         is_causal: bool,
-        q_ids_BT: jax.Array | None = None,
-        kv_ids_BS: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_ids_BT: Int[Array, "B T"] | None = None,
+        kv_ids_BS: Int[Array, "B S"] | None = None,
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K Hv"]]:
         """This part's share of dq, and dk and dv of its keys.
 
         Args:

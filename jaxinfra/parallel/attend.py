@@ -7,6 +7,7 @@ Dims: B batch, T position, N query heads, K key/value heads, H head width.
 import dataclasses
 
 import jax
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
@@ -32,14 +33,14 @@ class ShardedAttention:
 
     def __call__(
         self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        q_BTNH: Float[Array, "B T N H"],
+        k_BTKH: Float[Array, "B T K H"],
+        v_BTKH: Float[Array, "B T K Hv"],
         *,
         config: MixerConfig,
-        segment_ids_BT: jax.Array | None,
-    ) -> jax.Array:
-        """As ``attend``, placed as q."""
+        segment_ids_BT: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T N Hv"]:
+        """The result of ``attend``, placed as q."""
         place = self.placement
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         kv_spec = place.spec((axes.BATCH, None, axes.KV_HEADS, None))
@@ -90,7 +91,7 @@ class ShardedDecode:
     def __call__(
         self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
     ) -> jax.Array:
-        """As ``decode``, placed as q."""
+        """The result of ``decode``, placed as q."""
         place, tables_BM = self.placement, pages.tables_BM
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         rows_spec = place.spec((axes.BATCH, None))

@@ -49,7 +49,7 @@ def ring_all_reduce(
 def _parts(x: jax.Array, size: int, dim: int) -> jax.Array:
     if x.shape[dim] % size:
         raise ConfigError(
-            f"dim {dim} of {x.shape} does not divide into {size} parts, one a device; pad it"
+            f"dim {dim} of {x.shape} does not divide into {size} parts, one per device; pad it"
         )
     return jnp.stack(jnp.split(x, size, axis=dim))
 

@@ -3,7 +3,7 @@
 ``inner`` is the mesh axis within a node (I devices), ``outer`` the one between nodes (O). Each does
 the bulk where links are fast, and of what crosses nodes every device carries an equal share.
 
-Bytes a device sends, of D that it passes in:
+Bytes that a device sends, of D that it passes in:
 
 | | inner | outer | outer, in one level |
 |---|---|---|---|
@@ -37,7 +37,7 @@ def two_level_all_reduce(
 def two_level_all_to_all(
     x: Shaped[Array, "*dims"], *, inner: Axis, outer: Axis
 ) -> Shaped[Array, "*dims"]:
-    """As ``all_to_all(x, (outer, inner))`` along dim 0, which holds O x I equal parts.
+    """The result of ``all_to_all(x, (outer, inner))`` along dim 0, which holds O x I equal parts.
 
     First each device collects, within its node, all that its node sends to devices of its own inner
     number; then one message goes to each other node, I times larger than in one level.

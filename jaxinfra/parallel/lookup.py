@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Lookup, take_rows
@@ -30,8 +31,13 @@ class ShardedLookup:
     placement: Placement
 
     def __call__(
-        self, table_VD: jax.Array, ids_BT: jax.Array, *, rows_dim: str, policy: Policy
-    ) -> jax.Array:
+        self,
+        table_VD: Float[Array, "V D"],
+        ids_BT: Int[Array, "B T"],
+        *,
+        rows_dim: str,
+        policy: Policy,
+    ) -> Float[Array, "B T D"]:
         """Returns [B, T, D] in the compute dtype, placed as the residual stream."""
         place = self.placement
         by_row = place.axes(rows_dim)

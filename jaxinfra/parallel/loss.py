@@ -15,6 +15,7 @@ import math
 
 import jax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, STREAM, VOCAB
 from jaxinfra.layers.execution import Anywhere, CrossEntropy, Place
@@ -36,17 +37,17 @@ class TokenLoss:
 
     def __call__(
         self,
-        hidden_BTD: jax.Array,
-        table_VD: jax.Array,
-        targets_BT: jax.Array,
-        weights_BT: jax.Array,
+        hidden_BTD: Float[Array, "B T D"],
+        table_VD: Float[Array, "V D"],
+        targets_BT: Int[Array, "B T"],
+        weights_BT: Float[Array, "B T"],
         *,
         policy: Policy,
         z_loss: float,
         label_smoothing: float,
         logit_soft_cap: float | None,
     ) -> CrossEntropySums:
-        """As ``layers.execution.CrossEntropy``."""
+        """The sums that ``layers.execution.CrossEntropy`` promises."""
         placement = self.placement
         operands = hidden_BTD, table_VD, targets_BT, weights_BT
         if placement and takes_own_tokens(placement, hidden_BTD, num_ids=table_VD.shape[0]):

@@ -103,7 +103,7 @@ class Placement:
 
     @property
     def batch(self) -> NamedSharding:
-        """Of arrays by token: rows over the data axes, positions over the context axis."""
+        """Sharding of arrays by token: rows over the data axes, positions over the context axis."""
         return self.sharding((BATCH, SEQUENCE))
 
     def parameters(self, model: ModelDefinition) -> Parameters:
@@ -204,7 +204,7 @@ class ActivationPlacement:
         return num_rows * jax.lax.axis_index(apart) if apart else 0
 
     def places(self, num_tokens: int) -> jax.Array:
-        """Of tokens in zig-zag order where the context axis shards sequences."""
+        """Places of tokens, in zig-zag order where the context axis shards sequences."""
         shards = self.placement.sequence_shards
         if shards == 1:
             return jnp.arange(num_tokens)

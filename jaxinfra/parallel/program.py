@@ -52,7 +52,7 @@ class Collective:
 
     @property
     def num_devices(self) -> int:
-        """That take part, of each group; 2 for a permute."""
+        """Number of devices that take part in each group; 2 for a permute."""
         return len(self.group)
 
     def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
@@ -281,7 +281,7 @@ def _results(each: _Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]
 
 
 def _covered_by(instructions: list[_Instruction], start: int) -> int:
-    """Of an asynchronous collective on a GPU; 0 where it is not asynchronous."""
+    """Matmuls and kernels that run beside a collective on a GPU; 0 where it is synchronous."""
     started = instructions[start]
     if not started.opcode.endswith("-start"):
         return 0

@@ -28,7 +28,7 @@ def summed_once(
     rows apart over ``axes``. Gradients come back as ``Placement.updates``.
 
     A gradient of D bytes is reduce-scattered over those axes that its update is sharded over,
-    D (N-1)/N bytes a device for their N devices, and all-reduced over the others, 2 D (N-1)/N.
+    D (N-1)/N bytes per device for their N devices, and all-reduced over the others, 2 D (N-1)/N.
     """
     shares = placement.updates(model)
 

@@ -1,4 +1,4 @@
-"""Number formats as arithmetic, and the bytes a parameter of each training recipe takes."""
+"""Number formats as arithmetic, and the bytes per parameter of each training recipe."""
 
 import dataclasses
 import math
@@ -75,7 +75,7 @@ FORMATS = (
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingRecipe:
     """Bytes that a training recipe keeps for each parameter, by role, and what its matmuls read."""
 
     name: str
@@ -111,17 +111,17 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         # jaxinfra's bf16 policy: fp32 masters are the model, cast where they are used.
-        Recipe("bf16", "bf16", 4, 4, 0, 0, 8),
-        Recipe("fp32", "fp32", 4, 4, 0, 0, 8),
+        TrainingRecipe("bf16", "bf16", 4, 4, 0, 0, 8),
+        TrainingRecipe("fp32", "fp32", 4, 4, 0, 0, 8),
         # ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.
-        Recipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
+        TrainingRecipe("fp16-adam", "bf16", 2, 2, 0, 4, 8),
         # The rows of the precision comparison in Hugging Face's Ultra-Scale Playbook.
-        Recipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
-        Recipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
-        Recipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
-        Recipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
-        Recipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
-        Recipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
+        TrainingRecipe("bf16-fp32-accumulation", "bf16", 2, 2, 4, 4, 8),
+        TrainingRecipe("bf16-no-accumulation", "bf16", 2, 2, 0, 4, 8),
+        TrainingRecipe("fp8-transformer-engine", "fp8", 4, 4, 0, 0, 8),
+        TrainingRecipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
+        TrainingRecipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
+        TrainingRecipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
     )
 }
 """By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10."""

@@ -50,12 +50,12 @@ class Phase:
 
     @property
     def intensity(self) -> float:
-        """FLOPs a byte."""
+        """FLOPs per byte."""
         return self.flops / self.memory_bytes
 
 
 def ridge(device: Device, compute: str = "bf16") -> float:
-    """FLOPs a byte at which memory and arithmetic take equally long (Williams et al. 2009)."""
+    """FLOPs per byte at which memory and arithmetic take equally long (Williams et al. 2009)."""
     return device.flops[compute] / device.hbm_bytes_per_s
 
 
@@ -144,7 +144,7 @@ def crossover_batch(
     """The least batch whose decode step is compute-bound at the peaks, or None: each sequence
     brings its own cache to read, so with long contexts no batch is large enough.
 
-    Without caches it is the ridge point times the bytes a weight over two: H100 295, H200 206.
+    Without caches it is the ridge point times the bytes per weight over two: H100 295, H200 206.
     """
     compute = serving.compute
     rate, bandwidth = device.flops[compute], device.hbm_bytes_per_s

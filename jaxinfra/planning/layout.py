@@ -7,7 +7,7 @@ from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.planning.formats import RECIPES, Recipe
+from jaxinfra.planning.formats import RECIPES, TrainingRecipe
 from jaxinfra.planning.model import PlannedModel
 
 BY_STRENGTH = (
@@ -81,9 +81,9 @@ class Layout:
     batch: int  # sequences a step, over everything
     mesh: MeshConfig = MeshConfig()
     zero: int = 3
-    chunks: int = 1  # model chunks a stage: interleaved 1F1B
+    chunks: int = 1  # model chunks per stage: interleaved 1F1B
     sequence_parallel: bool = False  # norms and residuals sharded over tensor too
-    accumulation: int = 1  # micro-batches a step
+    accumulation: int = 1  # micro-batches per step
     remat: Remat = Remat.DOTS
     recipe: str = "bf16"
     traits: Traits = Traits()
@@ -113,7 +113,7 @@ class Layout:
         return self.micro_rows * self.length // self.mesh.context
 
     @property
-    def bytes_a_parameter(self) -> Recipe:
+    def bytes_a_parameter(self) -> TrainingRecipe:
         """The precision recipe."""
         return RECIPES[self.recipe]
 

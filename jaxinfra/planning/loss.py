@@ -9,7 +9,7 @@ import dataclasses
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, hopper_chunks, xla_chunks
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import PlannedModel
-from jaxinfra.planning.operations import Collective, Matmul, Memory, Operation
+from jaxinfra.planning.operations import MemoryPass, Operation, PlannedCollective, PlannedMatmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,18 +49,18 @@ def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
     width, vocab = model.model_dim, model.vocab_size / tensor
     logits = tokens * vocab
     found: list[Operation] = [
-        Matmul("logits", tokens, vocab, width, out=2 if form.kernel else 4),
-        Matmul("logits dx", tokens, width, vocab, out=4),
-        Matmul("logits dw", width, vocab, tokens, out=4),
+        PlannedMatmul("logits", tokens, vocab, width, out=2 if form.kernel else 4),
+        PlannedMatmul("logits dx", tokens, width, vocab, out=4),
+        PlannedMatmul("logits dw", width, vocab, tokens, out=4),
     ]
     if form.kernel:
         # The table's fp32 gradient, read and written by each chunk but the first; a row of it and
         # one of the table for each target.
         again = 8.0 * vocab * width * (form.chunks - 1)
-        found.append(Memory("cross entropy", again + 12.0 * tokens * width))
+        found.append(MemoryPass("cross entropy", again + 12.0 * tokens * width))
     else:
         # fp32 logits: read for the maximum and the sum, read again and written as 16-bit gradient.
-        found.append(Memory("cross entropy", 10.0 * logits))
+        found.append(MemoryPass("cross entropy", 10.0 * logits))
     if tensor > 1:
         item = 4.0 if layout.traits.fused_loss else layout.activation_bytes
         found += _collectives(form, tokens=tokens, width=width, item=item)
@@ -72,8 +72,8 @@ def _collectives(form: LossForm, *, tokens: float, width: int, item: float) -> l
     if form.kernel:
         # Three numbers for the target's logit, a maximum, a sum; dx whole, in 16 bits.
         return [
-            Collective("logits dx", "all-reduce", "tensor", 2.0 * tokens * width),
-            Collective(
+            PlannedCollective("logits dx", "all-reduce", "tensor", 2.0 * tokens * width),
+            PlannedCollective(
                 "logits",
                 "all-reduce",
                 "tensor",
@@ -84,8 +84,8 @@ def _collectives(form: LossForm, *, tokens: float, width: int, item: float) -> l
     # Each chunk sums its dx in fp32, after its maxima and its sums of exponentials.
     size = item * tokens * width / form.chunks
     return [
-        Collective("logits dx", "all-reduce", "tensor", size, count=form.chunks),
-        Collective(
+        PlannedCollective("logits dx", "all-reduce", "tensor", size, count=form.chunks),
+        PlannedCollective(
             "logits", "all-reduce", "tensor", 4.0 * tokens / form.chunks, count=2 * form.chunks
         ),
     ]

@@ -20,8 +20,8 @@ from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Matmul:
-    """``count`` products of [m, k] and [k, n]; ``out`` bytes an element of the result."""
+class PlannedMatmul:
+    """``count`` products of [m, k] and [k, n]; ``out`` bytes per element of the result."""
 
     name: str
     m: float
@@ -33,7 +33,7 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryPass:
     """An elementwise pass over so many bytes, reads and writes together."""
 
     name: str
@@ -52,7 +52,7 @@ class Core:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Collective:
+class PlannedCollective:
     """One collective over a mesh axis; ``size`` is the whole array's bytes on one device after an
     all-gather, before a reduce-scatter, and either side of an all-reduce or exchange.
     """
@@ -65,7 +65,7 @@ class Collective:
     count: float = 1
 
 
-type Operation = Matmul | Memory | Core | Collective
+type Operation = PlannedMatmul | MemoryPass | Core | PlannedCollective
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         case _:
             pass
     if layout.traits.scans_layers:
-        forward.append(Memory("stack saved", 2 * saved_bytes(layer, layout)))
+        forward.append(MemoryPass("stack saved", 2 * saved_bytes(layer, layout)))
     backward = [
         *(_input_gradient(each) for each in matmuls),
         *(_weight_gradient(each) for each in matmuls),
@@ -119,7 +119,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
     return LayerOperations(tuple(forward), tuple(backward), tuple(recomputed))
 
 
-def _matmul(parameter: ParameterInfo, layout: Layout) -> Matmul:
+def _matmul(parameter: ParameterInfo, layout: Layout) -> PlannedMatmul:
     """A token's product with it, over the tokens of a micro-batch on one device."""
     tokens, name = float(layout.micro_tokens), parameter.path.removesuffix("/weight")
     sizes = [n for dim, n in zip(parameter.dims, parameter.shape, strict=True) if dim != EXPERTS]
@@ -133,10 +133,10 @@ def _matmul(parameter: ParameterInfo, layout: Layout) -> Matmul:
     if _is_inward(parameter):
         depth = sizes[0]
         width = elements // depth
-        return Matmul(name, tokens, width / tensor, depth, count, number_format)
+        return PlannedMatmul(name, tokens, width / tensor, depth, count, number_format)
     # Outward: all dims but the last are contracted.
     width = sizes[-1]
-    return Matmul(name, tokens, width, elements // width / tensor, count, number_format)
+    return PlannedMatmul(name, tokens, width, elements // width / tensor, count, number_format)
 
 
 def _is_inward(parameter: ParameterInfo) -> bool:
@@ -145,11 +145,11 @@ def _is_inward(parameter: ParameterInfo) -> bool:
     return first in (EMBED, LATENT)
 
 
-def _input_gradient(each: Matmul) -> Matmul:
+def _input_gradient(each: PlannedMatmul) -> PlannedMatmul:
     return dataclasses.replace(each, name=f"{each.name} dx", n=each.k, k=each.n)
 
 
-def _weight_gradient(each: Matmul) -> Matmul:
+def _weight_gradient(each: PlannedMatmul) -> PlannedMatmul:
     return dataclasses.replace(each, name=f"{each.name} dw", m=each.k, k=each.m, out=4)
 
 
@@ -179,7 +179,9 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
                 (forward, "ring", sent.forward),
                 (backward, "ring gradient", sent.backward),
             ):
-                found.append(Collective(name, "permute", "context", size / turns, True, turns))
+                found.append(
+                    PlannedCollective(name, "permute", "context", size / turns, True, turns)
+                )
         return forward, backward
     length = layout.length
     count = rows * heads
@@ -188,21 +190,21 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
     dropout = 5 * scores if layout.traits.dropout else 0.0
     scale = length / layout.mesh.context
     forward = [
-        Matmul("scores", scale, length, mixer.head_dim, count),
-        Memory("softmax", 4 * scores + dropout),
-        Matmul("values", scale, width, length, count),
+        PlannedMatmul("scores", scale, length, mixer.head_dim, count),
+        MemoryPass("softmax", 4 * scores + dropout),
+        PlannedMatmul("values", scale, width, length, count),
     ]
     backward = [
-        Matmul("values dp", scale, length, width, count),
-        Matmul("values dv", length, width, scale, count),
-        Memory("softmax gradient", 6 * scores + dropout),
-        Matmul("scores dq", scale, mixer.head_dim, length, count),
-        Matmul("scores dk", length, mixer.head_dim, scale, count),
+        PlannedMatmul("values dp", scale, length, width, count),
+        PlannedMatmul("values dv", length, width, scale, count),
+        MemoryPass("softmax gradient", 6 * scores + dropout),
+        PlannedMatmul("scores dq", scale, mixer.head_dim, length, count),
+        PlannedMatmul("scores dk", length, mixer.head_dim, scale, count),
     ]
     return forward, backward
 
 
-def _memory(layer: LayerKind, layout: Layout) -> tuple[list[Memory], list[Memory]]:
+def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[MemoryPass]]:
     tokens, tensor = layout.micro_tokens, layout.mesh.tensor
     stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
     mixer = layer.mixer
@@ -210,22 +212,22 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[Memory], list[Memory
     hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
     mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
-        Memory("norms", 2 * item * stream * layer.num_norms),
-        Memory("rotary", 2 * item * positions),
-        Memory("residual", item * (6 + mask) * stream),
-        Memory("activation", item * (3 if gated else 2) * hidden),
+        MemoryPass("norms", 2 * item * stream * layer.num_norms),
+        MemoryPass("rotary", 2 * item * positions),
+        MemoryPass("residual", item * (6 + mask) * stream),
+        MemoryPass("activation", item * (3 if gated else 2) * hidden),
     ]
     backward = [
-        Memory("norms gradient", 4 * item * stream * layer.num_norms),
-        Memory("rotary gradient", 2 * item * positions),
-        Memory("residual gradient", item * (2 + 2 * mask) * stream),
-        Memory("activation gradient", item * (5 if gated else 3) * hidden),
+        MemoryPass("norms gradient", 4 * item * stream * layer.num_norms),
+        MemoryPass("rotary gradient", 2 * item * positions),
+        MemoryPass("residual gradient", item * (2 + 2 * mask) * stream),
+        MemoryPass("activation gradient", item * (5 if gated else 3) * hidden),
     ]
     if layout.bytes_a_parameter.compute == "fp8":
         # Operands are read for their scale, read again, and written as rows and as columns.
         cast = 6.0 * (3 * stream + (mixer.value_width * tokens + hidden) / tensor)
-        forward.append(Memory("cast to fp8", cast))
-        backward.append(Memory("cast gradients to fp8", 2 * cast))
+        forward.append(MemoryPass("cast to fp8", cast))
+        backward.append(MemoryPass("cast gradients to fp8", 2 * cast))
     return forward, backward
 
 
@@ -236,21 +238,23 @@ def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
         return []
     copies = float(layout.micro_tokens) * experts.top_k * layer.model_dim
     moved = 2 * layout.activation_bytes * copies
-    found: list[Operation] = [Memory("sort by expert", moved), Memory("combine", moved)]
+    found: list[Operation] = [MemoryPass("sort by expert", moved), MemoryPass("combine", moved)]
     if layout.mesh.expert > 1:
         # Each way tokens top_k d (N - 1)/N elements; tensor shards split the work.
         size = layout.activation_bytes * copies / layout.mesh.tensor
-        found.append(Collective("dispatch", "all-to-all", "expert", size))
-        found.append(Collective("return", "all-to-all", "expert", size))
+        found.append(PlannedCollective("dispatch", "all-to-all", "expert", size))
+        found.append(PlannedCollective("return", "all-to-all", "expert", size))
     return found
 
 
-def _tensor(layer: LayerKind, layout: Layout) -> tuple[list[Collective], list[Collective]]:
+def _tensor(
+    layer: LayerKind, layout: Layout
+) -> tuple[list[PlannedCollective], list[PlannedCollective]]:
     if layout.mesh.tensor == 1:
         return [], []
     size = layout.activation_bytes * layout.micro_tokens * layer.model_dim
     reduce = functools.partial(
-        Collective, axis="tensor", size=size, hidden=layout.traits.overlaps_tensor
+        PlannedCollective, axis="tensor", size=size, hidden=layout.traits.overlaps_tensor
     )
     if layout.sequence_parallel:
         both = [
@@ -273,7 +277,7 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
 
     Unfused attention without recomputation: sbh (10 + 24/t + 5as/(ht)), sequence parallel
     sbh (34/t + 5as/(ht)) (arXiv 2205.05198, equations 2 and 4). Otherwise the tensors that the
-    backward pass reads and does not recompute, 2 bytes an element.
+    backward pass reads and does not recompute, 2 bytes per element.
 
     Args:
         remat: instead of the layout's.
@@ -320,8 +324,8 @@ def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
 def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operation]:
     """Rows looked up, and their gradient scattered, one micro-batch."""
     tokens = float(layout.micro_tokens)
-    yield Memory("lookup", (4 + layout.activation_bytes) * tokens * model.model_dim)
-    yield Memory("scatter", 12.0 * tokens * model.model_dim)
+    yield MemoryPass("lookup", (4 + layout.activation_bytes) * tokens * model.model_dim)
+    yield MemoryPass("scatter", 12.0 * tokens * model.model_dim)
     if layout.mesh.tensor > 1:
         size = layout.activation_bytes * tokens * model.model_dim
-        yield Collective("lookup", "all-reduce", "tensor", size)
+        yield PlannedCollective("lookup", "all-reduce", "tensor", size)

@@ -16,7 +16,7 @@ from jaxinfra.planning.model import (
     parameters_by_role,
     total_parameters,
 )
-from jaxinfra.planning.operations import Collective, layer_operations
+from jaxinfra.planning.operations import PlannedCollective, layer_operations
 from jaxinfra.planning.operations import embedding_operations as embedding
 from jaxinfra.planning.step import StepTime, data_collectives, stage_sends, step_time
 from jaxinfra.planning.timing import members_in_node
@@ -169,14 +169,14 @@ def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
 def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffic, ...]:
     """Every collective of a step, summed by axis and kind."""
     micro = layout.accumulation
-    found: list[tuple[Collective, float]] = []
+    found: list[tuple[PlannedCollective, float]] = []
     for layer in model.layers:
         passes = layer_operations(layer, layout)
         operations = (*passes.forward, *passes.backward, *passes.recomputed)
         times = micro * layer.count / layout.mesh.pipe
-        found += [(each, times) for each in operations if isinstance(each, Collective)]
+        found += [(each, times) for each in operations if isinstance(each, PlannedCollective)]
     ends = (*loss_operations(model, layout), *embedding(model, layout))
-    found += [(each, float(micro)) for each in ends if isinstance(each, Collective)]
+    found += [(each, float(micro)) for each in ends if isinstance(each, PlannedCollective)]
     found += [(each, 1.0) for each in data_collectives(model, layout)]
     if layout.mesh.pipe > 1:
         found.append((stage_sends(model, layout, micro), 1.0))

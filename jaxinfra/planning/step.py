@@ -11,9 +11,9 @@ from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.loss import loss_operations
 from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
 from jaxinfra.planning.operations import (
-    Collective,
-    Memory,
+    MemoryPass,
     Operation,
+    PlannedCollective,
     embedding_operations,
     layer_operations,
 )
@@ -160,12 +160,12 @@ def _transfers(model: PlannedModel, layout: Layout, device: Device) -> float:
     return collective_s(device, layout, stage_sends(model, layout, turns))
 
 
-def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> Collective:
+def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedCollective:
     """What a stage sends in so many turns; of a tensor shard its own part (scatter/gather
     optimization, arXiv 2104.04473, section 4.1).
     """
     size = layout.activation_bytes * layout.micro_tokens * model.model_dim / layout.mesh.tensor
-    return Collective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
+    return PlannedCollective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
 
 
 def device_parameters(model: PlannedModel, layout: Layout, *, experts: bool) -> float:
@@ -192,9 +192,9 @@ def _stage_parameters(
     return layers / pipe + (sum(ends) if pipe == 1 else max(ends))
 
 
-def weight_passes(model: PlannedModel, layout: Layout) -> list[Memory]:
+def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
     """What one micro-batch reads and writes of weights and gradients beside their matmuls."""
-    found: list[Memory] = []
+    found: list[MemoryPass] = []
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)
         if not elements:
@@ -204,22 +204,22 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[Memory]:
             # fp32 read and 16 bits written, in the forward and in the backward pass; what is
             # sharded is cast before it is gathered.
             cast = elements / (shards if layout.zero >= 3 else 1)
-            found.append(Memory("cast weights", 12 * cast))
+            found.append(MemoryPass("cast weights", 12 * cast))
         own = elements / (shards if layout.zero >= 2 else 1)
         if layout.traits.scans_layers:
             # The loop's stack of gradients is filled with zeros, then each layer's is copied in.
-            found.append(Memory("stack gradients", 8 * own))
+            found.append(MemoryPass("stack gradients", 8 * own))
         if layout.accumulation > 1:
             # Read, read the sum, write it; or in the matmul, which reads and writes the sum.
-            found.append(Memory("sum gradients", (12 if layout.traits.sums_apart else 8) * own))
+            found.append(MemoryPass("sum gradients", (12 if layout.traits.sums_apart else 8) * own))
     return found
 
 
-def data_collectives(model: PlannedModel, layout: Layout) -> list[Collective]:
+def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollective]:
     """Weights gathered and gradients reduced over the data axes, of one step on one device."""
     recipe = layout.bytes_a_parameter
     item = max(recipe.gradients, recipe.accumulated)
-    found: list[Collective] = []
+    found: list[PlannedCollective] = []
     for experts in (False, True):
         elements = device_parameters(model, layout, experts=experts)
         if not elements:
@@ -232,42 +232,46 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[Collective]:
             kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
             # Where gradients are sharded, no device has room to sum micro-batches first.
             times = layout.accumulation if layout.zero == 2 else 1
-            found.append(Collective("gradients", kind, "fsdp", item * elements, True, times))
+            found.append(PlannedCollective("gradients", kind, "fsdp", item * elements, True, times))
             if layout.zero in (1, 2):
                 found.append(
-                    Collective("new weights", "all-gather", "fsdp", elements * recipe.weights, True)
+                    PlannedCollective(
+                        "new weights", "all-gather", "fsdp", elements * recipe.weights, True
+                    )
                 )
         # Each axis sums what those before it have scattered.
         size = item * elements / (fsdp if layout.zero >= 1 else 1)
         for axis, members in (("replica", layout.mesh.replica), ("context", layout.mesh.context)):
             if members > 1:
-                found.append(Collective("gradients", "all-reduce", axis, size, True))
+                found.append(PlannedCollective("gradients", "all-reduce", axis, size, True))
                 size /= members
     return found
 
 
 def _sharded_weights(
     model: PlannedModel, layout: Layout, elements: float, item: float, *, experts: bool
-) -> list[Collective]:
+) -> list[PlannedCollective]:
     """Fully sharded, each micro-batch: layers are gathered before their forward and their backward
     pass and the logits' table once; gradients are reduced to their shards. Rows of the input table
     go to their tokens instead, and their gradients back.
     """
     micro, table = layout.accumulation, 0.0
-    found: list[Collective] = []
+    found: list[PlannedCollective] = []
     if not experts:
         table = float(model.vocab_size * model.model_dim / layout.mesh.tensor)
         tables = 1 if model.config.tie_embeddings or layout.mesh.pipe > 1 else 2
         elements -= tables * table
         rows = layout.activation_bytes * layout.micro_tokens * model.model_dim
-        found.append(Collective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
+        found.append(PlannedCollective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     gathered = _gathered_bytes(layout)
     calls = 2 * _calls(model, layout, gathered, experts=experts) + (table > 0)
     size = gathered * (2 * elements + table) / calls
-    found.append(Collective("weights", "all-gather", "fsdp", size, True, micro * calls))
+    found.append(PlannedCollective("weights", "all-gather", "fsdp", size, True, micro * calls))
     calls = _calls(model, layout, item, experts=experts) + (table > 0)
     size = item * (elements + table) / calls
-    found.append(Collective("gradients", "reduce-scatter", "fsdp", size, True, micro * calls))
+    found.append(
+        PlannedCollective("gradients", "reduce-scatter", "fsdp", size, True, micro * calls)
+    )
     return found
 
 
@@ -325,4 +329,4 @@ def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
         / (layout.data_shards(experts=experts) if layout.zero >= 1 else 1)
         for experts in (False, True)
     )
-    return memory_s(device, Memory("optimizer", a_parameter * elements))
+    return memory_s(device, MemoryPass("optimizer", a_parameter * elements))

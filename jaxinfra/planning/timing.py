@@ -7,13 +7,19 @@ from collections.abc import Iterable
 from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
-from jaxinfra.planning.operations import Collective, Core, Matmul, Memory, Operation
+from jaxinfra.planning.operations import (
+    Core,
+    MemoryPass,
+    Operation,
+    PlannedCollective,
+    PlannedMatmul,
+)
 
 # Output tiles that libraries choose from, and how much of the large tile's rate each reaches.
 _TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 256, 0.9), (64, 128, 0.8))
 
 
-def matmul_s(device: Device, each: Matmul) -> float:
+def matmul_s(device: Device, each: PlannedMatmul) -> float:
     """The slower of arithmetic and memory traffic, and a launch.
 
     Arithmetic runs at the large-matmul rate, less what a partial last wave of output tiles idles
@@ -56,7 +62,7 @@ def attention_s(device: Device, each: Core) -> float:
     return each.flops / rate + device.kernel_s
 
 
-def memory_s(device: Device, each: Memory) -> float:
+def memory_s(device: Device, each: MemoryPass) -> float:
     """Bytes over the rate that elementwise kernels reach, and a launch."""
     rate = device.hbm_bytes_per_s * device.memory_efficiency
     return each.size / rate + (device.kernel_s if each.size else 0.0)
@@ -81,7 +87,7 @@ _INNER = {
 """Axes whose neighbours are nearer than those of an axis."""
 
 
-def collective_s(device: Device, layout: Layout, each: Collective) -> float:
+def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> float:
     """What a device sends at bus bandwidth, a latency, and the turns of a ring."""
     members = getattr(layout.mesh, each.axis)
     if members == 1 or each.size == 0:
@@ -106,13 +112,13 @@ def compute_s(device: Device, operations: Iterable[Operation]) -> dict[str, floa
     total = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
     for each in operations:
         match each:
-            case Matmul():
+            case PlannedMatmul():
                 total["matmul"] += matmul_s(device, each)
             case Core():
                 total["attention"] += attention_s(device, each)
-            case Memory():
+            case MemoryPass():
                 total["memory"] += memory_s(device, each)
-            case Collective():
+            case PlannedCollective():
                 pass
     return total
 
@@ -123,6 +129,6 @@ def communication_s(
     """Seconds of collectives by axis: those that may hide behind compute, or those that cannot."""
     total: dict[str, float] = {}
     for each in operations:
-        if isinstance(each, Collective) and each.hidden == hidden:
+        if isinstance(each, PlannedCollective) and each.hidden == hidden:
             total[each.axis] = total.get(each.axis, 0.0) + collective_s(device, layout, each)
     return total

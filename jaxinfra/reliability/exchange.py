@@ -1,8 +1,8 @@
 """A small table that all processes of a job see alike: one row each, once a step.
 
-An all-gather of a few floats a process is dispatched beside the step and read with its metrics, so
-no host waits for it. Whatever is decided from a table is decided by all alike: when to stop, who is
-slow.
+An all-gather of a few floats per process is dispatched beside the step and read with its metrics,
+so no host waits for it. Whatever is decided from a table is decided by all alike: when to stop,
+who is slow.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class ProcessTable:
         self._num_processes = num_processes
 
     def rows(self) -> list[ProcessRow]:
-        """By process."""
+        """One row per process, in their order."""
         values = np.asarray(self._gathered.addressable_data(0))
         values = values.reshape(self._num_processes, -1, len(_NAMES))[:, 0]
         return [ProcessRow(**dict(zip(_NAMES, map(float, row), strict=True))) for row in values]

@@ -99,7 +99,7 @@ class Recorder:
         struct.pack_into("<Qd", self._ring, _BEATS_AT, self._beats, time.time())
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase so far, the present one included."""
+        """Seconds of each phase so far, the present one included."""
         now = time.perf_counter() - self._began
         return {**self.spent, self.phase_name: self.spent[self.phase_name] + now}
 

@@ -18,7 +18,7 @@ from jaxinfra.training.job import Job
 class Evaluation:
     """Loss of a text."""
 
-    loss: float  # nats a token
+    loss: float  # nats per token
     num_tokens: int
     num_bytes: int
 

@@ -249,7 +249,7 @@ def make_job(
 def _fitting_job(
     config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
 ) -> Job:
-    """With the cheapest recomputation that fits; all processes compile the same steps."""
+    """The job with the cheapest recomputation that fits; all processes compile the same steps."""
     training = config.training
 
     def with_policy(remat: Remat) -> Job:
@@ -323,13 +323,13 @@ class _Bound:
         return self.stage(self.frozen, *args)
 
     def lower(self, *args: Any) -> "_Bound":
-        """As of the jitted function."""
+        """Traces the step for these arguments, as the jitted function does."""
         return _Bound(self.stage.lower(self.frozen, *args), self.frozen)
 
     def compile(self) -> "_Bound":
-        """As of a lowered one."""
+        """Compiles the step, as a lowered one does."""
         return _Bound(self.stage.compile(), self.frozen)
 
     def as_text(self) -> str:
-        """As of a lowered or a compiled one."""
+        """The program's text, lowered or compiled."""
         return self.stage.as_text()

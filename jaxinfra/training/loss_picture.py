@@ -25,7 +25,7 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     if heldout_steps:
         axes.plot(heldout_steps, heldout_losses, "o-", color="tab:orange", label="held-out")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.3)
     axes.legend()
     partial = file.with_suffix(".partial.png")

@@ -177,7 +177,7 @@ def stage_functions(
         return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None], batch.tokens.shape)
 
     def keys_of(micro: _Micro) -> tuple[jax.Array | None, jax.Array | None]:
-        """As ``Decoder`` derives them, for equal masks."""
+        """Dropout keys as ``Decoder`` derives them, for equal masks."""
         if micro.key is None:
             return None, None
         embed_key, blocks_key = jax.random.split(micro.key)

@@ -19,7 +19,7 @@ COLLECTIVES_FILE = "collectives.json"
 
 
 def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Of a compiled program, for ``COLLECTIVES_FILE``; bytes are a device's, of a call."""
+    """A compiled program's collectives, for ``COLLECTIVES_FILE``; bytes per device and call."""
     return [
         {
             "instruction": each.instruction,

@@ -17,7 +17,7 @@ CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 """Each computes again what the one before it does, and more."""
 
 FREE_SHARE = 0.05
-"""Of a device's memory, for batches on their way and what the allocator cannot join."""
+"""Share of a device's memory kept for batches on their way and what the allocator cannot join."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ def budget_bytes(gib: float | None, device: jax.Device) -> int:
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
-    """Of a device while a compiled step runs: arguments, results that reuse none, temporaries."""
+    """A compiled step's bytes per device: arguments, results that reuse none, temporaries."""
     analysis = compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     return (

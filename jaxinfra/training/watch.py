@@ -139,7 +139,7 @@ class DeviceProbe:
         self.seconds()  # compiles
 
     def seconds(self) -> float:
-        """Of all local devices together; they must be idle."""
+        """Seconds that all local devices take together; they must be idle."""
         jax.block_until_ready(self._inputs)
         began = time.perf_counter()
         jax.block_until_ready([self._work(x) for x in self._inputs])

@@ -56,7 +56,7 @@ _TRACEABLE_ON_GPU: Options = {"xla_gpu_enable_command_buffer": ""}
 def compiler_options(
     config: RunConfig, *, device_kind: str, on_gpu: bool, traceable: bool
 ) -> Options | None:
-    """Of the step: what is known to be good here, under what the config names; None for none.
+    """A step's options: what is known to be good here, under what the config names; None for none.
 
     Args:
         device_kind: JAX's name of the devices.
@@ -104,7 +104,7 @@ def require_known(options: Mapping[str, str | int | bool]) -> None:
 
 
 def describe_options(options: Mapping[str, str | int | bool] | None) -> str:
-    """As they are written in a config; "none" where there are none."""
+    """Options as a config writes them; "none" where there are none."""
 
     def text(value: str | int | bool) -> str:
         return str(value).lower() if isinstance(value, bool) else str(value)

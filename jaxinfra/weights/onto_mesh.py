@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxinfra.models.definition import ModelDefinition, Parameters, only
-from jaxinfra.models.hf.layout import Index
+from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.parallel.place import path_name
 from jaxinfra.weights.parameter_sources import ParameterSource
 

@@ -13,15 +13,15 @@ import jax
 import numpy as np
 
 from jaxinfra.core.errors import CheckpointError
-from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.weights.tensor_files import TensorFiles
 
 _COMPARED_ROWS = 4096  # of two tied tables at a time
 
 
 class ParameterSource(Protocol):
-    """Where parameters come from."""
+    """A source of parameters: their dtypes, and slices of them."""
 
     def dtype(self, path: str) -> np.dtype:
         """Element type in which a parameter is stored."""
@@ -39,11 +39,11 @@ class StoredParameters:
     files: TensorFiles
 
     def dtype(self, path: str) -> np.dtype:
-        """As in the file."""
+        """Element type in the file."""
         return self.files.tensors[path].dtype
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """As in the file."""
+        """The slice as the file holds it."""
         return self.files.read(path, index)
 
 
@@ -56,7 +56,7 @@ class MappedParameters:
     names: Mapping[str, str]  # of the map's tensors, as these files spell them
 
     def dtype(self, path: str) -> np.dtype:
-        """As in the file; raises CheckpointError where layers differ."""
+        """Element type in the files; raises CheckpointError where layers differ."""
         found = {
             self.files.tensors[self.names[tensor.name]].dtype
             for tensor, part in self.weights.parts_of(path)
@@ -94,7 +94,7 @@ class LiveParameters:
     arrays: Mapping[str, jax.Array]  # by path
 
     def dtype(self, path: str) -> np.dtype:
-        """As in memory."""
+        """Element type in memory."""
         return np.dtype(self.arrays[path].dtype)
 
     def read(self, path: str, index: Index) -> np.ndarray:

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.models.hf.layout import Index
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
+from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
 from jaxinfra.weights.tensor_writer import new_directory, write_tensor_files
 
@@ -45,7 +45,7 @@ class MergedParameters:
     state: LiveParameters = LiveParameters(arrays={})
 
     def dtype(self, path: str) -> np.dtype:
-        """As in the base."""
+        """Element type of the base's parameter."""
         return (self.state if path in self.state.arrays else self.base).dtype(path)
 
     def read(self, path: str, index: Index) -> np.ndarray:

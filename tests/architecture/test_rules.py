@@ -77,3 +77,52 @@ def test_tracked_files_name_no_registry_and_no_home():
         text = path.read_bytes().decode("utf-8", errors="ignore")
         found = private.search(text)
         assert not found, f"{name(path)} names {found.group()}"
+
+
+# A name stands for one class of the product, except where it is the same thing on two floors.
+SHARED_NAMES = {
+    "UnsupportedError": "pallas_kernels is a leaf: jaxinfra.ops raises ours from its own",
+}
+
+
+def public_classes(tree: ast.Module) -> list[str]:
+    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names += [node.name.id for node in ast.walk(tree) if isinstance(node, ast.TypeAlias)]
+    return [each for each in names if not each.startswith("_")]
+
+
+def test_a_class_name_has_one_meaning():
+    places: dict[str, list[str]] = {}
+    for path in PRODUCT:
+        for each in public_classes(ast.parse(path.read_text())):
+            places.setdefault(each, []).append(name(path))
+    twice = {each for each, where in places.items() if len(where) > 1}
+    assert twice == SHARED_NAMES.keys(), {each: places[each] for each in twice}
+
+
+def test_execution_is_built_in_one_module():
+    builders = [
+        name(path)
+        for path in SYSTEM
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Execution"
+    ]
+    assert set(builders) == {"jaxinfra/parallel/execution.py"}
+
+
+def test_layers_know_no_prefill():
+    """A prefill is a chunk after an empty cache: what a layer is given says so."""
+    for path in (ROOT / "jaxinfra" / "layers").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.arg) and "prefill" in node.arg), name(path)
+
+
+def test_numerics_multiplies_nothing():
+    """Products are an op's, which a kernel may take."""
+    for path in (ROOT / "jaxinfra" / "numerics").rglob("*.py"):
+        called = {
+            ast.unparse(node.func).split(".")[-1]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Call)
+        }
+        assert not called & {"einsum", "dot", "dot_general", "matmul", "tensordot"}, name(path)

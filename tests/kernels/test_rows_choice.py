@@ -36,7 +36,7 @@ def calls(columns, dtype=jnp.bfloat16):
     }
     for name, layer in (("rms_norm", False), ("layer_norm", True)):
         for residual in (False, True):
-            norm = formulas.Norm(
+            norm = formulas.NormForm(
                 columns=columns, epsilon=0.0, centered=layer, biased=layer, residual=residual
             )
             form = name + "+residual" * residual

@@ -12,7 +12,7 @@ from jaxinfra.ops.target import H200, compiling_for
 from jaxinfra.planning.layout import lay_out
 from jaxinfra.planning.loss import loss_form, loss_operations
 from jaxinfra.planning.model import plan_model
-from jaxinfra.planning.operations import Collective
+from jaxinfra.planning.operations import PlannedCollective
 
 
 def llama(vocab):
@@ -81,7 +81,7 @@ def test_what_devices_that_share_the_vocabulary_tell_each_other():
         return sum(
             each.size * each.count
             for each in loss_operations(model, layout)
-            if isinstance(each, Collective)
+            if isinstance(each, PlannedCollective)
         )
 
     assert sent(layout) == pytest.approx(tokens * (2 * width + 20))

@@ -28,7 +28,7 @@ from jaxinfra.planning.layout import Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import find_model, plan_model, total_parameters
-from jaxinfra.planning.operations import Matmul
+from jaxinfra.planning.operations import PlannedMatmul
 from jaxinfra.planning.plan import make_plan
 from jaxinfra.planning.search import CHOICES, Question, search
 from jaxinfra.planning.step import step_time
@@ -152,9 +152,9 @@ def test_short_sequences_attend_more_slowly():
 
 
 def test_a_matmul_is_bound_by_memory_or_arithmetic():
-    large = matmul_s(H200, Matmul("square", 8192, 8192, 8192))
+    large = matmul_s(H200, PlannedMatmul("square", 8192, 8192, 8192))
     assert 600e12 < 2 * 8192**3 / large < 800e12
-    vector = matmul_s(H200, Matmul("decode", 1, 8192, 8192))
+    vector = matmul_s(H200, PlannedMatmul("decode", 1, 8192, 8192))
     assert vector > 2 * 8192 * 8192 / H200.hbm_bytes_per_s
 
 

@@ -7,8 +7,8 @@ from jaxtyping import TypeCheckError
 
 from jaxinfra.data.ledger import rows_sum
 from jaxinfra.data.permutation import permute
+from jaxinfra.layers.rope import apply_rope
 from jaxinfra.parallel.context.zigzag import chunks_in_sequence, to_zigzag
-from jaxinfra.serving.sampling import GREEDY, SamplingRows, sample
 
 FAULTS = {
     "too few dims": lambda: rows_sum(np.zeros(4, np.int32), first=0),
@@ -16,8 +16,8 @@ FAULTS = {
     "floats for numbers": lambda: permute(np.zeros(3), size=3, key=""),
     "an array of another library": lambda: to_zigzag(jnp.zeros((1, 4)), 2),
     "no batch dim": lambda: chunks_in_sequence(jnp.zeros(4), 2),
-    "sizes that disagree": lambda: sample(
-        jnp.zeros((2, 8)), jnp.zeros(3, jnp.uint32), rows=SamplingRows.of([GREEDY] * 2)
+    "sizes that disagree": lambda: apply_rope(
+        jnp.zeros((1, 4, 2, 8)), (jnp.zeros((1, 3, 4)), jnp.zeros((1, 3, 4)))
     ),
 }
 

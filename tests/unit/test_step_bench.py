@@ -19,7 +19,7 @@ from experiments.bench.step_programs import (
     without_rope_scaling,
 )
 from jaxinfra.config.presets import MODELS
-from jaxinfra.planning.operations import Matmul
+from jaxinfra.planning.operations import PlannedMatmul
 
 
 def curves(*levels: float, wave: float = 0.01) -> list[list[float]]:
@@ -262,6 +262,6 @@ def test_both_steps_and_the_control_train_alike_under_warmup_and_clipping(standa
 
 @pytest.mark.parametrize(("name", "out"), [("up", 2), ("up dx", 2), ("up dw", 4)])
 def test_products_have_the_steps_shapes_and_results(name, out):
-    function, *operands = product(Matmul(name, 24, 16, 8, out=out))
+    function, *operands = product(PlannedMatmul(name, 24, 16, 8, out=out))
     result = jax.eval_shape(function, *operands)
     assert (result.shape, result.dtype.itemsize) == ((24, 16), out)

@@ -45,7 +45,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", read=sparse.read_deepseek),
     "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", read=sparse.read_deepseek),
 }
-"""By ``model_type``. The order is that in which an export looks for one that can say the model."""
+"""Readers by ``model_type``, in the order in which an export looks for one that says the model."""
 
 
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:

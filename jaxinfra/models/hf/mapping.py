@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.models.definition import Parameters, by_path
-from jaxinfra.models.hf.layout import Layout, parse_layout
+from jaxinfra.models.hf.tensor_layout import TensorLayout, parse_layout
 from jaxinfra.models.hf.weights import WEIGHTS, Rule
 
 
@@ -19,7 +19,7 @@ class Part:
 
     path: str
     layer: int | None  # of the stacked parameter; None: it is not stacked
-    layout: Layout
+    layout: TensorLayout
     start: int  # along the tensor's fused dim
 
 

@@ -155,4 +155,4 @@ WEIGHTS: dict[str, WeightTable] = {
     "phi3": _PHI3,
     "gpt2": _GPT2,
 }
-"""By ``model_type``."""
+"""Weight tables by ``model_type``."""

@@ -24,7 +24,7 @@ def context_bytes(
     itemsize: float,
     is_packed: bool,
 ) -> ContextBytes:
-    """Of full-length (not windowed) attention.
+    """Bytes that a device sends in full-length (not windowed) attention.
 
     Args:
         num_shards: P, the context axis.
@@ -32,7 +32,7 @@ def context_bytes(
         q_width, kv_width: of queries, and of keys and values together, over all heads of one
             device (its tensor shard).
         itemsize: bytes of an activation's element.
-        is_packed: whether rows have segment ids, 4 bytes a token.
+        is_packed: whether rows have segment ids, 4 bytes per token.
     """
     keys = tokens * kv_width
     ids = 4 * tokens if is_packed else 0

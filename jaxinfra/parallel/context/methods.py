@@ -8,6 +8,7 @@ import dataclasses
 import functools
 
 import jax
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
@@ -45,13 +46,13 @@ class ContextAttention:
 
     def __call__(
         self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        q_BTNH: Float[Array, "B T N H"],
+        k_BTKH: Float[Array, "B T K H"],
+        v_BTKH: Float[Array, "B T K Hv"],
         *,
         config: MixerConfig,
-        segment_ids_BT: jax.Array | None,
-    ) -> jax.Array:
+        segment_ids_BT: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T N Hv"]:
         """Returns [B, T, N, H] in q's dtype, placed as q.
 
         Raises ConfigError where the sequence does not cut into 2P chunks, or Ulysses' heads into

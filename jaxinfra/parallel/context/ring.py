@@ -11,7 +11,7 @@ The backward pass sends keys and values round again, and with them the sums of t
 fp32, one step behind, so that both travel while a step computes. It needs the merged (out, lse)
 and no copy of other devices' keys.
 
-Bytes a device sends, with t tokens, K kv heads of width H, b bytes an element (GQA heads are never
+Bytes a device sends, with t tokens, K kv heads of width H, b bytes per element (GQA heads are never
 expanded): forward 2 (P-1) t K H b; backward 2 (P-1) t K H (b + 4). Packed rows add 4 bytes of
 segment ids to each token that travels with its keys (``cost``).
 

@@ -19,7 +19,7 @@ from jaxinfra.core.errors import ConfigError
 
 
 def chunk_length(length: int, num_shards: int) -> int:
-    """Tokens a chunk; raises ConfigError where 2P chunks are not equal."""
+    """Tokens per chunk; raises ConfigError where 2P chunks are not equal."""
     if length % (2 * num_shards):
         raise ConfigError(
             f"a sequence of {length} tokens does not divide into 2 x context={num_shards} equal "

@@ -6,9 +6,9 @@ stream it is the identity, its gradients are not looked at, and it costs what th
 layer does, for which its stage would wait.
 
 Parameters are stored in natural order, stage s holding the s-th part of the stack, so that a
-checkpoint does not depend on the schedule. A schedule with several chunks a stage wants other
+checkpoint does not depend on the schedule. A schedule with several chunks per stage wants other
 layers there; they are exchanged before and after a step, each run of layers sent once:
-bytes a device = parameters of a stage * (1 - 1/stages), in both directions.
+bytes per device = parameters of a stage * (1 - 1/stages), in both directions.
 """
 
 import jax

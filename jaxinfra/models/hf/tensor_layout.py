@@ -20,7 +20,7 @@ type Index = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class TensorLayout:
     """A layout with the sizes of its dims."""
 
     theirs: tuple[tuple[str, ...], ...]  # letters that each of their dims is made of
@@ -63,11 +63,11 @@ class Layout:
         return block[tuple(wanted[letter] for letter in self.ours)]
 
 
-def parse_layout(text: str, our_shape: Sequence[int]) -> Layout:
+def parse_layout(text: str, our_shape: Sequence[int]) -> TensorLayout:
     """Reads ``"(N H) D -> D N H"``; sizes are those of our parameter."""
     theirs, ours = text.split("->")
     dims = tuple(tuple(dim.strip("()").split()) for dim in re.findall(r"\([^)]*\)|\S", theirs))
     letters = tuple(ours.split())
     assert sorted(letter for dim in dims for letter in dim) == sorted(letters), text
     sizes = dict(zip(letters, our_shape, strict=True))
-    return Layout(theirs=dims, ours=letters, sizes=sizes)
+    return TensorLayout(theirs=dims, ours=letters, sizes=sizes)
