@@ -173,7 +173,7 @@ def foreign_setting(run: Path) -> None:
 
 def another_model(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
-    config["model"]["blocks"][0]["mlp"]["hidden_dim"] = 48
+    config["model"]["stacks"][0]["pattern"][0]["feed_forward"]["hidden_dim"] = 48
     (run / "config.json").write_text(json.dumps(config))
 
 
@@ -240,8 +240,8 @@ def test_a_model_that_no_device_holds_is_told_in_one_line(bench):
 
 
 def test_a_run_that_diverges_says_so_and_keeps_its_last_good_state(bench):
-    options = ["--learning-rate", "1e30", "--set=training.max_bad_steps=3"]
-    ended = bench.run([*bench.new("run", **SMALL), *options])
+    options = {"optimizer__learning_rate": 1e30, "training__max_bad_steps": 3}
+    ended = bench.run(bench.new("run", **SMALL, **options))
     assert ended.code == 1
     (line,) = ended.lines()
     assert "3 steps in a row had a loss or a gradient that is not finite" in line

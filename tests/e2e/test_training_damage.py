@@ -114,7 +114,7 @@ def other_text(run: Path, bench: Bench) -> list[object]:
 
 REFUSALS = {
     "vocabulary": (["--set=model.vocab_size=512"], ["vocab_size", "300", "512"]),
-    "shape": (["--set=model.stacks.0.repeats=4"], ["num_layers", "2", "4"]),
+    "shape": (["--set=model.stacks.0.repeats=4"], ["repeats", "2", "4"]),
     "tokenizer": (other_tokenizer, ["data=", "same data, tokenizer"]),
     "larger tokenizer": (larger_tokenizer, ["the tokenizer has 3", "vocab_size=300"]),
     "text": (other_text, ["data=", "same data"]),

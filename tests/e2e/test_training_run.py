@@ -200,7 +200,7 @@ def test_dry_run_shows_the_placement_and_makes_nothing(bench):
     assert row, table
     # Parameters, gradients and two moments, on two devices.
     assert table.splitlines()[-1] == (
-        f"28,192 parameters; bytes on each of 2 devices, activations apart: {28_192 * 4 * 4 // 2:,}"
+        f"26,144 parameters; bytes on each of 2 devices, activations apart: {26_144 * 4 * 4 // 2:,}"
     )
     assert not (bench / "run").exists()
 

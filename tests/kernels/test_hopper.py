@@ -91,7 +91,7 @@ class Case:
         )  # fmt: skip
         return attention_oracle.attention(
             *(np.asarray(x, np.float64) for x in (q, k, v, d_out, d_lse)), seen,
-            scale=self.spec.scale, cap=self.cap, sinks=_numpy(m.sinks), dtype=np.float64,
+            scale=self.spec.scale, cap=self.cap, sinks=_numpy(m.sinks),
         )  # fmt: skip
 
 

@@ -160,7 +160,9 @@ def programs(case: Case, method: ContextMethod) -> tuple[list[Collective], list[
     """Collectives of the forward program, and of a backward one that starts from its residuals."""
     (q, k, v, d_out), ids = arrays(case)
     attend = functools.partial(
-        context_attention(case, method), config=case.config, segment_ids_BT=ids
+        context_attention(case, method),
+        config=case.config,
+        segment_ids_BT=None if ids is None else jnp.asarray(ids),
     )
     place = jax.sharding.NamedSharding(
         jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,)),
