@@ -1,24 +1,10 @@
 """A matmul whose operand and accumulator dtypes are part of the program, forward and backward."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxinfra.numerics.recipe import Recipe
-
-# A preset pins the accumulator in the compiled program itself, where a plain bf16 dot leaves it to
-# the backend. F32_F32_F32 also rules out TF32.
-_ALGORITHMS = {
-    ("float32", "float32"): lax.DotAlgorithmPreset.F32_F32_F32,
-    ("bfloat16", "float32"): lax.DotAlgorithmPreset.BF16_BF16_F32,
-    ("float16", "float32"): lax.DotAlgorithmPreset.F16_F16_F32,
-}
-# Presets that XLA's CUDA compiler (jaxlib 0.11.2) cannot hand to cuBLAS as they are: it copies both
-# operands of every matmul first, 3% of a 1.2B step. Without one it computes the same: a product of
-# two bf16 matrices is CUBLAS_COMPUTE_32F (test_einsum_gpu.py holds it to that).
-_LEFT_OPEN_ON_CUDA = ("bfloat16",)
+from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 
 def multiply(
@@ -40,29 +26,11 @@ def multiply(
             or in the output.
         out: dtype of the result; ``recipe.compute`` by default.
     """
-    compute, accum, gradient = recipe.compute, recipe.accum, recipe.gradient
+    compute, gradient = recipe.compute, recipe.gradient
+    assert recipe.accum == ACCUMULATOR, f"sums in {recipe.accum}; products are in {ACCUMULATOR}"
 
     def dot(dot_spec: str, a: jax.Array, b: jax.Array, result: jnp.dtype) -> jax.Array:
-        a, b = a.astype(compute), b.astype(compute)
-        algorithm = _ALGORITHMS[jnp.dtype(compute).name, jnp.dtype(accum).name]
-        product = functools.partial(jnp.einsum, dot_spec)
-        if jnp.dtype(compute) == jnp.dtype(accum):
-            return product(a, b, precision=algorithm, preferred_element_type=result)
-
-        def native(a: jax.Array, b: jax.Array) -> jax.Array:
-            return product(a, b, precision=algorithm, preferred_element_type=result)
-
-        def for_cuda(a: jax.Array, b: jax.Array) -> jax.Array:
-            precision = None if jnp.dtype(compute).name in _LEFT_OPEN_ON_CUDA else algorithm
-            return product(a, b, precision=precision, preferred_element_type=result)
-
-        # The CPU backend has no F16_F16_F32 and a very slow BF16_BF16_F32. Products of two 16-bit
-        # floats are exact in fp32, so widening the operands gives the same sums.
-        def widened(a: jax.Array, b: jax.Array) -> jax.Array:
-            precision = lax.DotAlgorithmPreset.F32_F32_F32
-            return product(a.astype(accum), b.astype(accum), precision=precision).astype(result)
-
-        return lax.platform_dependent(a, b, cpu=widened, cuda=for_cuda, default=native)
+        return pinned_einsum(dot_spec, a.astype(compute), b.astype(compute), result=result)
 
     @jax.custom_vjp
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:

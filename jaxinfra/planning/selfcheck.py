@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator
 
-from jaxinfra.config.presets.megatron import gpt
+from jaxinfra.config.presets.megatron import megatron_gpt
 from jaxinfra.planning import reference
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.formats import RECIPES
@@ -73,7 +73,10 @@ def exact_values() -> Iterator[Exact]:
             size = activation_bytes(*reference.megatron_case(case, form))
             yield _printed(f"{case.name} activations GiB, {how}", printed, size / 2**30)
     for layers, width, heads, *_, printed in reference.SCALING:
-        ours = total_parameters(plan_model(gpt(layers=layers, width=width, heads=heads))) / 1e9
+        ours = (
+            total_parameters(plan_model(megatron_gpt(layers=layers, width=width, heads=heads)))
+            / 1e9
+        )
         yield _printed(f"GPT of {layers} x {width}, billions", printed, ours)
     for name, tokens, parameters, devices, rate, printed in reference.DAYS:
         ours = training_days(

@@ -14,6 +14,39 @@ _ALGORITHMS = {
     "float32": lax.DotAlgorithmPreset.F32_F32_F32,
 }
 
+ACCUMULATOR = jnp.dtype("float32")
+"""What every product here is summed in."""
+
+
+def pinned_einsum(spec: str, a: jax.Array, b: jax.Array, *, result: jnp.dtype) -> jax.Array:
+    """``einsum(spec, a, b)`` of two operands of one dtype, summed in float32 and then rounded.
+
+    Its gradient is the caller's to define: what JAX would derive multiplies cotangents of another
+    dtype.
+
+    Args:
+        spec: two operands and an explicit output.
+        a: bfloat16, float16 or float32.
+        b: the dtype of ``a``.
+        result: dtype of what is returned.
+    """
+    assert a.dtype == b.dtype, f"{spec}: operands differ in dtype: {a.dtype} and {b.dtype}"
+    product = functools.partial(jnp.einsum, spec, preferred_element_type=result)
+    native = functools.partial(product, precision=_ALGORITHMS[a.dtype.name])
+    if a.dtype == jnp.float32:
+        return native(a, b)
+    # A preset makes XLA's CUDA compiler (jaxlib 0.11.2) copy both bf16 operands before it calls
+    # cuBLAS: 3% of a 1.2B step, and a second chunk of logits in memory. Without one it computes the
+    # same: the product is CUBLAS_COMPUTE_32F (test_einsum_gpu.py holds it to that).
+    cuda = product if a.dtype == jnp.bfloat16 else native
+
+    # The CPU backend has no F16_F16_F32, and its BF16_BF16_F32 was seen to run ten times slower
+    # than an fp32 product. Products of two 16-bit floats are exact in fp32: same result.
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return _widened(spec, a, b).astype(result)
+
+    return lax.platform_dependent(a, b, cpu=widened, cuda=cuda, default=native)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -27,18 +60,7 @@ def einsum_f32(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         a: bfloat16, float16 or float32.
         b: the dtype of ``a``.
     """
-    assert a.dtype == b.dtype, f"einsum_f32 operands differ in dtype: {a.dtype} and {b.dtype}"
-    product = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
-    native = functools.partial(product, precision=_ALGORITHMS[a.dtype.name])
-    if a.dtype == jnp.float32:
-        return native(a, b)
-    # A preset makes XLA's CUDA compiler (jaxlib 0.11.2) copy bf16 operands before it calls cuBLAS:
-    # a second chunk of logits in memory. The fp32 result pins the sums by itself.
-    cuda = product if a.dtype == jnp.bfloat16 else native
-    # The CPU backend has no F16_F16_F32, and its BF16_BF16_F32 was seen to run ten times slower
-    # than an fp32 product. Products of two 16-bit floats are exact in fp32: same result.
-    widened = functools.partial(_widened, spec)
-    return lax.platform_dependent(a, b, cpu=widened, cuda=cuda, default=native)
+    return pinned_einsum(spec, a, b, result=ACCUMULATOR)
 
 
 def _widened(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

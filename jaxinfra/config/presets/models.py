@@ -221,6 +221,26 @@ def _llama(
 
 
 def _gpt2(*, model_dim: int, num_layers: int, num_heads: int) -> ModelConfig:
+    return gpt(
+        vocab_size=50_257,
+        max_positions=1024,
+        dropout_rate=0.1,
+        model_dim=model_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
+
+
+def gpt(
+    *,
+    vocab_size: int,
+    max_positions: int,
+    dropout_rate: float,
+    model_dim: int,
+    num_layers: int,
+    num_heads: int,
+) -> ModelConfig:
+    """A GPT: learned positions, LayerNorm, biases, an ungated mlp of 4 widths, a tied table."""
     norm = NormConfig(kind=NormKind.LAYER, bias=True)
     block = BlockConfig(
         mixer=GroupedAttentionConfig(
@@ -235,12 +255,12 @@ def _gpt2(*, model_dim: int, num_layers: int, num_heads: int) -> ModelConfig:
         norm=norm,
     )
     return ModelConfig(
-        vocab_size=50_257,
+        vocab_size=vocab_size,
         model_dim=model_dim,
-        max_positions=1024,
+        max_positions=max_positions,
         stacks=stacked(block, num_layers=num_layers),
         tie_embeddings=True,
         learned_positions=True,
         final_norm=norm,
-        dropout_rate=0.1,
+        dropout_rate=dropout_rate,
     )
