@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
-from jaxinfra.launch.ending import RESUMABLE
 from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor
 
 
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     )
     code = supervisor.run()
     # Killed because the grace was too short it can be continued too, from an older checkpoint.
-    if args.requeue and (code == RESUMABLE or (supervisor.was_asked and code > 2)):
+    if args.requeue and (code == RESUMABLE_EXIT or (supervisor.was_asked and code > 2)):
         requeue(os.environ)
     return code
 

@@ -22,6 +22,7 @@ from jaxinfra.core.errors import (
     JaxinfraError,
     LostPeerError,
 )
+from jaxinfra.core.signals import StopRequest, noted_signals
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
@@ -40,7 +41,7 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.state import State
-from jaxinfra.training.stop import Agreement, Stopped, StopRequest, stop_on_signals
+from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.watch import Watch, attempt, compute_s
 
 
@@ -51,7 +52,6 @@ def train(
     resume: bool,
     cache_dir: Path,
     profile: ProfileRange | None = None,
-    ends_process: bool = False,
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
@@ -63,28 +63,25 @@ def train(
     Args:
         cache_dir: where tokenized corpora and compiled programs are kept between runs.
         profile: steps to trace.
-        ends_process: the caller exits next, so that a signal after the end changes nothing.
 
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
     """
     began = time.perf_counter()
-    with stop_on_signals(ends_process=ends_process) as stop, contextlib.ExitStack() as resources:
-        try:
-            with stop.at_once(nothing_to_save=True):
-                cluster = connect()
-                rank = 0 if cluster is None else cluster.process_id
-                faults.arm(os.environ, rank=rank, attempt=attempt())
-                keep_compiled_programs(cache_dir)
-        except Stopped:
-            return Outcome(summary=None, step=0)
+    with noted_signals() as stop, contextlib.ExitStack() as resources:
+        run = RunDirectory(directory)
+        stop.words = functools.partial(_nothing_lost, run)
+        cluster = connect()
+        rank = 0 if cluster is None else cluster.process_id
+        faults.arm(os.environ, rank=rank, attempt=attempt())
+        keep_compiled_programs(cache_dir)
         progress = resources.enter_context(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
             config=config,
-            run=RunDirectory(directory),
+            run=run,
             resume=resume,
             cache_dir=cache_dir,
             profile=profile,
@@ -129,8 +126,7 @@ class _Session:
             return Outcome(summary=summary, step=steps, was_complete=True, together=True)
         trainer = None
         try:
-            with self.stop.at_once(nothing_to_save=True):
-                trainer = self._set_up()
+            trainer = self._set_up()
             return dataclasses.replace(trainer.run(), together=True)
         except jax.errors.JaxRuntimeError as error:
             if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
@@ -142,11 +138,8 @@ class _Session:
                 ) from error
             raise
         except Stopped:
-            assert self.stop.signal is not None
-            progress.message(
-                f"stopped by {self.stop.signal.name} before a step was done, nothing was lost; "
-                f"continue with jaxinfra train --resume {run.path}"
-            )
+            assert self.stop.asked is not None
+            progress.message(f"stopped by {self.stop.asked.name}{_nothing_lost(run)}")
             step = max(directory_layout.steps(run.checkpoints), default=0)
             return Outcome(summary=None, step=step)
 
@@ -218,6 +211,15 @@ class _Session:
                 lost_s=compute_s(log.undone),
             ),
         )
+
+
+def _nothing_lost(run: RunDirectory) -> str:
+    how = (
+        f"continue with jaxinfra train --resume {run.path}"
+        if run.config_file.is_file()
+        else "start it again"
+    )
+    return f" before a step was done, nothing was lost; {how}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
