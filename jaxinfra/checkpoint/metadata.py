@@ -4,13 +4,14 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
 
 from jaxinfra.checkpoint import directory_layout
 from jaxinfra.core.errors import CheckpointError
+from jaxinfra.core.files import read_json, require_type
 
 type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
 
@@ -27,6 +28,20 @@ class Leaf:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+class _WrittenLeaf(TypedDict):
+    path: str
+    shape: list[int]
+    dtype: str
+
+
+class _Written(TypedDict):
+    step: int
+    data_state: dict[str, Any]
+    heldout_loss: float | None
+    identity: dict[str, Any]
+    tree: list[_WrittenLeaf]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +78,14 @@ class Metadata:
 
 def read(checkpoint: Path) -> Metadata:
     """The metadata of a verified checkpoint."""
-    values = json.loads((checkpoint / directory_layout.METADATA).read_bytes())
-    if values["format"] != _FORMAT:
+    file = checkpoint / directory_layout.METADATA
+    values = read_json(file, error=CheckpointError)
+    if values.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{checkpoint} has metadata format {values['format']}; this version reads {_FORMAT}. "
-            "Use the version that wrote it"
+            f"{checkpoint} has metadata format {values.get('format')!r}; this version reads "
+            f"{_FORMAT}. Use the version that wrote it"
         )
+    require_type(values, _Written, where=str(file), error=CheckpointError)
     return Metadata(
         step=values["step"],
         data_state=values["data_state"],

@@ -26,6 +26,7 @@ from typing import Any
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_json
 from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _RECORDERS = 3  # of earlier sessions
@@ -152,7 +153,7 @@ class RunDirectory:
     def read_hf_config(self) -> dict[str, Any] | None:
         """The Hugging Face config of the model it started from; None where there is none."""
         file = self.hf_config_file
-        return json.loads(file.read_text()) if file.is_file() else None
+        return read_json(file) if file.exists() else None
 
     def update_config(self, config: RunConfig) -> None:
         """Replaces the config of a run that continues under other settings; the old one stays."""
@@ -164,7 +165,7 @@ class RunDirectory:
 
     def read_summary(self) -> dict[str, Any] | None:
         """The outcome; None before there is one."""
-        return json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None
+        return read_json(self.summary_file) if self.summary_file.exists() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes the outcome."""
@@ -173,10 +174,7 @@ class RunDirectory:
 
 def read_config(file: Path) -> RunConfig:
     """The config in a file such as a run's config.json; raises ConfigError or OSError."""
-    try:
-        values = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error})") from error
+    values = read_json(file)
     try:
         return codec.from_dict(RunConfig, values)
     except ConfigError as error:

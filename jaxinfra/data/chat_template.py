@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, final, override
+from typing import Any, NoReturn, TypedDict, final, override
 
 import jinja2
 import tokenizers
 from jinja2 import ext, nodes, parser, sandbox
 
 from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.core.files import read_bytes, read_json, require_type
 
 type Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, and what else the template reads."""
@@ -123,9 +124,10 @@ def load_chat_template(path: Path) -> ChatTemplate:
         if isinstance(token, dict):
             token = token.get("content")
         if token is not None:
+            require_type(token, str, where=f"{path}, {name}", error=ConfigError)
             variables[name] = token
     file = path / "chat_template.jinja"
-    source = file.read_text() if file.is_file() else settings.get("chat_template")
+    source = _text(file) if file.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several by name
         source = {each["name"]: each["template"] for each in source}.get("default")
     if not isinstance(source, str):
@@ -133,6 +135,13 @@ def load_chat_template(path: Path) -> ChatTemplate:
             f"{path} ships no chat template; it may be a base model: continue plain text instead"
         )
     return ChatTemplate(source, variables=variables)
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_bytes(file).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text ({error}); copy it again") from error
 
 
 def encode_chat(path: Path, text: str) -> list[int]:
@@ -188,9 +197,22 @@ def _now(format: str) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
+    return read_json(file, holds=_TokenizerConfig) if file.exists() else {}
+
+
+class _Named(TypedDict):
+    name: str
+    template: str
+
+
+type _Token = str | dict[str, Any] | None
+
+
+class _TokenizerConfig(TypedDict, total=False):
+    chat_template: str | list[_Named] | None
+    bos_token: _Token
+    eos_token: _Token
+    unk_token: _Token
+    pad_token: _Token
+    sep_token: _Token
+    cls_token: _Token

@@ -1,7 +1,6 @@
 """Text to token ids and back, exactly."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import parse_json, read_bytes
 
 # Encoding uses all cores. Unset, the library would print a warning whenever the process forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -107,13 +107,9 @@ class Tokenizer:
     @staticmethod
     def load(path: Path) -> "Tokenizer":
         """Reads a ``tokenizer.json``; raises DataError if it is not one."""
-        try:
-            text = path.read_text(encoding="utf-8")
-            json.loads(text)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"tokenizer {path}: cannot be read ({error}); name a tokenizer.json"
-            ) from error
+        data = read_bytes(path, error=DataError)
+        parse_json(data, where=f"tokenizer {path}", error=DataError)
+        text = data.decode()
         try:
             return Tokenizer(tokenizers.Tokenizer.from_str(text))
         except DataError as error:

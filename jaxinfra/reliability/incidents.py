@@ -8,8 +8,10 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from jaxinfra.core.errors import CheckpointError
+from jaxinfra.core.files import require_type
 from jaxinfra.core.json_lines import drop_cut_line, read_json_lines
 
 EXCLUDED = "batch excluded"
@@ -27,4 +29,12 @@ def record_incident(file: Path, kind: str, *, step: int, text: str, **details: A
 
 def excluded_steps(file: Path) -> set[int]:
     """Steps whose batches were taken out of the order."""
-    return {found["step"] for found in read_json_lines(file) if found["kind"] == EXCLUDED}
+    lines = read_json_lines(file)
+    for number, line in enumerate(lines, start=1):
+        require_type(line, _Incident, where=f"{file}, line {number}", error=CheckpointError)
+    return {line["step"] for line in lines if line["kind"] == EXCLUDED}
+
+
+class _Incident(TypedDict):
+    kind: str
+    step: int

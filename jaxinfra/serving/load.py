@@ -4,7 +4,6 @@ directory of safetensors.
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import jax
@@ -17,6 +16,7 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
+from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
@@ -177,12 +177,7 @@ def _read_config(path: Path) -> RunConfig:
             f"{path} {found}; name a run directory, one that `jaxinfra train` has written, "
             "or one with a Hugging Face model"
         )
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds a {type(values).__name__}, not a run's config")
+    values = read_json(file)
     if "model_type" in values:
         raise ConfigError(f"{file} is of a Hugging Face model, not of a run; name a run directory")
     try:
