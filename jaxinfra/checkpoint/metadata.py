@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ class _Written(TypedDict):
     data_state: dict[str, Any]
     heldout_loss: float | None
     identity: dict[str, Any]
+    settings: NotRequired[dict[str, Any]]
     tree: list[_WrittenLeaf]
 
 
@@ -52,6 +53,7 @@ class Metadata:
     data_state: dict[str, JSON]
     heldout_loss: float | None
     identity: dict[str, JSON]
+    settings: dict[str, JSON]  # of the run when it was saved; they may change
     tree: dict[str, Leaf]
 
     def encode(self) -> bytes:
@@ -68,6 +70,7 @@ class Metadata:
                 "step": self.step,
                 "heldout_loss": self.heldout_loss,
                 "identity": self.identity,
+                "settings": self.settings,
                 "data_state": self.data_state,
             },
             indent=1,
@@ -91,6 +94,7 @@ def read(checkpoint: Path) -> Metadata:
         data_state=values["data_state"],
         heldout_loss=values["heldout_loss"],
         identity=values["identity"],
+        settings=values.get("settings", {}),
         tree={
             leaf["path"]: Leaf(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
             for leaf in values["tree"]
@@ -142,13 +146,13 @@ def require_same_tree(
     saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, subset: bool, where: Path
 ) -> None:
     """Raises CheckpointError naming the first leaves that differ; ``subset`` allows fewer."""
-    differences = [
+    wrong = [
         f"{path}: saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"
         for path in {**wanted, **saved}
         if saved.get(path) != wanted.get(path) and not (subset and path not in wanted)
     ]
     _refuse(
-        differences,
+        wrong,
         f"{where} holds another state than the one to restore",
         "restore with the configuration that saved it",
     )
@@ -156,17 +160,21 @@ def require_same_tree(
 
 def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, where: Path) -> None:
     """Raises CheckpointError naming the keys that differ, with both values."""
+    _refuse(
+        differences(saved, wanted),
+        f"{where} was saved by another configuration",
+        "use the saved values, or start another run directory",
+    )
+
+
+def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
+    """The keys in which two nested objects differ, with both values."""
     before, now = _by_dotted_key(saved), _by_dotted_key(wanted)
-    differences = [
+    return [
         f"{key}: saved {before.get(key, 'nothing')!r}, now {now.get(key, 'nothing')!r}"
         for key in {**before, **now}
         if (key in before, before.get(key)) != (key in now, now.get(key))
     ]
-    _refuse(
-        differences,
-        f"{where} was saved by another configuration",
-        "use the saved values, or start another run directory",
-    )
 
 
 def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:
@@ -182,8 +190,8 @@ def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:
     return flat
 
 
-def _refuse(differences: list[str], what: str, remedy: str) -> None:
-    if differences:
-        shown = "; ".join(differences[:_SHOWN])
-        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+def _refuse(found: list[str], what: str, remedy: str) -> None:
+    if found:
+        shown = "; ".join(found[:_SHOWN])
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CheckpointError(f"{what}: {shown}{more}. Remedy: {remedy}")

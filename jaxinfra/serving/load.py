@@ -10,7 +10,7 @@ import jax
 
 from jaxinfra import checkpoint
 from jaxinfra.checkpoint.initial import place_initial
-from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
@@ -157,7 +157,9 @@ def load_run(
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
-    restored = checkpoint.load(checkpoints, placed, step=step)
+    restored = checkpoint.load(
+        checkpoints, placed, step=step, identity=identity(RunDirectory(path), config)
+    )
     return LoadedModel(
         definition=definition,
         parameters=functools.reduce(merged, restored.state.values(), frozen),

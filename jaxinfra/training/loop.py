@@ -381,7 +381,11 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state={**self._batches.state(), "step": self._step},
+                data_state={
+                    **self._batches.state(),
+                    "step": self._step,
+                    "excluded": [*sorted(self._watch.excluded)],
+                },
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:
