@@ -8,6 +8,7 @@ started anew, from its newest checkpoint, as often and as fast as the limits say
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -95,6 +96,10 @@ class Supervisor:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._tails: list[Tail] = []
         self._attempts: list[dict[str, Any]] = []
+        known = cluster.TOKEN in environment or cluster.TOKEN_FILE in environment
+        # Launchers of other nodes could not know one that is drawn here.
+        is_alone = place.num_ranks in (None, num_processes)
+        self._secret = {cluster.TOKEN: secrets.token_hex(16)} if is_alone and not known else {}
 
     @property
     def was_asked(self) -> bool:
@@ -193,6 +198,7 @@ class Supervisor:
                 cluster.NUM_LOCAL: str(self._num),
                 cluster.ATTEMPT: str(number),
                 cluster.LAUNCHER: str(os.getpid()),
+                **self._secret,
             }
             with out.open("wb") as stdout, err.open("wb") as stderr:
                 self._children[rank] = subprocess.Popen(
