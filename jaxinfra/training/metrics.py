@@ -24,8 +24,9 @@ class _Record(TypedDict):
     step: int
 
 
-def _is_numbers(record: dict[str, Any]) -> bool:
-    return all(is_of_type(value, float | list[float] | None) for value in record.values())
+def _is_flat(record: dict[str, Any]) -> bool:
+    kinds = float | str | list[float] | list[str] | None
+    return all(is_of_type(value, kinds) for value in record.values())
 
 
 @final
@@ -45,7 +46,7 @@ class MetricsLog:
         self._paths = (file, tensorboard)
         self._writes = writes
         found, damaged = read_log(file, holds=_Record)
-        self.records = [record for record in found if _is_numbers(record)]
+        self.records = [record for record in found if _is_flat(record)]
         self.damaged = len(damaged) + len(found) - len(self.records)  # lines that are kept aside
         self.undone = self._keep(after_step)
         if writes:
