@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"-n {args.processes} must be at least 1 and --restarts {args.restarts} not negative"
         )
+    require_within(processes=args.processes)
     run_directory = None
     again = command
     if command[0] == "train":

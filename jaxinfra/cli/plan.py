@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.train import user_cache
+from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.run import Remat, refuse_planned
@@ -85,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
+    require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
+    require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
     if args.self_check:
         return _self_check(args)
     if args.schedule is not None:

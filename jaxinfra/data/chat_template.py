@@ -14,12 +14,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, final
 
-import tokenizers
-
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.core.files import read_bytes, read_json, require_type
 from jaxinfra.data import template_program
 from jaxinfra.data.template_program import BEGIN, END
+from jaxinfra.data.tokenizer import panics, read_tokenizer
 
 type Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}``, and what else the template reads."""
@@ -199,8 +198,9 @@ def encode_chat(path: Path, text: str) -> list[int]:
 
     That holds for those that a user spelled out too, as in the reference implementation.
     """
-    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    tokenizer = read_tokenizer(path / "tokenizer.json")
+    with panics():
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -4,10 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_json, require_type
+from jaxinfra.data.tokenizer import panics, read_tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +19,9 @@ class Separators:
 
 def read_separators(path: Path) -> Separators:
     """What the tokenizer puts before a text, and what the model's own files say ends one."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    prefix = tokenizer.encode("", add_special_tokens=True).ids
+    tokenizer = read_tokenizer(path / "tokenizer.json")
+    with panics():
+        prefix = tokenizer.encode("", add_special_tokens=True).ids
     found: Any = None
     for name in ("generation_config.json", "hf_config.json", "config.json"):
         file = path / name
