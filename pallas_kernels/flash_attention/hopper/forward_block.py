@@ -87,11 +87,26 @@ class ForwardBlock(AttentionKernel):
         """The factor of the output's rows, and their maxima and sums, a sink's with them."""
         raise NotImplementedError
 
+    # What they share.
+
+    def rows_and_barriers(self, *, copies: int) -> dict[str, Any]:
+        """Buffers of each row and barriers; ``copies`` bring the queries, and as many the keys."""
+        c = self.c
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        return {
+            "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
+            "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * copies),
+            "k_full": ring(num_arrivals=copies),
+            "v_full": ring(),
+            "k_empty": ring(num_arrivals=c.num_warpgroups),
+            "v_empty": ring(num_arrivals=c.num_warpgroups),
+            "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
+        }
+
     def log2_total(self, peak, total):
         """The logsumexp in units of log2."""
-        raise NotImplementedError
-
-    # What they share.
+        return peak + jnp.log2(total)
 
     def attend_all(
         self, operands: dict[str, jax.Array], *, padded_queries: int

@@ -5,7 +5,6 @@ query and key, Hv head width of value. The block and its loops are those of ``fo
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +82,6 @@ class _Forward(ForwardBlock):
     def scratch(self) -> dict:
         g, c = self.g, self.c
         tile = tiled(swizzle_bytes(g.H, g.Hv, c.block_kv))
-        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
-        with_ids = 2 if self.segmented else 1
         buffers = {
             # The output takes the queries' space at the end, each warpgroup its own: rows are added
             # to the narrower of the two so that warpgroups are equally far apart in both.
@@ -100,15 +97,7 @@ class _Forward(ForwardBlock):
             ),
             "k": plgpu.SMEM((c.num_stages, c.block_kv, g.H), self.dtype, transforms=tile),
             "v": plgpu.SMEM((c.num_stages, c.block_kv, g.Hv), self.dtype, transforms=tile),
-            "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
-            "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * with_ids),
-            "k_full": ring(num_arrivals=with_ids),
-            "v_full": ring(),
-            "k_empty": ring(num_arrivals=c.num_warpgroups),
-            "v_empty": ring(num_arrivals=c.num_warpgroups),
-            "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
-        }
+        } | self.rows_and_barriers(copies=2 if self.segmented else 1)
         if self.segmented:
             buffers["q_ids"] = plgpu.SMEM((c.num_warpgroups, 64), jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((c.num_stages, c.block_kv), jnp.int32)
@@ -182,12 +171,6 @@ class _Forward(ForwardBlock):
             return factor, peak, total
         sink = gmem.sinks[n]
         top = jnp.maximum(peak, sink)
-        total, shrink = (
-            total * jnp.exp2(peak - top) + jnp.exp2(sink - top),
-            jnp.exp2(peak - top),
-        )
+        total = total * jnp.exp2(peak - top) + jnp.exp2(sink - top)
+        shrink = jnp.exp2(peak - top)
         return jnp.where(total == 0.0, 0.0, shrink / total), top, total
-
-    def log2_total(self, peak, total):
-        """The logsumexp in units of log2."""
-        return peak + jnp.log2(total)
