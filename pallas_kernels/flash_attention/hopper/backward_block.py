@@ -15,8 +15,8 @@ from pallas_kernels.flash_attention.spec import BackwardOperands
 from pallas_kernels.hopper.tile import LOG2E
 
 from .kernel import AttentionKernel
-from .tiles import TileRange, key_tile_of, pad_rows, query_tiles
-from .token_ids import tile_ranges, token_ids
+from .tiles import TileRange, geometry_of, key_tile_of, pad_rows, query_tiles
+from .token_ids import token_ids
 
 
 def kernel_operands(
@@ -30,19 +30,11 @@ def kernel_operands(
         by_keys: whether a block owns a key tile and visits ``ranges`` of query tiles, or the other
             way round.
     """
-    (B, T), S = o.q.shape[:2], o.k.shape[1]
-    lse2, delta = row_statistics(o, -(-T // q_tile) * q_tile)
+    g = geometry_of(o.q, o.v)
+    lse2, delta = row_statistics(o, -(-g.T // q_tile) * q_tile)
     q, k, v, d_out = (pad_rows(x) for x in (o.q, o.k, o.v, o.d_out))
     operands = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
-    ids = token_ids(o.masks, B=B, T=T, S=S, q_tile=q_tile, kv_tile=kv_tile)
-    if ids is None:
-        return operands
-    q_ids, kv_ids = ids
-    if by_keys:
-        ranges = tile_ranges(kv_ids, q_ids, kv_tile, q_tile)
-    else:
-        ranges = tile_ranges(q_ids, kv_ids, q_tile, kv_tile)
-    return operands | {"q_ids": q_ids, "kv_ids": kv_ids, "ranges": ranges}
+    return operands | token_ids(o.masks, g, q_tile=q_tile, kv_tile=kv_tile, by_keys=by_keys)
 
 
 def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Array]:

@@ -55,7 +55,7 @@ def backward(
     """
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
     kernel = _ByKeys(
-        g=geometry_of(operands.q, operands.k, operands.v), spec=spec, c=config,
+        g=geometry_of(operands.q, operands.v), spec=spec, c=config,
         dtype=operands.q.dtype, q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays,
         interpretable=interpretable,
     )  # fmt: skip

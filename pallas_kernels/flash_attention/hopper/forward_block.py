@@ -38,6 +38,7 @@ class ForwardBlock(AttentionKernel):
     """A block: 64 queries a compute warpgroup, over the key tiles that they see."""
 
     OPERAND_BYTES: ClassVar[int]  # of an element of keys and values
+    TRANSPOSED_VALUES: ClassVar[bool]
 
     c: ForwardConfig | Fp8Config
 
@@ -73,10 +74,6 @@ class ForwardBlock(AttentionKernel):
 
     def value_sum(self, smem, acc) -> ValueSum:
         """The running sum in an accumulator."""
-        raise NotImplementedError
-
-    def staged_sum(self, smem) -> StagedValueSum:
-        """The running sum for the interpreter."""
         raise NotImplementedError
 
     def out_buffer(self, smem, wg):
@@ -200,7 +197,8 @@ class ForwardBlock(AttentionKernel):
 
         def attend():
             if self.interpretable:
-                return self.attend(smem, row0, keys, self.staged_sum(smem))
+                staged = StagedValueSum(smem, self.g.Hv, transposed=self.TRANSPOSED_VALUES)
+                return self.attend(smem, row0, keys, staged)
             return pl.run_scoped(
                 lambda acc: self.attend(smem, row0, keys, self.value_sum(smem, acc)),
                 plgpu.ACC((64, self.g.Hv), jnp.float32),
@@ -232,7 +230,7 @@ class ForwardBlock(AttentionKernel):
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
         return result
 
-    def attend(self, smem, row0, keys: TileRange, product: ValueSum | StagedValueSum):
+    def attend(self, smem, row0, keys: TileRange, product: ValueSum):
         """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
         c = self.c
         wg = lax.axis_index("wg")

@@ -18,8 +18,8 @@ from pallas_kernels.hopper.tile import LOG2E, ROW, sum_strips, swizzle_bytes, ti
 from .config import ForwardConfig, exceeds_shared_memory, forward_config, refuse, unsupported
 from .forward_block import ForwardBlock
 from .tiles import geometry_of, pad_rows
-from .token_ids import tile_ranges, token_ids
-from .value_sum import StagedValueSum, ValueSum
+from .token_ids import token_ids
+from .value_sum import ValueSum
 
 # A row's reference maximum may lag by 2**8: its probabilities stay far from overflow in fp16.
 RESCALE_ABOVE = 8.0
@@ -54,18 +54,15 @@ def forward(
     refuse(unsupported(spec, masks, q, k, v))
     config = config or forward_config(q.shape[3], v.shape[3])
     refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
-    g = geometry_of(q, k, v)
+    g = geometry_of(q, v)
     q, k, v = (pad_rows(x) for x in (q, k, v))
-    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=config.block_kv)
-    operands = {"q": q, "k": k, "v": v}
-    if ids is not None:
-        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
-        operands["ranges"] = tile_ranges(*ids, config.block_q, config.block_kv)
+    ids = token_ids(masks, g, q_tile=config.block_q, kv_tile=config.block_kv)
+    operands = {"q": q, "k": k, "v": v, **ids}
     if masks.sinks is not None:
         operands["sinks"] = masks.sinks.astype(jnp.float32) * LOG2E
     kernel = _Forward(
         g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
-        segmented=ids is not None, sinks=masks.sinks is not None, interpretable=interpretable,
+        segmented=bool(ids), sinks=masks.sinks is not None, interpretable=interpretable,
     )  # fmt: skip
     return kernel.attend_all(operands, padded_queries=q.shape[1])
 
@@ -75,6 +72,7 @@ class _Forward(ForwardBlock):
     """The kernel of one call."""
 
     OPERAND_BYTES = 2
+    TRANSPOSED_VALUES = False
 
     c: ForwardConfig
     sinks: bool
@@ -154,10 +152,6 @@ class _Forward(ForwardBlock):
     def value_sum(self, smem, acc) -> ValueSum:
         """The running sum in an accumulator."""
         return ValueSum(smem, acc)
-
-    def staged_sum(self, smem) -> StagedValueSum:
-        """The running sum for the interpreter."""
-        return StagedValueSum(smem, self.g.Hv, transposed=False)
 
     def out_buffer(self, smem, wg):
         """The place of the warpgroup's queries."""

@@ -35,7 +35,7 @@ from .config import Fp8Config, exceeds_shared_memory, fp8_config, refuse, unsupp
 from .forward_block import ForwardBlock
 from .fp8_registers import as_operand
 from .tiles import Geometry, pad_rows
-from .value_sum import Fp8ValueSum, StagedValueSum
+from .value_sum import Fp8ValueSum
 
 WIDTHS = ("64/64", "128/128")
 LEAST_RATIO = 2.0**-60
@@ -128,6 +128,7 @@ class _Fp8Forward(ForwardBlock):
     """The kernel of one call."""
 
     OPERAND_BYTES = 1
+    TRANSPOSED_VALUES = True
 
     c: Fp8Config
 
@@ -193,10 +194,6 @@ class _Fp8Forward(ForwardBlock):
         """The running sum in an accumulator and in shared memory."""
         smem.sum = smem.sum_out[0]
         return Fp8ValueSum(smem, acc, self.c.promote_every)
-
-    def staged_sum(self, smem) -> StagedValueSum:
-        """The running sum for the interpreter."""
-        return StagedValueSum(smem, self.g.Hv, transposed=True)
 
     def out_buffer(self, smem, wg):
         """The place of the warpgroup's sum."""
