@@ -223,7 +223,7 @@ def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator
     experts = max(model.num_experts, 1)
     shortest = max(question.length // 2048, 1)  # a smaller shard would not hide the ring's turns
     for tensor in sizes("tensor", devices, device.node_devices):
-        for pipe in sizes("pipe", devices // tensor, model.num_layers):
+        for pipe in sizes("pipe", devices // tensor, model.config.num_layers):
             for context in sizes("context", devices // tensor // pipe, shortest):
                 data, left = divmod(devices, tensor * pipe * context)
                 for fsdp in sizes("fsdp", data, data) if not left else ():
@@ -251,7 +251,7 @@ def _variants(
     zeros = (
         [question.zero] if question.zero is not None else ([1, 2, 3] if base.mesh.fsdp > 1 else [0])
     )
-    layers = model.num_layers // base.mesh.pipe
+    layers = model.config.num_layers // base.mesh.pipe
     chunk_counts = (
         [1] if base.mesh.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
     )

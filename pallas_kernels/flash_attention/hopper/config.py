@@ -20,7 +20,7 @@ NUM_DS = 2  # dS tiles in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class BlockConfig:
+class BlockTiles:
     """Tiles of a forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
 
     block_kv: int
@@ -36,7 +36,7 @@ class BlockConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardConfig(BlockConfig):
+class ForwardConfig(BlockTiles):
     """Tiles of the forward kernel for 16-bit operands."""
 
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
@@ -78,7 +78,7 @@ class BackwardConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Config(BlockConfig):
+class Fp8Config(BlockTiles):
     """Tiles of the FP8 forward."""
 
     block_kv: int = 128

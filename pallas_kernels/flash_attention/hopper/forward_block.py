@@ -230,7 +230,7 @@ class ForwardBlock(AttentionKernel):
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
         return result
 
-    def attend(self, smem, row0, keys: TileRange, product: ValueSum):
+    def attend(self, smem, row0, keys: TileRange, product: ValueSum | StagedValueSum):
         """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
         c = self.c
         wg = lax.axis_index("wg")

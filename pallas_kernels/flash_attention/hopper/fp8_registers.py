@@ -39,7 +39,8 @@ def as_operand(p: jax.Array, *, natural: bool) -> jax.Array:
         pairs = small.registers.reshape(-1, 2, 2)  # 16 columns, which 8 of them, which 8 rows
         registers = np.empty((len(pairs), 2), dtype=object)
         for i, rows in np.ndindex(registers.shape):
-            registers[i, rows] = vector.shuffle(*pairs[i, :, rows], [0, 1, 2, 3])
+            low, high = pairs[i, :, rows]
+            registers[i, rows] = vector.shuffle(low, high, [0, 1, 2, 3])
         shape = layout.registers_shape(p.shape)
         return mgpu.FragmentedArray(
             _registers=registers.reshape(shape), _layout=layout, _is_signed=None

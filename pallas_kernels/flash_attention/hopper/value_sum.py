@@ -129,12 +129,11 @@ class Fp8ValueSum(ValueSum):
         return total * lax.broadcast_in_dim(behind, total.shape, [0])
 
 
-class StagedValueSum(ValueSum):
+class StagedValueSum:
     """For the interpreter: the sum in registers, a product at a time, P in shared memory."""
 
     def __init__(self, smem, value_dim: int, *, transposed: bool):
-        super().__init__(smem, None)
-        self.value_dim, self.transposed = value_dim, transposed
+        self.smem, self.value_dim, self.transposed = smem, value_dim, transposed
         self.accumulators = (plgpu.ACC((64, value_dim), jnp.float32),)
 
     def start(self):
@@ -161,6 +160,10 @@ class StagedValueSum(ValueSum):
         """Adds the product, frees its slot, and multiplies the rows of the sum by alpha."""
         plgpu.barrier_arrive(self.smem.v_empty.at[slot])
         return (o + part) * lax.broadcast_in_dim(alpha, o.shape, [0])
+
+    def loop(self, first, last, step, carry):
+        """The steps first .. last."""
+        return lax.fori_loop(first, last, step, carry)
 
     def last(self, o, p, slot):
         """The last product, and the whole sum."""
