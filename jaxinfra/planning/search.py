@@ -149,17 +149,15 @@ def search(
     ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
     winner = make_plan(model, ranked[0].layout, device)
     others = [make_plan(model, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
-    alternatives = [
-        (choice, value, make_plan(model, each.layout, device))
-        for choice, value, each in ranking.other_than(winner.layout)
-    ]
+    alternatives = []
+    for choice, value, each in ranking.other_than(winner.layout):
+        plan = make_plan(model, each.layout, device)
+        why = why_slower(plan, winner)
+        alternatives.append(Alternative(choice=choice, value=value, plan=plan, why=why))
     return Found(
         best=winner,
         runners_up=tuple((plan, why_slower(plan, winner)) for plan in others[1:]),
-        alternatives=tuple(
-            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
-            for choice, value, plan in alternatives
-        ),
+        alternatives=tuple(alternatives),
         pareto=_front(ranking.by_size),
         tried=ranking.tried,
         fitting=ranking.fitting,
@@ -252,9 +250,7 @@ def _variants(
         [question.zero] if question.zero is not None else ([1, 2, 3] if base.mesh.fsdp > 1 else [0])
     )
     layers = model.config.num_layers // base.mesh.pipe
-    chunk_counts = (
-        [1] if base.mesh.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
-    )
+    chunk_counts = [v for v in (1, 2, 4) if v == 1 or (base.mesh.pipe > 1 and layers % v == 0)]
     rows_and_chunks = [
         (rows, chunks)
         for rows in _MICRO_ROWS
