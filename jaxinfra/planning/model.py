@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 from jaxinfra.config.model import (
@@ -17,6 +16,7 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.files import read_json
 from jaxinfra.models import flops
 from jaxinfra.models.definition import ParameterInfo, define_model
 from jaxinfra.models.hf import from_hf_config
@@ -207,15 +207,5 @@ def find_model(name: str) -> PlannedModel:
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
-        return plan_model(from_hf_config(_read(path)), name=name)
+        return plan_model(from_hf_config(read_json(path)), name=name)
     raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
-
-
-def _read(path: Path) -> dict:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; name a config.json or a preset") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; a config is an object")
-    return values
