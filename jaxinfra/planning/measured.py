@@ -21,7 +21,8 @@ def with_bench_results(device: Device, directory: Path) -> Device:
         ConfigError: a file is no JSON, or holds a constant of another name.
     """
     for file in sorted(directory.glob("*.json"), key=lambda file: file.stat().st_mtime):
-        measured = constants_of(read_json(file, holds=Any), device)
+        values = read_json(file, holds=Any, remedy="remove it, or choose others with --bench DIR")
+        measured = constants_of(values, device)
         if measured:
             device = with_measurements(device, measured, source=str(file))
     return device
