@@ -46,10 +46,15 @@ def _kind(mode: int) -> str:
 
 
 def read_json(
-    path: Path, *, holds: Any = dict[str, Any], error: type[JaxinfraError] = ConfigError
+    path: Path,
+    *,
+    holds: Any = dict[str, Any],
+    error: type[JaxinfraError] = ConfigError,
+    remedy: str = "write or copy it anew",
 ) -> Any:
     """What a JSON file says; see ``parse_json``."""
-    return parse_json(read_bytes(path, error=error), where=str(path), holds=holds, error=error)
+    data = read_bytes(path, error=error)
+    return parse_json(data, where=str(path), holds=holds, error=error, remedy=remedy)
 
 
 def parse_json(

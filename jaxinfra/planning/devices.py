@@ -94,14 +94,12 @@ def with_measurements(device: Device, measured: Mapping[str, Any], *, source: st
     if unknown:
         raise ConfigError(f"{source}: unknown constant {unknown[0]!r}{nearest(unknown[0], known)}")
     for name, value in measured.items():
-        holds = _JSON_TYPES.get(type(getattr(device, name)), dict[str, float | list[float]])
+        ours = type(getattr(device, name))
+        holds = {str: str, int: float, float: float}.get(ours, dict[str, float | list[float]])
         require_type(value, holds, where=f"{source}, {name}", error=ConfigError)
     sources = {**device.sources, **dict.fromkeys(measured, source)}
     changes = {name: _merged(getattr(device, name), value) for name, value in measured.items()}
     return dataclasses.replace(device, **changes, sources=sources)
-
-
-_JSON_TYPES = {str: str, int: float, float: float}
 
 
 def _merged(ours: Any, measured: Any) -> Any:

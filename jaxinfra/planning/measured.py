@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import is_of_type, read_json
 from jaxinfra.planning.devices import Device, with_measurements
 
@@ -22,10 +21,7 @@ def with_bench_results(device: Device, directory: Path) -> Device:
         ConfigError: a file is no JSON, or holds a constant of another name.
     """
     for file in sorted(directory.glob("*.json"), key=lambda file: file.stat().st_mtime):
-        try:
-            values = read_json(file, holds=Any)
-        except ConfigError as error:
-            raise ConfigError(f"{error}, or name another directory with --bench") from error
+        values = read_json(file, holds=Any, remedy="remove it, or choose others with --bench DIR")
         measured = constants_of(values, device)
         if measured:
             device = with_measurements(device, measured, source=str(file))
@@ -62,10 +58,8 @@ def constants_of(values: Any, device: Device) -> dict[str, Any]:
         return {}
     if known is _Constants:
         return dict(values["constants"])
-    if values["rows"]:
-        # Started on one process: all of its GPUs share a node.
-        return _links(values, device) if values.get("num_processes") == 1 else {}
-    return {}
+    # Started on one process: all of its GPUs share a node.
+    return _links(values, device) if values["rows"] and values["num_processes"] == 1 else {}
 
 
 def _links(values: Mapping[str, Any], device: Device) -> dict[str, float]:
