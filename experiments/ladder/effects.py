@@ -39,7 +39,7 @@ def every_nth(x: jax.Array, *, stride: int) -> jax.Array:
     def body(x_gmem, out_gmem):
         rows = pl.ds(lax.axis_index("chunk") * chunk, chunk)
         loaded = plgpu.load(x_gmem.at[rows, 0], layout=A_NUMBER_EACH, optimized=False)
-        write_registers(out_gmem.at[rows], loaded)
+        write_registers(loaded, out_gmem.at[rows])
 
     return _kernel(body, n, grid=n // chunk)(x.reshape(n, stride))
 
@@ -56,7 +56,7 @@ def copy(x: jax.Array, *, width: int) -> jax.Array:
     def body(x_gmem, out_gmem):
         part = pl.ds(lax.axis_index("chunk") * chunk, chunk)
         loaded = plgpu.load(x_gmem.at[part], layout=_wide(width), optimized=False)
-        write_registers(out_gmem.at[part], loaded)
+        write_registers(loaded, out_gmem.at[part])
 
     return _kernel(body, x.size, grid=x.size // chunk)(x)
 
@@ -82,7 +82,7 @@ def copy_with_few_warps(x: jax.Array, *, blocks: int, in_flight: int) -> jax.Arr
         def _(loop: plgpu.NDLoopInfo):
             part = pl.ds(loop.index[0] * chunk, chunk)
             loaded = plgpu.load(x_gmem.at[part], layout=_wide(4), optimized=False)
-            write_registers(out_gmem.at[part], loaded)
+            write_registers(loaded, out_gmem.at[part])
 
     scratch = (plgpu.SMEM((unused,), jnp.int8),)
     return _kernel(body, x.size, grid=NUM_PROCESSORS * blocks, scratch=scratch)(x)

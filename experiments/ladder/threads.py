@@ -61,7 +61,7 @@ def _element_a_thread(a_MK, b_KN, *, layout, tile: tuple[int, int]) -> jax.Array
             return multiply_add(acc_MN, a_gmem.at[rows, k], b_gmem.at[k, columns], layout)
 
         acc_MN = lax.fori_loop(0, K, step, zeros(tile, layout))
-        write_registers(c_gmem.at[rows, columns], acc_MN.astype(a_MK.dtype))
+        write_registers(acc_MN.astype(a_MK.dtype), c_gmem.at[rows, columns])
 
     return plgpu.kernel(
         body,
@@ -101,10 +101,10 @@ def shared(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
             k = i * depth
             # A is stored by columns: that is how it is read.
             a = widened(a_gmem.at[my_rows, pl.ds(k, depth)], ALONG)
-            write_registers(a_smem.T.at[mine], a)
+            write_registers(a, a_smem.T.at[mine])
             b_rows = pl.ds(k + lax.axis_index("group") * share, share)
             b = widened(b_gmem.at[b_rows, pl.ds(column, tile)], ALONG)
-            write_registers(b_smem.at[mine], b)
+            write_registers(b, b_smem.at[mine])
             meet(filled)
             for k in range(depth):
                 acc_MN = multiply_add(acc_MN, a_smem.at[k, mine], b_smem.at[k], ALONG)
@@ -112,7 +112,7 @@ def shared(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
             return acc_MN
 
         acc_MN = lax.fori_loop(0, K // depth, step, zeros((share, tile), ALONG))
-        write_registers(c_gmem.at[my_rows, pl.ds(column, tile)], acc_MN.astype(a_MK.dtype))
+        write_registers(acc_MN.astype(a_MK.dtype), c_gmem.at[my_rows, pl.ds(column, tile)])
 
     staged = ((depth, tile), (depth, tile))
     return _staged(body, a_MK, b_KN, tile=(tile, tile), staged=staged, num_groups=num_groups)
@@ -199,8 +199,8 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             )
 
         def stage(slot, a, b):
-            write_registers(a_smem.at[slot].T.at[mine], a)
-            write_registers(b_smem.at[slot, pl.ds(group * share, share)], b)
+            write_registers(a, a_smem.at[slot].T.at[mine])
+            write_registers(b, b_smem.at[slot, pl.ds(group * share, share)])
             meet(filled)
 
         def multiply(slot, acc_MN):
@@ -228,7 +228,7 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             acc_MN = lax.fori_loop(0, num_steps, step, acc_MN)
         else:
             acc_MN, *_ = lax.fori_loop(0, num_steps, step_ahead, (acc_MN, *fetch(0)))
-        write_registers(c_gmem.at[my_rows, my_columns], acc_MN.astype(a_MK.dtype))
+        write_registers(acc_MN.astype(a_MK.dtype), c_gmem.at[my_rows, my_columns])
 
     staged = ((num_stages, depth, tile_m), (num_stages, depth, columns))
     return _staged(body, a_MK, b_KN, tile=(tile_m, columns), staged=staged, num_groups=num_groups)

@@ -6,7 +6,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
 
 
-def write_registers(ref, array: jax.Array) -> None:
+def write_registers(array: jax.Array, ref) -> None:
     """Stores each thread's numbers where they belong, however few or many lie side by side.
 
     JAX 0.12 lowers ``ref[...] = array`` only where each thread stores 4 to 16 bytes, a warp fills

@@ -76,9 +76,9 @@ def block_rows(
                 totals = (*totals, *formula.again.join(parts, *together(1, numbers)))
             spread = [to_columns(x, shape) for x in totals]
             for out, result in zip(results, formula.finish(load, vector, spread)[0], strict=True):
-                write_registers(out.at[first + i], result.astype(out.dtype))
+                write_registers(result.astype(out.dtype), out.at[first + i])
             for out, total in zip(of_rows, totals[len(totals) - len(of_rows) :], strict=True):
-                write_registers(out.at[first + i], to_parts(total, layout))
+                write_registers(to_parts(total, layout), out.at[first + i])
             return ()
 
         lax.fori_loop(0, turns, turn, ())

@@ -179,7 +179,7 @@ class _Stream:
         zero = plgpu.layout_cast(jnp.zeros((WARPS, self.slot_shape[1]), jnp.float32), layout)
         sums = lax.fori_loop(0, count, step, (zero,) * f.num_sums)
         for ref, value in zip(gmem.sums, sums, strict=True):
-            write_registers(ref.at[first, member], value)
+            write_registers(value, ref.at[first, member])
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_vectors(self, gmem, smem, wg) -> None:

@@ -156,8 +156,8 @@ class _Wide:
                 totals += [to_columns(x, (WARPS, c.tile)) for x in of_row]
             last = of_row[len(of_row) - f.num_row_results :]
             for out, total in zip(gmem.of_rows, last, strict=True):
-                row = place(i * c.chunks)[0]
-                write_registers(out.at[row, me.rank, me.wg], to_parts(total, layout))
+                total_A = to_parts(total, layout)
+                write_registers(total_A, out.at[place(i * c.chunks)[0], me.rank, me.wg])
             kept = []
             for chunk in range(c.chunks):
                 q = i * c.chunks + chunk
@@ -170,7 +170,7 @@ class _Wide:
                     kept += [s + a for s, a in zip(mine, addends, strict=True)]
                     for out, result in zip(gmem.results, results, strict=True):
                         part = out.at[row, me.rank, me.wg, chunk, tile]
-                        write_registers(part, result.astype(out.dtype))
+                        write_registers(result.astype(out.dtype), part)
                 plgpu.commit_smem()  # all warps have read the slot
                 fetch_if_any(q + c.slots)
             return tuple(kept)
@@ -206,7 +206,7 @@ class _Wide:
         for k, value in enumerate(sums):
             tile, j = divmod(k, f.num_sums)
             part = gmem.sums[j].at[worker, me.rank, me.wg, *divmod(tile, c.tiles)]
-            write_registers(part, value)
+            write_registers(value, part)
 
     def fetch_vectors(self, gmem, smem, me) -> None:
         @pl.when(me.wg == 0)
