@@ -178,10 +178,7 @@ class Trainer:
         self._profiler.before_step(step)
         self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            # Made ahead it is there at once; the readers of a disk that hangs may never make it.
-            ready = self._batches.num_ready > 0
-            make = functools.partial(next, self._batches)
-            batch = make() if ready else self._stop.wait_for(make)
+            batch = self._stop.wait_for(functools.partial(next, self._batches))
             input_s = self._watch.phase("place", step + 1)
             samples = self._batches.sample_ids(self._batches.step - 1)
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
