@@ -1,0 +1,123 @@
+"""The public functions: they validate and choose who computes.
+
+Dims: R row, C column, the dim that a matmul contracts; J blocks of 128 columns.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
+from pallas_kernels.common.varying import results_vary, vary_alike
+
+from .xla import quantize_xla
+
+NAMES = ("hopper", "xla")
+INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def quantize(
+    x: jax.Array,
+    scaling: Scaling | str,
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    scale: jax.Array | None = None,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> Quantized:
+    """Rounds a matrix to 8 bits, each tensor, row or block by its own largest element.
+
+    The module ``formula`` says what becomes of large, small and non-finite elements. It has no
+    gradient: a recipe passes the cotangent through.
+
+    Args:
+        x: [R, C], bfloat16, float16 or float32; computed in fp32.
+        scaling: what shares a scale: "tensor", "row", "1x128" or "128x128".
+        dtype: float8_e4m3fn or float8_e5m2.
+        power_of_two: scales are powers of two: dividing by them is exact.
+        scale: float32 [], in place of the tensor's own (delayed scaling); elements that exceed the
+            format saturate.
+        implementation: "xla"; "auto" takes xla.
+        num_devices: that the compiler spreads the call over.
+
+    Raises:
+        InputError: arguments that disagree, or an unknown implementation.
+        UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
+    """
+    form, dtype = _checked(x, scaling, jnp.dtype(dtype), implementation)
+    if scale is not None and (form is not Scaling.TENSOR or scale.shape or power_of_two):
+        raise InputError(
+            f"scale is {list(scale.shape)} with scaling={form} and power_of_two={power_of_two}; a "
+            "given scale is one float32 of the whole tensor, taken as it is"
+        )
+    del num_devices
+    return _quantized(form, dtype, power_of_two, *vary_alike((x, scale)))
+
+
+def quantize_both_ways(
+    x: jax.Array,
+    *,
+    dtype: Any = jnp.float8_e4m3fn,
+    power_of_two: bool = False,
+    implementation: str = "auto",
+    num_devices: int = 1,
+) -> tuple[Quantized, Quantized]:
+    """``x`` by 1x128 blocks, and its transpose by 1x128 blocks, read once.
+
+    A layer contracts its input over columns, the gradient of its weight over rows.
+
+    Args:
+        x: [R, C].
+        dtype, power_of_two, implementation, num_devices: as in ``quantize``.
+
+    Returns:
+        x [R, C] and its transpose [C, R].
+
+    Raises:
+        InputError, UnsupportedError: as ``quantize``.
+    """
+    form, dtype = _checked(x, Scaling.BLOCK_OF_ROW, jnp.dtype(dtype), implementation)
+    del num_devices
+    (x,) = vary_alike((x,))
+    one, other = (_quantized(form, dtype, power_of_two, each, None) for each in (x, x.T))
+    return one, other
+
+
+def _checked(
+    x: jax.Array, scaling: Scaling | str, dtype: jnp.dtype, implementation: str
+) -> tuple[Scaling, jnp.dtype]:
+    if x.ndim != 2 or x.dtype not in INPUTS or 0 in x.shape:
+        raise InputError(
+            f"x is {x.dtype}{list(x.shape)}; a matrix of bfloat16, float16 or float32 is "
+            "quantized: reshape it to [rows, contracted dim]"
+        )
+    if scaling not in tuple(Scaling):
+        raise InputError(f"scaling={scaling!r} must be one of {', '.join(Scaling)}")
+    if dtype not in FORMATS:
+        raise InputError(f"dtype={dtype.name} must be float8_e4m3fn or float8_e5m2")
+    if implementation not in ("auto", *NAMES):
+        raise InputError(
+            f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
+        )
+    return Scaling(scaling), dtype
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _quantized(
+    form: Scaling, dtype: jnp.dtype, power_of_two: bool, x: jax.Array, scale: jax.Array | None
+) -> Quantized:
+    compute = functools.partial(quantize_xla, scaling=form, dtype=dtype, power_of_two=power_of_two)
+    return results_vary(lambda x, scale: compute(x, scale=scale))(x, scale)
+
+
+@_quantized.defjvp
+def _refuse(form: Scaling, dtype: jnp.dtype, power_of_two: bool, primals, tangents):
+    del form, dtype, power_of_two, primals, tangents
+    raise UnsupportedError(
+        "quantize has no gradient: a recipe rounds inside its own jax.custom_vjp and passes the "
+        "cotangent through"
+    )
