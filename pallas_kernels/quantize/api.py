@@ -3,19 +3,23 @@
 Dims: R row, C column, the dim that a matmul contracts; J blocks of 128 columns.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
-from pallas_kernels.common.varying import results_vary, vary_alike
+from pallas_kernels.common.varying import vary_alike
 
 from .xla import quantize_xla
 
 NAMES = ("hopper", "xla")
+WHY_NO_GRADIENT = (
+    "quantize has no gradient: a recipe rounds inside its own jax.custom_vjp and passes the "
+    "cotangent through"
+)
 INPUTS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -55,7 +59,8 @@ def quantize(
             "given scale is one float32 of the whole tensor, taken as it is"
         )
     del num_devices
-    return _quantized(form, dtype, power_of_two, *vary_alike((x, scale)))
+    x, scale = vary_alike(without_gradient((x, scale), WHY_NO_GRADIENT))
+    return quantize_xla(x, form, dtype=dtype, power_of_two=power_of_two, scale=scale)
 
 
 def quantize_both_ways(
@@ -82,8 +87,10 @@ def quantize_both_ways(
     """
     form, dtype = _checked(x, Scaling.BLOCK_OF_ROW, jnp.dtype(dtype), implementation)
     del num_devices
-    (x,) = vary_alike((x,))
-    one, other = (_quantized(form, dtype, power_of_two, each, None) for each in (x, x.T))
+    x = without_gradient(x, WHY_NO_GRADIENT)
+    one, other = (
+        quantize_xla(each, form, dtype=dtype, power_of_two=power_of_two) for each in (x, x.T)
+    )
     return one, other
 
 
@@ -104,20 +111,3 @@ def _checked(
             f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
         )
     return Scaling(scaling), dtype
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _quantized(
-    form: Scaling, dtype: jnp.dtype, power_of_two: bool, x: jax.Array, scale: jax.Array | None
-) -> Quantized:
-    compute = functools.partial(quantize_xla, scaling=form, dtype=dtype, power_of_two=power_of_two)
-    return results_vary(lambda x, scale: compute(x, scale=scale))(x, scale)
-
-
-@_quantized.defjvp
-def _refuse(form: Scaling, dtype: jnp.dtype, power_of_two: bool, primals, tangents):
-    del form, dtype, power_of_two, primals, tangents
-    raise UnsupportedError(
-        "quantize has no gradient: a recipe rounds inside its own jax.custom_vjp and passes the "
-        "cotangent through"
-    )

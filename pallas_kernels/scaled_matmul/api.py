@@ -11,10 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.varying import results_vary, vary_alike
 
+from .hopper import scaled_matmul_hopper, unsupported
 from .reference import scaled_matmul_reference
-from .spec import ScaledSpec, make_scaled_spec
+from .spec import make_scaled_spec
 from .xla import scaled_matmul_xla
 
 NAMES = ("hopper", "xla", "reference")
@@ -45,15 +47,16 @@ def scaled_matmul(
         b_scale: likewise.
         out_dtype: bfloat16, float16 or float32, rounded to once, from fp32.
         accumulate: float32 [M, N], to which the product is added in fp32 (out_dtype float32).
-        implementation: "xla" (cuBLASLt's FP8 matmul on a GPU for scales of tensors; blocks are
-            dequantized, on a GPU to bf16), or "reference" (dequantized, fp32); "auto" takes xla.
-        num_devices: that the compiler spreads the call over.
+        implementation: "hopper" (Mosaic GPU; K a multiple of 128, N of 128 bytes of the result, M
+            of 8), "xla" (cuBLASLt's FP8 matmul on a GPU for scales of tensors; blocks are
+            dequantized, on a GPU to bf16), or "reference" (dequantized, fp32). "auto" takes hopper
+            for blocks where it can, else xla.
+        num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
     """
-    del num_devices
     spec = make_scaled_spec(
         a, b, a_scale, b_scale, out_dtype=jnp.dtype(out_dtype), accumulate=accumulate
     )
@@ -61,32 +64,27 @@ def scaled_matmul(
         raise InputError(
             f"implementation={implementation!r} is unknown; choose auto, {', '.join(NAMES)}"
         )
-    chosen = "xla" if implementation == "auto" else implementation
-    return _product(chosen, spec, *vary_alike((a, b, a_scale, b_scale, accumulate)))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _product(
-    chosen: str,
-    spec: ScaledSpec,
-    a: jax.Array,
-    b: jax.Array,
-    a_scale: jax.Array,
-    b_scale: jax.Array,
-    accumulate: jax.Array | None,
-) -> jax.Array:
-    if chosen == "reference":
-        return scaled_matmul_reference(a, b, a_scale, b_scale, accumulate=accumulate).astype(
-            spec.out_dtype
-        )
-    compute = functools.partial(scaled_matmul_xla, spec=spec)
-    return results_vary(compute)(a, b, a_scale, b_scale, accumulate)
-
-
-@_product.defjvp
-def _refuse(chosen: str, spec: ScaledSpec, primals, tangents):
-    del chosen, spec, primals, tangents
-    raise UnsupportedError(
+    chosen = implementation
+    if implementation in ("auto", "hopper"):
+        reason = unsupported(a, b, spec=spec, num_devices=num_devices)
+        if implementation == "hopper" and reason is not None:
+            raise UnsupportedError(
+                f"implementation='hopper' cannot compute this scaled matmul: {reason}. "
+                "implementation='xla' can"
+            )
+        wins = reason is None and (spec.by_blocks or spec.accumulates)
+        chosen = "hopper" if implementation == "hopper" or wins else "xla"
+    arrays = without_gradient(
+        (a, b, a_scale, b_scale, accumulate),
         "scaled_matmul has no gradient: a recipe quantizes the cotangent and calls it again for "
-        "each operand (wrap that in jax.custom_vjp), or train in bfloat16"
+        "each operand, inside its own jax.custom_vjp; or train in bfloat16",
     )
+    arrays = vary_alike(arrays)
+    match chosen:
+        case "reference":
+            product = scaled_matmul_reference(*arrays[:4], accumulate=accumulate)
+            return product.astype(spec.out_dtype)
+        case "hopper":
+            return results_vary(functools.partial(scaled_matmul_hopper, spec=spec))(*arrays)
+        case _:
+            return scaled_matmul_xla(*arrays, spec=spec)

@@ -1,0 +1,83 @@
+"""Tiles of the Hopper kernel, and which ones a call gets."""
+
+import dataclasses
+import enum
+
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
+
+DEPTH = 128  # of a step: one block of scales, and 128 bytes, one row of a swizzle
+NUM_COMPUTE = 2  # warpgroups that multiply
+WARPGROUP_ROWS = 64
+STRIPE_BYTES = 128  # of a row of the result, what leaves at a time
+LEAST_STEPS = 8  # of a split: fewer do not fill the ring
+
+
+class Turns(enum.StrEnum):
+    """How the two multiplying warpgroups share the tensor cores."""
+
+    FREE = "free"
+    PRODUCTS = "products"  # each product is issued after the other's last one
+    EPILOGUES = "epilogues"  # the second's epilogue follows the first's, once a tile
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledConfig:
+    """Tiles of one block and how its warpgroups share them."""
+
+    tile_m: int = 128
+    tile_n: int = 256
+    part_n: int = 128  # columns of one product: what is promoted at a time
+    num_stages: int = 4
+    by_columns: bool = False  # each warpgroup has all rows of half the columns, not the converse
+    cluster_m: int = 1  # blocks of neighbouring rows, which share b
+    cluster_n: int = 1  # of neighbouring columns, which share a
+    num_out_slots: int = 2  # stripes of 128 bytes on their way out, a warpgroup
+    turns: Turns = Turns.FREE
+    band: int = 8  # tiles of rows (of columns) that are walked before the next: what L2 keeps
+    band_of_columns: bool = False
+    splits: int = 1  # of the contracted dim, summed by a second kernel
+    num_blocks: int = NUM_PROCESSORS
+
+    @property
+    def group_m(self) -> int:
+        """Rows of one warpgroup."""
+        return self.tile_m if self.by_columns else self.tile_m // NUM_COMPUTE
+
+    @property
+    def group_n(self) -> int:
+        """Columns of one warpgroup."""
+        return self.tile_n // NUM_COMPUTE if self.by_columns else self.tile_n
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n
+
+
+def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
+    """Of one block: the ring, results on their way out, barriers."""
+    c = config
+    stage = (c.tile_m + c.tile_n) * DEPTH + 4 * c.tile_n * columns_scaled
+    out = NUM_COMPUTE * c.num_out_slots * WARPGROUP_ROWS * STRIPE_BYTES
+    return c.num_stages * stage + out + 8 * (2 * c.num_stages + NUM_COMPUTE)
+
+
+def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConfig:
+    """The tiles that a product gets."""
+    if M <= WARPGROUP_ROWS:
+        config = ScaledConfig(
+            tile_m=64, tile_n=128, part_n=64, num_stages=8, by_columns=True,
+            num_out_slots=1 if columns_scaled else 2,
+        )  # fmt: skip
+    else:
+        config = ScaledConfig(num_out_slots=1 if columns_scaled else 2)
+    tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
+    steps = K // DEPTH
+    fit = [
+        s for s in range(1, steps + 1)
+        if steps % s == 0 and tiles * s <= config.num_blocks and steps // s >= LEAST_STEPS
+    ]  # fmt: skip
+    splits = max(fit, default=1)
+    if splits == 1 and tiles * 2 > config.num_blocks and config.tile_m < M:
+        return dataclasses.replace(config, cluster_m=2)
+    return dataclasses.replace(config, splits=splits)
