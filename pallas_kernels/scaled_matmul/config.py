@@ -24,13 +24,11 @@ class Turns(enum.StrEnum):
 class ScaledConfig:
     """Tiles of one block and how its warpgroups share them."""
 
-    tile_m: int = 128
+    tile_m: int = 128  # 64 a warpgroup, or 64 for both
     tile_n: int = 256
     part_n: int = 128  # columns of one product: what is promoted at a time
     num_stages: int = 4
-    by_columns: bool = False  # each warpgroup has all rows of half the columns, not the converse
-    cluster_m: int = 1  # blocks of neighbouring rows, which share b
-    cluster_n: int = 1  # of neighbouring columns, which share a
+    cluster: int = 1  # blocks of neighbouring rows, which share b
     num_out_slots: int = 2  # stripes of 128 bytes on their way out, a warpgroup
     turns: Turns = Turns.FREE
     band: int = 8  # tiles of rows (of columns) that are walked before the next: what L2 keeps
@@ -39,9 +37,9 @@ class ScaledConfig:
     num_blocks: int = NUM_PROCESSORS
 
     @property
-    def group_m(self) -> int:
-        """Rows of one warpgroup."""
-        return self.tile_m if self.by_columns else self.tile_m // NUM_COMPUTE
+    def by_columns(self) -> bool:
+        """Each warpgroup has half the columns of 64 rows, instead of 64 rows of all columns."""
+        return self.tile_m == WARPGROUP_ROWS
 
     @property
     def group_n(self) -> int:
@@ -49,9 +47,9 @@ class ScaledConfig:
         return self.tile_n // NUM_COMPUTE if self.by_columns else self.tile_n
 
     @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return self.cluster_m * self.cluster_n
+    def num_parts(self) -> int:
+        """Products of one warpgroup and step."""
+        return self.group_n // self.part_n
 
 
 def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
@@ -66,7 +64,7 @@ def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConf
     """The tiles that a product gets."""
     if M <= WARPGROUP_ROWS:
         config = ScaledConfig(
-            tile_m=64, tile_n=128, part_n=64, num_stages=8, by_columns=True,
+            tile_m=64, tile_n=128, part_n=64, num_stages=8,
             num_out_slots=1 if columns_scaled else 2,
         )  # fmt: skip
     else:
@@ -79,5 +77,5 @@ def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConf
     ]  # fmt: skip
     splits = max(fit, default=1)
     if splits == 1 and tiles * 2 > config.num_blocks and config.tile_m < M:
-        return dataclasses.replace(config, cluster_m=2)
+        return dataclasses.replace(config, cluster=2)
     return dataclasses.replace(config, splits=splits)

@@ -29,6 +29,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.common.scales import BLOCK, Scaling
 from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.hopper.product import finished, start_product
 from pallas_kernels.hopper.tile import COL, ROW, WGMMA, tiled
 
 from .config import (
@@ -75,8 +76,9 @@ def scaled_matmul_hopper(
     *,
     spec: ScaledSpec,
     config: ScaledConfig | None = None,
+    interpretable: bool = False,
 ) -> jax.Array:
-    """[M, N] in the spec's dtype."""
+    """[M, N] in the spec's dtype; an interpretable kernel multiplies as Pallas does."""
     (M, K), N = a_MK.shape, b_NK.shape[0]
     columns_scaled = spec.b is Scaling.BLOCK_OF_ROW
     config = config or scaled_config(M, N, K, columns_scaled=columns_scaled)
@@ -86,12 +88,20 @@ def scaled_matmul_hopper(
             f"Hopper scaled matmul: {config} takes {taken} bytes of shared memory and a block has "
             f"{SMEM_BYTES}; use fewer stages or slots"
         )
-    kernel = _ScaledKernel(c=config, spec=spec, M=M, N=N, K=K, dtypes=(a_MK.dtype, b_NK.dtype))
+    kernel = _ScaledKernel(
+        c=config,
+        spec=spec,
+        M=M,
+        N=N,
+        K=K,
+        dtypes=(a_MK.dtype, b_NK.dtype),
+        interpretable=interpretable,
+    )
     if spec.a in VECTORS:
-        padding = (0, -M % (config.tile_m * config.cluster_m))
+        padding = (0, -M % (config.tile_m * config.cluster))
         a_scale = jnp.pad(a_scale, ((0, 0), padding) if spec.by_blocks else padding)
     if spec.b is Scaling.ROW:
-        b_scale = jnp.pad(b_scale, (0, -N % (config.tile_n * config.cluster_n)))
+        b_scale = jnp.pad(b_scale, (0, -N % config.tile_n))
     operands = {"a": a_MK, "b": b_NK, "a_scale": a_scale, "b_scale": b_scale}
     if config.splits > 1:
         shape = jax.ShapeDtypeStruct((config.splits, M, N), jnp.float32)
@@ -114,6 +124,7 @@ class _ScaledKernel:
     N: int
     K: int
     dtypes: tuple[jnp.dtype, jnp.dtype]  # of a and b
+    interpretable: bool
 
     def launch(self, operands: dict[str, Any], out: jax.ShapeDtypeStruct | None) -> Any:
         """The result; None where ``out`` is among the operands, a reference."""
@@ -149,7 +160,7 @@ class _ScaledKernel:
     def grid(self) -> tuple[int, int]:
         """Tiles of rows and columns, of whole clusters."""
         c = self.c
-        return -(-self.M // (c.tile_m * c.cluster_m)), -(-self.N // (c.tile_n * c.cluster_n))
+        return -(-self.M // (c.tile_m * c.cluster)), -(-self.N // c.tile_n)
 
     @property
     def num_tiles(self) -> int:
@@ -170,6 +181,15 @@ class _ScaledKernel:
         """Whether every column of a step has its own scale: those travel with the tiles of b."""
         return self.spec.b is Scaling.BLOCK_OF_ROW
 
+    @property
+    def num_pieces(self) -> int:
+        """Copies of a tile of b, with a barrier each: as many as a warpgroup's parts.
+
+        A part then begins with a wait, which ptxas moves no product across: two accumulators at a
+        time would not fit in the registers.
+        """
+        return self.c.num_parts
+
     def scratch(self, out_dtype: jnp.dtype) -> dict[str, Any]:
         c, tile = self.c, tiled(128, itemsize=1)
         stripe = STRIPE_BYTES // out_dtype.itemsize
@@ -186,9 +206,11 @@ class _ScaledKernel:
         }  # fmt: skip
         if self.columns_scaled:
             buffers["b_scale"] = plgpu.SMEM((c.num_stages, c.tile_n), jnp.float32)
-        copies = 3 if self.columns_scaled else 2
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        buffers["full"] = ring(num_arrivals=3 if self.columns_scaled else 2)
+        for piece in range(1, self.num_pieces):
+            buffers[f"full_{piece}"] = ring()
         return buffers | {
-            "full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.num_stages),
             "empty": empty(num_arrivals=NUM_COMPUTE, num_barriers=c.num_stages),
             "turn": plgpu.Barrier(num_barriers=NUM_COMPUTE),
         }
@@ -196,6 +218,7 @@ class _ScaledKernel:
     def run(self, gmem, smem) -> None:
         """One block: a role for each warpgroup."""
         wg = lax.axis_index("wg")
+        smem.filled = [smem.full, *(getattr(smem, f"full_{i}") for i in range(1, self.num_pieces))]
 
         @pl.when(wg < NUM_COMPUTE)
         def _():
@@ -220,14 +243,13 @@ class _ScaledKernel:
 
     def each_tile(self, body) -> None:
         """Calls ``body(first row, first column, split, steps before)`` for this block's tiles."""
-        c, worker, rank = self.c, lax.axis_index("worker"), lax.axis_index("cluster")
+        c, worker = self.c, lax.axis_index("worker")
 
         def step(i, _):
             tile = worker + i * self.num_workers
             split, tile = lax.rem(tile, c.splits), lax.div(tile, c.splits)
             m, n = plgpu.planar_snake(tile, self.grid, int(c.band_of_columns), c.band)
-            m = m * c.cluster_m + (rank if c.cluster_m > 1 else 0)
-            n = n * c.cluster_n + (rank if c.cluster_n > 1 else 0)
+            m = m * c.cluster + lax.axis_index("cluster")
             body(m * c.tile_m, n * c.tile_n, split, i * self.num_steps)
 
         count = lax.div(self.num_tiles - 1 - worker, self.num_workers) + 1
@@ -236,117 +258,116 @@ class _ScaledKernel:
     def load(self, gmem, smem, row0, column0, split, done) -> None:
         """Fills the ring with the steps of one tile."""
         c = self.c
-        rows, columns = pl.ds(row0, c.tile_m), pl.ds(column0, c.tile_n)
-        share_a = "cluster" if c.cluster_n > 1 else None
-        share_b = "cluster" if c.cluster_m > 1 else None
+        width = c.tile_n // self.num_pieces
+        sharing = "cluster" if c.cluster > 1 else None
 
         def step(i, _):
             slot, j = lax.rem(done + i, c.num_stages), split * self.num_steps + i
-            depth, full = pl.ds(j * DEPTH, DEPTH), smem.full.at[slot]
+            depth = pl.ds(j * DEPTH, DEPTH)
             plgpu.barrier_wait(smem.empty.at[slot])
-            plgpu.copy_gmem_to_smem(
-                gmem.a.at[rows, depth], smem.a.at[slot], full, collective_axes=share_a
-            )
-            plgpu.copy_gmem_to_smem(
-                gmem.b.at[columns, depth], smem.b.at[slot], full, collective_axes=share_b
-            )
+            full = smem.full.at[slot]
+            plgpu.copy_gmem_to_smem(gmem.a.at[pl.ds(row0, c.tile_m), depth], smem.a.at[slot], full)
             if self.columns_scaled:
+                columns = pl.ds(column0, c.tile_n)
                 plgpu.copy_gmem_to_smem(gmem.b_scale.at[j, columns], smem.b_scale.at[slot], full)
+            for piece, filled in enumerate(smem.filled):
+                plgpu.copy_gmem_to_smem(
+                    gmem.b.at[pl.ds(column0 + piece * width, width), depth],
+                    smem.b.at[slot, pl.ds(piece * width, width)],
+                    filled.at[slot],
+                    collective_axes=sharing,
+                )
 
         lax.fori_loop(0, self.num_steps, step, None)
 
     def compute(self, gmem, smem, wg, row0, column0, split, done) -> None:
         """One warpgroup's half of a tile, then its epilogue."""
         c, first = self.c, split * self.num_steps
-        first_row, first_column = (0, wg * c.group_n) if c.by_columns else (wg * c.group_m, 0)
-        parts = [
-            (m, n)
-            for m in range(0, c.group_m, WARPGROUP_ROWS)
-            for n in range(0, c.group_n, c.part_n)
-        ]
-        scales_at = functools.partial(
-            self.step_scales, gmem, row0 + first_row, column0 + first_column
-        )
+        first_row, first_column = (0, wg * c.group_n) if c.by_columns else (wg * WARPGROUP_ROWS, 0)
+        row, column = row0 + first_row, column0 + first_column
+        rows = pl.ds(first_row, WARPGROUP_ROWS)
+        columns = [pl.ds(first_column + n, c.part_n) for n in range(0, c.group_n, c.part_n)]
+        scales_at = functools.partial(self.step_scales, gmem, row, column)
 
         def step(i, carry):
             totals, scales = carry
             slot = lax.rem(done + i, c.num_stages)
             # A step ahead: a number from global memory takes as long as a step.
             ahead = scales_at(first + jnp.minimum(i + 1, self.num_steps - 1))
-            plgpu.barrier_wait(smem.full.at[slot])
             sums = []
-            for (m, n), total in zip(parts, totals, strict=True):
-                rows = pl.ds(first_row + m, WARPGROUP_ROWS)
-                columns = pl.ds(first_column + n, c.part_n)
-                part = self.product(smem, wg, slot, rows, columns)
-                total = self.promoted(smem, total, part, scales, slot, m, n, first_column)
-                if (m, n) == parts[-1]:
+            for p, total in enumerate(totals):
+                plgpu.barrier_wait(smem.filled[p].at[slot])
+                part = self.product(smem, wg, slot, rows, columns[p])
+                total = self.promoted(smem, total, part, scales, slot, columns[p], p)
+                if p == c.num_parts - 1:
                     plgpu.barrier_arrive(smem.empty.at[slot])
                 sums.append(total)
             return sums, ahead
 
-        zeros = [_zeros((WARPGROUP_ROWS, c.part_n)) for _ in parts]
+        zeros = [_zeros((WARPGROUP_ROWS, c.part_n)) for _ in columns]
         totals, _ = lax.fori_loop(0, self.num_steps, step, (zeros, scales_at(first)))
         if c.turns is Turns.EPILOGUES:
             pl.when(wg == 1)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
-        copies = 0
-        for (m, n), total in zip(parts, totals, strict=True):
-            row, column = row0 + first_row + m, column0 + first_column + n
-            total = self.outer_scaled(gmem, total, row, column)
-            copies = self.store(gmem, smem, wg, total, row, column, split, copies)
+        for p, total in enumerate(totals):
+            total = self.outer_scaled(gmem, total, row, column + p * c.part_n)
+            self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
         if c.turns is Turns.EPILOGUES:
             pl.when(wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
 
     def product(self, smem, wg, slot, rows, columns) -> jax.Array:
         """64 rows times some columns of one step."""
+        in_turns = self.c.turns is Turns.PRODUCTS
+        a, b = smem.a.at[slot, rows], smem.b.at[slot, columns]
+        if in_turns:
+            plgpu.barrier_wait(smem.turn.at[wg])
+        if self.interpretable:
 
-        def multiply(acc):
-            if self.c.turns is Turns.PRODUCTS:
-                plgpu.barrier_wait(smem.turn.at[wg])
-            b = smem.b.at[slot, columns].transpose((1, 0))
-            plgpu.wgmma(acc, smem.a.at[slot, rows], b)
-            if self.c.turns is Turns.PRODUCTS:
-                plgpu.barrier_arrive(smem.turn.at[1 - wg])
-            return plgpu.wgmma_accumulator_load(acc)
+            def multiply(acc):
+                plgpu.wgmma(acc, a, b.transpose((1, 0)))
+                return plgpu.wgmma_accumulator_load(acc)
 
-        shape = (WARPGROUP_ROWS, self.c.part_n)
-        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            shape = (WARPGROUP_ROWS, self.c.part_n)
+            product = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            finish = functools.partial(jnp.asarray, product)
+        else:
+            finish = functools.partial(finished, start_product(a, b))
+        if in_turns:
+            plgpu.barrier_arrive(smem.turn.at[1 - wg])
+        return finish()
 
-    def step_scales(self, gmem, row, column, j) -> tuple[list, list]:
-        """Of step j: of each 64 rows of a, and of each 128 columns where these share one."""
+    def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
+        """Of step j: of 64 rows of a, and of each part's columns where these share one."""
         c, spec = self.c, self.spec
         if not spec.by_blocks:
-            return [], []
-        of_rows, of_columns = [], []
-        for m in range(0, c.group_m, WARPGROUP_ROWS):
-            if spec.a is Scaling.BLOCK:
-                i = jnp.minimum(lax.div(row + m, BLOCK), gmem.a_scale.shape[1] - 1)
-                of_rows.append(gmem.a_scale[j, i])
-            else:
-                rows = gmem.a_scale.at[j, pl.ds(row + m, WARPGROUP_ROWS)]
-                of_rows.append(plgpu.load(rows, layout=ROW, optimized=False))
+            return (), []
+        if spec.a is Scaling.BLOCK:
+            i = jnp.minimum(lax.div(row, BLOCK), gmem.a_scale.shape[1] - 1)
+            of_rows = gmem.a_scale[j, i]
+        else:
+            rows = gmem.a_scale.at[j, pl.ds(row, WARPGROUP_ROWS)]
+            of_rows = plgpu.load(rows, layout=ROW, optimized=False)
+        of_columns = []
         if spec.b is Scaling.BLOCK:
             for n in range(0, c.group_n, c.part_n):
                 i = jnp.minimum(lax.div(column + n, BLOCK), gmem.b_scale.shape[1] - 1)
                 of_columns.append(gmem.b_scale[j, i])
         return of_rows, of_columns
 
-    def promoted(self, smem, total, part, scales, slot, m, n, first_column) -> jax.Array:
+    def promoted(self, smem, total, part, scales, slot, columns, p: int) -> jax.Array:
         """``total + part * scale``."""
         if not self.spec.by_blocks:
             return total + part
-        of_rows, of_columns = scales
-        factor = of_rows[m // WARPGROUP_ROWS]
+        factor, of_columns = scales
         if of_columns:
-            factor = factor * of_columns[n // self.c.part_n]
+            factor = factor * of_columns[p]
         if factor.ndim:
             factor = lax.broadcast_in_dim(factor, part.shape, [0])
         if not self.columns_scaled:
             return total + part * factor
         sums = []
         for i in range(0, self.c.part_n, COLUMNS_AT_ONCE):
-            columns = pl.ds(first_column + n + i, COLUMNS_AT_ONCE)
-            of_each = plgpu.load(smem.b_scale.at[slot, columns], layout=COL)
+            some = pl.ds(columns.start + i, COLUMNS_AT_ONCE)
+            of_each = plgpu.load(smem.b_scale.at[slot, some], layout=COL)
             shape = (WARPGROUP_ROWS, COLUMNS_AT_ONCE)
             piece, before, by_row = (_columns(x, i) for x in (part, total, factor))
             sums.append(before + piece * (by_row * lax.broadcast_in_dim(of_each, shape, [1])))
@@ -368,23 +389,23 @@ class _ScaledKernel:
         of_columns = plgpu.load(columns, layout=COL, optimized=False)
         return total * lax.broadcast_in_dim(of_columns, total.shape, [1])
 
-    def store(self, gmem, smem, wg, total, row, column, split, copies: int) -> int:
-        """Sends a part away, or adds it to what is there; returns the copies begun so far."""
+    def store(self, gmem, smem, wg, total, row, column0, first_column, split, p: int) -> None:
+        """Sends a part away, or adds it to what is there."""
         c = self.c
         out = gmem.out.at[split] if c.splits > 1 else gmem.out
         adds = "add" if self.spec.accumulates and c.splits == 1 else None
         width = smem.out.shape[-1]
-        for i in range(0, c.part_n, width):
+        stripes = c.part_n // width
+        for i in range(stripes):
             # Copies leave in order, so that a slot written here was read out before.
-            slot = copies % c.num_out_slots
+            slot = (p * stripes + i) % c.num_out_slots
             plgpu.wait_smem_to_gmem(c.num_out_slots - 1, wait_read_only=True)
-            stripe = lax.slice(total, (0, i), (WARPGROUP_ROWS, i + width))
+            stripe = lax.slice(total, (0, i * width), (WARPGROUP_ROWS, (i + 1) * width))
             smem.out[wg, slot] = stripe.astype(smem.out.dtype)
             plgpu.commit_smem()
-            place = out.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column + i, width)]
+            column = column0 + first_column + p * c.part_n + i * width
+            place = out.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, width)]
             plgpu.copy_smem_to_gmem(smem.out.at[wg, slot], place, reduction_op=adds)
-            copies += 1
-        return copies
 
 
 def _columns(x: jax.Array, first: int) -> jax.Array:
