@@ -3,16 +3,18 @@
 Dims: R row, C column, the dim that a matmul contracts; J blocks of 128 columns.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.no_gradient import without_gradient
 from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
-from pallas_kernels.common.varying import vary_alike
+from pallas_kernels.common.varying import results_vary, vary_alike
 
+from .hopper import quantize_hopper, unsupported
 from .xla import quantize_xla
 
 NAMES = ("hopper", "xla")
@@ -45,8 +47,9 @@ def quantize(
         power_of_two: scales are powers of two: dividing by them is exact.
         scale: float32 [], in place of the tensor's own (delayed scaling); elements that exceed the
             format saturate.
-        implementation: "xla"; "auto" takes xla.
-        num_devices: that the compiler spreads the call over.
+        implementation: "hopper" (Mosaic GPU; bf16 by blocks, R a multiple of 64, or of 128 for
+            128x128, C of 128) or "xla"; "auto" takes hopper where it can.
+        num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
     Raises:
         InputError: arguments that disagree, or an unknown implementation.
@@ -58,9 +61,11 @@ def quantize(
             f"scale is {list(scale.shape)} with scaling={form} and power_of_two={power_of_two}; a "
             "given scale is one float32 of the whole tensor, taken as it is"
         )
-    del num_devices
     x, scale = vary_alike(without_gradient((x, scale), WHY_NO_GRADIENT))
-    return quantize_xla(x, form, dtype=dtype, power_of_two=power_of_two, scale=scale)
+    options = {"dtype": dtype, "power_of_two": power_of_two}
+    if _takes_hopper(implementation, x, form, scale is not None, power_of_two, num_devices):
+        return results_vary(functools.partial(quantize_hopper, scaling=form, **options))(x)
+    return quantize_xla(x, form, scale=scale, **options)
 
 
 def quantize_both_ways(
@@ -71,9 +76,10 @@ def quantize_both_ways(
     implementation: str = "auto",
     num_devices: int = 1,
 ) -> tuple[Quantized, Quantized]:
-    """``x`` by 1x128 blocks, and its transpose by 1x128 blocks, read once.
+    """``x`` by 1x128 blocks, and its transpose by 1x128 blocks.
 
-    A layer contracts its input over columns, the gradient of its weight over rows.
+    A layer contracts its input over columns, the gradient of its weight over rows. The transpose is
+    XLA's in any case: there is no kernel for it yet.
 
     Args:
         x: [R, C].
@@ -86,12 +92,29 @@ def quantize_both_ways(
         InputError, UnsupportedError: as ``quantize``.
     """
     form, dtype = _checked(x, Scaling.BLOCK_OF_ROW, jnp.dtype(dtype), implementation)
-    del num_devices
-    x = without_gradient(x, WHY_NO_GRADIENT)
-    one, other = (
-        quantize_xla(each, form, dtype=dtype, power_of_two=power_of_two) for each in (x, x.T)
+    options = {"dtype": dtype, "power_of_two": power_of_two}
+    one = quantize(x, form, implementation=implementation, num_devices=num_devices, **options)
+    return one, quantize_xla(without_gradient(x, WHY_NO_GRADIENT).T, form, **options)
+
+
+def _takes_hopper(
+    implementation: str,
+    x: jax.Array,
+    form: Scaling,
+    has_scale: bool,
+    power_of_two: bool,
+    num_devices: int,
+) -> bool:
+    if implementation == "xla":
+        return False
+    reason = unsupported(
+        x, form, power_of_two=power_of_two, has_scale=has_scale, num_devices=num_devices
     )
-    return one, other
+    if implementation == "hopper" and reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot quantize this: {reason}. implementation='xla' can"
+        )
+    return reason is None
 
 
 def _checked(

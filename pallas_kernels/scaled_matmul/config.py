@@ -1,7 +1,6 @@
 """Tiles of the Hopper kernel, and which ones a call gets."""
 
 import dataclasses
-import enum
 
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 
@@ -10,14 +9,6 @@ NUM_COMPUTE = 2  # warpgroups that multiply
 WARPGROUP_ROWS = 64
 STRIPE_BYTES = 128  # of a row of the result, what leaves at a time
 LEAST_STEPS = 8  # of a split: fewer do not fill the ring
-
-
-class Turns(enum.StrEnum):
-    """How the two multiplying warpgroups share the tensor cores."""
-
-    FREE = "free"
-    PRODUCTS = "products"  # each product is issued after the other's last one
-    EPILOGUES = "epilogues"  # the second's epilogue follows the first's, once a tile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +21,8 @@ class ScaledConfig:
     num_stages: int = 4
     cluster: int = 1  # blocks of neighbouring rows, which share b
     num_out_slots: int = 2  # stripes of 128 bytes on their way out, a warpgroup
-    turns: Turns = Turns.FREE
+    a_in_registers: bool = False  # read once a step, not once a part
+    in_turns: bool = True  # a warpgroup's product is issued after the other's last one
     band: int = 8  # tiles of rows (of columns) that are walked before the next: what L2 keeps
     band_of_columns: bool = False
     splits: int = 1  # of the contracted dim, summed by a second kernel

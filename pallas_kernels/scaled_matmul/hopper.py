@@ -29,7 +29,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.common.scales import BLOCK, Scaling
 from pallas_kernels.hopper.machine import SMEM_BYTES
-from pallas_kernels.hopper.product import finished, start_product
+from pallas_kernels.hopper.product import OPERAND, finished, start_product
 from pallas_kernels.hopper.tile import COL, ROW, WGMMA, tiled
 
 from .config import (
@@ -38,7 +38,6 @@ from .config import (
     STRIPE_BYTES,
     WARPGROUP_ROWS,
     ScaledConfig,
-    Turns,
     scaled_config,
     shared_memory_bytes,
 )
@@ -225,11 +224,11 @@ class _ScaledKernel:
             plgpu.set_max_registers(240, action="increase")
             for slot in range(self.c.num_stages):
                 plgpu.barrier_arrive(smem.empty.at[slot])
-            if self.c.turns is Turns.PRODUCTS:
+            if self.c.in_turns:
                 pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
             self.each_tile(functools.partial(self.compute, gmem, smem, wg))
             plgpu.wait_smem_to_gmem(0)
-            if self.c.turns is Turns.PRODUCTS:  # the turn that nobody took
+            if self.c.in_turns:  # the turn that nobody took
                 pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
         @pl.when(wg == LOADER)
@@ -297,7 +296,11 @@ class _ScaledKernel:
             sums = []
             for p, total in enumerate(totals):
                 plgpu.barrier_wait(smem.filled[p].at[slot])
-                part = self.product(smem, wg, slot, rows, columns[p])
+                if p == 0:
+                    a = smem.a.at[slot, rows]
+                    if c.a_in_registers:
+                        a = plgpu.load(a, layout=OPERAND)
+                part = self.product(smem, wg, a, smem.b.at[slot, columns[p]])
                 total = self.promoted(smem, total, part, scales, slot, columns[p], p)
                 if p == c.num_parts - 1:
                     plgpu.barrier_arrive(smem.empty.at[slot])
@@ -306,19 +309,13 @@ class _ScaledKernel:
 
         zeros = [_zeros((WARPGROUP_ROWS, c.part_n)) for _ in columns]
         totals, _ = lax.fori_loop(0, self.num_steps, step, (zeros, scales_at(first)))
-        if c.turns is Turns.EPILOGUES:
-            pl.when(wg == 1)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
         for p, total in enumerate(totals):
             total = self.outer_scaled(gmem, total, row, column + p * c.part_n)
             self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
-        if c.turns is Turns.EPILOGUES:
-            pl.when(wg == 0)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
 
-    def product(self, smem, wg, slot, rows, columns) -> jax.Array:
+    def product(self, smem, wg, a, b) -> jax.Array:
         """64 rows times some columns of one step."""
-        in_turns = self.c.turns is Turns.PRODUCTS
-        a, b = smem.a.at[slot, rows], smem.b.at[slot, columns]
-        if in_turns:
+        if self.c.in_turns:
             plgpu.barrier_wait(smem.turn.at[wg])
         if self.interpretable:
 
@@ -331,7 +328,7 @@ class _ScaledKernel:
             finish = functools.partial(jnp.asarray, product)
         else:
             finish = functools.partial(finished, start_product(a, b))
-        if in_turns:
+        if self.c.in_turns:
             plgpu.barrier_arrive(smem.turn.at[1 - wg])
         return finish()
 

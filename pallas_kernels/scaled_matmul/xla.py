@@ -1,8 +1,7 @@
 """The same by XLA: cuBLASLt's FP8 matmul on a GPU where scales are of tensors or rows.
 
-XLA's CUDA compiler turns a product of converted 8-bit operands, each times a scalar, into one
-cuBLASLt call. Scales of rows leave the product and multiply its rows and columns. Of blocks it
-knows nothing: operands are dequantized, to bf16 on a GPU, to fp32 elsewhere.
+Scales of tensors and rows leave the product and multiply its rows and columns. Of blocks XLA knows
+nothing: operands are dequantized, to bf16 on a GPU, to fp32 elsewhere.
 
 Dims: M row of a, N row of b, K contracted.
 """
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common.scales import Scaling, dequantized
+from pallas_kernels.common.scales import dequantized, spread
 
 from .reference import scaled_matmul_reference
 from .spec import ScaledSpec
@@ -52,17 +51,11 @@ def _dequantized_product(a_MK, b_NK, a_scale, b_scale, *, spec: ScaledSpec) -> j
 
 
 def _outer_product(a_MK, b_NK, a_scale, b_scale, *, spec: ScaledSpec) -> jax.Array:
-    """Scalars go into the call that cuBLASLt makes, rows and columns are multiplied after it."""
-    rows = spec.a is Scaling.ROW or spec.b is Scaling.ROW
-    # Of float32 the call writes fp32: what is multiplied after it, or asked for.
-    wide = jnp.dtype("float32") if rows or spec.out_dtype == jnp.float32 else spec.out_dtype
+    """The 8-bit product by cuBLASLt in fp32, its rows and columns then multiplied.
 
-    def operand(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return x.astype(wide) * scale.astype(wide) if scale.ndim == 0 else x.astype(wide)
-
-    product = jnp.einsum("mk,nk->mn", operand(a_MK, a_scale), operand(b_NK, b_scale))
-    if spec.a is Scaling.ROW:
-        product = product * a_scale[:, None]
-    if spec.b is Scaling.ROW:
-        product = product * b_scale[None, :]
-    return product.astype(spec.out_dtype)
+    Of operands that were converted and scaled before, XLA makes a bf16 product more often than not.
+    """
+    product = jnp.einsum("mk,nk->mn", a_MK, b_NK, preferred_element_type=jnp.float32)
+    of_rows = spread(spec.a, a_scale, *a_MK.shape)
+    of_columns = spread(spec.b, b_scale, *b_NK.shape).T
+    return (product * of_rows * of_columns).astype(spec.out_dtype)
