@@ -19,7 +19,6 @@ from experiments.bench.scaled_matmul import Contender, in_turns
 from experiments.bench.table import Table
 from pallas_kernels.common.scales import Scaling
 from pallas_kernels.quantize import quantize
-from pallas_kernels.quantize.hopper import quantize_hopper
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 BLOCKS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
@@ -31,7 +30,6 @@ CHECKS = [
     for power_of_two in (False, True)
     if not (form is Scaling.BLOCK and power_of_two)
 ]
-TILES = {"32 rows, 4 tiles": (32, 4), "32 rows, 8 tiles": (32, 8), "64 rows, 2 tiles": (64, 2)}
 
 
 def numbers(rows: int, columns: int) -> jax.Array:
@@ -63,20 +61,13 @@ def check(form: Scaling, dtype: jnp.dtype, power_of_two: bool) -> dict:
     }
 
 
-def measure(rows: int, columns: int, *, with_tiles: bool) -> dict:
+def measure(rows: int, columns: int) -> dict:
     x = numbers(rows, columns)
     contenders = {}
     for form in BLOCKS:
         for name in ("hopper", "xla"):
             f = jax.jit(functools.partial(quantize, scaling=form, implementation=name))
             contenders[f"{form} {name}"] = Contender(call=f, sets=[(x,)])
-    if with_tiles:
-        for name, (tile_rows, tiles) in TILES.items():
-            f = functools.partial(
-                quantize_hopper, scaling=Scaling.BLOCK_OF_ROW, dtype=E4M3, power_of_two=False,
-                rows=tile_rows, most_tiles=tiles,
-            )  # fmt: skip
-            contenders[f"1x128 {name}"] = Contender(call=jax.jit(f), sets=[(x,)])
     # Read once, written once: half the bytes of x and its values each way.
     words = jnp.zeros((rows * columns * 3 // 8,), jnp.int32)
     contenders["copy"] = Contender(call=jax.jit(lambda y: y + 1), sets=[(words,)])
@@ -92,13 +83,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--budget", type=float, default=100.0)
-    parser.add_argument("--tiles", action="store_true", help="other tiles of the kernel too")
     args = parser.parse_args()
     table = Table(args.out, deadline=time.monotonic() + args.budget)
     for rows, columns in SHAPES:
         table.add(
             f"time {rows}x{columns}",
-            functools.partial(measure, rows, columns, with_tiles=args.tiles),
+            functools.partial(measure, rows, columns),
         )
     for form, dtype, power_of_two in CHECKS:
         table.add(

@@ -5,7 +5,6 @@ nothing separates them from the product; elsewhere they cost an instruction for 
 a promotion after every product cannot afford. Here the first instruction is told not to add.
 """
 
-import itertools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm, vector
+from jaxlib.mlir.dialects import llvm, nvvm
 
 from .tile import WGMMA, tiled
 
@@ -24,37 +23,31 @@ SWIZZLE = 128
 K_OF_INSTRUCTION = 32
 _NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
 # A number a register: of pairs ptxas makes copies while a product is under way.
-OPERAND = plgpu.Layout.WGMMA_8BIT
 IN_FLIGHT = plgpu.Layout._WGMMA_ACC_32BIT
 
 
-def start_product(a: Any, b_ref: Any) -> jax.Array:
-    """Issues ``a b^T`` of tiles; ``finished`` gives it.
+def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
+    """Issues ``a b^T`` of tiles in shared memory; ``finished`` gives it.
 
     Args:
-        a: [64, 128], 8 bits, in shared memory as ``tiled(128, itemsize=1)``, or in registers in the
-            layout ``OPERAND``.
-        b_ref: [N, 128], N a multiple of 8 and at most 256, in shared memory likewise.
+        a_ref: [64, 128], 8 bits, in ``tiled(128, itemsize=1)``.
+        b_ref: [N, 128], N a multiple of 8 and at most 256.
 
     Returns:
         fp32 [64, N] that nothing may read yet.
     """
     columns = b_ref.shape[0]
     ref = plgpu.RefType(tiled(SWIZZLE, itemsize=1))
-    types = f"{_NAMES[jnp.dtype(a.dtype)]}.{_NAMES[jnp.dtype(b_ref.dtype)]}"
-    in_registers = isinstance(a, jax.Array)
+    types = f"{_NAMES[jnp.dtype(a_ref.dtype)]}.{_NAMES[jnp.dtype(b_ref.dtype)]}"
 
     @plgpu.inline_mgpu(
-        arg_types=(OPERAND if in_registers else ref, ref),
+        arg_types=(ref, ref),
         return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=IN_FLIGHT),
     )
     def issue(ctx, a, b):
         del ctx
         b = mgpu.memref_transpose(b, (1, 0, 3, 2))
-        if in_registers:
-            a_parts = _operand_parts(mgpu.optimization_barrier(a))
-        else:
-            a_parts = [[x] for x in _descriptors(a, (ROWS, SWIZZLE), k_major=False)]
+        a_parts = _descriptors(a, (ROWS, SWIZZLE), k_major=False)
         b_parts = _descriptors(b, (SWIZZLE, columns), k_major=True)
         nvvm.wgmma_fence_aligned()
         found = _multiply(a_parts, b_parts, columns, types)
@@ -62,7 +55,7 @@ def start_product(a: Any, b_ref: Any) -> jax.Array:
         registers = np.array(found, dtype=object).reshape(layout.registers_shape((ROWS, columns)))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
-    return issue(a, b_ref)
+    return issue(a_ref, b_ref)
 
 
 def finished(product: jax.Array) -> jax.Array:
@@ -96,47 +89,25 @@ def _descriptors(ref: Any, group: tuple[int, int], *, k_major: bool) -> list[Any
     ]
 
 
-def _operand_parts(a: Any) -> list[list[Any]]:
-    """Of each instruction four registers of four numbers."""
-    i32 = ir.IntegerType.get_signless(32)
-    one = ir.VectorType.get((1,), i32)
-    zero = ir.DenseI64ArrayAttr.get([0])
-    parts = []
-    for k in range(0, SWIZZLE, K_OF_INSTRUCTION):
-        registers = a[:, k : k + K_OF_INSTRUCTION].registers.flat
-        parts.append(
-            [
-                vector.extract(vector.bitcast(one, x), dynamic_position=[], static_position=zero)
-                for x in registers
-            ]
-        )
-    return parts
-
-
-def _multiply(a_parts: list[list[Any]], b_parts: list[Any], columns: int, types: str) -> list[Any]:
+def _multiply(a_parts: list[Any], b_parts: list[Any], columns: int, types: str) -> list[Any]:
     """All instructions of one product, as one group; its registers."""
     count = columns // 2
     sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
     lines = ["{", ".reg .pred nothing, all;"]
     lines += ["setp.ne.b32 nothing, 0, 0;", "setp.eq.b32 all, 0, 0;"]
-    width = len(a_parts[0])  # a descriptor, or registers
-    first_b = count + len(a_parts) * width
     for i in range(len(a_parts)):
-        numbers = [f"${count + i * width + j}" for j in range(width)]
-        a = numbers[0] if width == 1 else "{" + ", ".join(numbers) + "}"
-        b = f"${first_b + i}"
+        a, b = f"${count + i}", f"${count + len(a_parts) + i}"
         add = "all" if i else "nothing"
         lines.append(
             f"wgmma.mma_async.sync.aligned.m64n{columns}k{K_OF_INSTRUCTION}.f32.{types} "
             f"{sums}, {a}, {b}, {add}, 1, 1;"
         )
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
-    constraints = ["=f"] * count + ["l" if width == 1 else "r"] * (first_b - count)
-    constraints += ["l"] * len(b_parts)
+    constraints = ["=f"] * count + ["l"] * (len(a_parts) + len(b_parts))
     number = ir.VectorType.get((1,), ir.F32Type.get())
     found = llvm.inline_asm(
         llvm.StructType.get_literal([number] * count),
-        [*itertools.chain(*a_parts), *b_parts],
+        [*a_parts, *b_parts],
         "\n".join(lines),
         ",".join(constraints),
         asm_dialect=0,

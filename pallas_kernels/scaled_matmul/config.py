@@ -21,7 +21,6 @@ class ScaledConfig:
     num_stages: int = 4
     cluster: int = 1  # blocks of neighbouring rows, which share b
     num_out_slots: int = 2  # stripes of 128 bytes on their way out, a warpgroup
-    a_in_registers: bool = False  # read once a step, not once a part
     in_turns: bool = True  # a warpgroup's product is issued after the other's last one
     band: int = 8  # tiles of rows (of columns) that are walked before the next: what L2 keeps
     band_of_columns: bool = False
@@ -54,20 +53,13 @@ def shared_memory_bytes(config: ScaledConfig, *, columns_scaled: bool) -> int:
 
 def scaled_config(M: int, N: int, K: int, *, columns_scaled: bool) -> ScaledConfig:
     """The tiles that a product gets."""
+    config = ScaledConfig(num_out_slots=1 if columns_scaled else 2)
     if M <= WARPGROUP_ROWS:
-        config = ScaledConfig(
-            tile_m=64, tile_n=128, part_n=64, num_stages=8,
-            num_out_slots=1 if columns_scaled else 2,
-        )  # fmt: skip
-    else:
-        config = ScaledConfig(num_out_slots=1 if columns_scaled else 2)
+        config = dataclasses.replace(config, tile_m=64, tile_n=128, part_n=64, num_stages=8)
     tiles = -(-M // config.tile_m) * -(-N // config.tile_n)
     steps = K // DEPTH
-    fit = [
-        s for s in range(1, steps + 1)
-        if steps % s == 0 and tiles * s <= config.num_blocks and steps // s >= LEAST_STEPS
-    ]  # fmt: skip
-    splits = max(fit, default=1)
-    if splits == 1 and tiles * 2 > config.num_blocks and config.tile_m < M:
-        return dataclasses.replace(config, cluster=2)
-    return dataclasses.replace(config, splits=splits)
+    even = (splits for splits in range(1, steps // LEAST_STEPS + 1) if steps % splits == 0)
+    splits = max((s for s in even if tiles * s <= config.num_blocks), default=1)
+    if splits > 1 or config.by_columns:  # these wait for memory, not for each other
+        return dataclasses.replace(config, splits=splits, in_turns=False)
+    return dataclasses.replace(config, cluster=2 if config.tile_m < M else 1)

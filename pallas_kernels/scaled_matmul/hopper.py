@@ -29,7 +29,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.common.scales import BLOCK, Scaling
 from pallas_kernels.hopper.machine import SMEM_BYTES
-from pallas_kernels.hopper.product import OPERAND, finished, start_product
+from pallas_kernels.hopper.product import finished, start_product
 from pallas_kernels.hopper.tile import COL, ROW, WGMMA, tiled
 
 from .config import (
@@ -296,11 +296,7 @@ class _ScaledKernel:
             sums = []
             for p, total in enumerate(totals):
                 plgpu.barrier_wait(smem.filled[p].at[slot])
-                if p == 0:
-                    a = smem.a.at[slot, rows]
-                    if c.a_in_registers:
-                        a = plgpu.load(a, layout=OPERAND)
-                part = self.product(smem, wg, a, smem.b.at[slot, columns[p]])
+                part = self.product(smem, wg, smem.a.at[slot, rows], smem.b.at[slot, columns[p]])
                 total = self.promoted(smem, total, part, scales, slot, columns[p], p)
                 if p == c.num_parts - 1:
                     plgpu.barrier_arrive(smem.empty.at[slot])

@@ -1,5 +1,6 @@
 """Quantization without a GPU: against float64, and what becomes of special values."""
 
+import functools
 import itertools
 
 import jax
@@ -7,8 +8,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import InputError, UnsupportedError, quantize, quantize_both_ways
+from pallas_kernels.common import device
 from pallas_kernels.common.scales import Scaling, dequantized, spread
 from pallas_kernels.quantize.formula import LEAST
 from tests.seeds import seeded
@@ -42,8 +45,7 @@ def exact_scale(x, form, dtype, power_of_two):
 
 
 @pytest.mark.parametrize("form", list(Scaling))
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power of two"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize(("dtype", "power_of_two"), [(E4M3, False), (E5M2, True)])
 def test_scales_and_values(form, power_of_two, dtype):
     x = matrix()
     got = quantize(x, form, dtype=dtype, power_of_two=power_of_two)
@@ -63,8 +65,7 @@ def test_scales_and_values(form, power_of_two, dtype):
     assert np.abs(values).max() == pytest.approx(LARGEST[dtype], rel=0.5 if power_of_two else 0)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["", "power of two"])
+@pytest.mark.parametrize(("dtype", "power_of_two"), [(E4M3, True), (E5M2, False)])
 def test_special_values(dtype, power_of_two):
     """One block of 128 a row; each holds 1.0 too."""
     specials = [jnp.inf, -jnp.inf, jnp.nan, -0.0, 2.0**-133, 2.0**-20, 1.0]
@@ -107,6 +108,43 @@ def test_both_ways_is_each_way():
                          strict=True):  # fmt: skip
         assert got.dtype == want.dtype
         assert np.array_equal(got.astype(jnp.float32), want.astype(jnp.float32))
+
+
+@pytest.mark.parametrize(("form", "power_of_two"), [("1x128", True), ("128x128", False)])
+def test_the_kernel_has_the_same_bits(form, power_of_two):
+    """In the interpreter: two tiles of columns, infinities, NaN and zeros among them."""
+    x = matrix(128, 256).at[3, 5].set(jnp.inf).at[70, 200].set(jnp.nan).at[5].set(0.0)
+    options = {"scaling": form, "power_of_two": power_of_two}
+    parameters = plgpu.InterpretGPUParams()
+    with device.compiling_for(device.H200), plgpu.force_gpu_interpret_mode(parameters):
+        got = jax.jit(functools.partial(quantize, implementation="hopper", **options))(x)
+    want = jax.jit(functools.partial(quantize, implementation="xla", **options))(x)
+    for mine, plain in zip(got, want, strict=True):
+        assert mine.dtype == plain.dtype
+        np.testing.assert_array_equal(mine.astype(jnp.float32), plain.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("form", ["1x128", "128x128"])
+def test_kernels_lower_for_a_gpu(form):
+    f = jax.jit(functools.partial(quantize, scaling=form, dtype=E5M2, implementation="hopper"))
+    with device.compiling_for(device.H200):
+        f.trace(jax.ShapeDtypeStruct((384, 640), jnp.bfloat16)).lower(lowering_platforms=("cuda",))
+
+
+def test_the_kernel_says_what_it_cannot():
+    for x, options, reason in [
+        (matrix(72, 128), {"scaling": "1x128"}, "R=72 is not a multiple of 64"),
+        (matrix(128, 200), {"scaling": "128x128"}, "C=200 is not a multiple of 128"),
+        (matrix(64, 128), {"scaling": "row"}, "scaling=row is not by blocks"),
+        (matrix(64, 128, jnp.float32), {"scaling": "1x128"}, "the kernel reads bfloat16"),
+        (matrix(128, 128), {"scaling": "128x128", "power_of_two": True}, "no powers of two"),
+        (matrix(64, 128), {"scaling": "1x128", "num_devices": 2}, "spread over 2 devices"),
+    ]:
+        with (
+            device.compiling_for(device.H200),
+            pytest.raises(UnsupportedError, match=f"{reason}.*implementation='xla' can"),
+        ):
+            quantize(x, implementation="hopper", **options)
 
 
 def test_refusals():
