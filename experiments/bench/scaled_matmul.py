@@ -120,8 +120,8 @@ def check(
     program, shape, form: Form, *, dtypes=(E4M3, E4M3), out_dtype=jnp.bfloat16, accumulate=False
 ):
     """The kernel's largest error, and whether a second run differs."""
-    arrays = operands(*shape, form, dtypes)
-    M, N, _ = shape
+    M, N, K = shape
+    arrays = operands(M, N, K, form, dtypes)
     before = jax.random.normal(jax.random.key(9), (M, N)) if accumulate else None
     got, again = program(*arrays, before), program(*arrays, before)
     a, b, a_scale, b_scale = arrays
@@ -203,9 +203,10 @@ def ours(w: ScaledWorkload, form: Form, config: ScaledConfig | None, out_dtype=j
     if config is None:
         f = functools.partial(scaled_matmul, implementation="hopper", out_dtype=out_dtype)
     else:
-        spec = make_scaled_spec(*shapes, out_dtype=jnp.dtype(out_dtype), accumulate=None)
 
-        def f(*arrays):
+        def f(a, b, a_scale, b_scale):
+            arrays = a, b, a_scale, b_scale
+            spec = make_scaled_spec(*arrays, out_dtype=jnp.dtype(out_dtype), accumulate=None)
             return scaled_matmul_hopper(*arrays, None, spec=spec, config=config)
 
     return jax.jit(f).lower(*shapes)
@@ -213,8 +214,9 @@ def ours(w: ScaledWorkload, form: Form, config: ScaledConfig | None, out_dtype=j
 
 def by_torch(sets: list[tuple[jax.Array, ...]]) -> Contender:
     """cuBLASLt's block-scaled matmul of the same numbers."""
-    import torch  # not everywhere
-    from torch.nn.functional import ScalingType, scaled_mm
+    torch: Any = importlib.import_module("torch")  # not everywhere
+    functional: Any = torch.nn.functional
+    kinds = functional.ScalingType
 
     def values(x: jax.Array):
         bits = np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint8))
@@ -227,8 +229,8 @@ def by_torch(sets: list[tuple[jax.Array, ...]]) -> Contender:
         return values(a), values(b).t(), of_rows, torch.from_numpy(blocks).cuda().t()
 
     def call(a, b, of_rows, blocks):
-        return scaled_mm(
-            a, b, of_rows, ScalingType.BlockWise1x128, blocks, ScalingType.BlockWise128x128,
+        return functional.scaled_mm(
+            a, b, of_rows, kinds.BlockWise1x128, blocks, kinds.BlockWise128x128,
             output_dtype=torch.bfloat16,
         )  # fmt: skip
 
@@ -239,7 +241,9 @@ def by_torch(sets: list[tuple[jax.Array, ...]]) -> Contender:
 
 def compare(w: ScaledWorkload, compiled: Any, per_tensor: Any, round_ms: float) -> dict:
     """One shape, all contenders in turns."""
-    sets = [operands(w.M, w.N, w.K, BLOCKS, seed=i) for i in range(num_sets(w))]
+    sets: list[tuple[jax.Array, ...]] = [
+        operands(w.M, w.N, w.K, BLOCKS, seed=i) for i in range(num_sets(w))
+    ]
     scalar = jnp.float32(1.0)
     contenders = {
         "hopper": Contender(call=compiled, sets=sets),

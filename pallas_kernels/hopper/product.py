@@ -76,6 +76,7 @@ def finished(product: jax.Array) -> jax.Array:
 def _descriptors(ref: Any, group: tuple[int, int], *, k_major: bool) -> list[Any]:
     """Of a tile's parts of 32 columns."""
     tile = (SWIZZLE, SWIZZLE) if k_major else group
+    base: Any
     (base, strides), _, fastest = mma_utils.create_descriptor(
         ref, swizzle=SWIZZLE, large_tile=tile, group_size=group, logical_k_major=k_major
     )
@@ -105,7 +106,7 @@ def _multiply(a_parts: list[Any], b_parts: list[Any], columns: int, types: str) 
     lines += ["wgmma.commit_group.sync.aligned;", "}"]
     constraints = ["=f"] * count + ["l"] * (len(a_parts) + len(b_parts))
     number = ir.VectorType.get((1,), ir.F32Type.get())
-    found = llvm.inline_asm(
+    found: Any = llvm.inline_asm(
         llvm.StructType.get_literal([number] * count),
         [*a_parts, *b_parts],
         "\n".join(lines),

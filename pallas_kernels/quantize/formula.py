@@ -48,7 +48,10 @@ def scale_and_inverse(
     exceeds = (bits & ((1 << _FRACTION_BITS) - 1)) > _FRACTION_OF_LARGEST
     exponent = (bits >> _FRACTION_BITS) - _LARGEST_EXPONENT[dtype.name] + exceeds.astype(jnp.int32)
     scale, inverse = exponent << _FRACTION_BITS, (_EXPONENTS - exponent) << _FRACTION_BITS
-    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (scale, inverse))
+    return (
+        lax.bitcast_convert_type(scale, jnp.float32),
+        lax.bitcast_convert_type(inverse, jnp.float32),
+    )
 
 
 def cast(x: jax.Array, inverse: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -58,11 +58,13 @@ def unsupported(
         return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
     if num_devices > 1:
         return f"the call is spread over {num_devices} devices and the kernel runs on one"
-    multiples = {"M": ROW_MULTIPLE, "N": STRIPE_BYTES // spec.out_dtype.itemsize, "K": DEPTH}
-    sizes = dict(zip("MNK", (a.shape[0], b.shape[0], a.shape[1]), strict=True))
-    for dim, multiple in multiples.items():
-        if sizes[dim] % multiple:
-            return f"{dim}={sizes[dim]} is not a multiple of {multiple}: pad the operands"
+    for dim, size, multiple in (
+        ("M", a.shape[0], ROW_MULTIPLE),
+        ("N", b.shape[0], STRIPE_BYTES // spec.out_dtype.itemsize),
+        ("K", a.shape[1], DEPTH),
+    ):
+        if size % multiple:
+            return f"{dim}={size} is not a multiple of {multiple}: pad the operands"
     return None
 
 
