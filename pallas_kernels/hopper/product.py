@@ -76,10 +76,10 @@ def finished(product: jax.Array) -> jax.Array:
 def _descriptors(ref: Any, group: tuple[int, int], *, k_major: bool) -> list[Any]:
     """Of a tile's parts of 32 columns."""
     tile = (SWIZZLE, SWIZZLE) if k_major else group
-    base: Any
-    (base, strides), _, fastest = mma_utils.create_descriptor(
+    described: Any = mma_utils.create_descriptor(
         ref, swizzle=SWIZZLE, large_tile=tile, group_size=group, logical_k_major=k_major
     )
+    (base, strides), _, fastest = described
     assert fastest == mma_utils.Dim.K, "8-bit operands lie with the contracted dim contiguous"
     step = mma_utils.encode_addr(strides[1][0])
     i64 = ir.IntegerType.get_signless(64)
