@@ -21,6 +21,7 @@ from pallas_kernels.common import device
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.registers import write_registers
 
 from .formula import magnitude, scale_and_inverse
 
@@ -140,8 +141,8 @@ class _QuantizeKernel:
         if self.scaling is Scaling.BLOCK:
             gmem.scale[j, i] = scale
         else:
-            gmem.scale[j, rows] = scale
+            write_registers(scale, gmem.scale.at[j, rows])
             inverse = lax.broadcast_in_dim(inverse, x.shape, [0])
         # The hardware's cast saturates.
         scaled = jnp.where(jnp.abs(x) < jnp.inf, x * inverse, jnp.nan)
-        gmem.values[rows, columns] = scaled.astype(self.dtype)
+        write_registers(scaled.astype(self.dtype), gmem.values.at[rows, columns])

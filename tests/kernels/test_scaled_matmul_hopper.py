@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
 
-from pallas_kernels import UnsupportedError, scaled_matmul
+from pallas_kernels import UnsupportedError, quantize, scaled_matmul
 from pallas_kernels.common import device
 from pallas_kernels.common.scales import Scaling
 from pallas_kernels.hopper.machine import SMEM_BYTES
@@ -80,6 +81,35 @@ def test_workloads_lower_for_a_gpu(w):
 def test_forms_lower_for_a_gpu(forms, options):
     columns = 160 if "accumulate" in options else 192
     lower(ScaledWorkload(M=8, N=columns, K=256), forms, **options)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_devices_of_a_shard_map_run_it_each(accumulates):
+    """Their results differ; a reference that differs is added to outside of the kernel."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    rows, by_blocks = PartitionSpec("rows"), PartitionSpec(None, "rows")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec(), by_blocks, PartitionSpec(), rows, rows),
+        out_specs=(rows, (rows, by_blocks)),
+    )
+    def f(a, b, a_scale, b_scale, x, before):
+        options = {"accumulate": before} if accumulates else {}
+        product = scaled_matmul(
+            a, b, a_scale, b_scale, out_dtype=jnp.float32, implementation="hopper", **options
+        )
+        return product, tuple(quantize(x, "1x128", implementation="hopper"))
+
+    w = ScaledWorkload(M=256, N=64, K=256)
+    shapes = w.arrays(Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
+    more = (
+        jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((256, 64), "float32"),
+    )
+    with device.compiling_for(device.H200):
+        jax.jit(f).trace(*shapes, *more).lower(lowering_platforms=("cuda",))
 
 
 def test_tiles_fit_and_fill_the_gpu():
