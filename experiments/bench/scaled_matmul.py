@@ -126,7 +126,7 @@ def check(
     got, again = program(*arrays, before), program(*arrays, before)
     a, b, a_scale, b_scale = arrays
     sides = jax.jit(dequantized)(a, a_scale), jax.jit(dequantized)(b, b_scale)
-    want, terms = products.lower(*sides).compile(PLAINLY)(*sides)
+    want, terms = products.lower(*sides).compile(compiler_options=PLAINLY)(*sides)
     if before is not None:
         want, terms = want + before, terms + jnp.abs(before)
     error = jnp.abs(got.astype(jnp.float32) - want)
