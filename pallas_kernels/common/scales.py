@@ -1,0 +1,100 @@
+"""Matrices in 8-bit floats with fp32 scales: the forms, how scales lie, what they mean.
+
+    x = values * scale,   the scale of an element being that of its tensor, row or block
+
+A matrix is [R, C]; C is the dim that a matmul contracts. Scales of blocks lie with the blocks of C
+first, so that those of one step of a matmul, whose blocks are all in one column, are neighbours.
+
+| form | scale | one number for |
+|---|---|---|
+| tensor | [] | all of it |
+| row | [R] | a row |
+| 1x128 | [J, R] | 128 columns of a row |
+| 128x128 | [J, I] | 128 rows of 128 columns |
+
+Dims: R row, C column, J blocks of 128 columns, I blocks of 128 rows; the last may be shorter.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .errors import InputError
+
+BLOCK = 128
+FORMATS = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+"""e4m3 for weights and activations: 3 bits of mantissa, to 448. e5m2 for gradients: 2, to 57344."""
+
+
+class Scaling(enum.StrEnum):
+    """What shares one scale."""
+
+    TENSOR = "tensor"
+    ROW = "row"
+    BLOCK_OF_ROW = "1x128"
+    BLOCK = "128x128"
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether the scale changes along the contracted dim."""
+        return self in (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Of the scales of a [rows, columns] matrix."""
+        J, I = -(-columns // BLOCK), -(-rows // BLOCK)  # noqa: E741
+        return {"tensor": (), "row": (rows,), "1x128": (J, rows), "128x128": (J, I)}[self]
+
+
+class Quantized(NamedTuple):
+    """A matrix in 8 bits; ``dequantized`` undoes it up to rounding."""
+
+    values: jax.Array  # e4m3 or e5m2 [R, C]
+    scale: jax.Array  # float32, of a shape above
+
+
+def scaling_of(name: str, values: jax.Array, scale: jax.Array) -> Scaling:
+    """The form of a matrix's scales, by their shape.
+
+    A matrix of one row has no forms to tell apart: blocks of rows and of the matrix are the same.
+
+    Args:
+        name: of the matrix in messages.
+
+    Raises:
+        InputError: not an 8-bit matrix, or scales of no form.
+    """
+    if values.ndim != 2 or values.dtype not in FORMATS:
+        raise InputError(
+            f"{name} is {values.dtype}{list(values.shape)}; it must be a matrix of float8_e4m3fn "
+            "or float8_e5m2, its last dim contracted: make it by quantize"
+        )
+    shapes = {form: form.shape(*values.shape) for form in Scaling}
+    found = next((form for form, shape in shapes.items() if shape == scale.shape), None)
+    if found is None or scale.dtype != jnp.float32:
+        forms = ", ".join(f"{list(shape)} ({form})" for form, shape in shapes.items())
+        raise InputError(
+            f"{name}_scale is {scale.dtype}{list(scale.shape)}; scales of {name}, "
+            f"{list(values.shape)}, are float32 of one of these shapes: {forms}"
+        )
+    return found
+
+
+def dequantized(
+    values: jax.Array, scale: jax.Array, *, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """``values * scale`` in ``dtype``, exact in float64 and rounded once in float32."""
+    form = scaling_of("values", values, scale)
+    return values.astype(dtype) * spread(form, scale, *values.shape).astype(dtype)
+
+
+def spread(form: Scaling, scale: jax.Array, rows: int, columns: int) -> jax.Array:
+    """The scale of each element: [R, C], or a shape that broadcasts to it."""
+    if form is Scaling.TENSOR:
+        return scale.reshape(1, 1)
+    if form is Scaling.ROW:
+        return scale[:, None]
+    each = jnp.repeat(scale.T, BLOCK, axis=1)[:, :columns]
+    return each if form is Scaling.BLOCK_OF_ROW else jnp.repeat(each, BLOCK, axis=0)[:rows]

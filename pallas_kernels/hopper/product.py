@@ -1,0 +1,117 @@
+"""A product of 8-bit tiles that Pallas cannot say: one that begins from nothing.
+
+Pallas adds a product to an accumulator that begins as zeros. ptxas drops these zeros only where
+nothing separates them from the product; elsewhere they cost an instruction for two numbers, which
+a promotion after every product cannot afford. Here the first instruction is told not to add.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm
+
+from .tile import WGMMA, tiled
+
+ROWS = 64
+SWIZZLE = 128
+K_OF_INSTRUCTION = 32
+_NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
+# A number a register: of pairs ptxas makes copies while a product is under way.
+IN_FLIGHT = plgpu.Layout._WGMMA_ACC_32BIT
+
+
+def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
+    """Issues ``a b^T`` of tiles in shared memory; ``finished`` gives it.
+
+    Args:
+        a_ref: [64, 128], 8 bits, in ``tiled(128, itemsize=1)``.
+        b_ref: [N, 128], N a multiple of 8 and at most 256.
+
+    Returns:
+        fp32 [64, N] that nothing may read yet.
+    """
+    columns = b_ref.shape[0]
+    ref = plgpu.RefType(tiled(SWIZZLE, itemsize=1))
+    types = f"{_NAMES[jnp.dtype(a_ref.dtype)]}.{_NAMES[jnp.dtype(b_ref.dtype)]}"
+
+    @plgpu.inline_mgpu(
+        arg_types=(ref, ref),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=IN_FLIGHT),
+    )
+    def issue(ctx, a, b):
+        del ctx
+        b = mgpu.memref_transpose(b, (1, 0, 3, 2))
+        a_parts = _descriptors(a, (ROWS, SWIZZLE), k_major=False)
+        b_parts = _descriptors(b, (SWIZZLE, columns), k_major=True)
+        nvvm.wgmma_fence_aligned()
+        found = _multiply(a_parts, b_parts, columns, types)
+        layout = IN_FLIGHT.to_mgpu()
+        registers = np.array(found, dtype=object).reshape(layout.registers_shape((ROWS, columns)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return issue(a_ref, b_ref)
+
+
+def finished(product: jax.Array) -> jax.Array:
+    """Waits for all products that the warpgroup issued; the last one's result."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(IN_FLIGHT,),
+        return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=WGMMA),
+    )
+    def wait(ctx, x):
+        del ctx
+        nvvm.wgmma_wait_group_sync_aligned(0)
+        return mgpu.optimization_barrier(x).to_layout(WGMMA.to_mgpu())
+
+    return wait(product)
+
+
+def _descriptors(ref: Any, group: tuple[int, int], *, k_major: bool) -> list[Any]:
+    """Of a tile's parts of 32 columns."""
+    tile = (SWIZZLE, SWIZZLE) if k_major else group
+    described: Any = mma_utils.create_descriptor(
+        ref, swizzle=SWIZZLE, large_tile=tile, group_size=group, logical_k_major=k_major
+    )
+    (base, strides), _, fastest = described
+    assert fastest == mma_utils.Dim.K, "8-bit operands lie with the contracted dim contiguous"
+    step = mma_utils.encode_addr(strides[1][0])
+    i64 = ir.IntegerType.get_signless(64)
+    flags = llvm.IntegerOverflowFlags.none
+    return [
+        llvm.add(base, mgpu.c(i * step, i64), overflow_flags=flags) if i else base
+        for i in range(SWIZZLE // K_OF_INSTRUCTION)
+    ]
+
+
+def _multiply(a_parts: list[Any], b_parts: list[Any], columns: int, types: str) -> list[Any]:
+    """All instructions of one product, as one group; its registers."""
+    count = columns // 2
+    sums = "{" + ", ".join(f"${i}" for i in range(count)) + "}"
+    lines = ["{", ".reg .pred nothing, all;"]
+    lines += ["setp.ne.b32 nothing, 0, 0;", "setp.eq.b32 all, 0, 0;"]
+    for i in range(len(a_parts)):
+        a, b = f"${count + i}", f"${count + len(a_parts) + i}"
+        add = "all" if i else "nothing"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k{K_OF_INSTRUCTION}.f32.{types} "
+            f"{sums}, {a}, {b}, {add}, 1, 1;"
+        )
+    lines += ["wgmma.commit_group.sync.aligned;", "}"]
+    constraints = ["=f"] * count + ["l"] * (len(a_parts) + len(b_parts))
+    number = ir.VectorType.get((1,), ir.F32Type.get())
+    found: Any = llvm.inline_asm(
+        llvm.StructType.get_literal([number] * count),
+        [*a_parts, *b_parts],
+        "\n".join(lines),
+        ",".join(constraints),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(number, found, [i]) for i in range(count)]

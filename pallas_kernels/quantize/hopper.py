@@ -1,0 +1,148 @@
+"""Quantization by blocks on a Hopper GPU: one read of the matrix, one write, for either direction.
+
+A block of the grid is one warpgroup. The copy engine brings its tiles of 128 columns, all at once;
+each goes through registers, half a warp to a row, 16 bytes a thread and load. (Loads from global
+memory are put off by ptxas until their numbers are needed, one after another: half the rate.)
+Blocks are short and several run on a multiprocessor: one's writes overlap another's reads.
+
+Dims: R row, C column, J blocks of 128 columns, I blocks of 128 rows.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import device
+from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.registers import write_registers
+
+from .formula import magnitude, scale_and_inverse
+
+ROWS = {Scaling.BLOCK_OF_ROW: 64, Scaling.BLOCK: 128}
+MOST_TILES = 2
+"""Of a block of the grid. Four of 64 rows are 5% slower, four of 32 rows 3%, eight of them 8%."""
+VECTOR = 8  # elements of a load, 16 bytes of bf16
+
+
+def unsupported(
+    x: jax.Array,
+    scaling: Scaling,
+    *,
+    power_of_two: bool,
+    has_scale: bool = False,
+    num_devices: int = 1,
+) -> str | None:
+    """Why the kernel cannot compute this call; None if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    if num_devices > 1:
+        return f"the call is spread over {num_devices} devices and the kernel runs on one"
+    if scaling not in ROWS or has_scale:
+        return f"scaling={scaling} is not by blocks, 1x128 or 128x128, with scales of their own"
+    if scaling is Scaling.BLOCK and power_of_two:
+        return "Mosaic GPU has no bits of a scalar: no powers of two for 128x128"
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}; the kernel reads bfloat16"
+    for name, size, multiple in (("R", x.shape[0], ROWS[scaling]), ("C", x.shape[1], BLOCK)):
+        if size % multiple:
+            return f"{name}={size} is not a multiple of {multiple}"
+    return None
+
+
+def quantize_hopper(
+    x_RC: jax.Array,
+    scaling: Scaling,
+    *,
+    dtype: jnp.dtype,
+    power_of_two: bool,
+) -> Quantized:
+    """Values [R, C] and scales [J, R] or [J, I]."""
+    R, C = x_RC.shape
+    tiles = math.gcd(C // BLOCK, MOST_TILES)
+    kernel = _QuantizeKernel(
+        scaling=scaling,
+        dtype=dtype,
+        power_of_two=power_of_two,
+        tiles=tiles,
+    )
+    found = launch(
+        kernel.run,
+        operands={"x": x_RC},
+        results={
+            "values": jax.ShapeDtypeStruct((R, C), dtype),
+            "scale": jax.ShapeDtypeStruct(scaling.shape(R, C), jnp.float32),
+        },
+        scratch={
+            "x": plgpu.SMEM((kernel.tiles, kernel.rows, BLOCK), x_RC.dtype),
+            "full": plgpu.Barrier(num_barriers=kernel.tiles),
+        },
+        num_threads=1,
+        grid=(R // kernel.rows, C // (BLOCK * kernel.tiles)),
+        grid_names=("rows", "columns"),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return Quantized(found["values"], found["scale"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _QuantizeKernel:
+    """The kernel of one call."""
+
+    scaling: Scaling
+    dtype: jnp.dtype
+    power_of_two: bool
+    tiles: int  # of a block of the grid
+
+    @property
+    def rows(self) -> int:
+        """Of one tile."""
+        return ROWS[self.scaling]
+
+    def layout(self):
+        """A tile in registers: a row in half a warp."""
+        by_warp, by_lane = self.rows // WARPS, 2
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((self.rows, BLOCK), (by_warp, BLOCK), (by_lane, BLOCK), (VECTOR,))),
+            warp_dims=(-7,),
+            lane_dims=(-3, -2),
+            vector_dim=-1,
+        )
+
+    def run(self, gmem, smem) -> None:
+        """The tiles of one block of the grid."""
+        i, first = lax.axis_index("rows"), lax.axis_index("columns") * self.tiles
+        rows = pl.ds(i * self.rows, self.rows)
+        for t in range(self.tiles):
+            columns = pl.ds((first + t) * BLOCK, BLOCK)
+            plgpu.copy_gmem_to_smem(gmem.x.at[rows, columns], smem.x.at[t], smem.full.at[t])
+
+        def tile(t, _):
+            plgpu.barrier_wait(smem.full.at[t])
+            x = plgpu.load(smem.x.at[t], layout=self.layout(), optimized=False)
+            self.write(gmem, x.astype(jnp.float32), i, first + t)
+
+        lax.fori_loop(0, self.tiles, tile, None)
+
+    def write(self, gmem, x, i, j) -> None:
+        """Scales and values of a tile in registers."""
+        rows, columns = pl.ds(i * self.rows, self.rows), pl.ds(j * BLOCK, BLOCK)
+        largest = jnp.max(magnitude(x), axis=1)
+        if self.scaling is Scaling.BLOCK:
+            largest = jnp.max(largest)
+        scale, inverse = scale_and_inverse(largest, self.dtype, power_of_two=self.power_of_two)
+        if self.scaling is Scaling.BLOCK:
+            gmem.scale[j, i] = scale
+        else:
+            write_registers(scale, gmem.scale.at[j, rows])
+            inverse = lax.broadcast_in_dim(inverse, x.shape, [0])
+        # The hardware's cast saturates.
+        scaled = jnp.where(jnp.abs(x) < jnp.inf, x * inverse, jnp.nan)
+        write_registers(scaled.astype(self.dtype), gmem.values.at[rows, columns])

@@ -1,0 +1,348 @@
+"""Scaled matmul on a Hopper GPU: 8-bit products, promoted to fp32 after every 128.
+
+The tensor cores add 8-bit products with about 14 bits. So every 128 of them, which is also how far
+a block's scale reaches, leave the accumulator for a sum in registers: ``total += part * scale``,
+one multiply-add a number. While one warpgroup promotes, the other multiplies.
+
+A block has a tile of the result and three warpgroups: one loads, two multiply. A warpgroup's half
+tile is 128 registers a thread, which leaves room for one part of 64 x 128 in the accumulator (64
+registers), not for two: it promotes a part before it begins the next, and what hides the promotion
+is the other warpgroup's product. Blocks stay for many tiles; the loader fetches the next tile while
+results leave.
+
+Dims: M row of a and of the result, N row of b and column of the result, K contracted, J blocks of
+128 of K, S splits of K.
+"""
+
+import dataclasses
+import functools
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common.scales import BLOCK, Scaling
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.product import finished, start_product
+from pallas_kernels.hopper.tile import COL, ROW, WGMMA, tiled
+
+from .config import DEPTH, NUM_COMPUTE, STRIPE_BYTES, WARPGROUP_ROWS, ScaledConfig
+from .spec import ScaledSpec
+
+LOADER = NUM_COMPUTE  # the index of the warpgroup that copies
+PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+COLUMNS_AT_ONCE = 32  # whose scales are in registers at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledKernel:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    c: ScaledConfig
+    spec: ScaledSpec
+    M: int
+    N: int
+    K: int
+    dtypes: tuple[jnp.dtype, jnp.dtype]  # of a and b
+    adds: bool  # to what the result holds
+    interpretable: bool
+
+    def result(self, operands: dict[str, Any], out: jax.ShapeDtypeStruct) -> jax.Array:
+        """The product, or one of each split."""
+        found = launch(
+            self.run,
+            operands=operands,
+            results={"out": out},
+            scratch=self.scratch(),
+            compiler_params=PARAMS,
+            **self.blocks(),
+        )
+        return found["out"]
+
+    def add_to(self, out: Any, operands: dict[str, Any]) -> None:
+        """Adds the product to a reference."""
+        operands = operands | {"out": out}
+
+        def body(*refs):
+            gmem = types.SimpleNamespace(**dict(zip(operands, refs, strict=True)))
+            pl.run_scoped(
+                lambda **scratch: self.run(gmem, types.SimpleNamespace(**scratch)),
+                **self.scratch(),
+                collective_axes="wg",
+            )
+
+        mesh = plgpu.Mesh(thread_name="wg", **self.blocks())
+        call: Any = pl.kernel(body, out_type=(), mesh=mesh, compiler_params=PARAMS)
+        call(*operands.values())
+
+    def blocks(self) -> dict[str, Any]:
+        """How many, in clusters."""
+        return {
+            "grid": (self.num_workers,),
+            "grid_names": ("worker",),
+            "cluster": (self.c.cluster,),
+            "cluster_names": ("cluster",),
+            "num_threads": NUM_COMPUTE + 1,
+        }
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles of rows and columns, of whole clusters."""
+        c = self.c
+        return -(-self.M // (c.tile_m * c.cluster)), -(-self.N // c.tile_n)
+
+    @property
+    def num_tiles(self) -> int:
+        """Of all clusters, each split counted."""
+        return self.grid[0] * self.grid[1] * self.c.splits
+
+    @property
+    def num_steps(self) -> int:
+        """Of one tile."""
+        return self.K // DEPTH // self.c.splits
+
+    @property
+    def num_workers(self) -> int:
+        """Clusters."""
+        return min(self.c.num_blocks // self.c.cluster, self.num_tiles)
+
+    @property
+    def columns_scaled(self) -> bool:
+        """Whether every column of a step has its own scale: those travel with the tiles of b."""
+        return self.spec.b is Scaling.BLOCK_OF_ROW
+
+    @property
+    def num_pieces(self) -> int:
+        """Copies of a tile of b, with a barrier each: as many as a warpgroup's parts.
+
+        A part then begins with a wait, which ptxas moves no product across: two accumulators at a
+        time would not fit in the registers.
+        """
+        return self.c.num_parts
+
+    def scratch(self) -> dict[str, Any]:
+        """The ring of tiles, results on their way out, barriers."""
+        out_dtype = self.spec.out_dtype if self.c.splits == 1 else jnp.dtype("float32")
+        c, tile = self.c, tiled(128, itemsize=1)
+        stripe = STRIPE_BYTES // out_dtype.itemsize
+        empty: Any = plgpu.Barrier
+        if c.cluster > 1:
+            empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("cluster",))
+        buffers: dict[str, Any] = {
+            "a": plgpu.SMEM((c.num_stages, c.tile_m, DEPTH), self.dtypes[0], transforms=tile),
+            "b": plgpu.SMEM((c.num_stages, c.tile_n, DEPTH), self.dtypes[1], transforms=tile),
+            "out": plgpu.SMEM(
+                (NUM_COMPUTE, c.num_out_slots, WARPGROUP_ROWS, stripe), out_dtype,
+                transforms=tiled(128, itemsize=out_dtype.itemsize),
+            ),
+        }  # fmt: skip
+        if self.columns_scaled:
+            buffers["b_scale"] = plgpu.SMEM((c.num_stages, c.tile_n), jnp.float32)
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        buffers["full"] = ring(num_arrivals=3 if self.columns_scaled else 2)
+        for piece in range(1, self.num_pieces):
+            buffers[f"full_{piece}"] = ring()
+        return buffers | {
+            "empty": empty(num_arrivals=NUM_COMPUTE, num_barriers=c.num_stages),
+            "turn": plgpu.Barrier(num_barriers=NUM_COMPUTE),
+        }
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        wg = lax.axis_index("wg")
+        smem.filled = [smem.full, *(getattr(smem, f"full_{i}") for i in range(1, self.num_pieces))]
+
+        @pl.when(wg < NUM_COMPUTE)
+        def _():
+            plgpu.set_max_registers(240, action="increase")
+            for slot in range(self.c.num_stages):
+                plgpu.barrier_arrive(smem.empty.at[slot])
+            if self.c.in_turns:
+                pl.when(wg == 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+            self.each_tile(functools.partial(self.compute, gmem, smem, wg))
+            plgpu.wait_smem_to_gmem(0)
+            if self.c.in_turns:  # the turn that nobody took
+                pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
+
+        @pl.when(wg == LOADER)
+        def _():
+            # 2 * 240 + 24 registers a thread is all that a multiprocessor has.
+            plgpu.set_max_registers(24, action="decrease")
+            self.each_tile(functools.partial(self.load, gmem, smem))
+            # Nobody leaves while the other block of the cluster still copies into it.
+            for slot in range(self.c.num_stages):
+                plgpu.barrier_wait(smem.empty.at[slot])
+
+    def each_tile(self, body) -> None:
+        """Calls ``body(first row, first column, split, steps before)`` for this block's tiles."""
+        c, worker = self.c, lax.axis_index("worker")
+
+        def step(i, _):
+            tile = worker + i * self.num_workers
+            split, tile = lax.rem(tile, c.splits), lax.div(tile, c.splits)
+            m, n = plgpu.planar_snake(tile, self.grid, int(c.band_of_columns), c.band)
+            m = m * c.cluster + lax.axis_index("cluster")
+            body(m * c.tile_m, n * c.tile_n, split, i * self.num_steps)
+
+        count = lax.div(self.num_tiles - 1 - worker, self.num_workers) + 1
+        lax.fori_loop(0, count, step, None)
+
+    def load(self, gmem, smem, row0, column0, split, done) -> None:
+        """Fills the ring with the steps of one tile."""
+        c = self.c
+        width = c.tile_n // self.num_pieces
+        sharing = "cluster" if c.cluster > 1 else None
+
+        def step(i, _):
+            slot, j = lax.rem(done + i, c.num_stages), split * self.num_steps + i
+            depth = pl.ds(j * DEPTH, DEPTH)
+            plgpu.barrier_wait(smem.empty.at[slot])
+            full = smem.full.at[slot]
+            plgpu.copy_gmem_to_smem(gmem.a.at[pl.ds(row0, c.tile_m), depth], smem.a.at[slot], full)
+            if self.columns_scaled:
+                columns = pl.ds(column0, c.tile_n)
+                plgpu.copy_gmem_to_smem(gmem.b_scale.at[j, columns], smem.b_scale.at[slot], full)
+            for piece, filled in enumerate(smem.filled):
+                plgpu.copy_gmem_to_smem(
+                    gmem.b.at[pl.ds(column0 + piece * width, width), depth],
+                    smem.b.at[slot, pl.ds(piece * width, width)],
+                    filled.at[slot],
+                    collective_axes=sharing,
+                )
+
+        lax.fori_loop(0, self.num_steps, step, None)
+
+    def compute(self, gmem, smem, wg, row0, column0, split, done) -> None:
+        """One warpgroup's half of a tile, then its epilogue."""
+        c, first = self.c, split * self.num_steps
+        first_row, first_column = (0, wg * c.group_n) if c.by_columns else (wg * WARPGROUP_ROWS, 0)
+        row, column = row0 + first_row, column0 + first_column
+        rows = pl.ds(first_row, WARPGROUP_ROWS)
+        columns = [pl.ds(first_column + n, c.part_n) for n in range(0, c.group_n, c.part_n)]
+        scales_at = functools.partial(self.step_scales, gmem, row, column)
+
+        def step(i, carry):
+            totals, scales = carry
+            slot = lax.rem(done + i, c.num_stages)
+            # A step ahead: a number from global memory takes as long as a step.
+            ahead = scales_at(first + jnp.minimum(i + 1, self.num_steps - 1))
+            sums = []
+            for p, total in enumerate(totals):
+                plgpu.barrier_wait(smem.filled[p].at[slot])
+                part = self.product(smem, wg, smem.a.at[slot, rows], smem.b.at[slot, columns[p]])
+                total = self.promoted(smem, total, part, scales, slot, columns[p], p)
+                if p == c.num_parts - 1:
+                    plgpu.barrier_arrive(smem.empty.at[slot])
+                sums.append(total)
+            return sums, ahead
+
+        zeros = [_zeros((WARPGROUP_ROWS, c.part_n)) for _ in columns]
+        totals, _ = lax.fori_loop(0, self.num_steps, step, (zeros, scales_at(first)))
+        for p, total in enumerate(totals):
+            total = self.outer_scaled(gmem, total, row, column + p * c.part_n)
+            self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
+
+    def product(self, smem, wg, a, b) -> jax.Array:
+        """64 rows times some columns of one step."""
+        if self.c.in_turns:
+            plgpu.barrier_wait(smem.turn.at[wg])
+        if self.interpretable:
+
+            def multiply(acc):
+                plgpu.wgmma(acc, a, b.transpose((1, 0)))
+                return plgpu.wgmma_accumulator_load(acc)
+
+            shape = (WARPGROUP_ROWS, self.c.part_n)
+            product = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+            finish = functools.partial(jnp.asarray, product)
+        else:
+            finish = functools.partial(finished, start_product(a, b))
+        if self.c.in_turns:
+            plgpu.barrier_arrive(smem.turn.at[1 - wg])
+        return finish()
+
+    def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
+        """Of step j: of 64 rows of a, and of each part's columns where these share one."""
+        c, spec = self.c, self.spec
+        if not spec.by_blocks:
+            return (), []
+        if spec.a is Scaling.BLOCK:
+            i = jnp.minimum(lax.div(row, BLOCK), gmem.a_scale.shape[1] - 1)
+            of_rows = gmem.a_scale[j, i]
+        else:
+            rows = gmem.a_scale.at[j, pl.ds(row, WARPGROUP_ROWS)]
+            of_rows = plgpu.load(rows, layout=ROW, optimized=False)
+        of_columns = []
+        if spec.b is Scaling.BLOCK:
+            for n in range(0, c.group_n, c.part_n):
+                i = jnp.minimum(lax.div(column + n, BLOCK), gmem.b_scale.shape[1] - 1)
+                of_columns.append(gmem.b_scale[j, i])
+        return of_rows, of_columns
+
+    def promoted(self, smem, total, part, scales, slot, columns, p: int) -> jax.Array:
+        """``total + part * scale``."""
+        if not self.spec.by_blocks:
+            return total + part
+        factor, of_columns = scales
+        if of_columns:
+            factor = factor * of_columns[p]
+        if factor.ndim:
+            factor = lax.broadcast_in_dim(factor, part.shape, [0])
+        if not self.columns_scaled:
+            return total + part * factor
+        sums = []
+        for i in range(0, self.c.part_n, COLUMNS_AT_ONCE):
+            some = pl.ds(columns.start + i, COLUMNS_AT_ONCE)
+            of_each = plgpu.load(smem.b_scale.at[slot, some], layout=COL)
+            shape = (WARPGROUP_ROWS, COLUMNS_AT_ONCE)
+            piece, before, by_row = (_columns(x, i) for x in (part, total, factor))
+            sums.append(before + piece * (by_row * lax.broadcast_in_dim(of_each, shape, [1])))
+        return jnp.concatenate(sums, axis=1)
+
+    def outer_scaled(self, gmem, total, row, column) -> jax.Array:
+        """A sum times the scales of its rows and columns, where all steps have the same."""
+        if self.spec.by_blocks:
+            return total
+        if self.spec.a is Scaling.TENSOR:
+            total = total * gmem.a_scale[()]
+        else:
+            rows = gmem.a_scale.at[pl.ds(row, WARPGROUP_ROWS)]
+            of_rows = plgpu.load(rows, layout=ROW, optimized=False)
+            total = total * lax.broadcast_in_dim(of_rows, total.shape, [0])
+        if self.spec.b is Scaling.TENSOR:
+            return total * gmem.b_scale[()]
+        columns = gmem.b_scale.at[pl.ds(column, self.c.part_n)]
+        of_columns = plgpu.load(columns, layout=COL, optimized=False)
+        return total * lax.broadcast_in_dim(of_columns, total.shape, [1])
+
+    def store(self, gmem, smem, wg, total, row, column0, first_column, split, p: int) -> None:
+        """Sends a part away, or adds it to what is there."""
+        c = self.c
+        out = gmem.out.at[split] if c.splits > 1 else gmem.out
+        adds = "add" if self.adds else None
+        width = smem.out.shape[-1]
+        stripes = c.part_n // width
+        for i in range(stripes):
+            # Copies leave in order, so that a slot written here was read out before.
+            slot = (p * stripes + i) % c.num_out_slots
+            plgpu.wait_smem_to_gmem(c.num_out_slots - 1, wait_read_only=True)
+            stripe = lax.slice(total, (0, i * width), (WARPGROUP_ROWS, (i + 1) * width))
+            smem.out[wg, slot] = stripe.astype(smem.out.dtype)
+            plgpu.commit_smem()
+            column = column0 + first_column + p * c.part_n + i * width
+            place = out.at[pl.ds(row, WARPGROUP_ROWS), pl.ds(column, width)]
+            plgpu.copy_smem_to_gmem(smem.out.at[wg, slot], place, reduction_op=adds)
+
+
+def _columns(x: jax.Array, first: int) -> jax.Array:
+    if x.ndim == 0:
+        return x
+    return lax.slice(x, (0, first), (x.shape[0], first + COLUMNS_AT_ONCE))
+
+
+def _zeros(shape: tuple[int, int]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)

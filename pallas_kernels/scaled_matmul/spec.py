@@ -1,0 +1,82 @@
+"""What a scaled matmul is asked to compute, apart from its arrays.
+
+Dims: M row of a and of the result, N row of b and column of the result, K contracted.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.scales import Scaling, scaling_of
+
+OUT_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+OUTER = (Scaling.TENSOR, Scaling.ROW)
+BLOCKS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledSpec:
+    """Forms of the scales, and of the result."""
+
+    a: Scaling
+    b: Scaling
+    out_dtype: jnp.dtype
+    accumulates: bool
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether the scales change along the contracted dim."""
+        return self.a.by_blocks
+
+    @property
+    def name(self) -> str:
+        """As in messages: ``1x128 by 128x128``."""
+        return f"{self.a} by {self.b}"
+
+
+def make_scaled_spec(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+    accumulate: jax.Array | None,
+) -> ScaledSpec:
+    """The spec of a call whose arrays agree.
+
+    Raises:
+        InputError: they do not.
+    """
+    forms = scaling_of("a", a, a_scale), scaling_of("b", b, b_scale)
+    (M, K), N = a.shape, b.shape[0]
+    if b.shape[1] != K:
+        raise InputError(
+            f"a is {list(a.shape)} and b {list(b.shape)}; both end in the contracted dim: a [M, "
+            "K], b [N, K]. Transpose b if it is [K, N]"
+        )
+    if min(M, N, K) == 0:
+        raise InputError(f"a is {list(a.shape)} and b {list(b.shape)}; no dim may be empty")
+    if forms[0].by_blocks != forms[1].by_blocks:
+        raise InputError(
+            f"scales are {forms[0]} of a and {forms[1]} of b; they are by tensor or row on both "
+            "sides, or by blocks (1x128, 128x128) on both: quantize both sides alike"
+        )
+    if out_dtype not in OUT_DTYPES:
+        raise InputError(f"out_dtype={out_dtype.name} must be bfloat16, float16 or float32")
+    if accumulate is not None:
+        if (accumulate.shape, accumulate.dtype) != ((M, N), jnp.float32):
+            raise InputError(
+                f"accumulate is {accumulate.dtype}{list(accumulate.shape)}; the product is added "
+                f"to float32{[M, N]}"
+            )
+        if out_dtype != jnp.float32:
+            raise InputError(
+                f"out_dtype={out_dtype.name} with accumulate; a running sum is float32: pass "
+                "out_dtype=float32 and cast the last one"
+            )
+    return ScaledSpec(
+        a=forms[0], b=forms[1], out_dtype=out_dtype, accumulates=accumulate is not None
+    )

@@ -1,0 +1,155 @@
+"""The Hopper kernel of scaled matmuls without a GPU: the interpreter, lowering, tiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import UnsupportedError, quantize, scaled_matmul
+from pallas_kernels.common import device
+from pallas_kernels.common.scales import Scaling
+from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.scaled_matmul.config import (
+    LEAST_STEPS,
+    ScaledConfig,
+    scaled_config,
+    shared_memory_bytes,
+)
+from pallas_kernels.scaled_matmul.hopper import scaled_matmul_hopper
+from pallas_kernels.scaled_matmul.spec import make_scaled_spec
+from pallas_kernels.scaled_matmul.workloads import LARGE, SMALL, WORKLOADS, ScaledWorkload
+from tests.kernels.test_scaled_matmul import E4M3, E5M2, exact, operands
+from tests.tolerance import assert_within_rounding
+
+CASES = {
+    "ragged": ((72, 320, 256), ("1x128", "128x128"), ScaledConfig(num_stages=2)),
+    "a column has its own scale": (
+        (128, 256, 256), ("1x128", "1x128"),
+        ScaledConfig(num_stages=2, num_out_slots=1, in_turns=False),
+    ),
+    "few rows, split": (
+        (64, 128, 512), ("1x128", "128x128"),
+        ScaledConfig(tile_m=64, tile_n=128, part_n=64, splits=2, num_stages=2, in_turns=False),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_kernels_compute_the_formula(case):
+    """The interpreter's sums are in fp32."""
+    shape, forms, config = CASES[case]
+    arrays = operands(*shape, forms)
+    spec = make_scaled_spec(*arrays, out_dtype=jnp.dtype("float32"), accumulate=None)
+    f = functools.partial(scaled_matmul_hopper, spec=spec, config=config, interpretable=True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = jax.jit(lambda *each: f(*each, None))(*arrays)
+    assert_within_rounding(got, exact(*arrays))
+
+
+def lower(w, forms, dtypes=(E4M3, E4M3), accumulate=None, **options):
+    f = functools.partial(scaled_matmul, **{"implementation": "hopper"} | options)
+    with device.compiling_for(device.H200):
+        traced = jax.jit(lambda *each, before: f(*each, accumulate=before)).trace(
+            *w.arrays(*map(Scaling, forms), dtypes), before=accumulate
+        )
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize("w", [*SMALL, LARGE[2]], ids=lambda w: w.name)
+def test_workloads_lower_for_a_gpu(w):
+    lower(w, ("1x128", "128x128"))
+
+
+@pytest.mark.parametrize(
+    ("forms", "options"),
+    [
+        (("128x128", "1x128"), {"dtypes": (E5M2, E4M3), "out_dtype": jnp.float16}),
+        (("tensor", "row"), {"out_dtype": jnp.float32}),
+        (
+            ("1x128", "1x128"),
+            {
+                "out_dtype": jnp.float32,
+                "accumulate": jax.ShapeDtypeStruct((8, 160), jnp.float32),
+            },
+        ),
+    ],
+    ids=["input gradient", "rows", "accumulated"],
+)
+def test_forms_lower_for_a_gpu(forms, options):
+    columns = 160 if "accumulate" in options else 192
+    lower(ScaledWorkload(M=8, N=columns, K=256), forms, **options)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_devices_of_a_shard_map_run_it_each(accumulates):
+    """Their results differ; a reference that differs is added to outside of the kernel."""
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    rows, by_blocks = PartitionSpec("rows"), PartitionSpec(None, "rows")
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec(), by_blocks, PartitionSpec(), rows, rows),
+        out_specs=(rows, (rows, by_blocks)),
+    )
+    def f(a, b, a_scale, b_scale, x, before):
+        options = {"accumulate": before} if accumulates else {}
+        product = scaled_matmul(
+            a, b, a_scale, b_scale, out_dtype=jnp.float32, implementation="hopper", **options
+        )
+        return product, tuple(quantize(x, "1x128", implementation="hopper"))
+
+    w = ScaledWorkload(M=256, N=64, K=256)
+    shapes = w.arrays(Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
+    more = (
+        jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((256, 64), "float32"),
+    )
+    with device.compiling_for(device.H200):
+        jax.jit(f).trace(*shapes, *more).lower(lowering_platforms=("cuda",))
+
+
+def test_tiles_fit_and_fill_the_gpu():
+    for w in WORKLOADS:
+        for columns_scaled in (False, True):
+            c = scaled_config(w.M, w.N, w.K, columns_scaled=columns_scaled)
+            assert shared_memory_bytes(c, columns_scaled=columns_scaled) <= SMEM_BYTES
+            assert (w.K // 128) % c.splits == 0
+            assert c.splits == 1 or w.K // 128 // c.splits >= LEAST_STEPS
+            assert c.cluster == (1 if w in SMALL else 2)
+            tiles = -(-w.M // c.tile_m) * -(-w.N // c.tile_n) * c.splits
+            assert tiles >= 100
+
+
+def test_tiles_that_do_not_fit_are_refused():
+    a, b, a_scale, b_scale = operands(128, 256, 256)
+    spec = make_scaled_spec(a, b, a_scale, b_scale, out_dtype=jnp.dtype("float32"), accumulate=None)
+    with pytest.raises(UnsupportedError, match="use fewer stages or slots"):
+        scaled_matmul_hopper(
+            a, b, a_scale, b_scale, None, spec=spec, config=ScaledConfig(num_stages=5)
+        )
+
+
+def test_the_kernel_says_what_it_cannot():
+    w = ScaledWorkload(M=12, N=128, K=256)
+    for each, options, reason in [
+        (w, {}, "M=12 is not a multiple of 8"),
+        (ScaledWorkload(M=8, N=96, K=256), {}, "N=96 is not a multiple of 64"),
+        (ScaledWorkload(M=8, N=128, K=200), {}, "K=200 is not a multiple of 128"),
+        (ScaledWorkload(M=8, N=128, K=256), {"num_devices": 2}, "spread over 2 devices"),
+    ]:
+        with pytest.raises(UnsupportedError, match=f"{reason}.*implementation='xla' can"):
+            lower(each, ("1x128", "128x128"), **options)
+    arrays = operands(8, 128, 256)
+    with pytest.raises(UnsupportedError, match="is not a Hopper GPU"):
+        scaled_matmul(*arrays, implementation="hopper")
+
+
+def test_auto_takes_the_kernel_for_blocks_alone():
+    w = ScaledWorkload(M=8, N=128, K=256)
+    for forms, taken in [(("1x128", "128x128"), True), (("tensor", "tensor"), False)]:
+        text = lower(w, forms, implementation="auto").as_text()
+        assert ("mosaic_gpu" in text) == taken
