@@ -24,12 +24,12 @@ from .config import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     NUM_COMPUTE,
+    ROW_MULTIPLE,
     WARPGROUP_ROWS,
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
 from .ring import COMPILER_PARAMS, RingKernel
-from .schedule import ROW_MULTIPLE
 
 
 def grouped_weight_gradient(
@@ -59,10 +59,9 @@ def grouped_weight_gradient(
         width=x_MK.shape[1],
         num_columns=d_MN.shape[1],
     )
-    ends_G = jnp.cumsum(group_sizes_G).astype(jnp.int32)
     return launch(
         kernel.run,
-        operands={"ends": jnp.pad(ends_G, (1, 0)), "x": x_MK, "d": d_MN},
+        operands={"sizes": group_sizes_G, "x": x_MK, "d": d_MN},
         results={
             "out": jax.ShapeDtypeStruct((num_groups, kernel.width, kernel.num_columns), out_dtype)
         },
@@ -78,8 +77,6 @@ def grouped_weight_gradient(
 class _WeightGradient(RingKernel):
     """The kernel of one call."""
 
-    num_rows: int
-    num_groups: int
     width: int
     num_columns: int
 
@@ -87,45 +84,58 @@ class _WeightGradient(RingKernel):
         ring = self.shared(a=(BLOCK_DEPTH, BLOCK_ROWS), b=(BLOCK_DEPTH, self.c.columns))
         return {**ring, "masked": plgpu.Barrier(num_arrivals=NUM_COMPUTE)}
 
-    def each_tile(self, gmem: Any, body: Any) -> None:
-        """Calls ``body((group, its first row, its end), first row and column of the result, steps
-        before)`` for this block's tiles.
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles of one group."""
+        return -(-self.width // BLOCK_ROWS), -(-self.num_columns // self.c.columns)
+
+    def constants(self, gmem: Any) -> jax.Array:
+        """The end of the last group."""
+
+        def step(group, end):
+            return end + self.size(gmem, group, end)
+
+        return lax.fori_loop(0, self.num_groups, step, jnp.int32(0))
+
+    def start(self, gmem: Any) -> Any:
+        """(group, its first row) of the first group."""
+        del gmem
+        return jnp.int32(0), jnp.int32(0)
+
+    def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
+        """Facts of a tile and the place of its group.
+
+        Facts: steps, group, first row of x, its end, row and column of the result. Beyond the last
+        tile the group is one that there is not.
         """
-        worker = lax.axis_index("worker")
-        shape = -(-self.width // BLOCK_ROWS), -(-self.num_columns // self.c.columns)
-        per_group = shape[0] * shape[1]
-        num_tiles = self.num_groups * per_group
+        per_group = self.grid[0] * self.grid[1]
+        group = lax.div(index, jnp.int32(per_group))
+        group = jnp.where(group < self.num_groups, group, self.num_groups + 1)
 
-        def fetch(index):
-            index = jnp.minimum(index, num_tiles - 1)
-            group = lax.div(index, jnp.int32(per_group))
-            inside = lax.rem(index, jnp.int32(per_group))
-            m, n = plgpu.planar_snake(inside, shape, self.c.across, self.c.band)
-            rows = group, gmem.ends[group], gmem.ends[group + 1]
-            return rows, (m * BLOCK_ROWS, n * self.c.columns)
+        def following(place):
+            return place[0] + 1, place[1] + self.size(gmem, *place)
 
-        def step(i, carry):
-            done, rows, at = carry
-            ahead = fetch(worker + (i + 1) * NUM_PROCESSORS)
-            body(rows, at, done)
-            return done + self.num_steps(rows), *ahead
+        def is_before(place):
+            return place[0] < jnp.minimum(group, self.num_groups)
 
-        count = lax.div(num_tiles - worker + NUM_PROCESSORS - 1, NUM_PROCESSORS)
-        lax.fori_loop(0, count, step, (jnp.int32(0), *fetch(worker)))
+        place = lax.while_loop(is_before, following, place)
+        first = place[1]
+        end = first + jnp.where(group < self.num_groups, self.size(gmem, group, first), 0)
+        inside = lax.rem(index, jnp.int32(per_group))
+        m, n = plgpu.planar_snake(inside, self.grid, self.c.across, self.c.band)
+        read = end - first + lax.rem(first, ROW_MULTIPLE)
+        steps = jnp.where(end > first, lax.div(read + BLOCK_DEPTH - 1, BLOCK_DEPTH), 0)
+        facts = steps, group, first, end, m * BLOCK_ROWS, n * self.c.columns
+        return facts, place
 
-    def num_steps(self, rows: Any) -> jax.Array:
-        """Of a tile."""
-        _, first, end = rows
-        steps = lax.div(end - self.first_read(rows) + BLOCK_DEPTH - 1, BLOCK_DEPTH)
-        return jnp.where(end > first, steps, 0)
-
-    def first_read(self, rows: Any) -> jax.Array:
+    def first_read(self, first: jax.Array) -> jax.Array:
         """The row that the group's first step begins with."""
-        return rows[1] - lax.rem(rows[1], ROW_MULTIPLE)
+        return first - lax.rem(first, ROW_MULTIPLE)
 
-    def load(self, gmem: Any, smem: Any, rows: Any, at: Any, done: Any) -> None:
+    def load(self, gmem: Any, smem: Any, facts: Any, done: Any) -> None:
         """Fills the ring with the operands of one tile."""
-        first, (row, column) = self.first_read(rows), at
+        steps, _, first, _, row, column = facts
+        first = self.first_read(first)
         x_columns = pl.ds(pl.multiple_of(row, BLOCK_ROWS), BLOCK_ROWS)
         d_columns = pl.ds(pl.multiple_of(column, WIDTH_MULTIPLE), self.c.columns)
 
@@ -137,29 +147,36 @@ class _WeightGradient(RingKernel):
             plgpu.copy_gmem_to_smem(gmem.x.at[depths, x_columns], smem.a.at[slot], full)
             plgpu.copy_gmem_to_smem(gmem.d.at[depths, d_columns], smem.b.at[slot], full)
 
-        lax.fori_loop(0, self.num_steps(rows), step, None)
+        lax.fori_loop(0, steps, step, None)
 
-    def compute(self, gmem: Any, smem: Any, wg: Any, rows: Any, at: Any, done: Any) -> None:
+    def compute(
+        self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: jax.Array
+    ) -> None:
         """This warpgroup's rows of one tile."""
-        row = pl.multiple_of(at[0] + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        value = self.multiply(gmem, smem, wg, rows, done)
-        parts = []
-        for j in range(0, self.c.columns, self.line):
+        _, group, _, _, row, column, *_ = facts
 
-            def place(offset, size, j=j):
-                columns = pl.ds(pl.multiple_of(at[1] + j, self.line), self.line)
-                return gmem.out.at[rows[0], pl.ds(row + offset, size), columns]
+        @pl.when(group < self.num_groups)
+        def _():
+            value = self.multiply(smem, wg, facts, done, constants)
+            parts = []
+            for j in range(0, self.c.columns, self.line):
 
-            parts.append((lax.slice(value, (0, j), (WARPGROUP_ROWS, j + self.line)), place))
-        self.store_whole(smem, wg, parts)
+                def place(offset, size, j=j):
+                    first = pl.multiple_of(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS) + offset
+                    columns = pl.ds(pl.multiple_of(column + j, self.line), self.line)
+                    return gmem.out.at[group, pl.ds(first, size), columns]
 
-    def multiply(self, gmem: Any, smem: Any, wg: Any, rows: Any, done: Any) -> jax.Array:
+                part = lax.slice(value, (0, j), (WARPGROUP_ROWS, j + self.line))
+                parts.append((part, place, True))
+            self.store_whole(smem, wg, parts)
+
+    def multiply(self, smem: Any, wg: Any, facts: Any, done: Any, last_end: jax.Array) -> jax.Array:
         """fp32 [64, columns]."""
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
-        num_steps, first_read = self.num_steps(rows), self.first_read(rows)
-        _, first, end = rows
+        num_steps, _, first, end, *_ = facts
+        first_read = self.first_read(first)
         # Rows of no group may be NaN in both operands; of another group they count on its own.
-        is_last_group = end == gmem.ends[self.num_groups]
+        is_last_group = end == last_end
 
         def product(acc):
             def step(k, _):
@@ -186,9 +203,7 @@ class _WeightGradient(RingKernel):
                 plgpu.wgmma(acc, a.transpose((1, 0)), smem.b.at[slot])
                 plgpu.wgmma_wait(1)
                 # The step before this one is multiplied.
-                pl.when(k > 0)(
-                    lambda: plgpu.barrier_arrive(smem.empty.at[self.slot(done + k - 1)])
-                )
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(smem.empty.at[self.slot(done + k - 1)]))
 
             lax.fori_loop(0, num_steps, step, None)
             value = acc[...]

@@ -24,12 +24,12 @@ from .config import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     NUM_COMPUTE,
+    ROW_MULTIPLE,
     WARPGROUP_ROWS,
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
 from .ring import COMPILER_PARAMS, RingKernel
-from .schedule import ROW_MULTIPLE, row_tiles
 
 
 def grouped_product(
@@ -60,21 +60,21 @@ def grouped_product(
         c=config,
         dtype=a_MK.dtype,
         out_dtype=jnp.dtype(out_dtype),
+        num_rows=a_MK.shape[0],
+        num_groups=num_groups,
         depths=tuple(a.shape[1] for a, _ in factors),
         num_weights=len(weights),
-        num_groups=num_groups,
         num_columns=num_columns,
         transposed=transposed,
         gated=gated,
         keep=keep,
     )
-    tiles = row_tiles(group_sizes_G, num_rows=a_MK.shape[0], block_rows=BLOCK_ROWS)
     result = jax.ShapeDtypeStruct((a_MK.shape[0], num_columns), out_dtype)
     return list(
         launch(
             kernel.run,
             operands={
-                "tiles": tiles,
+                "sizes": group_sizes_G,
                 "a": [a for a, _ in factors],
                 "b": [w for _, weights in factors for w in weights],
             },
@@ -94,7 +94,6 @@ class _Product(RingKernel):
 
     depths: tuple[int, ...]
     num_weights: int
-    num_groups: int
     num_columns: int
     transposed: bool
     gated: bool
@@ -123,42 +122,69 @@ class _Product(RingKernel):
             a=(BLOCK_ROWS, BLOCK_DEPTH), **{f"b{i}": b for i in range(self.num_weights)}
         )
 
-    def each_tile(self, gmem: Any, body: Any) -> None:
-        """Calls ``body(tile of rows, first column, steps before)`` for this block's tiles."""
-        worker = lax.axis_index("worker")
-        num_n_tiles = -(-self.num_columns // self.block_columns)
-        last = gmem.tiles.shape[0] - 1
-        num_m_tiles = gmem.tiles[last, 0]
-        num_tiles = num_m_tiles * num_n_tiles
+    @property
+    def num_n_tiles(self) -> int:
+        return -(-self.num_columns // self.block_columns)
 
-        def fetch(index):
-            m, n = plgpu.planar_snake(
-                jnp.minimum(index, num_tiles - 1),
-                (num_m_tiles, num_n_tiles),
-                self.c.across,
-                self.c.band,
-            )
-            return tuple(gmem.tiles[m, i] for i in range(4)), n * self.block_columns
+    def constants(self, gmem: Any) -> None:
+        """Nothing but the facts of a tile is needed."""
 
-        def step(i, carry):
-            done, rows, column = carry
-            index = worker + i * NUM_PROCESSORS
-            # Asked for a tile ahead: it arrives while this one is multiplied.
-            ahead = fetch(index + NUM_PROCESSORS)
-            body(rows, column, done)
-            is_of_group = rows[0] < self.num_groups
-            return done + jnp.where(is_of_group, self.num_steps, 0), *ahead
+    def start(self, gmem: Any) -> Any:
+        """(group, its first row, its rows, tiles before it) of the first group."""
+        zero = jnp.int32(0)
+        return zero, zero, self.size(gmem, zero, zero), zero
 
-        count = lax.div(num_tiles - worker + NUM_PROCESSORS - 1, NUM_PROCESSORS)
-        lax.fori_loop(0, count, step, (jnp.int32(0), *fetch(worker)))
+    def row_tiles(self, first: jax.Array, size: jax.Array) -> jax.Array:
+        """Tiles of rows of a group."""
+        count = lax.div(lax.rem(first, ROW_MULTIPLE) + size + BLOCK_ROWS - 1, BLOCK_ROWS)
+        return jnp.where(size > 0, count, 0)
 
-    def load(self, gmem: Any, smem: Any, rows: Any, column: Any, done: Any) -> None:
+    def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
+        """Facts of a tile and the place of its group, which is not before the last one's.
+
+        Facts: steps, group, first row read, first row written, end of rows written, column. Rows of
+        no group are those of a group number G, without steps; beyond them there are no rows.
+        """
+
+        def is_later(place):
+            group, first, size, before = place
+            end = before + self.row_tiles(first, size) * self.num_n_tiles
+            return (index >= end) & (group <= self.num_groups)
+
+        def following(place):
+            group, first, size, before = place
+            before = before + self.row_tiles(first, size) * self.num_n_tiles
+            group, first = group + 1, first + size
+            rest = jnp.where(group == self.num_groups, self.num_rows - first, 0)
+            is_group = group < self.num_groups
+            return group, first, jnp.where(is_group, self.size(gmem, group, first), rest), before
+
+        place = lax.while_loop(is_later, following, place)
+        group, first, size, before = place
+        m, n = plgpu.planar_snake(
+            index - before,
+            (jnp.maximum(self.row_tiles(first, size), 1), self.num_n_tiles),
+            self.c.across,
+            self.c.band,
+        )
+        row = first - lax.rem(first, ROW_MULTIPLE) + m * BLOCK_ROWS
+        facts = (
+            jnp.where(group < self.num_groups, self.num_steps, 0),
+            group,
+            row,
+            jnp.maximum(first, row),
+            jnp.minimum(first + size, row + BLOCK_ROWS),
+            n * self.block_columns,
+        )
+        return facts, place
+
+    def load(self, gmem: Any, smem: Any, facts: Any, done: Any) -> None:
         """Fills the ring with the operands of one tile."""
-        group, row, _, _ = rows
+        steps, group, row, _, _, column = facts
         tile_rows = pl.ds(pl.multiple_of(row, ROW_MULTIPLE), BLOCK_ROWS)
         columns = pl.ds(pl.multiple_of(column, WIDTH_MULTIPLE), self.block_columns)
 
-        @pl.when(group < self.num_groups)
+        @pl.when(steps > 0)
         def _():
             before = done
             for f, depth in enumerate(self.depths):
@@ -184,12 +210,15 @@ class _Product(RingKernel):
         """The ring of weight i."""
         return getattr(smem, f"b{i}")
 
-    def compute(self, gmem: Any, smem: Any, wg: Any, rows: Any, column: Any, done: Any) -> None:
+    def compute(
+        self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: None
+    ) -> None:
         """This warpgroup's rows of one tile."""
-        group, row, first, end = rows
+        del constants
+        steps, _, row, first, end, column, *_ = facts
         row = pl.multiple_of(row + wg * WARPGROUP_ROWS, ROW_MULTIPLE)
         first, end = (jnp.clip(x - row, 0, WARPGROUP_ROWS) for x in (first, end))
-        has_rows, is_of_group = first < end, group < self.num_groups
+        has_rows, is_of_group = first < end, steps > 0
 
         def store(results):
             parts = []
@@ -201,7 +230,7 @@ class _Product(RingKernel):
                         return out_gmem.at[pl.ds(row + offset, size), columns]
 
                     part = lax.slice(value, (0, j), (WARPGROUP_ROWS, j + self.line))
-                    parts.append((part, at))
+                    parts.append((part, at, column + j < self.num_columns))
             self.store(smem, wg, parts, (first, end))
 
         @pl.when(is_of_group & has_rows)
@@ -238,9 +267,7 @@ class _Product(RingKernel):
                     plgpu.wgmma(acc, smem.a.at[slot, mine], b)
                 plgpu.wgmma_wait(len(accs))
                 # The step before this one is multiplied.
-                pl.when(k > 0)(
-                    lambda: plgpu.barrier_arrive(smem.empty.at[self.slot(done + k - 1)])
-                )
+                pl.when(k > 0)(lambda: plgpu.barrier_arrive(smem.empty.at[self.slot(done + k - 1)]))
 
             lax.fori_loop(0, self.num_steps, step, None)
             values = tuple(acc[...] for acc in accs)
