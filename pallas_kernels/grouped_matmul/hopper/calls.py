@@ -17,6 +17,7 @@ from .product_kernel import grouped_product
 from .weight_gradient_kernel import grouped_weight_gradient
 
 LEAST_WIDTH = BLOCK_ROWS
+DEFAULT = GroupedConfig()
 
 
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
@@ -47,7 +48,7 @@ def product(
     def kernel(x_MK, w_GKN, group_sizes_G):
         return grouped_product(
             [(x_MK, [w_GKN])], group_sizes_G,
-            transposed=False, out_dtype=out_dtype, config=GroupedConfig(),
+            transposed=False, out_dtype=out_dtype, config=DEFAULT,
         )[0]  # fmt: skip
 
     x_MK = _gathered(x, rows_M)
@@ -68,7 +69,7 @@ def swiglu(
     def kernel(x_MK, gate_GKN, up_GKN, group_sizes_G):
         return grouped_product(
             [(x_MK, [gate_GKN, up_GKN])], group_sizes_G, transposed=False,
-            gated=True, keep=keep, out_dtype=x_MK.dtype, config=GroupedConfig(),
+            gated=True, keep=keep, out_dtype=x_MK.dtype, config=DEFAULT,
         )  # fmt: skip
 
     x_MK = _gathered(x, rows_M)
@@ -85,7 +86,7 @@ def input_gradient(
         d, w = operands[: len(pairs)], operands[len(pairs) :]
         return grouped_product(
             [(d_MN, [w_GKN]) for d_MN, w_GKN in zip(d, w, strict=True)], group_sizes_G,
-            transposed=True, out_dtype=d[0].dtype, config=GroupedConfig(),
+            transposed=True, out_dtype=d[0].dtype, config=DEFAULT,
         )[0]  # fmt: skip
 
     d, w = zip(*pairs, strict=True)
@@ -105,7 +106,7 @@ def weight_gradient(
     kernel = functools.partial(
         grouped_weight_gradient,
         out_dtype=out_dtype if direct else jnp.float32,
-        config=GroupedConfig(),
+        config=DEFAULT,
     )
     x_MK = _padded(_gathered(x, rows_M))
     return _call(kernel, x_MK, _padded(d_MN), group_sizes_G).astype(out_dtype)

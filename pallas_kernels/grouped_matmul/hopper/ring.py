@@ -20,6 +20,7 @@ from pallas_kernels.hopper.tile import tiled
 
 from .config import LINE_BYTES, LOADER, NUM_COMPUTE, WARPGROUP_ROWS, GroupedConfig
 
+
 def take_number(counter: Any, taken: Any) -> None:
     """The counter's value to shared memory, and one more to the counter; one thread does it."""
 
