@@ -29,7 +29,7 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import COMPILER_PARAMS, RingKernel
+from .ring import COMPILER_PARAMS, RingKernel, Tile
 
 
 def grouped_weight_gradient(
@@ -149,15 +149,14 @@ class _WeightGradient(RingKernel):
 
         lax.fori_loop(0, steps, step, None)
 
-    def compute(
-        self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: jax.Array
-    ) -> None:
+    def compute(self, gmem: Any, smem: Any, wg: Any, tile: Tile, constants: jax.Array) -> None:
         """This warpgroup's rows of one tile."""
-        _, group, _, _, row, column, *_ = facts
+        steps, group, _, _, row, column, *_ = tile.facts
+        self.let_second_begin(smem, wg, tile, steps == 0)
 
         @pl.when(group < self.num_groups)
         def _():
-            value = self.multiply(smem, wg, facts, done, constants)
+            value = self.multiply(smem, wg, tile, constants)
             parts = []
             for j in range(0, self.c.columns, self.line):
 
@@ -170,10 +169,11 @@ class _WeightGradient(RingKernel):
                 parts.append((part, place, True))
             self.store_whole(smem, wg, parts)
 
-    def multiply(self, smem: Any, wg: Any, facts: Any, done: Any, last_end: jax.Array) -> jax.Array:
+    def multiply(self, smem: Any, wg: Any, tile: Tile, last_end: jax.Array) -> jax.Array:
         """fp32 [64, columns]."""
+        done = tile.done
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
-        num_steps, _, first, end, *_ = facts
+        num_steps, _, first, end, *_ = tile.facts
         first_read = self.first_read(first)
         # Rows of no group may be NaN in both operands; of another group they count on its own.
         is_last_group = end == last_end
@@ -188,6 +188,8 @@ class _WeightGradient(RingKernel):
                     jnp.clip(end - row, 0, BLOCK_DEPTH),
                 )
                 plgpu.barrier_wait(smem.full.at[slot])
+                # Before the two wait for each other.
+                self.let_second_begin(smem, wg, tile, self.is_head_start(k, num_steps))
 
                 @pl.when((kept[0] > 0) | (kept[1] < BLOCK_DEPTH))
                 def _():
