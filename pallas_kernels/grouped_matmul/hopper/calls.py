@@ -3,8 +3,6 @@
 Dims: M row, G group, K width in, N width out.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -42,17 +40,20 @@ def product(
     rows_M: jax.Array | None,
     *,
     out_dtype: jnp.dtype,
+    config: GroupedConfig | None = None,
 ) -> jax.Array:
     """As ``xla.product``."""
+    config = config or DEFAULT
 
-    def kernel(x_MK, w_GKN, group_sizes_G):
+    def kernel(x, w_GKN, group_sizes_G, rows_M):
         return grouped_product(
-            [(x_MK, [w_GKN])], group_sizes_G,
-            transposed=False, out_dtype=out_dtype, config=DEFAULT,
+            [(x, [w_GKN])], group_sizes_G, rows_M=rows_M,
+            transposed=False, out_dtype=out_dtype, config=config,
         )[0]  # fmt: skip
 
-    x_MK = _gathered(x, rows_M)
-    return _call(kernel, _padded(x_MK), w_GKN, group_sizes_G)[: x_MK.shape[0]]
+    num_rows = x.shape[0] if rows_M is None else rows_M.shape[0]
+    x, rows_M = _rows(x, rows_M, gather=config.gather)
+    return _call(kernel, x, w_GKN, group_sizes_G, rows_M)[:num_rows]
 
 
 def swiglu(
@@ -65,28 +66,33 @@ def swiglu(
     keep: bool,
 ) -> SwigluResults:
     """As ``xla.swiglu``."""
+    config = DEFAULT
 
-    def kernel(x_MK, gate_GKN, up_GKN, group_sizes_G):
+    def kernel(x, gate_GKN, up_GKN, group_sizes_G, rows_M):
         return grouped_product(
-            [(x_MK, [gate_GKN, up_GKN])], group_sizes_G, transposed=False,
-            gated=True, keep=keep, out_dtype=x_MK.dtype, config=DEFAULT,
+            [(x, [gate_GKN, up_GKN])], group_sizes_G, rows_M=rows_M, transposed=False,
+            gated=True, keep=keep, out_dtype=x.dtype, config=config,
         )  # fmt: skip
 
-    x_MK = _gathered(x, rows_M)
-    results = _call(kernel, _padded(x_MK), gate_GKN, up_GKN, group_sizes_G)
-    return SwigluResults(*(result[: x_MK.shape[0]] for result in results))
+    num_rows = x.shape[0] if rows_M is None else rows_M.shape[0]
+    x, rows_M = _rows(x, rows_M, gather=config.gather)
+    results = _call(kernel, x, gate_GKN, up_GKN, group_sizes_G, rows_M)
+    return SwigluResults(*(result[:num_rows] for result in results))
 
 
 def input_gradient(
-    pairs: tuple[tuple[jax.Array, jax.Array], ...], group_sizes_G: jax.Array
+    pairs: tuple[tuple[jax.Array, jax.Array], ...],
+    group_sizes_G: jax.Array,
+    config: GroupedConfig | None = None,
 ) -> jax.Array:
     """As ``xla.input_gradient``."""
+    config = config or DEFAULT
 
     def kernel(group_sizes_G, *operands):
         d, w = operands[: len(pairs)], operands[len(pairs) :]
         return grouped_product(
             [(d_MN, [w_GKN]) for d_MN, w_GKN in zip(d, w, strict=True)], group_sizes_G,
-            transposed=True, out_dtype=d[0].dtype, config=DEFAULT,
+            transposed=True, out_dtype=d[0].dtype, config=config,
         )[0]  # fmt: skip
 
     d, w = zip(*pairs, strict=True)
@@ -100,16 +106,20 @@ def weight_gradient(
     rows_M: jax.Array | None,
     *,
     out_dtype: jnp.dtype,
+    config: GroupedConfig | None = None,
 ) -> jax.Array:
     """As ``xla.weight_gradient``; in bf16, fp16 or fp32, and rounded from fp32 to any other."""
-    direct = out_dtype in (jnp.float32, x.dtype)
-    kernel = functools.partial(
-        grouped_weight_gradient,
-        out_dtype=out_dtype if direct else jnp.float32,
-        config=DEFAULT,
-    )
-    x_MK = _padded(_gathered(x, rows_M))
-    return _call(kernel, x_MK, _padded(d_MN), group_sizes_G).astype(out_dtype)
+    config = config or DEFAULT
+    is_direct = out_dtype in (jnp.float32, x.dtype)
+
+    def kernel(x, d_MN, group_sizes_G, rows_M):
+        return grouped_weight_gradient(
+            x, d_MN, group_sizes_G, rows_M=rows_M,
+            out_dtype=out_dtype if is_direct else jnp.float32, config=config,
+        )  # fmt: skip
+
+    x, rows_M = _rows(x, rows_M, gather=config.gather and x.shape[1] % BLOCK_ROWS == 0)
+    return _call(kernel, x, _padded(d_MN), group_sizes_G, rows_M).astype(out_dtype)
 
 
 def _call(kernel, *operands):
@@ -117,8 +127,15 @@ def _call(kernel, *operands):
     return jax.custom_batching.sequential_vmap(results_vary(kernel))(*operands)
 
 
-def _gathered(x: jax.Array, rows_M: jax.Array | None) -> jax.Array:
-    return x if rows_M is None else x[rows_M]
+def _rows(
+    x: jax.Array, rows_M: jax.Array | None, *, gather: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """x and the rows of it that a kernel is to gather, of a number that it can take."""
+    if rows_M is None:
+        return _padded(x), None
+    if not gather:
+        return _padded(x[rows_M]), None
+    return x, _padded(rows_M[:, None])[:, 0]
 
 
 def _padded(x_MK: jax.Array) -> jax.Array:

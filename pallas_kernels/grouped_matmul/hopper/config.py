@@ -26,6 +26,9 @@ class GroupedConfig:
     in_any_order: bool = True
     """A block takes the next tile when it is done, of a counter in memory; else every 132nd. The
     interpreter knows no counter. Results are the same to the last bit."""
+    gather: bool = True
+    """Rows that an index names are read where they lie; else copied in memory first, for the
+    interpreter."""
     head_start: int = 0
     """Steps by which the first warpgroup is ahead: one multiplies while the other stores."""
     across: int = 0  # bands are so many tiles of rows (0) or of columns (1) wide

@@ -30,6 +30,7 @@ from .config import (
     GroupedConfig,
 )
 from .ring import COMPILER_PARAMS, RingKernel, Tile
+from .rows import copy_rows
 
 
 def grouped_product(
@@ -39,6 +40,7 @@ def grouped_product(
     transposed: bool,
     gated: bool = False,
     keep: bool = False,
+    rows_M: jax.Array | None = None,
     out_dtype: jnp.dtype,
     config: GroupedConfig,
 ) -> list[jax.Array]:
@@ -51,16 +53,18 @@ def grouped_product(
         transposed: weights are [G, N, K].
         gated: of two weights, silu(first) * second takes the place of the products.
         keep: and the products follow it.
+        rows_M: int32; row m is row ``rows_M[m]`` of the only a, which then has any number of rows.
         out_dtype: of all results.
         config: tiles.
     """
     a_MK, weights = factors[0]
     num_groups, num_columns = weights[0].shape[0], weights[0].shape[1 if transposed else 2]
+    num_rows = a_MK.shape[0] if rows_M is None else rows_M.shape[0]
     kernel = _Product(
         c=config,
         dtype=a_MK.dtype,
         out_dtype=jnp.dtype(out_dtype),
-        num_rows=a_MK.shape[0],
+        num_rows=num_rows,
         num_groups=num_groups,
         depths=tuple(a.shape[1] for a, _ in factors),
         num_weights=len(weights),
@@ -68,16 +72,21 @@ def grouped_product(
         transposed=transposed,
         gated=gated,
         keep=keep,
+        gathered=rows_M is not None,
     )
-    result = jax.ShapeDtypeStruct((a_MK.shape[0], num_columns), out_dtype)
+    operands = {
+        "sizes": group_sizes_G,
+        "a": [a for a, _ in factors],
+        "b": [w for _, weights in factors for w in weights],
+    }
+    if rows_M is not None:
+        # The last tile names rows beyond the last.
+        operands["rows"] = jnp.pad(rows_M, (0, BLOCK_ROWS))
+    result = jax.ShapeDtypeStruct((num_rows, num_columns), out_dtype)
     return list(
         launch(
             kernel.run,
-            operands={
-                "sizes": group_sizes_G,
-                "a": [a for a, _ in factors],
-                "b": [w for _, weights in factors for w in weights],
-            },
+            operands=operands,
             results={"out": [result] * kernel.num_results},
             scratch=kernel.scratch(),
             grid=(NUM_PROCESSORS,),
@@ -98,6 +107,7 @@ class _Product(RingKernel):
     transposed: bool
     gated: bool
     keep: bool
+    gathered: bool
 
     @property
     def block_columns(self) -> int:
@@ -190,20 +200,24 @@ class _Product(RingKernel):
             for f, depth in enumerate(self.depths):
                 weights = gmem.b[f * self.num_weights : (f + 1) * self.num_weights]
 
-                def step(k, _, f=f, weights=weights, before=before):
-                    slot = self.slot(before + k)
-                    full = smem.full.at[slot]
+                def copy(k, slot, full, f=f, weights=weights, depth=depth):
                     depths = pl.ds(pl.multiple_of(k * BLOCK_DEPTH, BLOCK_DEPTH), BLOCK_DEPTH)
-                    plgpu.barrier_wait(smem.empty.at[slot])
-                    plgpu.copy_gmem_to_smem(gmem.a[f].at[tile_rows, depths], smem.a.at[slot], full)
                     for i, w in enumerate(weights):
                         part = (columns, depths) if self.transposed else (depths, columns)
                         plgpu.copy_gmem_to_smem(
                             w.at[(group, *part)], self.b_smem(smem, i).at[slot], full
                         )
+                    if self.gathered:
+                        copy_rows(
+                            gmem.a[f].at[:, depths], gmem.rows.at[tile_rows], smem.a.at[slot],
+                            row_bytes=depth * self.dtype.itemsize,
+                        )  # fmt: skip
+                    else:
+                        a_gmem = gmem.a[f].at[tile_rows, depths]
+                        plgpu.copy_gmem_to_smem(a_gmem, smem.a.at[slot], full)
 
                 num_steps = -(-depth // BLOCK_DEPTH)
-                lax.fori_loop(0, num_steps, step, None)
+                self.fill(smem, num_steps, before, copy, gathered=self.gathered)
                 before = before + num_steps
 
     def b_smem(self, smem: Any, i: int) -> Any:

@@ -19,6 +19,7 @@ from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.tile import tiled
 
 from .config import LINE_BYTES, LOADER, NUM_COMPUTE, WARPGROUP_ROWS, GroupedConfig
+from .rows import IN_FLIGHT, wait_for_rows
 
 
 def take_number(counter: Any, taken: Any) -> None:
@@ -164,6 +165,30 @@ class RingKernel:
                 plgpu.barrier_wait(smem.empty.at[slot])
             for slot in range(NUM_TOLD):
                 plgpu.barrier_wait(smem.heard.at[slot])
+
+    def fill(self, smem: Any, num_steps: Any, done: Any, copy: Any, *, gathered: bool) -> None:
+        """Calls ``copy(step, slot, barrier)`` as places of the ring become free.
+
+        Args:
+            gathered: the left operand is copied by threads, which say themselves when it is there.
+        """
+
+        def step(k, _):
+            @pl.when(k < num_steps)
+            def _():
+                slot = self.slot(done + k)
+                plgpu.barrier_wait(smem.empty.at[slot])
+                copy(k, slot, smem.full.at[slot])
+
+            if gathered:
+                wait_for_rows()
+
+                @pl.when(k >= IN_FLIGHT)
+                def _():
+                    plgpu.barrier_arrive(smem.full.at[self.slot(done + k - IN_FLIGHT)])
+
+        behind = jnp.where(num_steps > 0, IN_FLIGHT, 0) if gathered else 0
+        lax.fori_loop(0, num_steps + behind, step, None)
 
     def size(self, gmem: Any, group: jax.Array, first: jax.Array) -> jax.Array:
         """Rows of a group that begins at a row: those that there are."""

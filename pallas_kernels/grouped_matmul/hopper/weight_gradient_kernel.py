@@ -30,6 +30,7 @@ from .config import (
     GroupedConfig,
 )
 from .ring import COMPILER_PARAMS, RingKernel, Tile
+from .rows import copy_rows
 
 
 def grouped_weight_gradient(
@@ -37,6 +38,7 @@ def grouped_weight_gradient(
     d_MN: jax.Array,
     group_sizes_G: jax.Array,
     *,
+    rows_M: jax.Array | None = None,
     out_dtype: jnp.dtype,
     config: GroupedConfig,
 ) -> jax.Array:
@@ -46,6 +48,7 @@ def grouped_weight_gradient(
         x_MK: M is a multiple of 8 and at least 64, K of 64 and at least 128.
         d_MN: N is a multiple of 64.
         group_sizes_G: int32, in sum at most M; rows beyond may be NaN.
+        rows_M: int32; row m is ``x_MK[rows_M[m]]``, of any number; K is then a multiple of 128.
         out_dtype: sums are fp32 and rounded to it once.
         config: tiles.
     """
@@ -54,14 +57,20 @@ def grouped_weight_gradient(
         c=config,
         dtype=x_MK.dtype,
         out_dtype=jnp.dtype(out_dtype),
-        num_rows=x_MK.shape[0],
+        num_rows=d_MN.shape[0],
         num_groups=num_groups,
         width=x_MK.shape[1],
         num_columns=d_MN.shape[1],
+        gathered=rows_M is not None,
     )
+    operands = {"sizes": group_sizes_G, "x": x_MK, "d": d_MN}
+    if rows_M is not None:
+        assert x_MK.shape[1] % BLOCK_ROWS == 0, x_MK.shape
+        # The last step names rows beyond the last.
+        operands["rows"] = jnp.pad(rows_M, (0, BLOCK_DEPTH))
     return launch(
         kernel.run,
-        operands={"sizes": group_sizes_G, "x": x_MK, "d": d_MN},
+        operands=operands,
         results={
             "out": jax.ShapeDtypeStruct((num_groups, kernel.width, kernel.num_columns), out_dtype)
         },
@@ -79,6 +88,7 @@ class _WeightGradient(RingKernel):
 
     width: int
     num_columns: int
+    gathered: bool
 
     def scratch(self) -> dict[str, Any]:
         ring = self.shared(a=(BLOCK_DEPTH, BLOCK_ROWS), b=(BLOCK_DEPTH, self.c.columns))
@@ -139,15 +149,18 @@ class _WeightGradient(RingKernel):
         x_columns = pl.ds(pl.multiple_of(row, BLOCK_ROWS), BLOCK_ROWS)
         d_columns = pl.ds(pl.multiple_of(column, WIDTH_MULTIPLE), self.c.columns)
 
-        def step(i, _):
-            slot = self.slot(done + i)
-            full = smem.full.at[slot]
+        def copy(i, slot, full):
             depths = pl.ds(pl.multiple_of(first + i * BLOCK_DEPTH, ROW_MULTIPLE), BLOCK_DEPTH)
-            plgpu.barrier_wait(smem.empty.at[slot])
-            plgpu.copy_gmem_to_smem(gmem.x.at[depths, x_columns], smem.a.at[slot], full)
             plgpu.copy_gmem_to_smem(gmem.d.at[depths, d_columns], smem.b.at[slot], full)
+            if self.gathered:
+                copy_rows(
+                    gmem.x.at[:, x_columns], gmem.rows.at[depths], smem.a.at[slot],
+                    row_bytes=self.width * self.dtype.itemsize,
+                )  # fmt: skip
+            else:
+                plgpu.copy_gmem_to_smem(gmem.x.at[depths, x_columns], smem.a.at[slot], full)
 
-        lax.fori_loop(0, steps, step, None)
+        self.fill(smem, steps, done, copy, gathered=self.gathered)
 
     def compute(self, gmem: Any, smem: Any, wg: Any, tile: Tile, constants: jax.Array) -> None:
         """This warpgroup's rows of one tile."""
