@@ -36,7 +36,7 @@ SHAPES = (
     (65536, 2048, 768, 128),
 )  # rows, width in, width out, groups
 DIRECTIONS = ("forward", "input_gradient", "weight_gradient")
-VARIANTS = {"head start": {"head_start": 2}}
+VARIANTS = {"every 132nd tile": {"in_any_order": False}, "bands of 16": {"band": 16}}
 VARIED = ("forward", "weight_gradient")
 SMALL_SIZES, SMALL_ROWS = (300, 0, 7, 1, 640, 250), 2000
 type Run = tuple[Callable, Callable]
@@ -110,13 +110,27 @@ def take_turns(runs: dict[str, Run], *, turn: float, rounds: int) -> dict[str, d
             start = time.perf_counter()
             for _ in range(counts[name]):
                 result = call()
-            watts[name].append(torch.cuda.power_draw() / 1e3)
+            watts[name].append(_watts())
             wait(result)
             times[name].append(1e3 * (time.perf_counter() - start) / counts[name])
     return {
         name: {"ms": statistics.median(times[name][1:]), "watts": statistics.mean(watts[name])}
         for name in runs
     }
+
+
+@functools.cache
+def _has_power_meter() -> bool:
+    try:
+        torch.cuda.power_draw()
+    except (ModuleNotFoundError, RuntimeError) as error:
+        print(f"no joules: {error}", flush=True)
+        return False
+    return True
+
+
+def _watts() -> float:
+    return torch.cuda.power_draw() / 1e3 if _has_power_meter() else float("nan")
 
 
 def in_tflops(found: dict[str, dict[str, float]], flop: float) -> dict:

@@ -29,6 +29,8 @@ class Case:
     gathered: bool = False
     listed: bool = False
     dtype: str = "bfloat16"
+    K: int = K
+    N: int = N
 
 
 CASES = [
@@ -62,10 +64,10 @@ def arrays_of(case):
         if case.listed:
             positions = [np.flatnonzero(rows == t) for t in range(num_tokens)]
             index["positions"] = jnp.asarray(np.stack(positions), jnp.int32)
-    w = (len(case.sizes), K, N)
+    w = (len(case.sizes), case.K, case.N)
     x, gate, up, d = (
         jnp.asarray(rng.normal(size=size), dtype)
-        for size in ((num_tokens, K), w, w, (case.num_rows, N))
+        for size in ((num_tokens, case.K), w, w, (case.num_rows, case.N))
     )
     if not case.gathered:
         x = x.at[sum(case.sizes) :].set(jnp.nan)

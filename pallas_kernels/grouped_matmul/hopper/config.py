@@ -29,6 +29,4 @@ class GroupedConfig:
     gather: bool = True
     """Rows that an index names are read where they lie; else copied in memory first, for the
     interpreter."""
-    head_start: int = 0
-    """Steps by which the first warpgroup is ahead: one multiplies while the other stores."""
     across: int = 0  # bands are so many tiles of rows (0) or of columns (1) wide

@@ -29,7 +29,7 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import COMPILER_PARAMS, RingKernel, Tile
+from .ring import COMPILER_PARAMS, RingKernel
 from .rows import copy_rows
 
 
@@ -224,10 +224,12 @@ class _Product(RingKernel):
         """The ring of weight i."""
         return getattr(smem, f"b{i}")
 
-    def compute(self, gmem: Any, smem: Any, wg: Any, tile: Tile, constants: None) -> None:
+    def compute(
+        self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: None
+    ) -> None:
         """This warpgroup's rows of one tile."""
         del constants
-        steps, _, row, first, end, column, *_ = tile.facts
+        steps, _, row, first, end, column, *_ = facts
         row = pl.multiple_of(row + wg * WARPGROUP_ROWS, ROW_MULTIPLE)
         first, end = (jnp.clip(x - row, 0, WARPGROUP_ROWS) for x in (first, end))
         has_rows, is_of_group = first < end, steps > 0
@@ -245,17 +247,14 @@ class _Product(RingKernel):
                     parts.append((part, at, column + j < self.num_columns))
             self.store(smem, wg, parts, (first, end))
 
-        is_multiplied = is_of_group & has_rows
-        self.let_second_begin(smem, wg, tile, jnp.logical_not(is_multiplied))
-
-        @pl.when(is_multiplied)
+        @pl.when(is_of_group & has_rows)
         def _():
-            store(self.results(self.multiply(smem, wg, tile)))
+            store(self.results(self.multiply(smem, wg, done)))
 
         @pl.when(is_of_group & jnp.logical_not(has_rows))
         def _():
             def step(k, _):
-                slot = self.slot(tile.done + k)
+                slot = self.slot(done + k)
                 plgpu.barrier_wait(smem.full.at[slot])
                 plgpu.barrier_arrive(smem.empty.at[slot])
 
@@ -268,9 +267,8 @@ class _Product(RingKernel):
             )
             store([zeros] * self.num_results)
 
-    def multiply(self, smem: Any, wg: Any, tile: Tile) -> Any:
+    def multiply(self, smem: Any, wg: Any, done: Any) -> Any:
         """fp32 [64, columns] of each weight."""
-        done = tile.done
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
 
         def product(*accs):
@@ -281,7 +279,6 @@ class _Product(RingKernel):
                     b = self.b_smem(smem, i).at[slot]
                     b = b.transpose((1, 0)) if self.transposed else b
                     plgpu.wgmma(acc, smem.a.at[slot, mine], b)
-                self.let_second_begin(smem, wg, tile, self.is_head_start(k, self.num_steps))
                 plgpu.wgmma_wait(len(accs))
                 # The step before this one is multiplied.
                 pl.when(k > 0)(lambda: plgpu.barrier_arrive(smem.empty.at[self.slot(done + k - 1)]))

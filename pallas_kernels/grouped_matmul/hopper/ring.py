@@ -6,7 +6,7 @@ away. No list of tiles is made before the kernel: a launch costs as much as read
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,17 +47,6 @@ COMPILER_PARAMS = plgpu.CompilerParams(
 )
 NUM_TOLD = 2  # tiles that were found and not yet begun
 NUM_FACTS = 8  # numbers that tell of one
-NUM_TURNS = 4
-"""Tiles that the first warpgroup may have begun since the one that the second is at: no more than
-two are told and not heard of."""
-
-
-class Tile(NamedTuple):
-    """One tile as the warpgroups that multiply see it."""
-
-    facts: tuple[jax.Array, ...]
-    done: jax.Array  # steps of the block's tiles before
-    number: jax.Array  # of the block's tiles
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,8 +71,6 @@ class RingKernel:
             name: plgpu.SMEM((c.num_stages, *shape), self.dtype, transforms=tiled(128))
             for name, shape in operands.items()
         }
-        if c.head_start:
-            ring["turn"] = plgpu.Barrier(num_barriers=NUM_TURNS)
         return {
             **ring,
             "facts": plgpu.SMEM((NUM_TOLD, NUM_FACTS), jnp.int32),
@@ -126,10 +113,7 @@ class RingKernel:
                 plgpu.barrier_wait(smem.told.at[slot])
                 facts = tuple(smem.facts[slot, j] for j in range(NUM_FACTS))
                 plgpu.barrier_arrive(smem.heard.at[slot])
-                if self.c.head_start:
-                    turn = smem.turn.at[lax.rem(i, NUM_TURNS)]
-                    pl.when(wg == 1)(lambda: plgpu.barrier_wait(turn))
-                self.compute(gmem, smem, wg, Tile(facts, done, i), constants)
+                self.compute(gmem, smem, wg, facts, done, constants)
                 return i + 1, done + facts[0], facts[1] <= self.num_groups
 
             lax.while_loop(lambda carry: carry[2], step, (jnp.int32(0), jnp.int32(0), True))
@@ -194,16 +178,6 @@ class RingKernel:
         """Rows of a group that begins at a row: those that there are."""
         size = gmem.sizes[jnp.minimum(group, self.num_groups - 1)]
         return jnp.clip(size, 0, self.num_rows - first)
-
-    def let_second_begin(self, smem: Any, wg: jax.Array, tile: Tile, now: Any = True) -> None:
-        """The first warpgroup says so once for each tile, if they do not begin together."""
-        if self.c.head_start:
-            turn = smem.turn.at[lax.rem(tile.number, NUM_TURNS)]
-            pl.when((wg == 0) & now)(lambda: plgpu.barrier_arrive(turn))
-
-    def is_head_start(self, step: jax.Array, num_steps: jax.Array | int) -> jax.Array:
-        """Whether the second warpgroup begins behind this step of a tile's."""
-        return step == jnp.minimum(self.c.head_start, num_steps) - 1
 
     def slot(self, step: jax.Array) -> jax.Array:
         """The place in the ring of a step, counted over all tiles of the block."""

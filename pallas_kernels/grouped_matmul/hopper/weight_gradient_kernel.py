@@ -29,8 +29,12 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import COMPILER_PARAMS, RingKernel, Tile
+from .ring import COMPILER_PARAMS, RingKernel
 from .rows import copy_rows
+
+LONG = 4
+"""Groups of more rows than so many times the mean are begun first."""
+READ_AT_ONCE = 8  # sizes whose loads do not wait for each other
 
 
 def grouped_weight_gradient(
@@ -102,35 +106,67 @@ class _WeightGradient(RingKernel):
     def constants(self, gmem: Any) -> jax.Array:
         """The end of the last group."""
 
-        def step(group, end):
-            return end + self.size(gmem, group, end)
+        def step(i, end):
+            for j in range(READ_AT_ONCE):
+                group = i * READ_AT_ONCE + j
+                end += jnp.where(group < self.num_groups, self.size(gmem, group, end), 0)
+            return end
 
-        return lax.fori_loop(0, self.num_groups, step, jnp.int32(0))
+        return lax.fori_loop(0, -(-self.num_groups // READ_AT_ONCE), step, jnp.int32(0))
+
+    @property
+    def long(self) -> int:
+        """Rows beyond which a group is a long one."""
+        return LONG * -(-self.num_rows // self.num_groups)
 
     def start(self, gmem: Any) -> Any:
-        """(group, its first row) of the first group."""
-        del gmem
-        return jnp.int32(0), jnp.int32(0)
+        """(turn of long groups or of others, group, its first row, its rows, groups before it)."""
+
+        def step(i, longest):
+            for j in range(READ_AT_ONCE):
+                group = jnp.minimum(i * READ_AT_ONCE + j, self.num_groups - 1)
+                longest = jnp.maximum(longest, gmem.sizes[group])
+            return longest
+
+        zero = jnp.int32(0)
+        longest = lax.fori_loop(0, -(-self.num_groups // READ_AT_ONCE), step, zero)
+        turn = jnp.where(longest > self.long, 0, 1)
+        return turn, zero, zero, self.size(gmem, zero, zero), zero
 
     def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
         """Facts of a tile and the place of its group.
+
+        Groups much longer than the mean come first: their tiles take longest, and one that is begun
+        last would keep all others waiting.
 
         Facts: steps, group, first row of x, its end, row and column of the result. Beyond the last
         tile the group is one that there is not.
         """
         per_group = self.grid[0] * self.grid[1]
-        group = lax.div(index, jnp.int32(per_group))
-        group = jnp.where(group < self.num_groups, group, self.num_groups + 1)
+        wanted = lax.div(index, jnp.int32(per_group))
+
+        def is_counted(place):
+            turn, _, _, size, _ = place
+            return (size > self.long) == (turn == 0)
+
+        def is_elsewhere(place):
+            found = is_counted(place) & (place[4] == wanted)
+            return jnp.logical_not(found) & (place[0] < 2)
 
         def following(place):
-            return place[0] + 1, place[1] + self.size(gmem, *place)
+            turn, group, first, size, before = place
+            before = before + is_counted(place).astype(jnp.int32)
+            is_last = group == self.num_groups - 1
+            turn = turn + is_last.astype(jnp.int32)
+            group = jnp.where(is_last, 0, group + 1)
+            first = jnp.where(is_last, 0, first + size)
+            return turn, group, first, self.size(gmem, group, first), before
 
-        def is_before(place):
-            return place[0] < jnp.minimum(group, self.num_groups)
-
-        place = lax.while_loop(is_before, following, place)
-        first = place[1]
-        end = first + jnp.where(group < self.num_groups, self.size(gmem, group, first), 0)
+        place = lax.while_loop(is_elsewhere, following, place)
+        turn, group, first, size, _ = place
+        exists = turn < 2
+        group = jnp.where(exists, group, self.num_groups + 1)
+        end = first + jnp.where(exists, size, 0)
         inside = lax.rem(index, jnp.int32(per_group))
         m, n = plgpu.planar_snake(inside, self.grid, self.c.across, self.c.band)
         read = end - first + lax.rem(first, ROW_MULTIPLE)
@@ -162,14 +198,15 @@ class _WeightGradient(RingKernel):
 
         self.fill(smem, steps, done, copy, gathered=self.gathered)
 
-    def compute(self, gmem: Any, smem: Any, wg: Any, tile: Tile, constants: jax.Array) -> None:
+    def compute(
+        self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: jax.Array
+    ) -> None:
         """This warpgroup's rows of one tile."""
-        steps, group, _, _, row, column, *_ = tile.facts
-        self.let_second_begin(smem, wg, tile, steps == 0)
+        _, group, _, _, row, column, *_ = facts
 
         @pl.when(group < self.num_groups)
         def _():
-            value = self.multiply(smem, wg, tile, constants)
+            value = self.multiply(smem, wg, facts, done, constants)
             parts = []
             for j in range(0, self.c.columns, self.line):
 
@@ -182,14 +219,11 @@ class _WeightGradient(RingKernel):
                 parts.append((part, place, True))
             self.store_whole(smem, wg, parts)
 
-    def multiply(self, smem: Any, wg: Any, tile: Tile, last_end: jax.Array) -> jax.Array:
+    def multiply(self, smem: Any, wg: Any, facts: Any, done: Any, last_end: jax.Array) -> jax.Array:
         """fp32 [64, columns]."""
-        done = tile.done
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
-        num_steps, _, first, end, *_ = tile.facts
+        num_steps, _, first, end, *_ = facts
         first_read = self.first_read(first)
-        # Rows of no group may be NaN in both operands; of another group they count on its own.
-        is_last_group = end == last_end
 
         def product(acc):
             def step(k, _):
@@ -201,14 +235,13 @@ class _WeightGradient(RingKernel):
                     jnp.clip(end - row, 0, BLOCK_DEPTH),
                 )
                 plgpu.barrier_wait(smem.full.at[slot])
-                # Before the two wait for each other.
-                self.let_second_begin(smem, wg, tile, self.is_head_start(k, num_steps))
 
                 @pl.when((kept[0] > 0) | (kept[1] < BLOCK_DEPTH))
                 def _():
                     self.mask(a, kept)
 
-                @pl.when((kept[1] < BLOCK_DEPTH) & is_last_group)
+                # Rows of no group may be NaN in both operands; a factor of 0 does not silence it.
+                @pl.when(row + BLOCK_DEPTH > last_end)
                 def _():
                     half = self.c.columns // NUM_COMPUTE
                     self.mask(smem.b.at[slot, :, pl.ds(pl.multiple_of(wg * half, 64), half)], kept)
