@@ -1,4 +1,4 @@
-"""Grouped products on a Hopper GPU, where blocks share a counter and gather rows, against float64."""
+"""Grouped products on a Hopper GPU: blocks share a counter and gather rows. Against float64."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_gated_product_and_gradients(case):
 
 
 def test_a_block_that_gets_many_tiles_repeats():
-    """More tiles than blocks, of very unlike groups: whoever computes one, its bits are the same."""
+    """More tiles than blocks, of very unlike groups: the same bits, whoever computes one."""
     rng = np.random.default_rng(0)
     sizes = jnp.asarray([30, 6000, 1, 0, 900, 700, 400, 161], jnp.int32)
     x, w = (
