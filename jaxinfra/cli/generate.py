@@ -9,9 +9,10 @@ from jaxinfra.cli.terminal import printable
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
-from jaxinfra.serving.generate import generate_text, generate_text_after
+from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", default="", metavar="AXES", help="devices to spread the model over: tensor=2"
     )
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument(
         "--step", type=int, metavar="N", help="a certain checkpoint; by default the newest"
     )
@@ -54,9 +56,10 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     policy = None if args.policy is None else PolicyName(args.policy)
-    model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    num_tokens, first = 0, started
+    num_tokens, first, finish = 0, started, None
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     if args.chat:
         text = load_chat_template(args.run).render([{"role": "user", "content": prompt}])
@@ -65,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         pieces = generate_text(model, prompt, **options)
     for piece in pieces:
         num_tokens += 1
+        finish = piece.finish
         if num_tokens == 1:
             first = time.perf_counter()
         # Elsewhere than on a terminal, the text is what was drawn, to the last character.
@@ -79,4 +83,10 @@ def run(args: argparse.Namespace) -> int:
         f"(loading and compiling){speed}",
         file=sys.stderr,
     )
+    if finish is FinishReason.CONTEXT:
+        print(
+            f"stopped there: the model has {model.definition.config.max_positions} positions, "
+            f"fewer than the prompt and --max-new-tokens {args.max_new_tokens} need",
+            file=sys.stderr,
+        )
     return 0

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -19,12 +20,14 @@ from jaxinfra.reliability.exchange import ProcessTable
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate_heldout
+from jaxinfra.training.finished import Outcome
 from jaxinfra.training.guards import (
     DivergedError,
     Doubt,
     Guards,
     is_due,
     judge_loss,
+    require_applied,
     require_progress,
     same_program,
 )
@@ -40,16 +43,6 @@ from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.summary import summarize
 from jaxinfra.training.watch import Watch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a call of ``train`` ended."""
-
-    summary: dict[str, Any] | None  # None where it was asked to stop before the end
-    step: int
-    was_complete: bool = False  # before the call, which did nothing
-    together: bool = False  # all processes of the job end here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +114,7 @@ class Trainer:
         except DivergedError:
             self._draw()
             raise
+        self._stop.hold()  # what is left takes a moment
         self._watch.phase("finish", self._step)
         self._draw()
         self._watch.snapshot(step=self._step, now=True)
@@ -131,6 +125,7 @@ class Trainer:
                 f"jaxinfra train --resume {self._run.path}"
             )
             return Outcome(summary=None, step=self._step)
+        require_applied(self._log.find("skipped"), steps=self._training.steps)
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
 
     def _draw(self) -> None:
@@ -165,15 +160,15 @@ class Trainer:
             self._record(keep=0)
             self._watch.probe(self._step)
         began = time.perf_counter()
-        with self._stop.with_unsaved(steps=self.has_trained):
-            self._pending.append(self._next())
-            if not self.has_trained:
-                jax.block_until_ready(self._pending[-1].metrics)
+        self._pending.append(self._next())
+        if not self.has_trained:
+            jax.block_until_ready(self._pending[-1].metrics)
         self._step += 1
         if not self.has_trained and self._pending[-1].metrics is not None:
             self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
             self._record(keep=0)
             self.has_trained = True
+            self._stop.hold()
         self._record(keep=1)  # the device works on this step while the host reads the last
         self._watch_copies()
         self._evaluate_and_save()
@@ -183,8 +178,10 @@ class Trainer:
         self._profiler.before_step(step)
         self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            with self._stop.interrupting():
-                batch = next(self._batches)
+            # Made ahead it is there at once; the readers of a disk that hangs may never make it.
+            ready = self._batches.num_ready > 0
+            make = functools.partial(next, self._batches)
+            batch = make() if ready else self._stop.wait_for(make)
             input_s = self._watch.phase("place", step + 1)
             samples = self._batches.sample_ids(self._batches.step - 1)
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
@@ -377,7 +374,8 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state={**self._batches.state(), "step": self._step},
+                data_state=self._batches.state()
+                | {"step": self._step, "excluded": [*sorted(self._watch.excluded)]},
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:

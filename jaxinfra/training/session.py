@@ -6,22 +6,21 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxinfra.checkpoint import directory_layout, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import (
-    CheckpointError,
     ConfigError,
     DeviceMemoryError,
     JaxinfraError,
     LostPeerError,
 )
+from jaxinfra.core.signals import StopRequest, noted_signals
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
@@ -33,14 +32,16 @@ from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
+from jaxinfra.training.finished import Outcome, final_summary
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
-from jaxinfra.training.loop import Outcome, Trainer
+from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
+from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
 from jaxinfra.training.state import State
-from jaxinfra.training.stop import Agreement, Stopped, StopRequest, stop_on_signals
+from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.watch import Watch, attempt, compute_s
 
 
@@ -51,7 +52,6 @@ def train(
     resume: bool,
     cache_dir: Path,
     profile: ProfileRange | None = None,
-    ends_process: bool = False,
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
@@ -63,28 +63,25 @@ def train(
     Args:
         cache_dir: where tokenized corpora and compiled programs are kept between runs.
         profile: steps to trace.
-        ends_process: the caller exits next, so that a signal after the end changes nothing.
 
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
     """
     began = time.perf_counter()
-    with stop_on_signals(ends_process=ends_process) as stop, contextlib.ExitStack() as resources:
-        try:
-            with stop.at_once(nothing_to_save=True):
-                cluster = connect()
-                rank = 0 if cluster is None else cluster.process_id
-                faults.arm(os.environ, rank=rank, attempt=attempt())
-                keep_compiled_programs(cache_dir)
-        except Stopped:
-            return Outcome(summary=None, step=0)
+    with noted_signals() as stop, contextlib.ExitStack() as resources:
+        run = RunDirectory(directory)
+        stop.words = functools.partial(_nothing_lost, run)
+        cluster = connect()
+        rank = 0 if cluster is None else cluster.process_id
+        faults.arm(os.environ, rank=rank, attempt=attempt())
+        keep_compiled_programs(cache_dir)
         progress = resources.enter_context(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
             config=config,
-            run=RunDirectory(directory),
+            run=run,
             resume=resume,
             cache_dir=cache_dir,
             profile=profile,
@@ -120,7 +117,7 @@ class _Session:
     def outcome(self) -> Outcome:
         """Sets up and trains."""
         config, run, progress = self.config, self.run, self.progress
-        if self.resume and (summary := _final_summary(config, run)) is not None:
+        if self.resume and (summary := final_summary(config, run)) is not None:
             progress.message(
                 f"{run.path} is complete: all of its {config.training.steps} steps are done; to "
                 "train on, raise training.steps"
@@ -129,8 +126,7 @@ class _Session:
             return Outcome(summary=summary, step=steps, was_complete=True, together=True)
         trainer = None
         try:
-            with self.stop.at_once(nothing_to_save=True):
-                trainer = self._set_up()
+            trainer = self._set_up()
             return dataclasses.replace(trainer.run(), together=True)
         except jax.errors.JaxRuntimeError as error:
             if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
@@ -142,11 +138,8 @@ class _Session:
                 ) from error
             raise
         except Stopped:
-            assert self.stop.signal is not None
-            progress.message(
-                f"stopped by {self.stop.signal.name} before a step was done, nothing was lost; "
-                f"continue with jaxinfra train --resume {run.path}"
-            )
+            assert self.stop.asked is not None
+            progress.message(f"stopped by {self.stop.asked.name}{_nothing_lost(run)}")
             step = max(directory_layout.steps(run.checkpoints), default=0)
             return Outcome(summary=None, step=step)
 
@@ -183,6 +176,8 @@ class _Session:
         progress.message(describe_corpus(start.corpus))
         if start.saved:
             progress.message(f"resumed at step {start.batches.step}")
+        if start.changes:
+            progress.message(f"settings changed since it was saved: {'; '.join(start.changes)}")
         log = resources.enter_context(
             MetricsLog(
                 run.metrics_file,
@@ -216,8 +211,18 @@ class _Session:
                 progress=progress,
                 began=time.time() - (time.perf_counter() - self.began),
                 lost_s=compute_s(log.undone),
+                excluded=start.excluded,
             ),
         )
+
+
+def _nothing_lost(run: RunDirectory) -> str:
+    how = (
+        f"continue with jaxinfra train --resume {run.path}"
+        if run.config_file.is_file()
+        else "start it again"
+    )
+    return f" before a step was done, nothing was lost; {how}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -253,17 +258,6 @@ def _record_and_watch(
     return recorder
 
 
-def _final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
-    """The outcome of a run that has no step left to do; None while there is one."""
-    summary, steps = run.read_summary(), config.training.steps
-    done = summary is not None and summary["steps"] == steps
-    return (
-        summary
-        if done and max(directory_layout.steps(run.checkpoints), default=0) == steps
-        else None
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Start:
     """What a run's steps start from."""
@@ -273,6 +267,8 @@ class _Start:
     saver: Checkpointer
     state: State
     saved: bool  # whether the state is that of a checkpoint
+    changes: tuple[str, ...] = ()  # of settings since that checkpoint
+    excluded: frozenset[int] = frozenset()  # steps whose batches are left out
 
 
 def _new(
@@ -305,7 +301,11 @@ def _resumed(
     profile: ProfileRange | None,
 ) -> _Start:
     saver = _open_checkpoints(job, run, resources)
-    restored = _restore(job, run, saver)
+    if saver.latest() is not None and not run.tokenizer_file.exists():
+        raise ConfigError(
+            f"{run.path} has no tokenizer.json; restore the one that the run was trained with"
+        )
+    restored = restore_newest(job, run, saver)
     if profile is not None:
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
@@ -317,12 +317,15 @@ def _resumed(
     processes.on_first(lambda: run.update_config(job.config))
     if saved is None:
         processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+        saver.identity = identity(run, job.config)
     return _Start(
         corpus=corpus,
         batches=batches,
         saver=saver,
         state=first_state(job) if restored is None else restored.state,
         saved=restored is not None,
+        changes=changed_settings(restored, job.config),
+        excluded=excluded_batches(restored),
     )
 
 
@@ -363,25 +366,10 @@ def _open_data(
 
 def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
     return resources.enter_context(
-        Checkpointer(run.checkpoints, job.config.checkpoint, identity=identity(job.config))
-    )
-
-
-def _restore(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
-    """The newest good checkpoint; None where a run was stopped before it made one."""
-    if saver.latest() is None:
-        quarantine = run.checkpoints / directory_layout.QUARANTINE
-        if quarantine.exists() and any(quarantine.iterdir()):
-            raise CheckpointError(
-                f"{run.path} has no checkpoint but those set aside as damaged in {quarantine}; "
-                "restore one of them from a copy, or start another run"
-            )
-        return None
-    restored = saver.restore(job.abstract_state())
-    steps = job.config.training.steps
-    if restored.step > steps:
-        raise ConfigError(
-            f"{run.path} is at step {restored.step}, past training.steps={steps}; raise it to "
-            "train on, or start another run"
+        Checkpointer(
+            run.checkpoints,
+            job.config.checkpoint,
+            identity=identity(run, job.config),
+            settings=codec.to_dict(job.config),
         )
-    return restored
+    )
