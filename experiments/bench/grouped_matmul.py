@@ -18,12 +18,13 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.stages
 import numpy as np
-import torch
+import torch  # pyrefly: ignore[missing-import]  # of the machine that measures
 
 from experiments.bench.table import Table
 from pallas_kernels import grouped_matmul, grouped_swiglu
@@ -99,16 +100,15 @@ def take_turns(runs: dict[str, Run], *, turn: float, rounds: int) -> dict[str, d
     for name, (call, wait) in runs.items():
         wait(call())
         start = time.perf_counter()
-        for _ in range(3):
-            result = call()
-        wait(result)
+        wait([call() for _ in range(3)])
         counts[name] = max(1, round(3 * turn / (time.perf_counter() - start)))
     times: dict[str, list[float]] = {name: [] for name in runs}
     watts: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, (call, wait) in runs.items():
             start = time.perf_counter()
-            for _ in range(counts[name]):
+            result = call()
+            for _ in range(counts[name] - 1):
                 result = call()
             watts[name].append(_watts())
             wait(result)
@@ -185,7 +185,7 @@ def measure_variants(shape, programs: dict[str, Future], args) -> dict:
     """Forms of the kernel beside each other; their results are the same bits."""
     M, K, N, G = shape
     given = (*(jnp.from_dlpack(a) for a in operands(shape)), jnp.asarray(sizes_of(M, G)))
-    runs = {
+    runs: dict[str, Run] = {
         name: (functools.partial(program.result(), *given), jax.block_until_ready)
         for name, program in programs.items()
     }
@@ -203,7 +203,7 @@ def measure_gathered(shape, programs: dict[str, Future], args) -> dict:
     rows = np.random.default_rng(2).permutation(np.arange(M) % (M // 8)).astype(np.int32)
     given = jnp.from_dlpack(x)[: M // 8], jnp.from_dlpack(w), jnp.asarray(rows)
     given = *given, jnp.asarray(sizes_of(M, G))
-    runs = {
+    runs: dict[str, Run] = {
         name: (functools.partial(program.result(), *given), jax.block_until_ready)
         for name, program in programs.items()
     }
@@ -228,7 +228,7 @@ def check_program(kind: str, implementation: str) -> Callable:
     rows = jnp.arange(SMALL_ROWS, dtype=jnp.int32) // 2 if "gathered" in kind else None
 
     def run(x, w, up, d, sizes):
-        options = {"rows": rows, "implementation": implementation}
+        options: dict[str, Any] = {"rows": rows, "implementation": implementation}
 
         def f(x, w, up):
             if "gated" in kind:

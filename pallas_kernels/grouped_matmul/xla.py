@@ -8,7 +8,7 @@ Dims: B row of a block, M row, G group, K width in, N width out.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ def _rows_of(x: jax.Array, rows_M: jax.Array | None, size: int) -> Callable[...,
 def _by_blocks[Results](
     blocks: _Blocks,
     compute: Callable[[jax.Array, jax.Array], Results],
-    results: Results,
+    results: Any,
     operands: tuple[jax.Array | None, ...],
 ) -> Results:
     """Rows computed block by block, 0 beyond the groups.

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import UnsupportedError, grouped_matmul, grouped_swiglu
 from pallas_kernels.common import device
-from pallas_kernels.grouped_matmul.hopper import calls, product_kernel, ring
+from pallas_kernels.grouped_matmul.hopper import calls, ring
 from pallas_kernels.grouped_matmul.hopper.config import GroupedConfig
 from tests.kernels import grouped_oracle
 from tests.rounding import Rounded
@@ -30,8 +30,7 @@ SIZES, NUM_ROWS = (9, 0, 130, 3, 2, 0, 1), 151
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Chosen for an H200, run by the interpreter, on two blocks."""
-    for module in (ring, product_kernel):
-        monkeypatch.setattr(module, "NUM_PROCESSORS", 2)
+    monkeypatch.setattr(ring, "NUM_PROCESSORS", 2)
     config = GroupedConfig(columns=128, num_stages=2, in_any_order=False, gather=False)
     monkeypatch.setattr(calls, "DEFAULT", config)
     parameters = plgpu.InterpretGPUParams()

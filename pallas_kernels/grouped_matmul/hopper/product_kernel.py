@@ -16,20 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.tile import LOG2E
 
 from .config import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
-    NUM_COMPUTE,
     ROW_MULTIPLE,
     WARPGROUP_ROWS,
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import COMPILER_PARAMS, RingKernel
+from .ring import RingKernel
 from .rows import copy_rows
 
 
@@ -83,18 +80,7 @@ def grouped_product(
         # The last tile names rows beyond the last.
         operands["rows"] = jnp.pad(rows_M, (0, BLOCK_ROWS))
     result = jax.ShapeDtypeStruct((num_rows, num_columns), out_dtype)
-    return list(
-        launch(
-            kernel.run,
-            operands=operands,
-            results={"out": [result] * kernel.num_results},
-            scratch=kernel.scratch(),
-            grid=(NUM_PROCESSORS,),
-            grid_names=("worker",),
-            num_threads=NUM_COMPUTE + 1,
-            compiler_params=COMPILER_PARAMS,
-        )["out"]
-    )
+    return list(kernel.launch(operands, {"out": [result] * kernel.num_results})["out"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ tells the others by way of shared memory, and copies operands ahead; two multipl
 away. No list of tiles is made before the kernel: a launch costs as much as reading the sizes.
 """
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.launch import Named, launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.tile import tiled
 
@@ -50,14 +52,57 @@ NUM_FACTS = 8  # numbers that tell of one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RingKernel:
-    """The roles; kernels say which tiles there are, and what is loaded and multiplied."""
+class RingKernel(abc.ABC):
+    """The roles; kernels say which tiles there are, and what is loaded and multiplied.
+
+    A tile is told by its facts: first its steps, then its group, which is above the number of
+    groups for what comes behind the last tile; the rest is the kernel's.
+    """
 
     c: GroupedConfig
     dtype: jnp.dtype  # of operands
     out_dtype: jnp.dtype
     num_rows: int
     num_groups: int
+
+    def launch(self, operands: Named, results: Named) -> dict[str, Any]:
+        """Results by name, of one block on each multiprocessor."""
+        return launch(
+            self.run,
+            operands=operands,
+            results=results,
+            scratch=self.scratch(),
+            grid=(NUM_PROCESSORS,),
+            grid_names=("worker",),
+            num_threads=NUM_COMPUTE + 1,
+            compiler_params=COMPILER_PARAMS,
+        )
+
+    @abc.abstractmethod
+    def scratch(self) -> dict[str, Any]:
+        """Buffers and barriers: ``shared`` and the kernel's own."""
+
+    @abc.abstractmethod
+    def start(self, gmem: Any) -> Any:
+        """Where the search for tiles begins."""
+
+    @abc.abstractmethod
+    def find(self, gmem: Any, index: jax.Array, place: Any) -> tuple[tuple[jax.Array, ...], Any]:
+        """The facts of a tile, and where the search for the block's next begins."""
+
+    @abc.abstractmethod
+    def load(self, gmem: Any, smem: Any, facts: tuple[jax.Array, ...], done: jax.Array) -> None:
+        """Fills the ring with the operands of one tile; ``done`` steps were of tiles before."""
+
+    @abc.abstractmethod
+    def constants(self, gmem: Any) -> Any:
+        """What the warpgroups that multiply need of all sizes."""
+
+    @abc.abstractmethod
+    def compute(
+        self, gmem: Any, smem: Any, wg: jax.Array, facts: Any, done: jax.Array, constants: Any
+    ) -> None:
+        """This warpgroup's rows of one tile: multiplied and sent away."""
 
     @property
     def line(self) -> int:

@@ -16,8 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.tile import WGMMA
 
 from .config import (
@@ -29,7 +27,7 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import COMPILER_PARAMS, RingKernel
+from .ring import RingKernel
 from .rows import copy_rows
 
 LONG = 4
@@ -72,18 +70,8 @@ def grouped_weight_gradient(
         assert x_MK.shape[1] % BLOCK_ROWS == 0, x_MK.shape
         # The last step names rows beyond the last.
         operands["rows"] = jnp.pad(rows_M, (0, BLOCK_DEPTH))
-    return launch(
-        kernel.run,
-        operands=operands,
-        results={
-            "out": jax.ShapeDtypeStruct((num_groups, kernel.width, kernel.num_columns), out_dtype)
-        },
-        scratch=kernel.scratch(),
-        grid=(NUM_PROCESSORS,),
-        grid_names=("worker",),
-        num_threads=NUM_COMPUTE + 1,
-        compiler_params=COMPILER_PARAMS,
-    )["out"]
+    result = jax.ShapeDtypeStruct((num_groups, kernel.width, kernel.num_columns), out_dtype)
+    return kernel.launch(operands, {"out": result})["out"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
