@@ -21,6 +21,7 @@ BENCHMARKS = {
     "step_curve": "the losses of 200 steps on real text, beside the plain-JAX step's",
     "attention": "flash attention forward and backward, beside cuDNN",
     "memory_bound": "softmaxes and norms, forward and gradient, beside XLA and a copy",
+    "grouped_matmul": "rows times their group's weight, and gradients, beside PyTorch's",
     "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
     "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
     "roofline": "this device's ceilings, and kernels, prefill and decode under them",
