@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
+from jaxinfra.config.model import LatentAttentionConfig, ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
@@ -181,15 +181,11 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
 def refuse_planned(model: ModelConfig) -> None:
     """Raises UnsupportedError for layers that nothing runs, before their parameters are drawn."""
     for block in model.blocks:
-        for part, name in (
-            (block.mixer, "latent attention is"),
-            (block.feed_forward, "experts are"),
-        ):
-            if isinstance(part, LatentAttentionConfig | ExpertsConfig):
-                raise UnsupportedError(
-                    f"{name} planned, not run: choose a model with grouped attention and a dense "
-                    "feed-forward layer, or jaxinfra plan for this one"
-                )
+        if isinstance(block.mixer, LatentAttentionConfig):
+            raise UnsupportedError(
+                "latent attention is planned, not run: choose a model with grouped attention, or "
+                "jaxinfra plan for this one"
+            )
 
 
 def _validate_lora(run: RunConfig) -> None:
