@@ -16,12 +16,13 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from pallas_kernels import UnsupportedError as KernelUnsupported
+from pallas_kernels import combine, grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 
-from pallas_kernels.grouped_matmul import combine, grouped_matmul, grouped_swiglu
-
-EXPERT_HIDDEN = "expert_hidden"
-EXPERT_OUT = "expert_out"
-CHOICE = "expert_choice"
+_HIDDEN = "expert_hidden"
+HIDDEN_NAMES = (_HIDDEN, GATE_NAME, UP_NAME)
+OUT_NAME = "expert_out"
+CHOICE_NAME = "expert_choice"
 """Names, for recomputation policies, of the experts' hidden layers, of their outputs, and of which
 expert takes which token. The last is kept whatever is recomputed: scores computed again may round
 otherwise, and the backward pass would go to other experts.
@@ -60,8 +61,10 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
     """
     expert_I = expert_NK.reshape(-1)
     order_I = jnp.argsort(expert_I, stable=True).astype(jnp.int32)
-    place_I = jnp.zeros_like(order_I).at[order_I].set(
-        jnp.arange(order_I.size, dtype=jnp.int32), unique_indices=True
+    place_I = (
+        jnp.zeros_like(order_I)
+        .at[order_I]
+        .set(jnp.arange(order_I.size, dtype=jnp.int32), unique_indices=True)
     )
     edges = jnp.searchsorted(expert_I[order_I], jnp.arange(num_experts + 1, dtype=jnp.int32))
     fitting = jnp.minimum(edges.astype(jnp.int32), room)
@@ -104,11 +107,11 @@ def apply_experts(
     try:
         with jax.named_scope("experts"):
             hidden_MF = _hidden(x_ND, rows_M, copies, experts, kind=kind, recipe=recipe)
-            hidden_MF = checkpoint_name(hidden_MF, EXPERT_HIDDEN)
-            y_MD = _product(hidden_MF, experts.down_EFD, copies.sizes_E, None, recipe)
+            hidden_MF = checkpoint_name(hidden_MF, _HIDDEN)
+            y_MD = _product(hidden_MF, experts.down_EFD, copies, recipe)
             if experts.down_bias_ED is not None:
                 y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
-            y_MD = checkpoint_name(y_MD.astype(recipe.compute), EXPERT_OUT)
+            y_MD = checkpoint_name(y_MD.astype(recipe.compute), OUT_NAME)
         with jax.named_scope("combine"):
             y_ND = combine(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
     except KernelUnsupported as error:
@@ -125,18 +128,19 @@ def _hidden(
     kind: MlpKind,
     recipe: Recipe,
 ) -> jax.Array:
-    gate_EDF, up_EDF, sizes_E = experts.gate_EDF, experts.up_EDF, copies.sizes_E
+    gate_EDF, up_EDF = experts.gate_EDF, experts.up_EDF
     if kind is MlpKind.SWIGLU and gate_EDF is not None and experts.up_bias_EF is None:
         return grouped_swiglu(
             x_ND,
             _stored(gate_EDF, recipe),
             _stored(up_EDF, recipe),
-            sizes_E,
+            copies.sizes_E,
             rows=rows_M,
+            positions=copies.place_NK,
         )
 
     def inward(weight_EDF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
-        y_MF = _product(x_ND, weight_EDF, sizes_E, rows_M, recipe).astype(recipe.accum)
+        y_MF = _product(x_ND, weight_EDF, copies, recipe, rows_M=rows_M).astype(recipe.accum)
         return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
 
     gate_MF = None if gate_EDF is None else inward(gate_EDF, experts.gate_bias_EF)
@@ -144,9 +148,20 @@ def _hidden(
 
 
 def _product(
-    x: jax.Array, weight: jax.Array, sizes_E: jax.Array, rows: jax.Array | None, recipe: Recipe
+    x: jax.Array,
+    weight: jax.Array,
+    copies: Copies,
+    recipe: Recipe,
+    *,
+    rows_M: jax.Array | None = None,
 ) -> jax.Array:
-    return grouped_matmul(x, _stored(weight, recipe), sizes_E, rows=rows)
+    return grouped_matmul(
+        x,
+        _stored(weight, recipe),
+        copies.sizes_E,
+        rows=rows_M,
+        positions=None if rows_M is None else copies.place_NK,
+    )
 
 
 def _stored(weight: jax.Array, recipe: Recipe) -> jax.Array:
