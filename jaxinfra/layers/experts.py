@@ -68,7 +68,7 @@ class Experts(nnx.Module):
             site=Site.ROUTER,
             whole=True,
         )
-        self.correction_bias = (
+        self.router_correction = (
             ModelState(
                 jnp.zeros(num, policy.accum),
                 axes=(None,),
@@ -149,7 +149,7 @@ class Experts(nnx.Module):
         place, accum = self.execution.place, self.execution.policy.to_accum
         logits_BTE = accum(self.router(x_BTD))
         logits_BTE = place(logits_BTE, (axes.BATCH, axes.SEQUENCE, None))
-        bias = self.correction_bias
+        bias = self.router_correction
         choice = choose(
             logits_BTE,
             config=self.config,

@@ -16,7 +16,8 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from pallas_kernels import UnsupportedError as KernelUnsupported
-from pallas_kernels import combine, grouped_matmul, grouped_swiglu
+from pallas_kernels import combine as combine_rows
+from pallas_kernels import grouped_matmul, grouped_swiglu
 from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 
 _HIDDEN = "expert_hidden"
@@ -47,7 +48,7 @@ class ExpertWeights:
 class Copies:
     """Copies of tokens, one for each choice, in the order of their experts."""
 
-    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for
+    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
     place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
     sizes_E: jax.Array  # int32: copies of each expert
     left_out: jax.Array  # int32 []: choices without a copy for want of room
@@ -70,11 +71,39 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
     fitting = jnp.minimum(edges.astype(jnp.int32), room)
     has_copy_I = (expert_I < num_experts) & (place_I < room)
     return Copies(
-        choice_M=order_I[:room],
+        choice_M=jnp.where(
+            jnp.arange(room, dtype=jnp.int32) < fitting[-1], order_I[:room], order_I.size
+        ),
         place_NK=jnp.where(has_copy_I, place_I, room).reshape(expert_NK.shape),
         sizes_E=jnp.diff(fitting),
         left_out=edges[-1].astype(jnp.int32) - fitting[-1],
     )
+
+
+@jax.custom_vjp
+def spread(
+    x_ND: Float[Array, "N D"], choice_S: Int[Array, "S"], place_NJ: Int[Array, "N J"]
+) -> Float[Array, "S D"]:
+    """Rows of tokens in slots, 0 in empty ones; the gradient is a gather too, in a fixed order.
+
+    Args:
+        choice_S: a token's number times J, plus which of its copies; N J for none.
+        place_NJ: the inverse: a copy's slot; S for none.
+    """
+    copies = place_NJ.shape[1]
+    rows_SD = x_ND[jnp.minimum(choice_S // copies, x_ND.shape[0] - 1)]
+    return jnp.where(choice_S[:, None] < place_NJ.size, rows_SD, jnp.zeros((), x_ND.dtype))
+
+
+def _spread_backward(kept: tuple[jax.Array, jax.Array], d_SD: jax.Array):
+    choice_S, place_NJ = kept
+    ones = jnp.ones(place_NJ.shape, jnp.promote_types(d_SD.dtype, jnp.float32))
+    return combine_rows(d_SD, place_NJ, ones, inverse=choice_S), None, None
+
+
+spread.defvjp(
+    lambda x, choice, place: (spread(x, choice, place), (choice, place)), _spread_backward
+)
 
 
 def apply_experts(
@@ -102,7 +131,7 @@ def apply_experts(
     room = expert_NK.size if room is None else min(room, expert_NK.size)
     with jax.named_scope("sort"):
         copies = sorted_copies(expert_NK, num_experts=num_experts, room=room)
-        rows_M = copies.choice_M // top_k
+        rows_M = jnp.minimum(copies.choice_M // top_k, x_ND.shape[0] - 1)
     x_ND = x_ND.astype(recipe.compute)
     try:
         with jax.named_scope("experts"):
@@ -113,7 +142,7 @@ def apply_experts(
                 y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
             y_MD = checkpoint_name(y_MD.astype(recipe.compute), OUT_NAME)
         with jax.named_scope("combine"):
-            y_ND = combine(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
+            y_ND = combine_rows(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
     except KernelUnsupported as error:
         raise UnsupportedError(str(error)) from error
     return y_ND, copies.left_out

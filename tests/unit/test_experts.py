@@ -135,7 +135,7 @@ def run(config: ExpertsConfig, drawn: Drawn, execution=None):
 
 def oracle(config: ExpertsConfig, drawn: Drawn):
     weights = dict(drawn.weights)
-    correction = weights.pop("correction_bias", np.zeros(config.num_experts))
+    correction = weights.pop("router_correction", np.zeros(config.num_experts))
     return experts_oracle.results(
         config, weights, drawn.x_BTD, drawn.d_BTD, drawn.segment_ids_BT >= 0, correction
     )
