@@ -212,11 +212,6 @@ def _validate_lora(run: RunConfig) -> None:
             "lora adapts a model that is trained already; name it with --init DIR, or train all "
             "parameters"
         )
-    if run.lora is not None and "router" in run.lora.targets:
-        raise ConfigError(
-            "lora target 'router': what chooses a token's experts is not adapted; name projections "
-            "of attention or shared experts"
-        )
     if run.lora is not None and run.mesh.pipe > 1:
         raise ConfigError(
             f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
