@@ -28,7 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.environment import clocks, environment
-from experiments.bench.step_programs import LEARNING_RATE, WEIGHT_DECAY, Contender, Program, data
+from experiments.bench.step_programs import (
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Contender,
+    Program,
+    data,
+    temp_bytes,
+)
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
@@ -173,7 +180,12 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
 
     def advance(state: Any, inputs: Any) -> tuple[Any, jax.Array]:
         state, metrics = program(state, inputs)
-        lost.append(sum(each.added.get("overflowed", jnp.zeros(())).sum() for each in metrics.sums))
+        lost.append(
+            sum(
+                (each.added.get("overflowed", jnp.zeros(())).sum() for each in metrics.sums),
+                jnp.zeros(()),
+            )
+        )
         return state, metrics.loss
 
     lost: list[jax.Array] = []
@@ -184,7 +196,7 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
         )(),
         put=put,
         advance=advance,
-        temp_bytes=int(program.memory_analysis().temp_size_in_bytes),
+        temp_bytes=temp_bytes(program),
         compile_s=compile_s,
     ), lost
 

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
-import transformers
+import torch  # pyrefly: ignore  (no dependency: where it is installed)
+import transformers  # pyrefly: ignore
 
 from jaxinfra.config.model import ExpertsConfig, ModelConfig
 

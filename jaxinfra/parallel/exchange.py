@@ -11,7 +11,7 @@ one device.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,12 +112,10 @@ class ShardedExchange:
         """Returns x placed as given, and the choices that had no room; None where all have."""
         place = self.placement
         tokens = place.spec(_TOKENS)
-        weights = ExpertWeights(
-            **{
-                name: None if getattr(experts, name) is None else place.spec(dims)
-                for name, dims in _DIMS.items()
-            }
-        )
+        specs: dict[str, Any] = {
+            name: None if getattr(experts, name) is None else place.spec(dims)
+            for name, dims in _DIMS.items()
+        }
         between = place.axes(axes.EXPERTS)
         local = functools.partial(
             _of_device,
@@ -132,7 +130,7 @@ class ShardedExchange:
         )
         y_BTD, left_out = place.on_each_device(
             local,
-            in_specs=(tokens, tokens, tokens, weights),
+            in_specs=(tokens, tokens, tokens, ExpertWeights(**specs)),
             out_specs=(tokens, PartitionSpec()),
         )(x_BTD, expert_BTK, weight_BTK, experts)
         bounded = bool(between) and self.config.room_factor is not None
@@ -192,7 +190,7 @@ def _whole(experts: ExpertWeights, recipe: Recipe, by_width: tuple[str, ...]) ->
     if not by_width:
         return experts
 
-    def gathered(name: str) -> jax.Array | None:
+    def gathered(name: str) -> Any:
         weight = getattr(experts, name)
         if weight is None or axes.EMBED not in _DIMS[name]:
             return weight
