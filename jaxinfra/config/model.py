@@ -10,7 +10,7 @@ import math
 
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
-from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig
+from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_groups
 from jaxinfra.core import axes
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
@@ -259,26 +259,7 @@ class ExpertsConfig:
             )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
-        self._check_groups()
-
-    def _check_groups(self) -> None:
-        routing, experts = self.routing, self.num_experts
-        if experts % routing.num_groups:
-            raise ConfigError(
-                f"num_experts={experts} is not a multiple of num_groups={routing.num_groups}; "
-                "groups of experts are equal"
-            )
-        size = experts // routing.num_groups
-        if self.top_k > size * routing.top_groups:
-            raise ConfigError(
-                f"top_k={self.top_k} exceeds the {size * routing.top_groups} experts of "
-                f"top_groups={routing.top_groups} groups; choose among more groups"
-            )
-        if routing.num_groups > 1 and routing.group_score is GroupScore.TOP2_SUM and size < 2:
-            raise ConfigError(
-                f"group_score=top2_sum adds the two best of a group, and groups of num_experts="
-                f"{experts} / num_groups={routing.num_groups} have one; choose max"
-            )
+        check_groups(self.routing, num_experts=self.num_experts, top_k=self.top_k)
 
     @property
     def tensor_sizes(self) -> dict[str, int]:

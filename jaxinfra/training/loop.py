@@ -31,7 +31,7 @@ from jaxinfra.training.guards import (
 )
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import Job
-from jaxinfra.training.loads_picture import draw_loads, has_loads
+from jaxinfra.training.loads_picture import draw_loads
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog
@@ -114,7 +114,6 @@ class Trainer:
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
-        self._most_left_out = 0.0  # choices of experts in a step, of those that were told of
         self._pending: collections.deque[_Pending] = collections.deque()
 
     def run(self) -> Outcome:
@@ -140,8 +139,7 @@ class Trainer:
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
             draw_loss(self._log.records, self._run.picture_file)
-            if has_loads(self._log.records):
-                draw_loads(self._log.records, self._run.loads_picture_file)
+            draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
         causes = self._watch.totals(step=self._step)
@@ -252,13 +250,6 @@ class Trainer:
                         heldout_loss=self._heldout_loss,
                     )
                 )
-                if (left_out := record.get("layers/overflowed", 0.0)) > self._most_left_out:
-                    self._most_left_out = left_out
-                    self._progress.message(
-                        f"step {step}: {left_out:,.0f} choices of experts had no room in the "
-                        "exchange and were left out; raise exchange.room_factor (none: room for "
-                        "all)"
-                    )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
