@@ -10,7 +10,7 @@ import math
 
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
-from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_groups
+from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.core import axes
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
@@ -253,13 +253,9 @@ class ExpertsConfig:
                 f"experts of hidden_dim={self.hidden_dim} and shared_hidden_dim="
                 f"{self.shared_hidden_dim}: the first must be at least 1, the second at least 0"
             )
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(
-                f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
-            )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
-        check_groups(self.routing, num_experts=self.num_experts, top_k=self.top_k)
+        check_choice(self.routing, num_experts=self.num_experts, top_k=self.top_k)
 
     @property
     def tensor_sizes(self) -> dict[str, int]:

@@ -67,8 +67,10 @@ class BalanceConfig:
             )
 
 
-def check_groups(routing: RoutingConfig, *, num_experts: int, top_k: int) -> None:
+def check_choice(routing: RoutingConfig, *, num_experts: int, top_k: int) -> None:
     """Raises ConfigError where so many experts cannot be chosen from such groups."""
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
     if num_experts % routing.num_groups:
         raise ConfigError(
             f"num_experts={num_experts} is not a multiple of num_groups={routing.num_groups}; "

@@ -73,7 +73,9 @@ def choose(
     )
 
 
-def within_capacity(choice: ExpertChoice, *, config: ExpertsConfig) -> tuple[ExpertChoice, jax.Array]:
+def within_capacity(
+    choice: ExpertChoice, *, config: ExpertsConfig
+) -> tuple[ExpertChoice, jax.Array]:
     """The choices that an expert has room for, the first of each sequence, and the number of the
     others.
     """
