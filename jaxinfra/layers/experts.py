@@ -16,7 +16,7 @@ from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, ModelState, Pass, Sums, joined
 from jaxinfra.layers.projection import HIDDEN, Projection
-from jaxinfra.layers.routing import ExpertChoice, EvenLoads, balance_sums, choose, within_capacity
+from jaxinfra.layers.routing import EvenLoads, ExpertChoice, balance_sums, choose, within_capacity
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
