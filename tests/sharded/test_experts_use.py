@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from jaxinfra.checkpoint import Checkpointer
+from jaxinfra.config.exchange import ExchangeConfig, ExchangeImplementation
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig
 from jaxinfra.config.run import CheckpointConfig, validate
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
@@ -130,6 +131,13 @@ def with_experts(**changes):
 def test_refused(run, message):
     with pytest.raises(ConfigError, match=message):
         validate(run)
+
+
+def test_a_ragged_exchange_is_refused_where_there_is_none():
+    exchange = ExchangeConfig(implementation=ExchangeImplementation.RAGGED)
+    config = Case(mesh=MeshConfig(fsdp=2, expert=2), exchange=exchange).config
+    with pytest.raises(UnsupportedError, match="the CPU backend has no ragged_all_to_all"):
+        make_job(config, devices=jax.devices()[:2])
 
 
 def test_adapters_of_experts_are_refused():
