@@ -70,6 +70,11 @@ class RunDirectory:
         return self.path / "loss.png"
 
     @property
+    def loads_picture_file(self) -> Path:
+        """How evenly tokens went to experts, where there are some."""
+        return self.path / "loads.png"
+
+    @property
     def checkpoints(self) -> Path:
         """Where checkpoints are."""
         return self.path / "checkpoints"

@@ -10,6 +10,7 @@ import math
 
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
+from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.core import axes
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
@@ -35,13 +36,14 @@ class MlpKind(enum.StrEnum):
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     GEGLU_TANH = "geglu_tanh"  # GELU by its tanh approximation: Gemma
+    SWIGLU_CLAMPED = "swiglu_clamped"  # (up + 1) gate sigmoid(1.702 gate), both clamped: gpt-oss
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"  # GPT-2
 
     @property
     def gated(self) -> bool:
         """Whether the layer has a gate projection beside the up projection."""
-        return self in (MlpKind.SWIGLU, MlpKind.GEGLU, MlpKind.GEGLU_TANH)
+        return self not in (MlpKind.GELU, MlpKind.GELU_TANH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,8 +241,10 @@ class ExpertsConfig:
     top_k: int  # routed experts of a token
     hidden_dim: int  # of one expert
     kind: MlpKind = MlpKind.SWIGLU
+    bias: bool = False  # of each expert's projections
+    routing: RoutingConfig = RoutingConfig()
+    balance: BalanceConfig = BalanceConfig()
     shared_hidden_dim: int = 0  # of all shared experts together
-    router_bias: bool = False  # the balance term without an auxiliary loss (arXiv 2408.15664)
     shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
 
     def __post_init__(self) -> None:
@@ -249,12 +253,9 @@ class ExpertsConfig:
                 f"experts of hidden_dim={self.hidden_dim} and shared_hidden_dim="
                 f"{self.shared_hidden_dim}: the first must be at least 1, the second at least 0"
             )
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(
-                f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
-            )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
+        check_choice(self.routing, num_experts=self.num_experts, top_k=self.top_k)
 
     @property
     def tensor_sizes(self) -> dict[str, int]:

@@ -14,7 +14,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import ShardingConfig
-from jaxinfra.core.axes import BATCH, EMBED, LAYERS, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims
+from jaxinfra.core.axes import (
+    BATCH,
+    EMBED,
+    EXPERTS,
+    LAYERS,
+    SEQUENCE,
+    STREAM,
+    STREAM_SEQUENCE,
+    Dims,
+)
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.context.zigzag import zigzag_indices
@@ -34,7 +43,18 @@ class Placement:
         Args:
             rules: those of parameters and activations by default.
         """
-        return _partition(dims, [self.axes(dim, rules) for dim in dims])
+        return _partition(dims, self._sharded(dims, rules))
+
+    def _sharded(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
+        """The mesh axes of each dim; experts' come first, other dims have what they leave."""
+        found = [self.axes(dim, rules) for dim in dims]
+        if EXPERTS not in dims:
+            return found
+        experts = found[dims.index(EXPERTS)]
+        return [
+            axes if dim == EXPERTS else tuple(axis for axis in axes if axis not in experts)
+            for dim, axes in zip(dims, found, strict=True)
+        ]
 
     def axes(self, dim: str | None, rules: Rules | None = None) -> tuple[str, ...]:
         """The mesh axes of more than one device that shard this dim.
@@ -46,7 +66,7 @@ class Placement:
         return tuple(
             str(axis)
             for axis in rules.get(dim or "", ())
-            if self.mesh.shape[axis] > 1 and axis not in taken
+            if self.mesh.shape.get(axis, 1) > 1 and axis not in taken
         )
 
     def gathered_axes(self, dim: str) -> tuple[str, ...]:
@@ -149,7 +169,7 @@ class Placement:
         """Shardings of a tree of arrays with logical dims."""
 
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
-            sharded = [self.axes(dim, rules) for dim in leaf.dims]
+            sharded = self._sharded(leaf.dims, rules)
             if LAYERS in leaf.dims:
                 layers = leaf.dims.index(LAYERS)
                 if shape.shape[layers] % self._count(sharded[layers]):
@@ -199,9 +219,18 @@ class ActivationPlacement:
 
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
-        taken = jax.sharding.get_abstract_mesh().manual_axes
-        apart = tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
+        apart = self._apart
         return num_rows * jax.lax.axis_index(apart) if apart else 0
+
+    def over_batch(self, x: jax.Array) -> jax.Array:
+        """x, summed over devices that run apart, each on its own rows of the batch."""
+        return jax.lax.psum(x, self._apart) if self._apart else x
+
+    @property
+    def _apart(self) -> tuple[str, ...]:
+        """Axes of the batch that a ``shard_map`` around this trace has taken."""
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
 
     def places(self, num_tokens: int) -> jax.Array:
         """Places of tokens, in zig-zag order where the context axis shards sequences."""

@@ -14,10 +14,11 @@ from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
 from jaxinfra.checkpoint import processes
+from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import Remat, RunConfig, validate
 from jaxinfra.core.axes import BATCH
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
 from jaxinfra.numerics.policy import held_as_computed, policy_of
@@ -174,8 +175,14 @@ def make_job(
         return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
     placement = Placement(
-        mesh=make_mesh(config.mesh, devices=devices), rules=state_rules(config.sharding)
+        mesh=make_mesh(config.mesh, devices=devices),
+        rules=state_rules(config.sharding, config.mesh),
     )
+    is_ragged = config.exchange.implementation is ExchangeImplementation.RAGGED
+    if is_ragged and placement.mesh.devices.flat[0].platform == "cpu":
+        raise UnsupportedError(
+            "exchange.implementation=ragged: the CPU backend has no ragged_all_to_all; choose equal"
+        )
     policy = policy_of(config.precision)
     if config.lora is not None:
         policy = held_as_computed(policy)
@@ -185,6 +192,7 @@ def make_job(
         attention=training.attention,
         context_method=training.context_method,
         keep_gathered=config.sharding.keep_gathered,
+        exchange=config.exchange,
         remat=training.remat,
         unroll=training.unroll,
     )

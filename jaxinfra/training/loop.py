@@ -33,6 +33,7 @@ from jaxinfra.training.guards import (
 )
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import Job
+from jaxinfra.training.loads_picture import draw_loads
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog
@@ -131,6 +132,7 @@ class Trainer:
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
             draw_loss(self._log.records, self._run.picture_file)
+            draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
         causes = self._watch.totals(step=self._step)

@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.layers.passes import Sums
+from jaxinfra.training.loads_picture import draw_loads
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.step import StepMetrics, step_record
@@ -135,6 +136,18 @@ def test_picture_of_nothing_finite(tmp_path):
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[0] > 300
 
 
+def test_picture_of_loads(tmp_path):
+    name = "layers/expert_tokens"
+    records = [
+        {f"{name}/least": 1.0, f"{name}/mean": 4.0, f"{name}/imbalance": 9.0 / step, "step": step}
+        for step in (1, 2, 3)
+    ]
+    draw_loads([{"step": 1, "loss": 2.0}], tmp_path / "loads.png")
+    assert not (tmp_path / "loads.png").exists()
+    draw_loads([record | {"layers/dropped": 3.0} for record in records], tmp_path / "loads.png")
+    assert matplotlib.image.imread(tmp_path / "loads.png").std() > 0.05
+
+
 def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
     """Over all layers: losses per token, counts as sums, arrays of counts by their extremes."""
     first = Sums(
@@ -161,6 +174,8 @@ def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
         "layers/dropped": 1.0,
         "layers/load/least": 2.0,
         "layers/load/most": 8.0,
+        "layers/load/mean": 5.0,
+        "layers/load/imbalance": float(np.float32(8.0) / np.float32(5.0)),
         "layers/input": 4.0,
     }
     assert {name: value for name, value in record.items() if "/" in name} == expected

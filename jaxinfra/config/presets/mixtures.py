@@ -14,9 +14,27 @@ from jaxinfra.config.model import (
     Stack,
     stacked,
 )
+from jaxinfra.config.presets import models
 from jaxinfra.config.rope import RopeConfig, YarnScaling
+from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig, Scoring
 
 _NORM = NormConfig(epsilon=1e-6)
+
+
+def tiny_moe() -> ModelConfig:
+    """``tiny`` with 8 experts of which a token passes 2, together as wide as its mlp.
+
+    1,194,912 parameters, 531,360 active (``tiny`` has 529,056).
+    """
+    return _with_experts(models.tiny(), num_experts=8, top_k=2)
+
+
+def small_moe() -> ModelConfig:
+    """``small`` with 16 experts of which a token passes 4, together as wide as its mlp.
+
+    251,824,896 parameters, 81,955,584 active (``small`` has 81,808,128).
+    """
+    return _with_experts(models.small(), num_experts=16, top_k=4)
 
 
 def mixtral_8x7b() -> ModelConfig:
@@ -53,8 +71,20 @@ def deepseek_v3() -> ModelConfig:
         norm=_NORM,
         scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,  # YaRN's temperature is in the scores
     )
+    routing = RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        group_score=GroupScore.TOP2_SUM,
+        correction_bias=True,
+    )
     experts = ExpertsConfig(
-        num_experts=256, top_k=8, hidden_dim=2048, shared_hidden_dim=2048, router_bias=True
+        num_experts=256,
+        top_k=8,
+        hidden_dim=2048,
+        shared_hidden_dim=2048,
+        routing=routing,
     )
     dense = BlockConfig(mixer=attention, feed_forward=MlpConfig(hidden_dim=18_432), norm=_NORM)
     routed = dataclasses.replace(dense, feed_forward=experts)
@@ -81,6 +111,20 @@ def moe_1t() -> ModelConfig:
     return _model(
         attention, experts, vocab_size=128_256, width=8192, layers=64, max_positions=131_072
     )
+
+
+def _with_experts(dense: ModelConfig, *, num_experts: int, top_k: int) -> ModelConfig:
+    """A dense model's active parameters, and a router's, of which there are few."""
+    (block,) = dense.blocks
+    assert isinstance(block.feed_forward, MlpConfig)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_dim=block.feed_forward.hidden_dim // top_k,
+        balance=BalanceConfig(switch_loss=0.01, z_loss=1e-3),
+    )
+    routed = dataclasses.replace(block, feed_forward=experts)
+    return dataclasses.replace(dense, stacks=stacked(routed, num_layers=dense.num_layers))
 
 
 def _mixtral(
