@@ -1,7 +1,7 @@
 """What a decoder is: shapes and choices of every layer, nothing about how or where it runs.
 
-A configuration may exist before its layers can run: latent attention and experts are planned,
-counted and sharded, and building them to run raises UnsupportedError.
+A configuration may exist before its layers can run: experts are planned, counted and sharded, and
+building them to run raises UnsupportedError.
 """
 
 import dataclasses
@@ -151,6 +151,7 @@ class LatentAttentionConfig:
     value_dim: int
     rope: RopeConfig | None
     norm: NormConfig = NormConfig()  # of the compressed queries, keys and values
+    bias: bool = False  # of the projections onto compressed widths, and of the one out
     window: int | None = None
     logit_soft_cap: float | None = None
     scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5

@@ -44,6 +44,10 @@ class ContextMethod(enum.StrEnum):
     ALL_GATHER = "all_gather"  # all keys on every device (Llama 3, section 3.3.2)
 
 
+LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
+"""Those of latent attention: all latents on every device, which rebuilds its heads from them."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
     """Length, batch and step of a training run."""
@@ -181,15 +185,11 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
 def refuse_planned(model: ModelConfig) -> None:
     """Raises UnsupportedError for layers that nothing runs, before their parameters are drawn."""
     for block in model.blocks:
-        for part, name in (
-            (block.mixer, "latent attention is"),
-            (block.feed_forward, "experts are"),
-        ):
-            if isinstance(part, LatentAttentionConfig | ExpertsConfig):
-                raise UnsupportedError(
-                    f"{name} planned, not run: choose a model with grouped attention and a dense "
-                    "feed-forward layer, or jaxinfra plan for this one"
-                )
+        if isinstance(block.feed_forward, ExpertsConfig):
+            raise UnsupportedError(
+                "experts are planned, not run: choose a model with a dense feed-forward layer, or "
+                "jaxinfra plan for this one"
+            )
 
 
 def _validate_lora(run: RunConfig) -> None:
@@ -262,6 +262,7 @@ def _validate_context(run: RunConfig) -> None:
             f"sequence_length={training.sequence_length} does not divide into 2 x context="
             f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
         )
+    _validate_context_of_latents(run)
     if training.context_method is ContextMethod.ULYSSES:
         for block in run.model.blocks:
             kv_heads = block.mixer.num_kv_heads
@@ -271,6 +272,23 @@ def _validate_context(run: RunConfig) -> None:
                     f"which does not divide over tensor={mesh.tensor} x context={mesh.context}; "
                     "choose context_method=ring"
                 )
+
+
+def _validate_context_of_latents(run: RunConfig) -> None:
+    method, length = run.training.context_method, run.training.sequence_length
+    for mixer in (block.mixer for block in run.model.blocks):
+        if not isinstance(mixer, LatentAttentionConfig):
+            continue
+        if method not in LATENT_METHODS:
+            raise ConfigError(
+                f"context_method={method.value} with latent attention: devices exchange latents, "
+                f"not heads; choose {' or '.join(each.value for each in LATENT_METHODS)}"
+            )
+        if mixer.window is not None and mixer.window < length:
+            raise ConfigError(
+                f"window={mixer.window} with latent attention over context={run.mesh.context}: "
+                "windows there are not implemented; leave the window or the context axis out"
+            )
 
 
 def _validate_context_of_stages(run: RunConfig) -> None:

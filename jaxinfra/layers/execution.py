@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import MixerConfig
+from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
@@ -47,6 +47,32 @@ class Attend(Protocol):
         segment_ids_BT: jax.Array | None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype."""
+        ...
+
+
+class AttendLatents(Protocol):
+    """Self-attention to keys and values that are rebuilt from latents, where a device has a part of
+    the sequence only.
+    """
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        latent_BTR: jax.Array,
+        key_BTP: jax.Array,
+        up_RNH: jax.Array,
+        *,
+        config: LatentAttentionConfig,
+        recipe: Recipe,
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        """Returns [B, T, N, Hv] in q's dtype.
+
+        Args:
+            key_BTP: the rotated key that all heads share.
+            up_RNH: weight that makes each head's key without position and value of a latent.
+            recipe: of that product.
+        """
         ...
 
 
@@ -168,6 +194,7 @@ class Execution:
     policy: Policy
     multiply: Multiply
     attend: Attend
+    attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
     decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy

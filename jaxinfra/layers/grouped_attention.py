@@ -82,8 +82,10 @@ class GroupedAttention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if given.rope is not None:
-            q_BTNH, k_BTKH = apply_rope(q_BTNH, given.rope), apply_rope(k_BTKH, given.rope)
+        if self.config.rope is not None and given.rope is not None:
+            pairs = self.config.rope.pairs
+            q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs)
+            k_BTKH = apply_rope(k_BTKH, given.rope, pairs=pairs)
         q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
         k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)

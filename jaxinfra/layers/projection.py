@@ -62,11 +62,24 @@ class Projection(nnx.Module):
         )
         self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
 
+    @property
+    def whole_weight(self) -> Float[Array, "..."]:
+        """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
+        weight = self._gathered
+        if self.adapter is None:
+            return weight
+        return self.policy.to_accum(weight) + self.adapter.weight
+
+    @property
+    def _gathered(self) -> Float[Array, "..."]:
+        weight = self.weight[...]
+        if self.gather is None:
+            return weight
+        return checkpoint_name(self.gather(weight, self.dims), GATHERED)
+
     def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
-        weight = self.weight[...]
-        if self.gather is not None:
-            weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
+        weight = self._gathered
         y = self.multiply(self.spec, x, weight, recipe=self.recipe)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.

@@ -13,9 +13,10 @@ from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
-from jaxinfra.layers.execution import Attend, Decode
+from jaxinfra.layers.execution import Attend, AttendLatents, Decode
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.ops.cached_attention import Pages, cached_attention
+from jaxinfra.parallel.context.latents import ContextLatentAttention
 from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.place import Placement
 
@@ -75,6 +76,18 @@ def attention_on(
     if placement.mesh.shape[MeshAxis.CONTEXT] > 1:
         return ContextAttention(placement=placement, method=method, implementation=implementation)
     return ShardedAttention(placement=placement, attend=attend)
+
+
+def latents_on(
+    placement: Placement | None,
+    *,
+    implementation: AttentionImplementation,
+    method: ContextMethod,
+) -> AttendLatents | None:
+    """Attention to exchanged latents, where the mesh's context axis shards sequences."""
+    if placement is None or placement.mesh.shape[MeshAxis.CONTEXT] == 1:
+        return None
+    return ContextLatentAttention(placement=placement, method=method, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

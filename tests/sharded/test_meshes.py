@@ -24,6 +24,7 @@ from tests.sharded.cases import (
     gpt_like,
     gradients_of,
     llama_like,
+    mla_like,
     packed_batch,
 )
 from tests.tolerance import SPREADS, assert_within_rounding
@@ -39,6 +40,7 @@ CASES = {
     "tied": (llama_like, {"z_loss": 0.01, "label_smoothing": 0.1}),
     "untied": (gpt_like, {"accumulation": 4, "batch_size": 32}),
     "capped": (gemma_like, {}),
+    "latent": (mla_like, {}),
 }
 # Every mesh with one model; every model with one mesh of three axes and one with more tensor
 # shards than the smaller dims would like. By default each mesh and each model once: what they do
@@ -47,6 +49,7 @@ PAIRS = [
     *(("tied", mesh) for mesh in MESHES),
     *(("untied", mesh) for mesh in ("replica8", "fsdp2-tensor4", "replica2-fsdp2-tensor2")),
     *(("capped", mesh) for mesh in ("fsdp2-tensor4", "replica2-fsdp2-tensor2")),
+    ("latent", "fsdp2-tensor4"),
 ]
 QUICK = {
     ("tied", "replica8"),
@@ -54,6 +57,7 @@ QUICK = {
     ("tied", "tensor2"),
     ("untied", "fsdp2-tensor4"),
     ("capped", "replica2-fsdp2-tensor2"),
+    ("latent", "fsdp2-tensor4"),
 }
 
 

@@ -34,6 +34,7 @@ CASES = [
         for name in MODELS
     ),
     ("gqa", PolicyName.BF16),
+    pytest.param("latent", PolicyName.BF16, marks=pytest.mark.slow),
     pytest.param("gemma", PolicyName.BF16, marks=pytest.mark.slow),
 ]
 
@@ -124,6 +125,7 @@ def in_pages(decoder, rng, *, batch: int, page_size: int = 4):
     [
         ("gemma", PolicyName.BF16),
         ("two_stacks", PolicyName.FP32),
+        ("latent", PolicyName.FP32),
         ("learned_positions", PolicyName.FP32),
     ],
 )
