@@ -31,7 +31,10 @@ MESHES = {
 }
 RING, ULYSSES, ALL_GATHER = ContextMethod.RING, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER
 # The ring on every mesh; every model and method on some.
-STEPS = [("tied", "context4", RING, {"remat": Remat.NAMED})]
+STEPS = [
+    ("tied", "context4", RING, {"remat": Remat.NAMED}),
+    ("latent", "replica2-context2-tensor2", ALL_GATHER, {"remat": Remat.NAMED}),
+]
 MORE = [
     ("tied", "context2-tensor2", ULYSSES, {}),
     ("capped", "context2-fsdp2", ULYSSES, {}),
