@@ -7,6 +7,9 @@ from .flash_attention import flash_attention_fp8 as flash_attention_fp8
 from .flash_attention import flash_attention_gradient as flash_attention_gradient
 from .flash_attention import merge_partials as merge_partials
 from .flash_attention import quantize_fp8 as quantize_fp8
+from .grouped_matmul import combine as combine
+from .grouped_matmul import grouped_matmul as grouped_matmul
+from .grouped_matmul import grouped_swiglu as grouped_swiglu
 from .norm import layer_norm as layer_norm
 from .norm import layer_norm_fp8 as layer_norm_fp8
 from .norm import rms_norm as rms_norm

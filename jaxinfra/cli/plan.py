@@ -21,7 +21,7 @@ import jax
 from jaxinfra.cli.train import user_cache
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.config.run import Remat, refuse_planned
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
@@ -272,7 +272,6 @@ def _other(plan: Plan, why: str) -> dict[str, Any]:
 
 
 def _receipt(args: argparse.Namespace, plan: Plan) -> int:
-    refuse_planned(plan.model.config)
     jax.config.update("jax_platforms", "cpu")
     if args.compile == "cpu":
         jax.config.update("jax_num_cpu_devices", plan.layout.devices)

@@ -9,6 +9,7 @@ import enum
 import math
 
 from jaxinfra.config.rope import RopeConfig, check_rope
+from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig
 from jaxinfra.core import axes
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
@@ -34,13 +35,14 @@ class MlpKind(enum.StrEnum):
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     GEGLU_TANH = "geglu_tanh"  # GELU by its tanh approximation: Gemma
+    SWIGLU_CLAMPED = "swiglu_clamped"  # (up + 1) gate sigmoid(1.702 gate), both clamped: gpt-oss
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"  # GPT-2
 
     @property
     def gated(self) -> bool:
         """Whether the layer has a gate projection beside the up projection."""
-        return self in (MlpKind.SWIGLU, MlpKind.GEGLU, MlpKind.GEGLU_TANH)
+        return self not in (MlpKind.GELU, MlpKind.GELU_TANH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,8 +239,10 @@ class ExpertsConfig:
     top_k: int  # routed experts of a token
     hidden_dim: int  # of one expert
     kind: MlpKind = MlpKind.SWIGLU
+    bias: bool = False  # of each expert's projections
+    routing: RoutingConfig = RoutingConfig()
+    balance: BalanceConfig = BalanceConfig()
     shared_hidden_dim: int = 0  # of all shared experts together
-    router_bias: bool = False  # the balance term without an auxiliary loss (arXiv 2408.15664)
     shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
 
     def __post_init__(self) -> None:
@@ -253,6 +257,26 @@ class ExpertsConfig:
             )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        routing, experts = self.routing, self.num_experts
+        if experts % routing.num_groups:
+            raise ConfigError(
+                f"num_experts={experts} is not a multiple of num_groups={routing.num_groups}; "
+                "groups of experts are equal"
+            )
+        size = experts // routing.num_groups
+        if self.top_k > size * routing.top_groups:
+            raise ConfigError(
+                f"top_k={self.top_k} exceeds the {size * routing.top_groups} experts of "
+                f"top_groups={routing.top_groups} groups; choose among more groups"
+            )
+        if routing.num_groups > 1 and routing.group_score is GroupScore.TOP2_SUM and size < 2:
+            raise ConfigError(
+                f"group_score=top2_sum adds the two best of a group, and groups of num_experts="
+                f"{experts} / num_groups={routing.num_groups} have one; choose max"
+            )
 
     @property
     def tensor_sizes(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
+from jaxinfra.config.model import LatentAttentionConfig, ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
@@ -143,7 +143,6 @@ class RunConfig:
 def validate(run: RunConfig) -> None:
     """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
     training, mesh, model = run.training, run.mesh, run.model
-    refuse_planned(model)
     micro_batch = training.batch_size // training.accumulation
     if micro_batch % mesh.num_data_shards:
         raise ConfigError(
@@ -179,16 +178,6 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
             raise ConfigError(
                 f"{name}={size} does not divide over {axis}={shards}; "
                 f"choose a {axis} size that divides it"
-            )
-
-
-def refuse_planned(model: ModelConfig) -> None:
-    """Raises UnsupportedError for layers that nothing runs, before their parameters are drawn."""
-    for block in model.blocks:
-        if isinstance(block.feed_forward, ExpertsConfig):
-            raise UnsupportedError(
-                "experts are planned, not run: choose a model with a dense feed-forward layer, or "
-                "jaxinfra plan for this one"
             )
 
 

@@ -9,13 +9,14 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
+from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
+from jaxinfra.ops.experts import ExpertWeights, apply_experts
 
 
 class Multiply(Protocol):
@@ -133,6 +134,51 @@ class CrossEntropy(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """Tokens to their experts and back; ``within_device`` is one."""
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        expert_BTK: jax.Array,
+        weight_BTK: jax.Array,
+        experts: ExpertWeights,
+        *,
+        config: ExpertsConfig,
+        recipe: Recipe,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns each token's weighted sum of its experts' outputs, [B, T, D] in the recipe's
+        compute dtype, and how many choices found no room; None where there is room for all.
+
+        Args:
+            expert_BTK: int32; num_experts for no expert.
+            weight_BTK: fp32.
+        """
+        ...
+
+
+def within_device(
+    x_BTD: jax.Array,
+    expert_BTK: jax.Array,
+    weight_BTK: jax.Array,
+    experts: ExpertWeights,
+    *,
+    config: ExpertsConfig,
+    recipe: Recipe,
+) -> tuple[jax.Array, None]:
+    """``Exchange`` where all tokens and experts are on one device: nothing is sent."""
+    batch, length, width = x_BTD.shape
+    y_ND, _ = apply_experts(
+        x_BTD.reshape(-1, width),
+        expert_BTK.reshape(batch * length, -1),
+        weight_BTK.reshape(batch * length, -1),
+        experts,
+        kind=config.kind,
+        recipe=recipe,
+    )
+    return y_ND.reshape(batch, length, width), None
+
+
 class Gather(Protocol):
     """A weight brought together of which a device holds a part; its gradient goes back to parts."""
 
@@ -157,6 +203,10 @@ class Place(Protocol):
         """int32 [T]: the place in the sequence of each token, in the order they lie in."""
         ...
 
+    def over_batch(self, x: jax.Array) -> jax.Array:
+        """x, summed over devices that run apart, each on its own rows of the batch."""
+        ...
+
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, placed as a tensor of these dims."""
         ...
@@ -176,6 +226,10 @@ class Anywhere:
     def places(self, num_tokens: int) -> jax.Array:
         """Tokens lie in their order."""
         return jnp.arange(num_tokens)
+
+    def over_batch(self, x: jax.Array) -> jax.Array:
+        """x itself."""
+        return x
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x itself."""
@@ -198,6 +252,7 @@ class Execution:
     decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy
+    exchange: Exchange
     place: Place
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat

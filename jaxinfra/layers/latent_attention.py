@@ -7,6 +7,8 @@ Dims: B batch, T position, D model width, N heads, H head width, R compressed (l
 P rotated width.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -45,22 +47,20 @@ class LatentAttention(nnx.Module):
         self.config = config
         self.execution = execution
 
-        def inward(
-            spec: str, shape: tuple[int, ...], dims: axes.Dims, *, bias: bool = False
-        ) -> Projection:
-            return Projection(
-                spec,
-                shape=shape,
-                dims=dims,
-                bias_rank=1 if bias else 0,
-                std=std,
-                execution=execution,
-                rngs=rngs,
-            )
+        build = functools.partial(Projection, execution=execution, rngs=rngs)
+
+        def inward(spec: str, shape: tuple[int, ...], dims: axes.Dims) -> Projection:
+            return build(spec, shape=shape, dims=dims, std=std)
 
         def down(width: int) -> Projection:
-            dims = (axes.EMBED, axes.LATENT)
-            return inward("BTD,DR->BTR", (model_dim, width), dims, bias=config.bias)
+            return build(
+                "BTD,DR->BTR",
+                shape=(model_dim, width),
+                dims=(axes.EMBED, axes.LATENT),
+                bias_rank=1 if config.bias else 0,
+                std=std,
+                whole=True,
+            )
 
         def latent_norm(width: int) -> Norm:
             return Norm(config.norm, width=width, dims=(axes.LATENT,), execution=execution)
@@ -79,14 +79,12 @@ class LatentAttention(nnx.Module):
         self.kv_norm = latent_norm(config.kv_rank)
         up = (config.kv_rank, heads, config.nope_dim + config.value_dim)
         self.kv_up = inward("BTR,RNH->BTNH", up, by_head)
-        self.out = Projection(
+        self.out = build(
             "BTNH,NHD->BTD",
             shape=(heads, config.value_dim, model_dim),
             dims=(axes.Q_HEADS, axes.HEAD, axes.EMBED),
             bias_rank=1 if config.bias else 0,
             std=out_std,
-            execution=execution,
-            rngs=rngs,
         )
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
@@ -131,7 +129,7 @@ class LatentAttention(nnx.Module):
                 q_BTNH,
                 latent_BTR,
                 key_BTP,
-                self.kv_up.whole_weight,
+                self.kv_up.merged_weight,
                 config=config,
                 recipe=self.kv_up.recipe,
                 segment_ids_BT=given.segment_ids_BT,
@@ -150,7 +148,7 @@ class LatentAttention(nnx.Module):
         what would rebuild values multiplies the result (section 2.1.2 there).
         """
         config, recipe = self.config, self.kv_up.recipe
-        up_RNH = self.kv_up.whole_weight
+        up_RNH = self.kv_up.merged_weight
         nope_BTNH, rot_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
         multiply = self.execution.multiply
         q_BTNR = multiply(

@@ -9,21 +9,12 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import MlpConfig, MlpKind
+from jaxinfra.config.model import MlpConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import HIDDEN, Projection
-
-_gelu = functools.partial(jax.nn.gelu, approximate=False)
-_gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)
-_ACTIVATIONS = {
-    MlpKind.SWIGLU: jax.nn.silu,
-    MlpKind.GEGLU: _gelu,
-    MlpKind.GEGLU_TANH: _gelu_tanh,
-    MlpKind.GELU: _gelu,
-    MlpKind.GELU_TANH: _gelu_tanh,
-}
+from jaxinfra.ops.activation import activated
 
 
 class Mlp(nnx.Module):
@@ -65,12 +56,9 @@ class Mlp(nnx.Module):
         """[B, T, D] to [B, T, D] in the compute dtype."""
         del given  # each position by itself
         policy = self.execution.policy
-        activation = _ACTIVATIONS[self.config.kind]
-        up_BTF = self.up(x_BTD)
-        if self.gate is None:
-            hidden_BTF = activation(policy.to_accum(up_BTF))
-        else:
-            hidden_BTF = activation(policy.to_accum(self.gate(x_BTD))) * policy.to_accum(up_BTF)
+        up_BTF = policy.to_accum(self.up(x_BTD))
+        gate_BTF = None if self.gate is None else policy.to_accum(self.gate(x_BTD))
+        hidden_BTF = activated(self.config.kind, up_BTF, gate_BTF)
         hidden_BTF = self.execution.place(
             policy.to_compute(hidden_BTF), (axes.BATCH, axes.SEQUENCE, axes.MLP)
         )

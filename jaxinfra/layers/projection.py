@@ -29,6 +29,9 @@ class Projection(nnx.Module):
         std: standard deviation of the normal distribution that the weight is drawn from.
         name: of the output, for recomputation policies.
         site: whose recipe it multiplies by.
+        whole: of a weight that no device of the tensor axis has a part of. Left to the compiler,
+            such a weight may be permuted among the devices of a pipeline's stage, which then waits
+            for all other stages; so it is brought together before its product.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Projection(nnx.Module):
         rngs: nnx.Rngs,
         name: str = PROJECTION,
         site: Site = Site.PROJECTION,
+        whole: bool = False,
     ):
         self.name = name
         self.spec = spec
@@ -51,6 +55,7 @@ class Projection(nnx.Module):
         self.multiply = execution.multiply
         self.recipe = execution.policy.recipe(site)
         self.gather = execution.gather
+        self.place = execution.place if whole else None
         param = execution.policy.param
         self.weight = nnx.Param(
             std * jax.random.normal(rngs.params(), shape, param), axes=dims, matmul=True
@@ -63,29 +68,30 @@ class Projection(nnx.Module):
         self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
 
     @property
-    def whole_weight(self) -> Float[Array, "..."]:
+    def merged_weight(self) -> Float[Array, "..."]:
         """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
-        weight = self._gathered
+        weight = self._used
         if self.adapter is None:
             return weight
         return self.policy.to_accum(weight) + self.adapter.weight
 
     @property
-    def _gathered(self) -> Float[Array, "..."]:
+    def _used(self) -> Float[Array, "..."]:
         weight = self.weight[...]
-        if self.gather is None:
-            return weight
-        return checkpoint_name(self.gather(weight, self.dims), GATHERED)
+        if self.gather is not None:
+            weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
+        if self.place is not None:
+            weight = self.place(weight, (None,) * weight.ndim)
+        return weight
 
     def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
-        weight = self._gathered
-        y = self.multiply(self.spec, x, weight, recipe=self.recipe)
+        y = self.multiply(self.spec, x, self._used, recipe=self.recipe)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self.policy.to_accum(self.bias[...])
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
-            y = self.policy.to_compute(self.policy.to_accum(y) + bias)
+            y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         if self.adapter is not None:
             y = self.policy.to_compute(self.policy.to_accum(y) + self.adapter(x))
         return checkpoint_name(y, self.name)

@@ -31,15 +31,17 @@ from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
+from jaxinfra.ops.experts import CHOICE, EXPERT_HIDDEN, EXPERT_OUT
 
 type KVCache = tuple[Cache, ...]
 """One entry for each distinct block, of all its repetitions."""
 
+_ALWAYS = (GATHERED, CHOICE)
 _SAVED_NAMES = {
-    Remat.DOTS: (GATHERED, PROJECTION, HIDDEN, *ATTENTION_NAMES),
-    Remat.MLP: (GATHERED, PROJECTION, *ATTENTION_NAMES),
-    Remat.NAMED: (GATHERED, *ATTENTION_NAMES),
-    Remat.FULL: (GATHERED,),
+    Remat.DOTS: (*_ALWAYS, PROJECTION, HIDDEN, EXPERT_HIDDEN, EXPERT_OUT, *ATTENTION_NAMES),
+    Remat.MLP: (*_ALWAYS, PROJECTION, EXPERT_OUT, *ATTENTION_NAMES),
+    Remat.NAMED: (*_ALWAYS, *ATTENTION_NAMES),
+    Remat.FULL: _ALWAYS,
 }
 
 

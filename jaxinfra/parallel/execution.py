@@ -2,7 +2,7 @@
 
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
-from jaxinfra.layers.execution import Anywhere, Execution
+from jaxinfra.layers.execution import Anywhere, Execution, within_device
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
@@ -40,6 +40,7 @@ def execution_on(
         decode=decode_on(placement),
         lookup=lookup_on(placement),
         cross_entropy=cross_entropy_on(placement),
+        exchange=within_device,
         place=Anywhere() if placement is None else placement.constraint(),
         gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
         remat=remat,

@@ -199,9 +199,18 @@ class ActivationPlacement:
 
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where these rows begin in the whole batch: not at 0 where devices run apart."""
-        taken = jax.sharding.get_abstract_mesh().manual_axes
-        apart = tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
+        apart = self._apart
         return num_rows * jax.lax.axis_index(apart) if apart else 0
+
+    def over_batch(self, x: jax.Array) -> jax.Array:
+        """x, summed over devices that run apart, each on its own rows of the batch."""
+        return jax.lax.psum(x, self._apart) if self._apart else x
+
+    @property
+    def _apart(self) -> tuple[str, ...]:
+        """Axes of the batch that a ``shard_map`` around this trace has taken."""
+        taken = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
 
     def places(self, num_tokens: int) -> jax.Array:
         """Places of tokens, in zig-zag order where the context axis shards sequences."""

@@ -15,6 +15,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.rope import RopeConfig, YarnScaling
+from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 
 _NORM = NormConfig(epsilon=1e-6)
 
@@ -53,8 +54,20 @@ def deepseek_v3() -> ModelConfig:
         norm=_NORM,
         scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,  # YaRN's temperature is in the scores
     )
+    routing = RoutingConfig(
+        scoring=Scoring.SIGMOID,
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        group_score=GroupScore.TOP2_SUM,
+        correction_bias=True,
+    )
     experts = ExpertsConfig(
-        num_experts=256, top_k=8, hidden_dim=2048, shared_hidden_dim=2048, router_bias=True
+        num_experts=256,
+        top_k=8,
+        hidden_dim=2048,
+        shared_hidden_dim=2048,
+        routing=routing,
     )
     dense = BlockConfig(mixer=attention, feed_forward=MlpConfig(hidden_dim=18_432), norm=_NORM)
     routed = dataclasses.replace(dense, feed_forward=experts)

@@ -18,6 +18,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.rope import YarnScaling
+from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
 from jaxinfra.models.hf.keys import Keys
 from jaxinfra.models.hf.rope import yarn_temperature
 from jaxinfra.models.hf.shared import decoder_config, layer_windows, period
@@ -25,7 +26,7 @@ from jaxinfra.models.hf.shared import decoder_config, layer_windows, period
 # Keys of the choice of experts, and of nothing that is planned.
 _ROUTING = (
     *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "norm_topk_prob"),
-    *("n_group", "topk_group", "routed_scaling_factor", "scoring_func", "seq_aux"),
+    *("n_group", "topk_group", "routed_scaling_factor", "scoring_func", "seq_aux", "topk_method"),
     *("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "rope_interleave"),
     "quantization_config",
 )
@@ -101,14 +102,12 @@ def read_deepseek(keys: Keys) -> ModelConfig:
         scale=scale,
     )
     expert_dim = keys.integer("moe_intermediate_size")
-    balanced = "noaux_tc"  # by a bias of the router, which V3 always has
-    method = keys.text("topk_method", balanced if keys.text("model_type").endswith("v3") else "")
     experts = ExpertsConfig(
         num_experts=keys.integer("n_routed_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=expert_dim,
         shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
-        router_bias=method == balanced,
+        routing=_deepseek_routing(keys),
     )
     first, stride = keys.integer("first_k_dense_replace", 0), keys.integer("moe_layer_freq", 1)
     stacks = stacked(dataclasses.replace(block, mixer=latent), num_layers=dense.num_layers)
@@ -117,6 +116,22 @@ def read_deepseek(keys: Keys) -> ModelConfig:
         dataclasses.replace(dense, stacks=stacks),
         experts,
         [i >= first and i % stride == 0 for i in range(dense.num_layers)],
+    )
+
+
+def _deepseek_routing(keys: Keys) -> RoutingConfig:
+    third = keys.text("model_type").endswith("v3")
+    method = keys.text("topk_method", "noaux_tc" if third else "greedy")
+    scoring = keys.text("scoring_func", "sigmoid" if third else "softmax")
+    grouped = method != "greedy"
+    return RoutingConfig(
+        scoring=Scoring(scoring),
+        renormalize=keys.flag("norm_topk_prob", third),
+        scale=keys.number("routed_scaling_factor", 2.5 if third else 1.0),
+        num_groups=keys.integer("n_group", 1) if grouped else 1,
+        top_groups=keys.integer("topk_group", 1) if grouped else 1,
+        group_score=GroupScore.TOP2_SUM if method == "noaux_tc" else GroupScore.MAX,
+        correction_bias=method == "noaux_tc",
     )
 
 

@@ -1,0 +1,67 @@
+"""How tokens choose their experts, and what keeps the choices even."""
+
+import dataclasses
+import enum
+
+from jaxinfra.core.errors import ConfigError
+
+
+class Scoring(enum.StrEnum):
+    """How a router's logits become the scores that experts are weighed by."""
+
+    # Over all experts. Renormalized, it equals a softmax over the chosen ones: Mixtral, gpt-oss.
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"  # each expert by itself: DeepSeek-V3
+
+
+class GroupScore(enum.StrEnum):
+    """By what groups of experts are compared."""
+
+    MAX = "max"  # of the group's scores: DeepSeek-V2 (arXiv 2405.04434, section 2.2.2)
+    TOP2_SUM = "top2_sum"  # sum of the two highest: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RoutingConfig:
+    """From a router's logits to a token's experts and their weights, all in fp32."""
+
+    scoring: Scoring = Scoring.SOFTMAX
+    renormalize: bool = True  # the chosen experts' weights sum to ``scale``
+    scale: float = 1.0  # multiplies the weights
+    # A token chooses among the experts of the ``top_groups`` best of ``num_groups`` equal groups.
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = GroupScore.MAX
+    logit_bias: bool = False  # learned, of each expert: gpt-oss
+    # Added to scores for the choice alone, and changed by a rule (arXiv 2408.15664).
+    correction_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale <= 0.0:
+            raise ConfigError(f"routing scale={self.scale} must be positive")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"top_groups={self.top_groups} must lie between 1 and num_groups={self.num_groups}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceConfig:
+    """What training does about uneven loads. Weights multiply means over tokens."""
+
+    switch_loss: float = 0.0  # E sum_e share_e mean(p_e), share of tokens (arXiv 2101.03961, eq. 4)
+    sequence_loss: float = 0.0  # the same within each sequence (arXiv 2412.19437, eq. 17 to 20)
+    z_loss: float = 0.0  # logsumexp(logits)^2 (arXiv 2202.08906, eq. 5)
+    bias_rate: float = 0.001  # by which a step moves each correction bias (arXiv 2408.15664)
+    # An expert takes at most this many times its even share of a sequence's choices, the first
+    # ones; the others are dropped, and counted. None: no choice is dropped.
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("switch_loss", "sequence_loss", "z_loss", "bias_rate"):
+            if getattr(self, name) < 0.0:
+                raise ConfigError(f"balance {name}={getattr(self, name)} must not be negative")
+        if self.capacity_factor is not None and self.capacity_factor <= 0.0:
+            raise ConfigError(
+                f"capacity_factor={self.capacity_factor} must be positive, or none to drop nothing"
+            )

@@ -1,0 +1,162 @@
+"""The feed-forward layers of several experts, each on the tokens that chose it.
+
+Dims: N token, K choice of a token, M copy of a token for one of its choices, sorted by expert,
+E expert, D model width, F hidden width.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxinfra.config.model import MlpKind
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.activation import activated
+from pallas_kernels import UnsupportedError as KernelUnsupported
+
+from pallas_kernels.grouped_matmul import combine, grouped_matmul, grouped_swiglu
+
+EXPERT_HIDDEN = "expert_hidden"
+EXPERT_OUT = "expert_out"
+CHOICE = "expert_choice"
+"""Names, for recomputation policies, of the experts' hidden layers, of their outputs, and of which
+expert takes which token. The last is kept whatever is recomputed: scores computed again may round
+otherwise, and the backward pass would go to other experts.
+"""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights:
+    """Weights of all experts, or of those that a device has, as stored."""
+
+    gate_EDF: jax.Array | None
+    up_EDF: jax.Array
+    down_EFD: jax.Array
+    gate_bias_EF: jax.Array | None = None
+    up_bias_EF: jax.Array | None = None
+    down_bias_ED: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """Copies of tokens, one for each choice, in the order of their experts."""
+
+    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for
+    place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
+    sizes_E: jax.Array  # int32: copies of each expert
+    left_out: jax.Array  # int32 []: choices without a copy for want of room
+
+
+def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) -> Copies:
+    """Copies of tokens for their experts, at most ``room``, the last experts' left out.
+
+    Args:
+        expert_NK: an expert of num_experts and above means none.
+    """
+    expert_I = expert_NK.reshape(-1)
+    order_I = jnp.argsort(expert_I, stable=True).astype(jnp.int32)
+    place_I = jnp.zeros_like(order_I).at[order_I].set(
+        jnp.arange(order_I.size, dtype=jnp.int32), unique_indices=True
+    )
+    edges = jnp.searchsorted(expert_I[order_I], jnp.arange(num_experts + 1, dtype=jnp.int32))
+    fitting = jnp.minimum(edges.astype(jnp.int32), room)
+    has_copy_I = (expert_I < num_experts) & (place_I < room)
+    return Copies(
+        choice_M=order_I[:room],
+        place_NK=jnp.where(has_copy_I, place_I, room).reshape(expert_NK.shape),
+        sizes_E=jnp.diff(fitting),
+        left_out=edges[-1].astype(jnp.int32) - fitting[-1],
+    )
+
+
+def apply_experts(
+    x_ND: Float[Array, "N D"],
+    expert_NK: Int[Array, "N K"],
+    weight_NK: Float[Array, "N K"],
+    experts: ExpertWeights,
+    *,
+    kind: MlpKind,
+    recipe: Recipe,
+    room: int | None = None,
+) -> tuple[Float[Array, "N D"], Int[Array, ""]]:
+    """Each token's weighted sum of its experts' outputs, in the recipe's compute dtype, and the
+    number of choices that found no room.
+
+    Nothing is padded: a matmul of groups takes as many rows for an expert as chose it. Sums over a
+    token's experts are in fp32 and in the order of its choices.
+
+    Args:
+        expert_NK: an expert beyond the last means none, and adds nothing.
+        weight_NK: fp32.
+        room: most choices that are computed; all by default.
+    """
+    num_experts, top_k = experts.up_EDF.shape[0], expert_NK.shape[1]
+    room = expert_NK.size if room is None else min(room, expert_NK.size)
+    with jax.named_scope("sort"):
+        copies = sorted_copies(expert_NK, num_experts=num_experts, room=room)
+        rows_M = copies.choice_M // top_k
+    x_ND = x_ND.astype(recipe.compute)
+    try:
+        with jax.named_scope("experts"):
+            hidden_MF = _hidden(x_ND, rows_M, copies, experts, kind=kind, recipe=recipe)
+            hidden_MF = checkpoint_name(hidden_MF, EXPERT_HIDDEN)
+            y_MD = _product(hidden_MF, experts.down_EFD, copies.sizes_E, None, recipe)
+            if experts.down_bias_ED is not None:
+                y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
+            y_MD = checkpoint_name(y_MD.astype(recipe.compute), EXPERT_OUT)
+        with jax.named_scope("combine"):
+            y_ND = combine(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
+    except KernelUnsupported as error:
+        raise UnsupportedError(str(error)) from error
+    return y_ND, copies.left_out
+
+
+def _hidden(
+    x_ND: jax.Array,
+    rows_M: jax.Array,
+    copies: Copies,
+    experts: ExpertWeights,
+    *,
+    kind: MlpKind,
+    recipe: Recipe,
+) -> jax.Array:
+    gate_EDF, up_EDF, sizes_E = experts.gate_EDF, experts.up_EDF, copies.sizes_E
+    if kind is MlpKind.SWIGLU and gate_EDF is not None and experts.up_bias_EF is None:
+        return grouped_swiglu(
+            x_ND,
+            _stored(gate_EDF, recipe),
+            _stored(up_EDF, recipe),
+            sizes_E,
+            rows=rows_M,
+        )
+
+    def inward(weight_EDF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
+        y_MF = _product(x_ND, weight_EDF, sizes_E, rows_M, recipe).astype(recipe.accum)
+        return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
+
+    gate_MF = None if gate_EDF is None else inward(gate_EDF, experts.gate_bias_EF)
+    return activated(kind, inward(up_EDF, experts.up_bias_EF), gate_MF).astype(recipe.compute)
+
+
+def _product(
+    x: jax.Array, weight: jax.Array, sizes_E: jax.Array, rows: jax.Array | None, recipe: Recipe
+) -> jax.Array:
+    return grouped_matmul(x, _stored(weight, recipe), sizes_E, rows=rows)
+
+
+def _stored(weight: jax.Array, recipe: Recipe) -> jax.Array:
+    """The weight in the format that its gradient is handed on in; products are of x's format."""
+    return weight if recipe.gradient is None else weight.astype(recipe.gradient)
+
+
+def _bias(bias_E: jax.Array, copies: Copies, recipe: Recipe) -> jax.Array:
+    """Each copy's own expert's bias."""
+    last = jnp.int32(bias_E.shape[0] - 1)
+    m_M = jnp.arange(copies.choice_M.size, dtype=jnp.int32)
+    expert_M = jnp.searchsorted(jnp.cumsum(copies.sizes_E), m_M, side="right")
+    return bias_E[jnp.minimum(expert_M.astype(jnp.int32), last)].astype(recipe.accum)

@@ -1,0 +1,188 @@
+"""The public products: they validate, choose who computes, and differentiate.
+
+Dims: M row, T token, J visit of a token, G group, K width in, N width out.
+"""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.varying import vary_alike
+
+from . import xla
+from .formulas import swiglu_gradient
+from .gather import entries_by_result, take_rows
+from .reference import grouped_matmul_reference, grouped_swiglu_reference
+from .validate import check_operands, counts_within
+
+type GroupedImplementation = Literal["auto", "xla", "reference"]
+
+GATE_NAME = "grouped_gate"
+UP_NAME = "grouped_up"
+"""Names of the two products that the gated one's gradient needs besides its operands, for a
+rematerialization policy that saves them."""
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    rows: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    out_dtype: jnp.dtype | None = None,
+    implementation: GroupedImplementation = "auto",
+) -> jax.Array:
+    """Rows in consecutive groups, each times its group's weight: ``out[m] = x[m] @ w[group(m)]``.
+
+    Group g has ``group_sizes[g]`` rows, behind those of the groups before it. Rows beyond the last
+    group are 0 whatever x is there, and add nothing to gradients. Sums are fp32; results and
+    gradients, in x and w, repeat bit for bit.
+
+    Args:
+        x: bfloat16, float16 or float32 [M, K]; [T, K] with ``rows``.
+        w: [G, K, N], any float dtype, multiplied in x's; its gradient is summed in fp32 and rounded
+            to w's dtype: float32 weights get it unrounded.
+        group_sizes: int32 [G], 0 allowed; what exceeds M in sum is cut off.
+        rows: int32 [M]: row m is ``x[rows[m]]``, read from where it lies; clipped to 0..T-1.
+        positions: int32 [T, J], the inverse of ``rows``: all m of which ``rows[m] == t``, filled up
+            with -1. Spares x's gradient a sort; trusted.
+        out_dtype: default x's.
+        implementation: "xla" (linear memory, any device), "reference" (the formula, M * G * N
+            memory), or "auto", the fastest for the call on this device.
+
+    Returns:
+        [M, N].
+
+    Raises:
+        InputError: shapes, dtypes or options that disagree.
+        UnsupportedError: the named implementation cannot compute this call.
+    """
+    check_operands(x, {"w": w}, group_sizes, rows, positions)
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise InputError(f"out_dtype={dtype} is not a float")
+    x, w, group_sizes, rows, positions = _prepared(x, w, group_sizes, rows, positions)
+    if _choose(implementation) == "reference":
+        return grouped_matmul_reference(x, w, group_sizes, rows).astype(dtype)
+    return _matmul(dtype, x, w, group_sizes, rows, positions)
+
+
+def grouped_swiglu(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    rows: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    implementation: GroupedImplementation = "auto",
+) -> jax.Array:
+    """``silu(x @ gate) * (x @ up)`` by groups, both products of a row made at once.
+
+    The gradient keeps both products in x's dtype, named ``GATE_NAME`` and ``UP_NAME``.
+
+    Args:
+        gate: [G, K, N], as w of ``grouped_matmul``.
+        up: of the shape of gate.
+        x, group_sizes, rows, positions, implementation: as in ``grouped_matmul``.
+
+    Returns:
+        [M, N] in x's dtype, 0 beyond the groups.
+
+    Raises:
+        InputError, UnsupportedError: as ``grouped_matmul``.
+    """
+    check_operands(x, {"gate": gate, "up": up}, group_sizes, rows, positions)
+    x, (gate, up), group_sizes, rows, positions = _prepared(
+        x, (gate, up), group_sizes, rows, positions
+    )
+    if _choose(implementation) == "reference":
+        return grouped_swiglu_reference(x, gate, up, group_sizes, rows).astype(x.dtype)
+    return _swiglu(x, gate, up, group_sizes, rows, positions)
+
+
+def _prepared(x: jax.Array, w: Any, group_sizes: jax.Array, rows: Any, positions: Any) -> Any:
+    num_rows = x.shape[0] if rows is None else rows.shape[0]
+    if rows is not None:
+        rows = jnp.clip(rows, 0, x.shape[0] - 1)
+    return vary_alike((x, w, counts_within(group_sizes, num_rows), rows, positions))
+
+
+def _choose(implementation: str) -> str:
+    if implementation not in ("auto", "xla", "reference"):
+        raise InputError(
+            f"implementation={implementation!r} is unknown; choose auto, xla or reference"
+        )
+    return "xla" if implementation == "auto" else implementation
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(out_dtype, x, w_GKN, group_sizes_G, rows_M, positions_TJ):
+    del positions_TJ
+    return xla.product(x, w_GKN.astype(x.dtype), group_sizes_G, rows_M, out_dtype=out_dtype)
+
+
+def _matmul_forward(out_dtype, *operands):
+    return _matmul(out_dtype, *operands), operands
+
+
+def _matmul_backward(out_dtype, operands, d_MN):
+    del out_dtype
+    x, w_GKN, group_sizes_G, rows_M, positions_TJ = operands
+    d_MN = d_MN.astype(x.dtype)
+    d_rows_MK = xla.input_gradient(((d_MN, w_GKN.astype(x.dtype)),), group_sizes_G)
+    d_x = _scattered(d_rows_MK, x, group_sizes_G, rows_M, positions_TJ)
+    d_w = xla.weight_gradient(x, d_MN, group_sizes_G, rows_M, out_dtype=w_GKN.dtype)
+    return d_x, d_w, None, None, None
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@jax.custom_vjp
+def _swiglu(x, gate_GKN, up_GKN, group_sizes_G, rows_M, positions_TJ):
+    del positions_TJ
+    weights = (gate_GKN.astype(x.dtype), up_GKN.astype(x.dtype))
+    return xla.swiglu(x, *weights, group_sizes_G, rows_M, keep=False).out
+
+
+def _swiglu_forward(*operands):
+    x, gate_GKN, up_GKN, group_sizes_G, rows_M, _ = operands
+    weights = (gate_GKN.astype(x.dtype), up_GKN.astype(x.dtype))
+    results = xla.swiglu(x, *weights, group_sizes_G, rows_M, keep=True)
+    gate_MN = checkpoint_name(results.gate, GATE_NAME)
+    up_MN = checkpoint_name(results.up, UP_NAME)
+    return results.out, (operands, gate_MN, up_MN)
+
+
+def _swiglu_backward(kept, d_MN):
+    (x, gate_GKN, up_GKN, group_sizes_G, rows_M, positions_TJ), gate_MN, up_MN = kept
+    d_gate_MN, d_up_MN = swiglu_gradient(gate_MN, up_MN, d_MN)
+    pairs = ((d_gate_MN, gate_GKN.astype(x.dtype)), (d_up_MN, up_GKN.astype(x.dtype)))
+    d_rows_MK = xla.input_gradient(pairs, group_sizes_G)
+    d_x = _scattered(d_rows_MK, x, group_sizes_G, rows_M, positions_TJ)
+    d_gate, d_up = (
+        xla.weight_gradient(x, d, group_sizes_G, rows_M, out_dtype=w_GKN.dtype)
+        for d, w_GKN in ((d_gate_MN, gate_GKN), (d_up_MN, up_GKN))
+    )
+    return d_x, d_gate, d_up, None, None, None
+
+
+_swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+def _scattered(d_rows_MK, x, group_sizes_G, rows_M, positions_TJ):
+    """The gradient of x from that of its gathered rows, added in a fixed order."""
+    if rows_M is None:
+        return d_rows_MK
+    if positions_TJ is not None:
+        parts = [take_rows(d_rows_MK, positions_T) for positions_T in positions_TJ.T]
+        return sum(parts[1:], parts[0]).astype(x.dtype)
+    is_in_group_M = jnp.arange(rows_M.shape[0]) < jnp.sum(group_sizes_G)
+    by_token = entries_by_result(jnp.where(is_in_group_M, rows_M, -1), num_results=x.shape[0])
+    return by_token.sum(functools.partial(take_rows, d_rows_MK)).astype(x.dtype)

@@ -1,0 +1,99 @@
+"""A token's rows, weighted and added up: a gather in a fixed order, forward and backward.
+
+Not the product's epilogue: rows of one token lie in tiles of different blocks, so that a fused sum
+would be atomic additions, whose order and last bits change from run to run, or wait for others.
+
+Dims: M row, T token, J visit of a token, I visit of any token, N width.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.varying import vary_alike
+
+from .gather import entries_by_result, take_rows
+from .validate import check_inverse
+
+
+def combine(
+    y: jax.Array,
+    positions: jax.Array,
+    weights: jax.Array,
+    *,
+    inverse: jax.Array | None = None,
+) -> jax.Array:
+    """``out[t] = sum_j weights[t, j] * y[positions[t, j]]``, added in fp32 in the order of j.
+
+    Repeatable bit for bit, and so is its gradient in y and weights.
+
+    Args:
+        y: [M, N], floats.
+        positions: int32 [T, J]; one outside 0..M-1 has no row and adds 0: a dropped visit.
+        weights: float32 [T, J].
+        inverse: int32 [M], ``inverse[positions[t, j]] == t * J + j``; outside 0..T*J-1 for a row
+            that no token names. Spares the gradient a sort. It is trusted: give it only where no
+            row is named twice.
+
+    Returns:
+        [T, N] in y's dtype.
+
+    Raises:
+        InputError: shapes or dtypes that disagree.
+    """
+    if y.ndim != 2 or not jnp.issubdtype(y.dtype, jnp.floating):
+        raise InputError(f"y is {y.dtype}{list(y.shape)}; floats [M, N] are combined")
+    if positions.ndim != 2 or positions.dtype != jnp.int32 or not positions.shape[1]:
+        raise InputError(
+            f"positions is {positions.dtype}{list(positions.shape)}; it must be int32 [T, J], the "
+            "rows of each token"
+        )
+    if weights.shape != positions.shape or weights.dtype != jnp.float32:
+        raise InputError(
+            f"weights is {weights.dtype}{list(weights.shape)}; positions {list(positions.shape)} "
+            "ask for as many float32"
+        )
+    check_inverse(inverse, num_rows=y.shape[0])
+    return _combine(*vary_alike((y, positions, weights, inverse)))
+
+
+@jax.custom_vjp
+def _combine(
+    y_MN: jax.Array, positions_TJ: jax.Array, weights_TJ: jax.Array, inverse_M: jax.Array | None
+) -> jax.Array:
+    del inverse_M
+    parts = [
+        weights_T[:, None] * take_rows(y_MN, positions_T)
+        for positions_T, weights_T in zip(positions_TJ.T, weights_TJ.T, strict=True)
+    ]
+    return sum(parts[1:], parts[0]).astype(y_MN.dtype)
+
+
+def _combine_forward(y_MN, positions_TJ, weights_TJ, inverse_M):
+    kept = (y_MN, positions_TJ, weights_TJ, inverse_M)
+    return _combine(*kept), kept
+
+
+def _combine_backward(kept, d_TN):
+    y_MN, positions_TJ, weights_TJ, inverse_M = kept
+    num_visits = positions_TJ.shape[1]
+
+    def weighted(visits_M: jax.Array) -> jax.Array:
+        is_visit_M = (visits_M >= 0) & (visits_M < weights_TJ.size)
+        weights_M = weights_TJ.reshape(-1)[jnp.where(is_visit_M, visits_M, 0)]
+        tokens_M = jnp.where(is_visit_M, visits_M // num_visits, -1)
+        return weights_M[:, None] * take_rows(d_TN, tokens_M)
+
+    if inverse_M is None:
+        by_row = entries_by_result(positions_TJ.reshape(-1), num_results=y_MN.shape[0])
+        d_y_MN = by_row.sum(weighted)
+    else:
+        d_y_MN = weighted(inverse_M)
+    d_weights = [
+        jnp.sum(take_rows(y_MN, positions_T) * d_TN.astype(jnp.float32), axis=1)
+        for positions_T in positions_TJ.T
+    ]
+    return d_y_MN.astype(y_MN.dtype), None, jnp.stack(d_weights, axis=1), None
+
+
+_combine.defvjp(_combine_forward, _combine_backward)

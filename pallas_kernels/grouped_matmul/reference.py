@@ -1,0 +1,53 @@
+"""The formulas in plain jnp, every row with every group's weight; the contract.
+
+Dims: M row, T token, J visit of a token, G group, K width in, N width out.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.dot import einsum_f32
+
+
+def grouped_matmul_reference(
+    x: jax.Array,
+    w_GKN: jax.Array,
+    group_sizes_G: jax.Array,
+    rows_M: jax.Array | None = None,
+) -> jax.Array:
+    """fp32 [M, N]: row m times the weight of the group it lies in, 0 where it lies in none.
+
+    Differentiable by JAX; memory M * G * N.
+    """
+    x_MK, rounded_GKN = x.astype(jnp.float32), w_GKN.astype(x.dtype).astype(jnp.float32)
+    # The rounded weights to the last bit, with the gradient of those that were not.
+    w_GKN = w_GKN.astype(jnp.float32)
+    w_GKN += jax.lax.stop_gradient(rounded_GKN - w_GKN)
+    x_MK = x_MK if rows_M is None else x_MK[rows_M]
+    ends_1G = jnp.cumsum(group_sizes_G)[None]
+    m_M1 = jnp.arange(x_MK.shape[0], dtype=jnp.int32)[:, None]
+    is_in_MG = (ends_1G - group_sizes_G[None] <= m_M1) & (m_M1 < ends_1G)
+    # Before the product, so that what lies beyond the groups may be NaN, in its gradient too.
+    x_MK = jnp.where(jnp.any(is_in_MG, axis=1, keepdims=True), x_MK, 0.0)
+    product_MGN = einsum_f32("MK,GKN->MGN", x_MK, w_GKN)
+    return jnp.sum(jnp.where(is_in_MG[..., None], product_MGN, 0.0), axis=1)
+
+
+def grouped_swiglu_reference(
+    x: jax.Array,
+    gate_GKN: jax.Array,
+    up_GKN: jax.Array,
+    group_sizes_G: jax.Array,
+    rows_M: jax.Array | None = None,
+) -> jax.Array:
+    """fp32 [M, N]: silu(x gate) * (x up)."""
+    gate_MN = grouped_matmul_reference(x, gate_GKN, group_sizes_G, rows_M)
+    return jax.nn.silu(gate_MN) * grouped_matmul_reference(x, up_GKN, group_sizes_G, rows_M)
+
+
+def combine_reference(y_MN: jax.Array, positions_TJ: jax.Array, weights_TJ: jax.Array) -> jax.Array:
+    """fp32 [T, N]: each token's rows times their weights, added up; 0 for a row that is not."""
+    m_M = jnp.arange(y_MN.shape[0], dtype=jnp.int32)
+    is_at_TJM = positions_TJ[..., None] == jnp.expand_dims(m_M, (0, 1))
+    weights_TM = jnp.sum(jnp.where(is_at_TJM, weights_TJ[..., None], 0.0), axis=1)
+    return einsum_f32("TM,MN->TN", weights_TM, y_MN.astype(jnp.float32))
