@@ -111,7 +111,7 @@ def write_hf(
     }
     # The older name of the key is the one that all releases read.
     key = "dtype" if "dtype" in values else "torch_dtype"
-    (vocabulary, _) = weights.places["embedding/table", None]
+    (vocabulary, _) = weights.places["embedding/table", ()]
     values[key] = kinds[vocabulary.name].name
 
     def pieces(tensor: Tensor) -> Iterator[np.ndarray]:

@@ -10,11 +10,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One of their tensors."""
+    """One of their tensors, or one for each expert: "{}" stands for the expert's number."""
 
     name: str
     parts: tuple[tuple[str, str], ...]  # our path and layout, in the order they are fused
     fused_dim: int = 0  # of their tensor
+    interleaved: bool = False  # along that dim elements of the parts take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,8 @@ class WeightTable:
     outside: tuple[Rule, ...]
     root: str  # of all names, and missing in files of the bare model
     ignored: str | None = None  # a pattern of tensors that are no weights
+    # Layers after the model's last may be there: multi-token prediction, which is left out.
+    extra_layers: bool = False
 
 
 def rule(name: str, path: str, layout: str) -> Rule:
