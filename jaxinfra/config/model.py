@@ -95,6 +95,7 @@ class GroupedAttentionConfig:
     qk_norm: NormConfig | None = None  # over head_dim, before rotary: Qwen3
     qkv_bias: bool = False
     out_bias: bool = False
+    sinks: bool = False  # a learned score of each head that no value belongs to: gpt-oss
 
     def __post_init__(self) -> None:
         q, k = self.num_q_heads, self.num_kv_heads

@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import LatentAttentionConfig, ModelConfig
+from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
@@ -252,6 +252,12 @@ def _validate_context(run: RunConfig) -> None:
             f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
         )
     _validate_context_of_latents(run)
+    mixers = [block.mixer for block in run.model.blocks]
+    if any(isinstance(each, GroupedAttentionConfig) and each.sinks for each in mixers):
+        raise ConfigError(
+            f"context={mesh.context} with attention sinks: parts of a softmax are merged without "
+            "them; use fsdp and tensor instead"
+        )
     if training.context_method is ContextMethod.ULYSSES:
         for block in run.model.blocks:
             kv_heads = block.mixer.num_kv_heads

@@ -46,8 +46,13 @@ class Attend(Protocol):
         *,
         config: MixerConfig,
         segment_ids_BT: jax.Array | None,
+        sinks_N: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns [B, T, N, H] in q's dtype."""
+        """Returns [B, T, N, H] in q's dtype.
+
+        Args:
+            sinks_N: a score of each head that joins its softmax and has no value.
+        """
         ...
 
 
@@ -81,7 +86,13 @@ class Decode(Protocol):
     """Attention over a cache; ``jaxinfra.ops.cached_attention.cached_attention`` is one."""
 
     def __call__(
-        self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+        self,
+        q_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        sinks_N: jax.Array | None = None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype: each query sees keys up to its own position, which the
         cache holds already; one whose position is below 0 is padding.

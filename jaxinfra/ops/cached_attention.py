@@ -42,7 +42,12 @@ class Pages:
 
 
 def cached_attention(
-    q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+    q_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of new queries to all keys cached, their own among them.
 
@@ -52,7 +57,7 @@ def cached_attention(
     are taken 128 at a time.
 
     Of latent attention the cache has latents and rotated keys, which all heads share: the keys are
-    both, side by side, the values the latents.
+    both, side by side, the values the latents. A sink joins its head's softmax and has no value.
 
     Returns [B, T, N, H] in q's dtype; of latent attention [B, T, N, R].
     """
@@ -62,7 +67,7 @@ def cached_attention(
         keys, v_BSKH = (latent_BS1R, rotated_BS1P), latent_BS1R
     else:
         keys, v_BSKH = (rows["k"],), rows["v"]
-    attend = functools.partial(_attend, keys=keys, v_BSKH=v_BSKH, config=config)
+    attend = functools.partial(_attend, keys=keys, v_BSKH=v_BSKH, config=config, sinks_N=sinks_N)
     batch, length = positions_BT.shape
     if length <= _QUERY_BLOCK:
         return attend(q_BTNH, positions_BT)
@@ -86,6 +91,7 @@ def _attend(
     keys: tuple[jax.Array, ...],  # [B, S, K, H], or parts of that width
     v_BSKH: jax.Array,
     config: MixerConfig,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     batch, length, num_q_heads, head_dim = q_BTNH.shape
     num_slots, num_kv_heads = v_BSKH.shape[1:3]
@@ -105,6 +111,22 @@ def _attend(
     if config.window is not None:
         visible_BTS &= age_BTS < config.window
     visible_B11TS = visible_BTS[:, None, None]
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
+    if sinks_N is None:
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
+    else:
+        weights_BKGTS = _softmax_with_sinks(scores_BKGTS, visible_B11TS, sinks_N)
     out_BTKGH = dot("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
     return out_BTKGH.reshape(batch, length, num_q_heads, -1)
+
+
+def _softmax_with_sinks(
+    scores_BKGTS: jax.Array, visible_B11TS: jax.Array, sinks_N: jax.Array
+) -> jax.Array:
+    """Weights of the visible keys, whose sum the sink's share is missing from."""
+    num_kv_heads, group = scores_BKGTS.shape[1:3]
+    sinks_1KG11 = sinks_N.reshape(1, num_kv_heads, group, 1, 1).astype(scores_BKGTS.dtype)
+    seen_BKGTS = jnp.where(visible_B11TS, scores_BKGTS, -jnp.inf)
+    largest_BKGT1 = jnp.maximum(jnp.max(seen_BKGTS, axis=-1, keepdims=True), sinks_1KG11)
+    weights_BKGTS = jnp.exp(seen_BKGTS - largest_BKGT1)
+    total_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
+    return weights_BKGTS / (total_BKGT1 + jnp.exp(sinks_1KG11 - largest_BKGT1))

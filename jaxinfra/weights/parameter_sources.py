@@ -5,6 +5,7 @@ is that slice and no more.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -15,8 +16,9 @@ import numpy as np
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
 from jaxinfra.models.hf.tensor_layout import Index
-from jaxinfra.weights.tensor_files import TensorFiles
+from jaxinfra.weights.quantized_files import TensorReader
 
+_LOG = logging.getLogger(__name__)
 _COMPARED_ROWS = 4096  # of two tied tables at a time
 
 
@@ -36,7 +38,7 @@ class ParameterSource(Protocol):
 class StoredParameters:
     """Parameters in our layout: tensors have our paths for names."""
 
-    files: TensorFiles
+    files: TensorReader
 
     def dtype(self, path: str) -> np.dtype:
         """Element type in the file."""
@@ -51,7 +53,7 @@ class StoredParameters:
 class MappedParameters:
     """Parameters in the layout of Hugging Face."""
 
-    files: TensorFiles
+    files: TensorReader
     weights: WeightMap
     names: Mapping[str, str]  # of the map's tensors, as these files spell them
 
@@ -97,7 +99,7 @@ class LiveParameters:
         return np.asarray(self.arrays[path][index])
 
 
-def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameters:
+def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
     """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
 
     Files of the bare model lack the root of all names; a tensor tied to another may be there if it
@@ -122,6 +124,7 @@ def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameter
         for name in files.tensors
         if name not in known
         and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
+        and weights.extra_layer(root + name) is None
     ]
     if extra:
         raise CheckpointError(
@@ -141,11 +144,18 @@ def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameter
                 f"{where}: tie_word_embeddings is true, but {names[tied]} differs from "
                 f"{names[original]}; set it to false"
             )
+    left_out = sorted({weights.extra_layer(root + name) for name in files.tensors} - {None})
+    if left_out:
+        _LOG.warning(
+            "%s: left out is multi-token prediction, which this model has none of: layers %s",
+            where,
+            ", ".join(map(str, left_out)),
+        )
     return MappedParameters(files=files, weights=weights, names=names)
 
 
 def stored_parameters(
-    files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]
+    files: TensorReader, shapes: Mapping[str, tuple[int, ...]]
 ) -> StoredParameters:
     """Checks names and shapes; raises CheckpointError naming the tensors that are wrong."""
     found = {name: tensor.shape for name, tensor in files.tensors.items()}
@@ -166,7 +176,7 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
 
 
-def _equal(files: TensorFiles, first: str, second: str) -> bool:
+def _equal(files: TensorReader, first: str, second: str) -> bool:
     shape = files.tensors[first].shape
     if shape != files.tensors[second].shape:
         return False

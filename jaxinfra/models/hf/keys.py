@@ -29,7 +29,6 @@ NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
 
 # Keys of any architecture that change what is computed unless they have these values.
 _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("quantization_config", (None,), "quantized checkpoints are not read; use the original one"),
     ("is_encoder_decoder", (False,), "only decoders are supported"),
     ("is_decoder", (True, False), "only decoders are supported"),
     ("add_cross_attention", (False,), "cross-attention is not supported"),

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import Parameters, by_path
 from jaxinfra.models.hf.tensor_layout import Index, TensorLayout, parse_layout
 from jaxinfra.models.hf.weights import WEIGHTS, Rule, WeightTable
-
-_MOST_EXTRA_LAYERS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +76,23 @@ class WeightMap:
     places: Mapping[tuple[str, tuple[int, ...]], tuple[Tensor, Part]]  # by our path and index
     root: str
     ignored: re.Pattern[str] | None
-    left_out: re.Pattern[str] | None  # weights of what is not part of our model
+    extra: tuple[re.Pattern[str], int] | None  # layers' names, and the number of layers
     tied: Mapping[str, str]  # a tensor that may be there, and the one it then equals
 
     def parts_of(self, path: str) -> list[tuple[Tensor, Part]]:
         """Where the layers and experts of a parameter of ours lie."""
         return [place for (each, _), place in self.places.items() if each == path]
+
+    def extra_layer(self, name: str) -> int | None:
+        """The layer that a tensor is of, where that comes after the model's last and may be there:
+        multi-token prediction, which is left out.
+        """
+        if self.extra is None:
+            return None
+        pattern, num_layers = self.extra
+        found = pattern.match(name)
+        number = -1 if found is None else int(found[1])
+        return number if number >= num_layers else None
 
 
 def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> WeightMap:
@@ -94,14 +103,8 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
 
     Raises:
         ConfigError: a parameter of the model has no tensor in this architecture.
-        UnsupportedError: the architecture has no table of weights.
     """
-    table = WEIGHTS.get(model_type)
-    if table is None:
-        raise UnsupportedError(
-            f"model_type={model_type!r}: its configuration is read, its weights are not; those of "
-            f"{', '.join(WEIGHTS)} are"
-        )
+    table = WEIGHTS[model_type]
     flat = {path: leaf.shape for path, leaf in by_path(shapes).items()}
     tensors = [tensor for each in table.outside for tensor in _resolve(each, "", "", (), flat)]
     for number, (i, repetition) in enumerate(config.layer_places):
@@ -121,16 +124,14 @@ def weight_map(model_type: str, config: ModelConfig, shapes: Parameters) -> Weig
         places=places,
         root=table.root,
         ignored=re.compile(table.ignored) if table.ignored else None,
-        left_out=_beyond(table, config.num_layers) if table.extra_layers else None,
+        extra=(_layer_names(table), config.num_layers) if table.extra_layers else None,
         tied=tied,
     )
 
 
-def _beyond(table: WeightTable, num_layers: int) -> re.Pattern[str]:
-    """Tensors of layers after the model's last."""
-    numbers = "|".join(str(num_layers + i) for i in range(_MOST_EXTRA_LAYERS))
+def _layer_names(table: WeightTable) -> re.Pattern[str]:
     prefix, suffix = map(re.escape, table.layer_prefix.split("{}"))
-    return re.compile(f"{prefix}({numbers}){suffix}.*")
+    return re.compile(rf"{prefix}(\d+){suffix}")
 
 
 def _resolve(
