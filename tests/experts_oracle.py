@@ -1,12 +1,12 @@
-"""A layer of experts written from the papers in float64: a loop over tokens, and over each one's
-experts.
+"""A layer of experts written from the papers in float64: a loop over tokens chooses, every expert
+sees every token, and what was not chosen is masked.
 
-How far an fp32 program may be from it is sampled: whatever the loop is given, and every token's
-result and what comes back to it, is changed by random signs times sqrt(n) u (``tests/rounding.py``),
-n no fewer than the terms of any sum here.
+How far an fp32 program may be from it is sampled: whatever it is given, its result, and what comes
+back to it, is changed by random signs times sqrt(n) u (``tests/rounding.py``), n no fewer than the
+terms of any sum here.
 """
 
-import functools
+import itertools
 from typing import Any
 
 import jax
@@ -16,14 +16,13 @@ import numpy as np
 from jaxinfra.config.model import ExpertsConfig, MlpKind
 from jaxinfra.config.routing import GroupScore, Scoring
 from tests.rounding import UNIT
+from tests.sharded.cases import COMPILER_OPTIONS
 from tests.sharded.oracle import double_precision, rounded
 
 NUM_SAMPLES = 6
 TERMS = 256
-
-
-type Choices = list[list[list[int]]]
-"""Experts by row, token and rank."""
+NUM_SIGNS = 1 << 14
+_PRIME = 7919  # so that one array's signs are not the next one's
 
 
 def experts_of(config: ExpertsConfig, logits: np.ndarray, correction: np.ndarray) -> list[int]:
@@ -42,8 +41,8 @@ def experts_of(config: ExpertsConfig, logits: np.ndarray, correction: np.ndarray
 def _scores(config: ExpertsConfig, logits: Any) -> Any:
     if config.routing.scoring is Scoring.SIGMOID:
         return 1.0 / (1.0 + jnp.exp(-logits))
-    powers = jnp.exp(logits - jnp.max(logits))
-    return powers / jnp.sum(powers)
+    powers = jnp.exp(logits)
+    return powers / jnp.sum(powers, axis=-1, keepdims=True)
 
 
 def _activated(kind: MlpKind, up: Any, gate: Any) -> Any:
@@ -56,10 +55,11 @@ def _activated(kind: MlpKind, up: Any, gate: Any) -> Any:
     return 0.5 * up * (1.0 + jax.lax.erf(up / np.sqrt(2.0)))
 
 
-def _expert(config: ExpertsConfig, weights: Any, x: Any, pick, prefix: str = "") -> Any:
+def _expert(config: ExpertsConfig, weights: Any, x: Any, prefix: str = "") -> Any:
+    """One expert's output for every token."""
+
     def project(name: str, x: Any) -> Any:
-        bias = weights.get(f"{name}_bias")
-        return x @ pick(weights[prefix + name]) + (0.0 if bias is None or prefix else pick(bias))
+        return x @ weights[prefix + name] + weights.get(f"{prefix}{name}_bias", 0.0)
 
     gate = project("gate", x) if config.kind.gated else None
     return project("down", _activated(config.kind, project("up", x), gate))
@@ -70,64 +70,50 @@ def forward(
     weights: Any,
     x_BTD: Any,
     counts_BT: np.ndarray,
-    chosen: Choices,
-    kept: Choices,
+    chosen_BTE: np.ndarray,
+    kept_BTE: np.ndarray,
     change: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """y [B, T, D] and the losses, as sums over tokens.
+    """y [B, T, D] and the losses, as sums over tokens: every expert on every token, masked.
 
     Args:
-        chosen: experts of every token that is no padding.
-        kept: those that had room for it.
-        change: of each token's result, and of what comes back to it.
+        chosen_BTE: 1 where a token that is no padding chose an expert.
+        kept_BTE: and where that had room for it.
+        change: of results, and of what comes back to them.
     """
-    batch, length, _ = x_BTD.shape
-    rows, probabilities = [], np.empty((batch, length), object)
-    z = 0.0
-    taken = np.zeros((batch, config.num_experts))
-    for b in range(batch):
-        row = []
-        for t in range(length):
-            x, y = x_BTD[b, t], 0.0 * x_BTD[b, t]
-            if counts_BT[b, t]:
-                logits = x @ weights["router"] + weights.get("router_bias", 0.0)
-                scores = _scores(config, logits)
-                probabilities[b, t] = scores / jnp.sum(scores)
-                z = z + jax.nn.logsumexp(logits) ** 2
-                total = sum(scores[e] for e in chosen[b][t])
-                for e in chosen[b][t]:
-                    taken[b, e] += 1
-                for e in kept[b][t]:
-                    weight = scores[e] / (total if config.routing.renormalize else 1.0)
-                    pick = functools.partial(lambda e, w: w[e], e)
-                    out = _expert(config, weights, x, pick)
-                    y = y + config.routing.scale * weight * out
-            if config.shared_hidden_dim:
-                shared = _expert(config, weights, x, lambda w: w, prefix="shared_")
-                if config.shared_gate:
-                    shared = shared / (1.0 + jnp.exp(-(x @ weights["shared_scale"])))
-                y = y + shared
-            row.append(change(y))
-        rows.append(jnp.stack(row))
+    logits_BTE = x_BTD @ weights["router"] + weights.get("router_bias", 0.0)
+    scores_BTE = _scores(config, logits_BTE)
+    weight_BTE = scores_BTE * config.routing.scale
+    if config.routing.renormalize:
+        sums_BT1 = jnp.sum(scores_BTE * chosen_BTE, axis=-1, keepdims=True)
+        weight_BTE = weight_BTE / jnp.where(counts_BT[..., None], sums_BT1, 1.0)
+    names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+    each = {name: weights[name] for name in names if name in weights}
+    out_EBTD = jax.vmap(lambda own: _expert(config, own, x_BTD))(each)
+    y_BTD = jnp.einsum("BTE,EBTD->BTD", weight_BTE * kept_BTE, out_EBTD)
+    if config.shared_hidden_dim:
+        shared_BTD = _expert(config, weights, x_BTD, prefix="shared_")
+        if config.shared_gate:
+            shared_BTD = shared_BTD / (1.0 + jnp.exp(-(x_BTD @ weights["shared_scale"])))
+        y_BTD = y_BTD + shared_BTD
     losses, balance = {}, config.balance
-    counted = [(b, t) for b in range(batch) for t in range(length) if counts_BT[b, t]]
+    tokens_B = counts_BT.sum(axis=1)
+    share_BTE = counts_BT[..., None] * scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
     if balance.switch_loss:
-        share = taken.sum(axis=0) / len(counted)
-        mean = sum(probabilities[place] for place in counted) / len(counted)
-        total = config.num_experts * jnp.sum(share * mean)
-        losses["balance"] = balance.switch_loss * len(counted) * total
+        fractions = chosen_BTE.sum(axis=(0, 1)) / tokens_B.sum()
+        mean = jnp.sum(share_BTE, axis=(0, 1)) / tokens_B.sum()
+        total = config.num_experts * jnp.sum(fractions * mean)
+        losses["balance"] = balance.switch_loss * tokens_B.sum() * total
     if balance.sequence_loss:
         total = 0.0
-        for b in range(batch):
-            places = [place for place in counted if place[0] == b]
-            f = taken[b] * config.num_experts / (config.top_k * len(places))
-            total += len(places) * jnp.sum(f * sum(probabilities[p] for p in places) / len(places))
+        for b, tokens in enumerate(tokens_B):
+            f = chosen_BTE[b].sum(axis=0) * config.num_experts / (config.top_k * tokens)
+            total += tokens * jnp.sum(f * jnp.sum(share_BTE[b], axis=0) / tokens)
         losses["sequence_balance"] = balance.sequence_loss * total
     if balance.z_loss:
-        losses["router_z"] = balance.z_loss * z
-    return jnp.stack(rows), losses
-
-
+        z_BT = jax.nn.logsumexp(logits_BTE, axis=-1) ** 2
+        losses["router_z"] = balance.z_loss * jnp.sum(counts_BT * z_BT)
+    return change(y_BTD), losses
 
 
 def choices(
@@ -136,24 +122,20 @@ def choices(
     x_BTD: np.ndarray,
     counts_BT: np.ndarray,
     correction: np.ndarray,
-) -> tuple[Choices, Choices]:
-    """Of every token: the experts it chooses, and those that still had room for it."""
-    chosen, kept = [], []
-    factor = config.balance.capacity_factor
-    for b, row in enumerate(x_BTD):
-        room = np.inf
-        if factor is not None:
-            room = max(int(factor * len(row) * config.top_k / config.num_experts), 1)
-        taken = np.zeros(config.num_experts)
-        chosen.append([])
-        kept.append([])
-        for t, x in enumerate(row):
-            logits = x @ weights["router"] + weights.get("router_bias", 0.0)
-            experts = experts_of(config, logits, correction) if counts_BT[b, t] else []
-            chosen[b].append(experts)
-            kept[b].append([e for e in experts if taken[e] < room])
-            taken[experts] += 1
-    return chosen, kept
+) -> tuple[np.ndarray, np.ndarray]:
+    """float [B, T, E], token by token: 1 for an expert it chooses; that still has room for it."""
+    chosen_BTE = np.zeros((*x_BTD.shape[:2], config.num_experts))
+    kept_BTE = chosen_BTE.copy()
+    factor, length = config.balance.capacity_factor, x_BTD.shape[1]
+    room = length
+    if factor is not None:
+        room = max(int(factor * length * config.top_k / config.num_experts), 1)
+    for b, t in zip(*np.nonzero(counts_BT), strict=True):
+        logits = x_BTD[b, t] @ weights["router"] + weights.get("router_bias", 0.0)
+        for e in experts_of(config, logits, correction):
+            kept_BTE[b, t, e] = chosen_BTE[b, :, e].sum() < room
+            chosen_BTE[b, t, e] = 1.0
+    return chosen_BTE, kept_BTE
 
 
 def results(
@@ -163,17 +145,20 @@ def results(
     d_BTD: np.ndarray,
     counts_BT: np.ndarray,
     correction: np.ndarray,
-) -> tuple[Any, Choices, Choices]:
-    """(y, losses, gradients of sum(y d) + losses by weights and x), ``Rounded``; and ``choices``."""
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """y, losses, and gradients of sum(y d) + losses by weights and x, ``Rounded``; ``choices``."""
     with double_precision():
-        weights, x_BTD, d_BTD = jax.tree.map(lambda a: np.asarray(a, np.float64), (weights, x_BTD, d_BTD))
+        weights, x_BTD, d_BTD = jax.tree.map(
+            lambda a: np.asarray(a, np.float64), (weights, x_BTD, d_BTD)
+        )
         chosen, kept = choices(config, weights, x_BTD, counts_BT, correction)
 
-        def run(key, size):
-            keys = iter(jax.random.split(key, 256))
+        def run(changes):
+            starts = itertools.count(step=_PRIME)
 
             def near_1(a):
-                return 1.0 + size * jax.random.rademacher(next(keys), a.shape, jnp.float64)
+                start = next(starts) % (NUM_SIGNS - a.size)
+                return 1.0 + changes[start : start + a.size].reshape(a.shape)
 
             def objective(weights, x_BTD):
                 y_BTD, losses = forward(
@@ -193,8 +178,11 @@ def results(
             )
             return *out, gradients
 
-        sizes = jnp.full(NUM_SAMPLES + 1, np.sqrt(TERMS) * UNIT).at[0].set(0.0)
-        values = jax.vmap(run)(jax.random.split(jax.random.key(0), NUM_SAMPLES + 1), sizes)
+        signs = np.random.default_rng(0).integers(0, 2, (NUM_SAMPLES + 1, NUM_SIGNS)) * 2.0 - 1.0
+        changes = signs * UNIT * np.sqrt(TERMS)
+        changes[0] = 0.0
+        sampled = jax.jit(jax.vmap(run)).lower(changes).compile(COMPILER_OPTIONS)
+        values = sampled(changes)
         values = jax.tree.map(np.asarray, values)
     samples = [jax.tree.map(lambda a, i=i: a[i], values) for i in range(NUM_SAMPLES + 1)]
     return rounded(samples), chosen, kept

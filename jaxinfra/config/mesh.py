@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxinfra.core.axes import MESH_AXES
+from jaxinfra.core.axes import MESH_AXES, MeshAxis
 from jaxinfra.core.errors import ConfigError, nearest
 
 EXPERT = "expert"
@@ -18,17 +18,49 @@ class MeshConfig:
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
-    # Devices that share a layer's experts: a part of replica x fsdp x context, no axis of its own.
+    # Devices that share a layer's experts, taken from the data axes: a part of fsdp, times the
+    # whole of context, of replica, or of both where that is not enough.
     expert: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in (*self.sizes().items(), (EXPERT, self.expert)):
             if size < 1:
                 raise ConfigError(f"mesh axis {axis}={size} must be at least 1")
+        self._shared_by_experts()
 
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def device_axes(self) -> dict[str, int]:
+        """The axes of the mesh itself: where experts take a part of fsdp, that part is apart."""
+        inner, _ = self._shared_by_experts()
+        axes: dict[str, int] = {}
+        for axis, size in self.sizes().items():
+            split = axis == MeshAxis.FSDP and inner > 1
+            axes |= {axis: size // inner, EXPERT: inner} if split else {axis: size}
+        return axes
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """Those of ``device_axes`` that divide experts, slowest link first."""
+        inner, whole = self._shared_by_experts()
+        taken = {*whole, *((EXPERT,) if inner > 1 else ())}
+        return tuple(axis for axis in self.device_axes if axis in taken)
+
+    def _shared_by_experts(self) -> tuple[int, tuple[str, ...]]:
+        """The part of fsdp, and the other axes that experts take as they are."""
+        context, replica = MeshAxis.CONTEXT.value, MeshAxis.REPLICA.value
+        for whole in ((), (context,), (replica,), (replica, context)):
+            rest, left = divmod(self.expert, math.prod(getattr(self, axis) for axis in whole))
+            if not left and rest >= 1 and self.fsdp % rest == 0:
+                return rest, whole
+        raise ConfigError(
+            f"expert={self.expert} does not fit fsdp={self.fsdp}, context={self.context}, replica="
+            f"{self.replica}: experts take a divisor of fsdp, times the whole of context, of "
+            "replica, or of both"
+        )
 
     @property
     def num_devices(self) -> int:

@@ -4,14 +4,20 @@ import dataclasses
 import enum
 
 from jaxinfra.config.data import DataConfig
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
-from jaxinfra.config.mesh import MeshConfig, ShardingConfig
-from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig, ModelConfig
+from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
+from jaxinfra.config.model import (
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+)
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.core.errors import ConfigError
 
 
 class Remat(enum.StrEnum):
@@ -134,6 +140,7 @@ class RunConfig:
     mesh: MeshConfig = MeshConfig()
     sharding: ShardingConfig = ShardingConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    exchange: ExchangeConfig = ExchangeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     reliability: ReliabilityConfig = ReliabilityConfig()
     init: InitConfig | None = None  # None: random weights
@@ -173,6 +180,9 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
     for block in model.blocks:
         sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes
         sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]
+        if isinstance(block.feed_forward, ExpertsConfig):
+            sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
+    _check_experts(model, mesh)
     for name, size, axis, shards in sharded:
         if size % shards:
             raise ConfigError(
@@ -181,11 +191,29 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
             )
 
 
+def _check_experts(model: ModelConfig, mesh: MeshConfig) -> None:
+    experts = [each for b in model.blocks if isinstance(each := b.feed_forward, ExpertsConfig)]
+    if mesh.expert > 1 and not experts:
+        raise ConfigError(f"expert={mesh.expert}, but this model has no experts; leave it out")
+    capacities = [each.balance.capacity_factor for each in experts]
+    if mesh.context > 1 and any(capacity is not None for capacity in capacities):
+        raise ConfigError(
+            f"capacity_factor={max(filter(None, capacities))} with context={mesh.context}: an "
+            "expert's room is filled in the order of a sequence, which several devices share; drop "
+            "nothing (capacity_factor=none), or use fsdp in place of context"
+        )
+
+
 def _validate_lora(run: RunConfig) -> None:
     if run.lora is not None and run.init is None:
         raise ConfigError(
             "lora adapts a model that is trained already; name it with --init DIR, or train all "
             "parameters"
+        )
+    if run.lora is not None and "router" in run.lora.targets:
+        raise ConfigError(
+            "lora target 'router': what chooses a token's experts is not adapted; name projections "
+            "of attention or shared experts"
         )
     if run.lora is not None and run.mesh.pipe > 1:
         raise ConfigError(
@@ -196,11 +224,6 @@ def _validate_lora(run: RunConfig) -> None:
 
 def _validate_sharding(run: RunConfig) -> None:
     sharding, mesh, length = run.sharding, run.mesh, run.training.sequence_length
-    if mesh.expert > 1:
-        raise UnsupportedError(
-            f"expert={mesh.expert}: experts spread over devices are planned, not run; leave expert "
-            "out of --mesh"
-        )
     if sharding.zero < 3 and mesh.fsdp == 1:
         raise ConfigError(
             f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "

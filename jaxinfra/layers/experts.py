@@ -19,7 +19,7 @@ from jaxinfra.layers.projection import HIDDEN, Projection
 from jaxinfra.layers.routing import Choice, EvenLoads, balance_sums, choose, within_capacity
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.activation import activated
-from jaxinfra.ops.experts import CHOICE, ExpertWeights
+from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
 
 
 class Experts(nnx.Module):
@@ -68,7 +68,7 @@ class Experts(nnx.Module):
             site=Site.ROUTER,
             whole=True,
         )
-        self.correction_bias = (
+        self.router_correction = (
             ModelState(
                 jnp.zeros(num, policy.accum),
                 axes=(None,),
@@ -99,9 +99,7 @@ class Experts(nnx.Module):
             else None
         )
         self.shared_scale = (
-            build(
-                "BTD,DE->BTE", shape=(model_dim, 1), dims=(axes.EMBED, None), std=std, whole=True
-            )
+            build("BTD,DE->BTE", shape=(model_dim, 1), dims=(axes.EMBED, None), std=std, whole=True)
             if config.shared_gate
             else None
         )
@@ -115,7 +113,7 @@ class Experts(nnx.Module):
             if self.config.balance.capacity_factor is not None and given.cache is None:
                 choice, dropped = within_capacity(choice, config=self.config)
                 sums = joined(sums, Sums(added={"dropped": dropped}))
-            expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE)
+            expert_BTK = checkpoint_name(choice.expert_BTK, CHOICE_NAME)
         y_BTD, overflowed = self.execution.exchange(
             x_BTD,
             place(expert_BTK, (axes.BATCH, axes.SEQUENCE, None)),
@@ -147,13 +145,11 @@ class Experts(nnx.Module):
             down_bias_ED=value(self.down_bias),
         )
 
-    def _route(
-        self, x_BTD: jax.Array, counts_BT: Bool[Array, "B T"]
-    ) -> tuple[Choice, Sums]:
+    def _route(self, x_BTD: jax.Array, counts_BT: Bool[Array, "B T"]) -> tuple[Choice, Sums]:
         place, accum = self.execution.place, self.execution.policy.to_accum
         logits_BTE = accum(self.router(x_BTD))
         logits_BTE = place(logits_BTE, (axes.BATCH, axes.SEQUENCE, None))
-        bias = self.correction_bias
+        bias = self.router_correction
         choice = choose(
             logits_BTE,
             config=self.config,

@@ -5,7 +5,6 @@ Dims: B batch, T position, D model width, F hidden width.
 
 import functools
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 

@@ -31,15 +31,15 @@ from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
-from jaxinfra.ops.experts import CHOICE, EXPERT_HIDDEN, EXPERT_OUT
+from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
 
 type KVCache = tuple[Cache, ...]
 """One entry for each distinct block, of all its repetitions."""
 
-_ALWAYS = (GATHERED, CHOICE)
+_ALWAYS = (GATHERED, CHOICE_NAME)
 _SAVED_NAMES = {
-    Remat.DOTS: (*_ALWAYS, PROJECTION, HIDDEN, EXPERT_HIDDEN, EXPERT_OUT, *ATTENTION_NAMES),
-    Remat.MLP: (*_ALWAYS, PROJECTION, EXPERT_OUT, *ATTENTION_NAMES),
+    Remat.DOTS: (*_ALWAYS, PROJECTION, HIDDEN, *HIDDEN_NAMES, OUT_NAME, *ATTENTION_NAMES),
+    Remat.MLP: (*_ALWAYS, PROJECTION, OUT_NAME, *ATTENTION_NAMES),
     Remat.NAMED: (*_ALWAYS, *ATTENTION_NAMES),
     Remat.FULL: _ALWAYS,
 }

@@ -16,12 +16,14 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from pallas_kernels import UnsupportedError as KernelUnsupported
+from pallas_kernels import combine as combine_rows
+from pallas_kernels import grouped_matmul, grouped_swiglu
+from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 
-from pallas_kernels.grouped_matmul import combine, grouped_matmul, grouped_swiglu
-
-EXPERT_HIDDEN = "expert_hidden"
-EXPERT_OUT = "expert_out"
-CHOICE = "expert_choice"
+_HIDDEN = "expert_hidden"
+HIDDEN_NAMES = (_HIDDEN, GATE_NAME, UP_NAME)
+OUT_NAME = "expert_out"
+CHOICE_NAME = "expert_choice"
 """Names, for recomputation policies, of the experts' hidden layers, of their outputs, and of which
 expert takes which token. The last is kept whatever is recomputed: scores computed again may round
 otherwise, and the backward pass would go to other experts.
@@ -46,7 +48,7 @@ class ExpertWeights:
 class Copies:
     """Copies of tokens, one for each choice, in the order of their experts."""
 
-    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for
+    choice_M: jax.Array  # int32: which choice, n K + k, a copy is for; N K where there is none
     place_NK: jax.Array  # int32: where a choice's copy is; beyond the last for one that has none
     sizes_E: jax.Array  # int32: copies of each expert
     left_out: jax.Array  # int32 []: choices without a copy for want of room
@@ -60,18 +62,48 @@ def sorted_copies(expert_NK: Int[Array, "N K"], *, num_experts: int, room: int) 
     """
     expert_I = expert_NK.reshape(-1)
     order_I = jnp.argsort(expert_I, stable=True).astype(jnp.int32)
-    place_I = jnp.zeros_like(order_I).at[order_I].set(
-        jnp.arange(order_I.size, dtype=jnp.int32), unique_indices=True
+    place_I = (
+        jnp.zeros_like(order_I)
+        .at[order_I]
+        .set(jnp.arange(order_I.size, dtype=jnp.int32), unique_indices=True)
     )
     edges = jnp.searchsorted(expert_I[order_I], jnp.arange(num_experts + 1, dtype=jnp.int32))
     fitting = jnp.minimum(edges.astype(jnp.int32), room)
     has_copy_I = (expert_I < num_experts) & (place_I < room)
     return Copies(
-        choice_M=order_I[:room],
+        choice_M=jnp.where(
+            jnp.arange(room, dtype=jnp.int32) < fitting[-1], order_I[:room], order_I.size
+        ),
         place_NK=jnp.where(has_copy_I, place_I, room).reshape(expert_NK.shape),
         sizes_E=jnp.diff(fitting),
         left_out=edges[-1].astype(jnp.int32) - fitting[-1],
     )
+
+
+@jax.custom_vjp
+def spread(
+    x_ND: Float[Array, "N D"], choice_S: Int[Array, "S"], place_NJ: Int[Array, "N J"]
+) -> Float[Array, "S D"]:
+    """Rows of tokens in slots, 0 in empty ones; the gradient is a gather too, in a fixed order.
+
+    Args:
+        choice_S: a token's number times J, plus which of its copies; N J for none.
+        place_NJ: the inverse: a copy's slot; S for none.
+    """
+    copies = place_NJ.shape[1]
+    rows_SD = x_ND[jnp.minimum(choice_S // copies, x_ND.shape[0] - 1)]
+    return jnp.where(choice_S[:, None] < place_NJ.size, rows_SD, jnp.zeros((), x_ND.dtype))
+
+
+def _spread_backward(kept: tuple[jax.Array, jax.Array], d_SD: jax.Array):
+    choice_S, place_NJ = kept
+    ones = jnp.ones(place_NJ.shape, jnp.promote_types(d_SD.dtype, jnp.float32))
+    return combine_rows(d_SD, place_NJ, ones, inverse=choice_S), None, None
+
+
+spread.defvjp(
+    lambda x, choice, place: (spread(x, choice, place), (choice, place)), _spread_backward
+)
 
 
 def apply_experts(
@@ -99,18 +131,18 @@ def apply_experts(
     room = expert_NK.size if room is None else min(room, expert_NK.size)
     with jax.named_scope("sort"):
         copies = sorted_copies(expert_NK, num_experts=num_experts, room=room)
-        rows_M = copies.choice_M // top_k
+        rows_M = jnp.minimum(copies.choice_M // top_k, x_ND.shape[0] - 1)
     x_ND = x_ND.astype(recipe.compute)
     try:
         with jax.named_scope("experts"):
             hidden_MF = _hidden(x_ND, rows_M, copies, experts, kind=kind, recipe=recipe)
-            hidden_MF = checkpoint_name(hidden_MF, EXPERT_HIDDEN)
-            y_MD = _product(hidden_MF, experts.down_EFD, copies.sizes_E, None, recipe)
+            hidden_MF = checkpoint_name(hidden_MF, _HIDDEN)
+            y_MD = _product(hidden_MF, experts.down_EFD, copies, recipe)
             if experts.down_bias_ED is not None:
                 y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
-            y_MD = checkpoint_name(y_MD.astype(recipe.compute), EXPERT_OUT)
+            y_MD = checkpoint_name(y_MD.astype(recipe.compute), OUT_NAME)
         with jax.named_scope("combine"):
-            y_ND = combine(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
+            y_ND = combine_rows(y_MD, copies.place_NK, weight_NK, inverse=copies.choice_M)
     except KernelUnsupported as error:
         raise UnsupportedError(str(error)) from error
     return y_ND, copies.left_out
@@ -125,18 +157,19 @@ def _hidden(
     kind: MlpKind,
     recipe: Recipe,
 ) -> jax.Array:
-    gate_EDF, up_EDF, sizes_E = experts.gate_EDF, experts.up_EDF, copies.sizes_E
+    gate_EDF, up_EDF = experts.gate_EDF, experts.up_EDF
     if kind is MlpKind.SWIGLU and gate_EDF is not None and experts.up_bias_EF is None:
         return grouped_swiglu(
             x_ND,
             _stored(gate_EDF, recipe),
             _stored(up_EDF, recipe),
-            sizes_E,
+            copies.sizes_E,
             rows=rows_M,
+            positions=copies.place_NK,
         )
 
     def inward(weight_EDF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
-        y_MF = _product(x_ND, weight_EDF, sizes_E, rows_M, recipe).astype(recipe.accum)
+        y_MF = _product(x_ND, weight_EDF, copies, recipe, rows_M=rows_M).astype(recipe.accum)
         return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
 
     gate_MF = None if gate_EDF is None else inward(gate_EDF, experts.gate_bias_EF)
@@ -144,9 +177,20 @@ def _hidden(
 
 
 def _product(
-    x: jax.Array, weight: jax.Array, sizes_E: jax.Array, rows: jax.Array | None, recipe: Recipe
+    x: jax.Array,
+    weight: jax.Array,
+    copies: Copies,
+    recipe: Recipe,
+    *,
+    rows_M: jax.Array | None = None,
 ) -> jax.Array:
-    return grouped_matmul(x, _stored(weight, recipe), sizes_E, rows=rows)
+    return grouped_matmul(
+        x,
+        _stored(weight, recipe),
+        copies.sizes_E,
+        rows=rows_M,
+        positions=None if rows_M is None else copies.place_NK,
+    )
 
 
 def _stored(weight: jax.Array, recipe: Recipe) -> jax.Array:

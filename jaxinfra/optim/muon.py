@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalized as the matrix that a parameter is (Jordan et al. 2024).
 
-A parameter is a stack of matrices: its layers are apart, and a width that is split into heads is
-one side, so a query weight [L, D, N, H] is L matrices of D x (N H).
+A parameter is a stack of matrices: its layers and experts are apart, and a width that is split into
+heads is one side, so a query weight [L, D, N, H] is L matrices of D x (N H).
 """
 
 import math
@@ -12,7 +12,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxinfra.config.optimizer import MuonConfig
-from jaxinfra.core.axes import HEAD, LAYERS, POSITION, VOCAB, Dims
+from jaxinfra.core.axes import EXPERTS, HEAD, LAYERS, POSITION, VOCAB, Dims
 
 # Of AdamW's usual update, whose elements are nearly +-1 only where gradients agree from step to
 # step (Liu et al. 2025, section 2.2).
@@ -22,13 +22,13 @@ _ROOT_MEAN_SQUARE = 0.2
 def sides(dims: Dims) -> tuple[tuple[int, ...], ...]:
     """The dims of each space that a parameter connects: two for a matrix, one for a vector.
 
-    A head's width belongs to the heads before it; layers are no side.
+    A head's width belongs to the heads before it; layers and experts are no side.
     """
     found: list[tuple[int, ...]] = []
     for index, dim in enumerate(dims):
         if dim == HEAD and found:
             found[-1] = (*found[-1], index)
-        elif dim != LAYERS:
+        elif dim not in (LAYERS, EXPERTS):
             found.append((index,))
     return tuple(found)
 

@@ -1,11 +1,13 @@
 """The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
 
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
-from jaxinfra.layers.execution import Anywhere, Execution, within_device
+from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
+from jaxinfra.parallel.exchange import exchange_on
 from jaxinfra.parallel.gather import gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.loss import cross_entropy_on
@@ -19,6 +21,7 @@ def execution_on(
     attention: AttentionImplementation = AttentionImplementation.AUTO,
     context_method: ContextMethod = ContextMethod.AUTO,
     keep_gathered: bool = False,
+    exchange: ExchangeConfig | None = None,
     remat: Remat = Remat.NONE,
     unroll: int = 1,
 ) -> Execution:
@@ -29,6 +32,7 @@ def execution_on(
         policy: numeric formats.
         attention, context_method: implementation, and form over the context axis.
         keep_gathered: gather weights once for both passes.
+        exchange: form and room of the experts' exchange; room for all by default.
         remat: what is kept for the backward pass.
         unroll: layers in one body of their loop.
     """
@@ -40,7 +44,7 @@ def execution_on(
         decode=decode_on(placement),
         lookup=lookup_on(placement),
         cross_entropy=cross_entropy_on(placement),
-        exchange=within_device,
+        exchange=exchange_on(placement, exchange or ExchangeConfig()),
         place=Anywhere() if placement is None else placement.constraint(),
         gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
         remat=remat,

@@ -17,7 +17,7 @@ def make_mesh(config: MeshConfig, *, devices: Sequence[jax.Device] | None = None
         devices: those to use; all by default. A one-device mesh takes the first.
     """
     available = list(jax.devices() if devices is None else devices)
-    sizes = config.sizes()
+    sizes = config.device_axes
     wanted = math.prod(sizes.values())
     if wanted == 1:
         available = available[:1]

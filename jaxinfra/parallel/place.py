@@ -14,7 +14,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfra.config.mesh import ShardingConfig
-from jaxinfra.core.axes import BATCH, EMBED, LAYERS, SEQUENCE, STREAM, STREAM_SEQUENCE, Dims
+from jaxinfra.core.axes import (
+    BATCH,
+    EMBED,
+    EXPERTS,
+    LAYERS,
+    SEQUENCE,
+    STREAM,
+    STREAM_SEQUENCE,
+    Dims,
+)
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import ModelDefinition, Parameters
 from jaxinfra.parallel.context.zigzag import zigzag_indices
@@ -34,7 +43,18 @@ class Placement:
         Args:
             rules: those of parameters and activations by default.
         """
-        return _partition(dims, [self.axes(dim, rules) for dim in dims])
+        return _partition(dims, self._sharded(dims, rules))
+
+    def _sharded(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
+        """The mesh axes of each dim; experts' come first, other dims have what they leave."""
+        found = [self.axes(dim, rules) for dim in dims]
+        if EXPERTS not in dims:
+            return found
+        experts = found[dims.index(EXPERTS)]
+        return [
+            axes if dim == EXPERTS else tuple(axis for axis in axes if axis not in experts)
+            for dim, axes in zip(dims, found, strict=True)
+        ]
 
     def axes(self, dim: str | None, rules: Rules | None = None) -> tuple[str, ...]:
         """The mesh axes of more than one device that shard this dim.
@@ -46,7 +66,7 @@ class Placement:
         return tuple(
             str(axis)
             for axis in rules.get(dim or "", ())
-            if self.mesh.shape[axis] > 1 and axis not in taken
+            if self.mesh.shape.get(axis, 1) > 1 and axis not in taken
         )
 
     def gathered_axes(self, dim: str) -> tuple[str, ...]:
@@ -149,7 +169,7 @@ class Placement:
         """Shardings of a tree of arrays with logical dims."""
 
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
-            sharded = [self.axes(dim, rules) for dim in leaf.dims]
+            sharded = self._sharded(leaf.dims, rules)
             if LAYERS in leaf.dims:
                 layers = leaf.dims.index(LAYERS)
                 if shape.shape[layers] % self._count(sharded[layers]):

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jaxinfra.config.mesh import ShardingConfig
+from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
 
@@ -12,17 +12,19 @@ type Rules = Mapping[str, tuple[str, ...]]
 
 FSDP_TENSOR: Rules = {
     # Activations. Fully sharded data parallel means the batch is spread over the fsdp axis too.
-    axes.BATCH: (MeshAxis.REPLICA, MeshAxis.FSDP),
+    axes.BATCH: (MeshAxis.REPLICA, MeshAxis.FSDP, EXPERT),
     axes.SEQUENCE: (MeshAxis.CONTEXT,),
     axes.STREAM_SEQUENCE: (MeshAxis.CONTEXT,),
     # Parameters: fsdp shards the side of each matrix that tensor parallelism leaves whole, so that
     # both together never shard a dim twice. Column-parallel inward, row-parallel outward
     # (Shoeybi et al. 2019): one all-reduce per half block.
-    axes.EMBED: (MeshAxis.FSDP,),
+    axes.EMBED: (MeshAxis.FSDP, EXPERT),
     axes.MLP: (MeshAxis.TENSOR,),
     axes.Q_HEADS: (MeshAxis.TENSOR,),
     axes.KV_HEADS: (MeshAxis.TENSOR,),
     axes.VOCAB: (MeshAxis.TENSOR,),
+    # A tensor's experts come first: its other dims are sharded over what they leave.
+    axes.EXPERTS: (EXPERT,),
     # Each pipeline stage holds its part of the stack.
     axes.LAYERS: (MeshAxis.PIPE,),
 }
@@ -39,9 +41,15 @@ class StateRules:
     optimizer: Rules
 
 
-def state_rules(config: ShardingConfig) -> StateRules:
-    """The tables of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or not."""
+def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> StateRules:
+    """The tables of a ZeRO stage (Rajbhandari et al. 2020), with sequence parallelism or not.
+
+    Args:
+        mesh: says which of its axes divide experts; by default its own axis for them.
+    """
     sharded = dict(FSDP_TENSOR)
+    if mesh is not None:
+        sharded[axes.EXPERTS] = mesh.expert_axes
     if config.sequence_parallel:
         sharded[axes.STREAM_SEQUENCE] = (MeshAxis.CONTEXT, MeshAxis.TENSOR)
     whole = sharded | {axes.EMBED: ()}

@@ -2,13 +2,14 @@
 
 import jax
 
-from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import check_divides
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.rules import state_rules
 
 _SPREAD = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 
@@ -33,4 +34,7 @@ def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement
             )
     check_divides(config, mesh)
     devices = jax.local_devices()
-    return Placement(mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]))
+    return Placement(
+        mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]),
+        rules=state_rules(ShardingConfig(), mesh),
+    )

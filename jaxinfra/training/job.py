@@ -174,7 +174,8 @@ def make_job(
         return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
     placement = Placement(
-        mesh=make_mesh(config.mesh, devices=devices), rules=state_rules(config.sharding)
+        mesh=make_mesh(config.mesh, devices=devices),
+        rules=state_rules(config.sharding, config.mesh),
     )
     policy = policy_of(config.precision)
     if config.lora is not None:
@@ -185,6 +186,7 @@ def make_job(
         attention=training.attention,
         context_method=training.context_method,
         keep_gathered=config.sharding.keep_gathered,
+        exchange=config.exchange,
         remat=training.remat,
         unroll=training.unroll,
     )

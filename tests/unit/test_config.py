@@ -7,7 +7,7 @@ import pytest
 
 from jaxinfra.config.codec import from_dict, override, to_dict, to_json
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.model import ExpertsConfig, MlpKind, NormConfig
+from jaxinfra.config.model import LatentAttentionConfig, MlpKind, NormConfig
 from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
 from jaxinfra.config.run import RunConfig, validate
@@ -17,8 +17,7 @@ from jaxinfra.core.errors import ConfigError, UnsupportedError
 @pytest.mark.parametrize("name", MODELS)
 def test_presets_survive_json_and_are_valid(name):
     run = run_preset(name)
-    blocks = run.model.blocks
-    if any(isinstance(b.feed_forward, ExpertsConfig) for b in blocks):
+    if any(isinstance(b.mixer, LatentAttentionConfig) for b in run.model.blocks):
         with pytest.raises(UnsupportedError, match="planned, not run"):
             validate(run)
     else:

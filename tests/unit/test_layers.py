@@ -133,6 +133,7 @@ SPELLED = {
     MlpKind.GEGLU_TANH: lambda x: (
         0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
     ),
+    MlpKind.SWIGLU_CLAMPED: lambda x: np.minimum(x, 7) / (1 + np.exp(-1.702 * np.minimum(x, 7))),
     MlpKind.GELU: oracle.gelu,
     MlpKind.GELU_TANH: lambda x: (
         0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
@@ -165,7 +166,10 @@ def test_mlp(kind, bias):
     if mlp.gate is None:
         want = apply(mlp.down, SPELLED[kind](up))
     else:
-        want = apply(mlp.down, SPELLED[kind](apply(mlp.gate, np.asarray(x, float))) * up)
+        gate = apply(mlp.gate, np.asarray(x, float))
+        if kind is MlpKind.SWIGLU_CLAMPED:
+            up = np.clip(up, -7.0, 7.0) + 1.0
+        want = apply(mlp.down, SPELLED[kind](gate) * up)
     nothing_else = Pass(positions_BT=jnp.zeros(x.shape[:2], jnp.int32))
     # Two sums of products, 12 and 20 long, and an activation.
     assert np.max(np.abs(mlp(x, nothing_else).x - want)) <= EPSILON * (12 + 20 + 8) * np.max(

@@ -47,6 +47,8 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         gemma.gemma2_2b,
         gemma.gemma2_9b,
         gemma.gemma2_27b,
+        mixtures.tiny_moe,
+        mixtures.small_moe,
         mixtures.mixtral_8x7b,
         mixtures.mixtral_8x22b,
         mixtures.qwen3_30b_a3b,
@@ -59,7 +61,9 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         megatron.megatron_1t,
     )
 }
-_RUNS: dict[str, Callable[[], RunConfig]] = {"tiny": runs.tiny, "small": runs.small}
+_RUNS: dict[str, Callable[[], RunConfig]] = {
+    preset.__name__: preset for preset in (runs.tiny, runs.small, runs.tiny_moe, runs.small_moe)
+}
 
 
 def run_preset(name: str) -> RunConfig:

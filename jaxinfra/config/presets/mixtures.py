@@ -14,10 +14,21 @@ from jaxinfra.config.model import (
     Stack,
     stacked,
 )
+from jaxinfra.config.presets import models
 from jaxinfra.config.rope import RopeConfig, YarnScaling
-from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig, Scoring
 
 _NORM = NormConfig(epsilon=1e-6)
+
+
+def tiny_moe() -> ModelConfig:
+    """``tiny`` with 8 experts of which a token passes 2, together as wide as its mlp."""
+    return _with_experts(models.tiny(), num_experts=8, top_k=2)
+
+
+def small_moe() -> ModelConfig:
+    """``small`` with 16 experts of which a token passes 4, together as wide as its mlp."""
+    return _with_experts(models.small(), num_experts=16, top_k=4)
 
 
 def mixtral_8x7b() -> ModelConfig:
@@ -94,6 +105,20 @@ def moe_1t() -> ModelConfig:
     return _model(
         attention, experts, vocab_size=128_256, width=8192, layers=64, max_positions=131_072
     )
+
+
+def _with_experts(dense: ModelConfig, *, num_experts: int, top_k: int) -> ModelConfig:
+    """A dense model's active parameters, and a router's, of which there are few."""
+    (block,) = dense.blocks
+    assert isinstance(block.feed_forward, MlpConfig)
+    experts = ExpertsConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        hidden_dim=block.feed_forward.hidden_dim // top_k,
+        balance=BalanceConfig(switch_loss=0.01, z_loss=1e-3),
+    )
+    routed = dataclasses.replace(block, feed_forward=experts)
+    return dataclasses.replace(dense, stacks=stacked(routed, num_layers=dense.num_layers))
 
 
 def _mixtral(

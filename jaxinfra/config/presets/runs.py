@@ -8,7 +8,7 @@ from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
-from jaxinfra.config.presets import models
+from jaxinfra.config.presets import mixtures, models
 from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConfig
 
 
@@ -42,6 +42,17 @@ def small() -> RunConfig:
         precision=PrecisionConfig(policy=PolicyName.BF16),
         checkpoint=CheckpointConfig(every=1000),
     )
+
+
+def tiny_moe() -> RunConfig:
+    """``tiny`` with experts, of equal active parameters: all else is equal."""
+    return dataclasses.replace(tiny(), model=mixtures.tiny_moe())
+
+
+def small_moe() -> RunConfig:
+    """``small`` with experts, of equal active parameters: all else is equal."""
+    model = dataclasses.replace(mixtures.small_moe(), dropout_rate=0.1)
+    return dataclasses.replace(small(), model=model)
 
 
 def pretraining(model: ModelConfig) -> RunConfig:

@@ -96,7 +96,7 @@ def _read(keys: Keys, routing: RoutingConfig, *, pairs: RopePairs) -> ModelConfi
     dense = decoder_config(keys, mixer=latent)
     expert_dim = keys.integer("moe_intermediate_size")
     experts = ExpertsConfig(
-        num_experts=keys.integer("n_routed_experts"),
+        num_experts=keys.named("n_routed_experts", "num_local_experts", "num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=expert_dim,
         kind=dense.blocks[0].feed_forward.kind,

@@ -61,6 +61,16 @@ class Keys:
         """A whole number; the default may be None."""
         return self._typed(name, default, (int,))
 
+    def named(self, *names: str) -> int:
+        """A whole number that releases have called differently; all that are there must agree."""
+        found = {name: value for name in names if (value := self.integer(name, None)) is not None}
+        if not found:
+            return self.integer(names[0])
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}={value}" for name, value in found.items())
+            raise ConfigError(f"{self._what}: {listed} are one number and must be equal")
+        return next(iter(found.values()))
+
     def require(self, *names: str) -> None:
         """Refuses a config that does not name these, if only as null: where releases of the
         reference implementation differ in what they take for granted, nothing is.

@@ -41,7 +41,7 @@ def read_mixtral(keys: Keys) -> ModelConfig:
     keys.ignore(*_LOSSES)
     dense = decoder_config(keys, windows=(keys.integer("sliding_window", None),), default_theta=1e6)
     experts = ExpertsConfig(
-        num_experts=keys.integer("num_local_experts"),
+        num_experts=keys.named("num_local_experts", "num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=keys.integer("intermediate_size"),
         kind=dense.blocks[0].feed_forward.kind,
@@ -94,7 +94,8 @@ def read_qwen3_moe(keys: Keys) -> ModelConfig:
 def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
     keys.ignore(*_LOSSES)
     dense_only = set(keys.sequence("mlp_only_layers", ()))
-    stride, num_experts = keys.integer("decoder_sparse_step", 1), keys.integer("num_experts")
+    stride = keys.integer("decoder_sparse_step", 1)
+    num_experts = keys.named("num_experts", "num_local_experts")
     names = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
     if num_experts < 1:
         keys.ignore(*names)
@@ -159,8 +160,7 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
     keys.expect("hidden_act", ("silu",), "its gate is one of its own")
     for name, value in _GATE.items():
         keys.expect(name, (value,), f"the gate here has {value}")
-    top_k = keys.integer("num_experts_per_tok")
-    keys.expect("experts_per_token", (top_k,), "it must equal num_experts_per_tok")
+    top_k = keys.named("num_experts_per_tok", "experts_per_token")
     keys.ignore(*_LOSSES, "initial_context_length")  # said again in the rope's scaling
     num_layers = keys.integer("num_hidden_layers")
     types = keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers])
@@ -177,7 +177,7 @@ def read_gpt_oss(keys: Keys) -> ModelConfig:
         default_theta=150_000.0,
     )
     experts = ExpertsConfig(
-        num_experts=keys.integer("num_local_experts"),
+        num_experts=keys.named("num_local_experts", "num_experts"),
         top_k=top_k,
         hidden_dim=keys.integer("intermediate_size"),
         kind=MlpKind.SWIGLU_CLAMPED,

@@ -120,7 +120,7 @@ def _experts(
     """Router and experts with tensors of their own; a shared expert beside them."""
     own = (
         rule(f"{layer}.gate.weight", "mlp/router/weight", "E D -> D E"),
-        rule(f"{layer}.gate.e_score_correction_bias", "mlp/correction_bias", "E -> E"),
+        rule(f"{layer}.gate.e_score_correction_bias", "mlp/router_correction", "E -> E"),
         rule(f"{layer}.experts.{{}}.{gate}.weight", "mlp/gate", "F D -> D F"),
         rule(f"{layer}.experts.{{}}.{up}.weight", "mlp/up", "F D -> D F"),
         rule(f"{layer}.experts.{{}}.{down}.weight", "mlp/down", "D F -> F D"),
