@@ -86,7 +86,7 @@ LATENT = dict(
     moe_intermediate_size=8,
 )
 EXPERTS_GRADIENTS = (
-    *("gate.weight", "router.weight", "router.bias", "sinks", "kv_b_proj.weight"),
+    *("gate.weight", "router.weight", "router.bias", "kv_b_proj.weight"),
     *("kv_a_proj_with_mqa.weight", "shared_expert_gate.weight", "experts.gate_up_proj_bias"),
 )
 # Relative changes of all weights that must leave every choice of experts as it is.
