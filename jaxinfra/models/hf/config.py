@@ -147,7 +147,7 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
     if model_type is not None:
         model_type_of({"model_type": model_type})
     candidates = [model_type] if model_type is not None else list(FAMILIES)
-    wanted = computed(config)
+    wanted, reasons = computed(config), []
     for name in candidates:
         try:
             written = {
@@ -158,11 +158,13 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
                 **FAMILIES[name].write(wanted),
             }
             same = from_hf_config(written) == wanted
-        except ConfigError:
-            same = False  # this architecture cannot say it
+        except ConfigError as error:
+            reasons.append(f"{name}: {error}")
+            continue
         if same:
             return written
     raise ConfigError(
         f"no Hugging Face architecture among {', '.join(candidates)} can express this model; "
         "it combines features that none of them has together"
+        + "".join(f" ({reason})" for reason in reasons[:1])
     )

@@ -46,28 +46,30 @@ def read_deepseek_v2(keys: Keys) -> ModelConfig:
         top_groups=keys.integer("topk_group") if method else 1,
         group_score=GroupScore.MAX,
     )
-    return _read(keys, routing, pairs=RopePairs.NEIGHBOURS)
+    return _read(keys, routing, pairs=RopePairs.NEIGHBOURS, dense_by_default=0)
 
 
 def read_deepseek_v3(keys: Keys) -> ModelConfig:
     """DeepSeek-V3 and R1: sigmoid scores with a bias for the choice alone."""
     keys.expect("scoring_func", ("sigmoid",), "scores of this architecture are sigmoid")
     keys.expect("topk_method", ("noaux_tc",), "its router always has a bias")
-    keys.require("norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace")
     interleaved = keys.flag("rope_interleave", True)
     routing = RoutingConfig(
         scoring=Scoring.SIGMOID,
-        renormalize=keys.flag("norm_topk_prob"),
-        scale=keys.number("routed_scaling_factor"),
+        renormalize=keys.flag("norm_topk_prob", True),
+        scale=keys.number("routed_scaling_factor", 2.5),
         num_groups=keys.integer("n_group"),
         top_groups=keys.integer("topk_group"),
         group_score=GroupScore.TOP2_SUM,
         correction_bias=True,
     )
-    return _read(keys, routing, pairs=RopePairs.NEIGHBOURS if interleaved else RopePairs.HALVES)
+    pairs = RopePairs.NEIGHBOURS if interleaved else RopePairs.HALVES
+    return _read(keys, routing, pairs=pairs, dense_by_default=3)
 
 
-def _read(keys: Keys, routing: RoutingConfig, *, pairs: RopePairs) -> ModelConfig:
+def _read(
+    keys: Keys, routing: RoutingConfig, *, pairs: RopePairs, dense_by_default: int
+) -> ModelConfig:
     keys.require("q_lora_rank", "n_shared_experts")
     keys.ignore(*_IGNORED)
     keys.expect("moe_layer_freq", (1,), "every layer after the dense ones routes")
@@ -103,7 +105,7 @@ def _read(keys: Keys, routing: RoutingConfig, *, pairs: RopePairs) -> ModelConfi
         routing=routing,
         shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
     )
-    first = keys.integer("first_k_dense_replace", 0)
+    first = keys.integer("first_k_dense_replace", dense_by_default)
     return routed(dense, [experts if i >= first else None for i in range(dense.num_layers)])
 
 
