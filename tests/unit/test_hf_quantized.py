@@ -156,7 +156,7 @@ def test_layers_beyond_the_last_are_refused_elsewhere(tmp_path):
     tensors = load_file(copy / "model.safetensors")
     tensors["model.layers.2.input_layernorm.weight"] = np.ones(16, np.float32)
     save(copy, tensors)
-    with pytest.raises(CheckpointError, match="layers.2.input_layernorm"):
+    with pytest.raises(CheckpointError, match=r"layers\.2\.input_layernorm"):
         load_pretrained(copy)
 
 
