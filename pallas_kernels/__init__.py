@@ -2,10 +2,10 @@
 
 from .common.errors import InputError as InputError
 from .common.errors import UnsupportedError as UnsupportedError
+from .common.merge import merge_partials as merge_partials
 from .flash_attention import flash_attention as flash_attention
 from .flash_attention import flash_attention_fp8 as flash_attention_fp8
 from .flash_attention import flash_attention_gradient as flash_attention_gradient
-from .flash_attention import merge_partials as merge_partials
 from .flash_attention import quantize_fp8 as quantize_fp8
 from .grouped_matmul import combine as combine
 from .grouped_matmul import grouped_matmul as grouped_matmul

@@ -159,7 +159,7 @@ def ours(
         start=start,
         put=put,
         advance=advance,
-        temp_bytes=_temp_bytes(compiled),
+        temp_bytes=temp_bytes(compiled),
         compile_s=compile_s,
     )
 
@@ -204,7 +204,7 @@ def plain(
         start=start,
         put=lambda tokens, targets: jax.device_put((tokens, targets)),
         advance=advance,
-        temp_bytes=_temp_bytes(compiled),
+        temp_bytes=temp_bytes(compiled),
         compile_s=compile_s,
     )
 
@@ -270,5 +270,6 @@ def _plain_weights(config: ModelConfig, seed: int) -> dict[str, Any]:
     }
 
 
-def _temp_bytes(compiled: Any) -> int:
+def temp_bytes(compiled: Any) -> int:
+    """Bytes that a compiled program allocates beside arguments and results."""
     return int(compiled.memory_analysis().temp_size_in_bytes)

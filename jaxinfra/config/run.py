@@ -6,6 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
+from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     ExpertsConfig,
@@ -86,6 +87,13 @@ class TrainingConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            accumulation=self.accumulation,
+            sequence_length=self.sequence_length,
+            tokens_a_step=self.batch_size * self.sequence_length,
+        )
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise ConfigError(f"evaluate_every={self.evaluate_every} must be at least 1, or none")
         if self.batch_size % self.accumulation:
@@ -209,11 +217,6 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             "lora adapts a model that is trained already; name it with --init DIR, or train all "
             "parameters"
-        )
-    if run.lora is not None and "router" in run.lora.targets:
-        raise ConfigError(
-            "lora target 'router': what chooses a token's experts is not adapted; name projections "
-            "of attention or shared experts"
         )
     if run.lora is not None and run.mesh.pipe > 1:
         raise ConfigError(

@@ -4,6 +4,7 @@ from flax import nnx
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.layers.experts import Experts
 from jaxinfra.layers.lora import Adapter
 from jaxinfra.layers.projection import Projection
 from jaxinfra.models.decoder import Decoder
@@ -27,9 +28,10 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
         }
         for name in config.targets:
             if name not in projections:
-                raise ConfigError(
-                    f"lora target {name!r}: this model has no such projection; name others"
-                )
+                what = "this model has no such projection"
+                if isinstance(block.mlp, Experts):
+                    what += ", and its experts have no adapters"
+                raise ConfigError(f"lora target {name!r}: {what}; name others")
             projection = projections[name]
             weight = projection.weight
             projection.adapter = Adapter(

@@ -3,28 +3,29 @@
 Each device has its own tokens, and of each layer some of the experts. What travels are rows of x,
 out and back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device.
 
-Dims: N token of a device, K choice of a token, J copy of a token that may travel, S slot of the
-buffers, E expert, D model width, F hidden width; lower case of one device.
+Dims: N token of a device, K choice of a token, J copy of a token that may travel, I = N J of them,
+S row that is sent, R row that is received, E expert, D model width, F hidden width; lower case of
+one device.
 """
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm
+from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm, ExchangeImplementation
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Exchange, within_device
 from jaxinfra.numerics.recipe import Recipe
-from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, sorted_copies, spread
-from jaxinfra.parallel.collectives import all_to_all
+from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, spread
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.travel import equal, ragged
 
 _TOKENS = (axes.BATCH, axes.SEQUENCE, None)
 _DIMS = {
@@ -111,12 +112,10 @@ class ShardedExchange:
         """Returns x placed as given, and the choices that had no room; None where all have."""
         place = self.placement
         tokens = place.spec(_TOKENS)
-        weights = ExpertWeights(
-            **{
-                name: None if getattr(experts, name) is None else place.spec(dims)
-                for name, dims in _DIMS.items()
-            }
-        )
+        specs: dict[str, Any] = {
+            name: None if getattr(experts, name) is None else place.spec(dims)
+            for name, dims in _DIMS.items()
+        }
         between = place.axes(axes.EXPERTS)
         local = functools.partial(
             _of_device,
@@ -131,7 +130,7 @@ class ShardedExchange:
         )
         y_BTD, left_out = place.on_each_device(
             local,
-            in_specs=(tokens, tokens, tokens, weights),
+            in_specs=(tokens, tokens, tokens, ExpertWeights(**specs)),
             out_specs=(tokens, PartitionSpec()),
         )(x_BTD, expert_BTK, weight_BTK, experts)
         bounded = bool(between) and self.config.room_factor is not None
@@ -191,7 +190,7 @@ def _whole(experts: ExpertWeights, recipe: Recipe, by_width: tuple[str, ...]) ->
     if not by_width:
         return experts
 
-    def gathered(name: str) -> jax.Array | None:
+    def gathered(name: str) -> Any:
         weight = getattr(experts, name)
         if weight is None or axes.EMBED not in _DIMS[name]:
             return weight
@@ -230,66 +229,35 @@ def _exchanged(
     num_tokens, top_k = expert_NK.shape
     room = room_for(num_tokens, num_devices=num_devices, experts=config, exchange=exchange)
     device_NK = expert_NK // own  # num_devices for no expert
-    ones = functools.partial(jnp.ones, dtype=weight_NK.dtype)
-    send = functools.partial(all_to_all, axis=between)
-    if exchange.form is ExchangeForm.PER_EXPERT:
-        slots = _into_slots(device_NK, num_devices, room.slots)
-        travels_NJ = (expert_NK < config.num_experts).astype(jnp.int32)
-        expert_SK = _at(slots, expert_NK.reshape(-1, 1) % own, own)
-        weight_SK = ones(expert_SK.shape)
+    per_expert = exchange.form is ExchangeForm.PER_EXPERT
+    if per_expert:
+        device_NJ = device_NK
+        choices_NJ = (expert_NK < config.num_experts).astype(jnp.int32)
+        expert_IK = expert_NK.reshape(-1, 1) % own
     else:
         d_D = jnp.arange(num_devices, dtype=jnp.int32)
         is_there_NKD = device_NK[..., None] == d_D[None, None]
-        travels_NJ = jnp.sum(is_there_NKD, axis=1, dtype=jnp.int32)
-        slots = _into_slots(
-            jnp.where(travels_NJ > 0, d_D[None], num_devices), num_devices, room.slots
-        )
-        is_there_JK = jnp.swapaxes(is_there_NKD, 1, 2).reshape(-1, top_k)
-        expert_JK = jnp.where(is_there_JK, jnp.repeat(expert_NK % own, num_devices, axis=0), own)
-        expert_SK = _at(slots, expert_JK, own)
-        weight_SK = send(spread(weight_NK, slots.choice_S, slots.place_NJ))
+        choices_NJ = jnp.sum(is_there_NKD, axis=1, dtype=jnp.int32)
+        device_NJ = jnp.where(choices_NJ > 0, d_D[None], num_devices)
+        is_there_IK = jnp.swapaxes(is_there_NKD, 1, 2).reshape(-1, top_k)
+        expert_IK = jnp.where(is_there_IK, jnp.repeat(expert_NK % own, num_devices, axis=0), own)
+    make = ragged if exchange.implementation is ExchangeImplementation.RAGGED else equal
     with jax.named_scope("exchange"):
-        x_SD = send(spread(x_ND, slots.choice_S, slots.place_NJ))
-        expert_SK = send(expert_SK)
-    y_SD, left_there = apply_experts(
-        x_SD, expert_SK, weight_SK, experts, kind=config.kind, recipe=recipe, room=room.choices
+        travel = make(device_NJ, num_devices, room.slots, axis=between)
+        x_RD = travel.there(spread(x_ND, travel.choice_S, travel.place_NJ))
+        expert_RK = travel.there(travel.of_copies(expert_IK, own), nothing=own)
+        weight_RK = jnp.ones(expert_RK.shape, weight_NK.dtype)
+        if not per_expert:
+            weight_RK = travel.there(spread(weight_NK, travel.choice_S, travel.place_NJ))
+    y_RD, left_there = apply_experts(
+        x_RD, expert_RK, weight_RK, experts, kind=config.kind, recipe=recipe, room=room.choices
     )
     with jax.named_scope("exchange"):
-        y_SD = send(y_SD)
-    per_expert = exchange.form is ExchangeForm.PER_EXPERT
-    weight_NJ = weight_NK if per_expert else ones(slots.place_NJ.shape)
-    y_ND = combine_rows(y_SD, slots.place_NJ, weight_NJ, inverse=slots.choice_S)
-    stayed = jnp.sum(jnp.where(slots.place_NJ < slots.choice_S.size, 0, travels_NJ))
+        y_SD = travel.back(y_RD)
+    weight_NJ = weight_NK if per_expert else jnp.ones(device_NJ.shape, weight_NK.dtype)
+    y_ND = combine_rows(y_SD, travel.place_NJ, weight_NJ, inverse=travel.choice_S)
+    stayed = jnp.sum(jnp.where(travel.place_NJ < travel.choice_S.size, 0, choices_NJ))
     return y_ND, stayed + left_there
-
-
-class _Slots(NamedTuple):
-    """Buffers of as many rows for each device."""
-
-    choice_S: jax.Array  # int32: the copy n J + j in a slot; N J in an empty one
-    place_NJ: jax.Array  # int32: the slot of a copy; S for one that does not travel
-
-
-def _into_slots(device_NJ: jax.Array, num_devices: int, room: int) -> _Slots:
-    """Args: device_NJ: where a copy goes; num_devices for nowhere."""
-    copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
-    starts_D = jnp.cumsum(copies.sizes_E) - copies.sizes_E
-    c_C = jnp.arange(room, dtype=jnp.int32)[None]
-    row_DC = jnp.minimum(starts_D[:, None] + c_C, device_NJ.size - 1)
-    choice_DC = jnp.where(c_C < copies.sizes_E[:, None], copies.choice_M[row_DC], device_NJ.size)
-    at_NJ = copies.place_NK - starts_D[jnp.minimum(device_NJ, num_devices - 1)]
-    travels_NJ = (device_NJ < num_devices) & (at_NJ < room)
-    return _Slots(
-        choice_S=choice_DC.reshape(-1),
-        place_NJ=jnp.where(travels_NJ, device_NJ * room + at_NJ, num_devices * room),
-    )
-
-
-def _at(slots: _Slots, values_IK: jax.Array, nothing: int) -> jax.Array:
-    """Integers of the copy in each slot; ``nothing`` in an empty one."""
-    count = values_IK.shape[0]
-    found_SK = values_IK[jnp.minimum(slots.choice_S, count - 1)]
-    return jnp.where(slots.choice_S[:, None] < count, found_SK, nothing)
 
 
 def exchange_on(placement: Placement | None, config: ExchangeConfig) -> Exchange:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -30,6 +31,7 @@ from jaxinfra.training.guards import (
 )
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import Job
+from jaxinfra.training.loads_picture import draw_loads, has_loads
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog
@@ -112,6 +114,7 @@ class Trainer:
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
+        self._most_left_out = 0.0  # choices of experts in a step, of those that were told of
         self._pending: collections.deque[_Pending] = collections.deque()
 
     def run(self) -> Outcome:
@@ -121,6 +124,7 @@ class Trainer:
         except DivergedError:
             self._draw()
             raise
+        self._stop.hold()  # what is left takes a moment
         self._watch.phase("finish", self._step)
         self._draw()
         self._watch.snapshot(step=self._step, now=True)
@@ -136,6 +140,8 @@ class Trainer:
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
             draw_loss(self._log.records, self._run.picture_file)
+            if has_loads(self._log.records):
+                draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
         causes = self._watch.totals(step=self._step)
@@ -165,15 +171,15 @@ class Trainer:
             self._record(keep=0)
             self._watch.probe(self._step)
         began = time.perf_counter()
-        with self._stop.with_unsaved(steps=self.has_trained):
-            self._pending.append(self._next())
-            if not self.has_trained:
-                jax.block_until_ready(self._pending[-1].metrics)
+        self._pending.append(self._next())
+        if not self.has_trained:
+            jax.block_until_ready(self._pending[-1].metrics)
         self._step += 1
         if not self.has_trained and self._pending[-1].metrics is not None:
             self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
             self._record(keep=0)
             self.has_trained = True
+            self._stop.hold()
         self._record(keep=1)  # the device works on this step while the host reads the last
         self._watch_copies()
         self._evaluate_and_save()
@@ -183,8 +189,10 @@ class Trainer:
         self._profiler.before_step(step)
         self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            with self._stop.interrupting():
-                batch = next(self._batches)
+            # Made ahead it is there at once; the readers of a disk that hangs may never make it.
+            ready = self._batches.num_ready > 0
+            make = functools.partial(next, self._batches)
+            batch = make() if ready else self._stop.wait_for(make)
             input_s = self._watch.phase("place", step + 1)
             samples = self._batches.sample_ids(self._batches.step - 1)
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
@@ -244,6 +252,13 @@ class Trainer:
                         heldout_loss=self._heldout_loss,
                     )
                 )
+                if (left_out := record.get("layers/overflowed", 0.0)) > self._most_left_out:
+                    self._most_left_out = left_out
+                    self._progress.message(
+                        f"step {step}: {left_out:,.0f} choices of experts had no room in the "
+                        "exchange and were left out; raise exchange.room_factor (none: room for "
+                        "all)"
+                    )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
@@ -377,7 +392,11 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state={**self._batches.state(), "step": self._step},
+                data_state={
+                    **self._batches.state(),
+                    "step": self._step,
+                    "excluded": [*sorted(self._watch.excluded)],
+                },
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:

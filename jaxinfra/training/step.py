@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
@@ -24,13 +25,13 @@ from jaxinfra.training.state import State, TrainState
 class StepMetrics:
     """What a step reports: fp32 and int32 scalars, and what layers emit."""
 
-    loss: jax.Array  # nats a counted token, without z-loss
-    gradient_norm: jax.Array  # before clipping
-    learning_rate: jax.Array
-    loss_scale: jax.Array
-    tokens: jax.Array  # counted targets
-    skipped: jax.Array  # steps not applied so far
-    skipped_in_a_row: jax.Array
+    loss: Float[Array, ""]  # nats a counted token, without z-loss
+    gradient_norm: Float[Array, ""]  # before clipping
+    learning_rate: Float[Array, ""]
+    loss_scale: Float[Array, ""]
+    tokens: Float[Array, ""]  # counted targets
+    skipped: Int[Array, ""]  # steps not applied so far
+    skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
 
 
@@ -131,8 +132,9 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
     """What layers emit, named as they do, over all layers.
 
-    A loss is its share of the objective per counted token. Of an array of counts the least and the
-    most of its elements are told: how evenly tokens are spread.
+    A loss is its share of the objective per counted token. Of an array of counts the least, the
+    most and the mean of its elements are told, and the most over the mean of the layer where that
+    is largest: how evenly tokens are spread.
     """
     record: dict[str, float] = {}
     for name, values in _by_name(metrics.sums, "losses").items():
@@ -143,9 +145,17 @@ def _layer_record(metrics: StepMetrics) -> dict[str, float]:
         else:
             record[f"layers/{name}/least"] = float(min(map(np.min, values)))
             record[f"layers/{name}/most"] = float(max(map(np.max, values)))
+            record[f"layers/{name}/mean"] = float(np.mean([np.mean(value) for value in values]))
+            record[f"layers/{name}/imbalance"] = float(max(map(_imbalance, values)))
     for name, values in _by_name(metrics.sums, "largest").items():
         record[f"layers/{name}"] = float(max(map(np.max, values)))
     return record
+
+
+def _imbalance(counts: np.ndarray) -> float:
+    """The largest count of a layer over the layer's mean, of the layer where that is largest."""
+    means = np.mean(counts, axis=-1)
+    return float(np.max(np.max(counts, axis=-1) / np.maximum(means, 1e-30)))
 
 
 def _by_name(sums: tuple[Sums, ...], kind: str) -> dict[str, list[np.ndarray]]:

@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.varying import vary_alike
 
-from . import xla
+from . import hopper, xla
 from .formulas import swiglu_gradient
 from .gather import entries_by_result, take_rows
 from .reference import grouped_matmul_reference, grouped_swiglu_reference
 from .validate import check_operands, counts_within
 
-type GroupedImplementation = Literal["auto", "xla", "reference"]
+type GroupedImplementation = Literal["auto", "hopper", "xla", "reference"]
+
+IMPLEMENTATIONS = {"hopper": hopper, "xla": xla}
+"""Modules of the same functions, by name. JAX differentiates the reference."""
 
 GATE_NAME = "grouped_gate"
 UP_NAME = "grouped_up"
@@ -52,8 +55,9 @@ def grouped_matmul(
         positions: int32 [T, J], the inverse of ``rows``: all m of which ``rows[m] == t``, filled up
             with -1. Spares x's gradient a sort; trusted.
         out_dtype: default x's.
-        implementation: "xla" (linear memory, any device), "reference" (the formula, M * G * N
-            memory), or "auto", the fastest for the call on this device.
+        implementation: "hopper" (Mosaic GPU kernels; bfloat16 and float16, K and N multiples of 64
+            from 128), "xla" (linear memory, any device), "reference" (the formula, M * G * N
+            memory), or "auto": hopper where it can, else xla.
 
     Returns:
         [M, N].
@@ -66,10 +70,11 @@ def grouped_matmul(
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise InputError(f"out_dtype={dtype} is not a float")
-    x, w, group_sizes, rows, positions = _prepared(x, w, group_sizes, rows, positions)
-    if _choose(implementation) == "reference":
+    chosen = _choose(implementation, x, w)
+    x, w, group_sizes, rows, positions = _prepared(chosen, x, w, group_sizes, rows, positions)
+    if chosen == "reference":
         return grouped_matmul_reference(x, w, group_sizes, rows).astype(dtype)
-    return _matmul(dtype, x, w, group_sizes, rows, positions)
+    return _matmul(chosen, dtype, x, w, group_sizes, rows, positions)
 
 
 def grouped_swiglu(
@@ -98,76 +103,92 @@ def grouped_swiglu(
         InputError, UnsupportedError: as ``grouped_matmul``.
     """
     check_operands(x, {"gate": gate, "up": up}, group_sizes, rows, positions)
+    chosen = _choose(implementation, x, gate)
     x, (gate, up), group_sizes, rows, positions = _prepared(
-        x, (gate, up), group_sizes, rows, positions
+        chosen, x, (gate, up), group_sizes, rows, positions
     )
-    if _choose(implementation) == "reference":
+    if chosen == "reference":
         return grouped_swiglu_reference(x, gate, up, group_sizes, rows).astype(x.dtype)
-    return _swiglu(x, gate, up, group_sizes, rows, positions)
+    return _swiglu(chosen, x, gate, up, group_sizes, rows, positions)
 
 
-def _prepared(x: jax.Array, w: Any, group_sizes: jax.Array, rows: Any, positions: Any) -> Any:
+def _prepared(
+    chosen: str, x: jax.Array, w: Any, group_sizes: jax.Array, rows: Any, positions: Any
+) -> Any:
     num_rows = x.shape[0] if rows is None else rows.shape[0]
+    if chosen != "hopper":  # whose kernels cut sizes themselves
+        group_sizes = counts_within(group_sizes, num_rows)
     if rows is not None:
         rows = jnp.clip(rows, 0, x.shape[0] - 1)
-    return vary_alike((x, w, counts_within(group_sizes, num_rows), rows, positions))
+    return vary_alike((x, w, group_sizes, rows, positions))
 
 
-def _choose(implementation: str) -> str:
-    if implementation not in ("auto", "xla", "reference"):
+def _choose(implementation: str, x: jax.Array, w: jax.Array) -> str:
+    if implementation not in ("auto", "reference", *IMPLEMENTATIONS):
         raise InputError(
-            f"implementation={implementation!r} is unknown; choose auto, xla or reference"
+            f"implementation={implementation!r} is unknown; choose auto, hopper, xla or reference"
         )
-    return "xla" if implementation == "auto" else implementation
+    if implementation not in ("auto", "hopper"):
+        return implementation
+    reason = hopper.unsupported(x, w)
+    if reason is None:
+        return "hopper"
+    if implementation == "hopper":
+        raise UnsupportedError(f"Hopper grouped matmul: {reason}; implementation='xla' can")
+    return "xla"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(out_dtype, x, w_GKN, group_sizes_G, rows_M, positions_TJ):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(chosen, out_dtype, x, w_GKN, group_sizes_G, rows_M, positions_TJ):
     del positions_TJ
-    return xla.product(x, w_GKN.astype(x.dtype), group_sizes_G, rows_M, out_dtype=out_dtype)
+    product = IMPLEMENTATIONS[chosen].product
+    return product(x, w_GKN.astype(x.dtype), group_sizes_G, rows_M, out_dtype=out_dtype)
 
 
-def _matmul_forward(out_dtype, *operands):
-    return _matmul(out_dtype, *operands), operands
+def _matmul_forward(chosen, out_dtype, *operands):
+    return _matmul(chosen, out_dtype, *operands), operands
 
 
-def _matmul_backward(out_dtype, operands, d_MN):
+def _matmul_backward(chosen, out_dtype, operands, d_MN):
     del out_dtype
+    by = IMPLEMENTATIONS[chosen]
     x, w_GKN, group_sizes_G, rows_M, positions_TJ = operands
     d_MN = d_MN.astype(x.dtype)
-    d_rows_MK = xla.input_gradient(((d_MN, w_GKN.astype(x.dtype)),), group_sizes_G)
+    d_rows_MK = by.input_gradient(((d_MN, w_GKN.astype(x.dtype)),), group_sizes_G)
     d_x = _scattered(d_rows_MK, x, group_sizes_G, rows_M, positions_TJ)
-    d_w = xla.weight_gradient(x, d_MN, group_sizes_G, rows_M, out_dtype=w_GKN.dtype)
+    d_w = by.weight_gradient(x, d_MN, group_sizes_G, rows_M, out_dtype=w_GKN.dtype)
     return d_x, d_w, None, None, None
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@jax.custom_vjp
-def _swiglu(x, gate_GKN, up_GKN, group_sizes_G, rows_M, positions_TJ):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _swiglu(chosen, x, gate_GKN, up_GKN, group_sizes_G, rows_M, positions_TJ):
     del positions_TJ
     weights = (gate_GKN.astype(x.dtype), up_GKN.astype(x.dtype))
-    return xla.swiglu(x, *weights, group_sizes_G, rows_M, keep=False).out
+    return IMPLEMENTATIONS[chosen].swiglu(x, *weights, group_sizes_G, rows_M, keep=False).out
 
 
-def _swiglu_forward(*operands):
+def _swiglu_forward(chosen, *operands):
     x, gate_GKN, up_GKN, group_sizes_G, rows_M, _ = operands
     weights = (gate_GKN.astype(x.dtype), up_GKN.astype(x.dtype))
-    results = xla.swiglu(x, *weights, group_sizes_G, rows_M, keep=True)
+    by = IMPLEMENTATIONS[chosen]
+    results = by.swiglu(x, *weights, group_sizes_G, rows_M, keep=True)
     gate_MN = checkpoint_name(results.gate, GATE_NAME)
     up_MN = checkpoint_name(results.up, UP_NAME)
     return results.out, (operands, gate_MN, up_MN)
 
 
-def _swiglu_backward(kept, d_MN):
+def _swiglu_backward(chosen, kept, d_MN):
+    by = IMPLEMENTATIONS[chosen]
     (x, gate_GKN, up_GKN, group_sizes_G, rows_M, positions_TJ), gate_MN, up_MN = kept
     d_gate_MN, d_up_MN = swiglu_gradient(gate_MN, up_MN, d_MN)
     pairs = ((d_gate_MN, gate_GKN.astype(x.dtype)), (d_up_MN, up_GKN.astype(x.dtype)))
-    d_rows_MK = xla.input_gradient(pairs, group_sizes_G)
+    d_rows_MK = by.input_gradient(pairs, group_sizes_G)
     d_x = _scattered(d_rows_MK, x, group_sizes_G, rows_M, positions_TJ)
     d_gate, d_up = (
-        xla.weight_gradient(x, d, group_sizes_G, rows_M, out_dtype=w_GKN.dtype)
+        by.weight_gradient(x, d, group_sizes_G, rows_M, out_dtype=w_GKN.dtype)
         for d, w_GKN in ((d_gate_MN, gate_GKN), (d_up_MN, up_GKN))
     )
     return d_x, d_gate, d_up, None, None, None

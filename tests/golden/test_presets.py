@@ -6,18 +6,20 @@ import jax
 import pytest
 
 from jaxinfra.config.codec import to_json
-from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.mesh import ShardingConfig, parse_mesh
 from jaxinfra.config.presets import run_preset
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement, path_name
+from jaxinfra.parallel.rules import state_rules
 
 HERE = pathlib.Path(__file__).parent
 # GPT-2's 50,257 tokens divide over no other number of devices.
 MESHES = {
     "tiny": "fsdp=4,tensor=2",
     "small": "fsdp=4,tensor=2",
+    "tiny_moe": "fsdp=4,tensor=2,expert=2",
     "llama32_1b": "fsdp=4,tensor=2",
     "gpt2": "fsdp=8",
 }
@@ -26,8 +28,10 @@ MESHES = {
 def describe(preset: str) -> str:
     """The resolved run, and a row for each parameter: path | shape | dtype | dims | spec."""
     run = run_preset(preset)
-    model = define_model(run.model, execution_on())
-    shardings = Placement(mesh=make_mesh(parse_mesh(MESHES[preset]))).parameters(model)
+    model, mesh = define_model(run.model, execution_on()), parse_mesh(MESHES[preset])
+    shardings = Placement(
+        mesh=make_mesh(mesh), rules=state_rules(ShardingConfig(), mesh)
+    ).parameters(model)
     rows = [("path", "shape", "dtype", "dims", f"spec on {MESHES[preset]}")]
     for (path, shape), named, sharding in zip(
         jax.tree_util.tree_flatten_with_path(model.shapes)[0],

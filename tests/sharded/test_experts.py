@@ -164,7 +164,7 @@ MORE = {
     "context": Case(mesh=MeshConfig(fsdp=2, context=2, expert=4)),
     "context whole": Case(mesh=MeshConfig(context=4, fsdp=2, expert=8), exchange=PER_EXPERT),
     "replica": Case(mesh=MeshConfig(replica=2, fsdp=2, expert=4), accumulation=2),
-    "replicas": Case(mesh=MeshConfig(replica=2, fsdp=4, expert=4), accumulation=2),
+    "replicas": Case(mesh=MeshConfig(replica=2, fsdp=2, expert=2), accumulation=2),
     "zero 1": Case(
         mesh=MeshConfig(fsdp=4, expert=2), sharding=ShardingConfig(zero=1), accumulation=2
     ),

@@ -7,9 +7,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxinfra.core.errors import CheckpointError
 from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.layers.passes import Sums
+from jaxinfra.training.loads_picture import draw_loads, has_loads
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.step import StepMetrics, step_record
@@ -49,10 +49,24 @@ def test_a_resumed_log_drops_what_will_be_repeated(open_log, tmp_path):
     assert [r.get("loss") for r in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, None, 3.5]
 
 
-def test_a_broken_line_is_named(tmp_path, open_log):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl, line 2 is not JSON"):
-        open_log()
+SPOILT = (b"nonsense\n", b"\xff\xfe\n", b"[[[\n", b"null\n", b'{"step": "3"}\n', b'{"loss": 1}\n')
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_spoilt_lines_stop_nothing_and_are_kept(tmp_path, open_log, spoilt):
+    """They only tell what happened: the run goes on, and what was there is there."""
+    data = b'{"step": 1}\n' + spoilt + b'{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(data)
+    with open_log(after_step=3) as log:
+        assert [record["step"] for record in log.records] == [1, 3]
+    assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes() == data
+
+
+def test_a_line_that_a_kill_cut_short_is_no_damage(tmp_path, open_log):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": \xff')
+    with open_log(after_step=3) as log:
+        assert [record["step"] for record in log.records] == [1]
+    assert not list(tmp_path.glob("metrics.damaged*"))
 
 
 def test_what_is_not_finite_is_null(open_log, tmp_path):
@@ -122,6 +136,18 @@ def test_picture_of_nothing_finite(tmp_path):
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[0] > 300
 
 
+def test_picture_of_loads(tmp_path):
+    name = "layers/expert_tokens"
+    records = [
+        {f"{name}/least": 1.0, f"{name}/mean": 4.0, f"{name}/imbalance": 9.0 / step, "step": step}
+        for step in (1, 2, 3)
+    ]
+    assert not has_loads([{"step": 1, "loss": 2.0}])
+    assert has_loads(records)
+    draw_loads([record | {"layers/dropped": 3.0} for record in records], tmp_path / "loads.png")
+    assert matplotlib.image.imread(tmp_path / "loads.png").std() > 0.05
+
+
 def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
     """Over all layers: losses per token, counts as sums, arrays of counts by their extremes."""
     first = Sums(
@@ -148,6 +174,8 @@ def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
         "layers/dropped": 1.0,
         "layers/load/least": 2.0,
         "layers/load/most": 8.0,
+        "layers/load/mean": 5.0,
+        "layers/load/imbalance": 1.6,
         "layers/input": 4.0,
     }
     assert {name: value for name, value in record.items() if "/" in name} == expected

@@ -1,0 +1,51 @@
+"""The picture of how evenly a run's tokens went to its experts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LOADS = "layers/expert_tokens"
+_COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "without room"}
+
+
+def has_loads(records: Sequence[dict[str, Any]]) -> bool:
+    """Whether the run's model has experts."""
+    return any(f"{LOADS}/imbalance" in record for record in records)
+
+
+def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
+    """Largest and least tokens of an expert by step, over the mean of a layer; choices left out."""
+    # Here and not above: it takes a second, of every start of every process, for one's end.
+    from matplotlib.figure import Figure
+
+    rows = [record for record in records if f"{LOADS}/imbalance" in record]
+    steps = [record["step"] for record in rows]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(
+        steps,
+        [record[f"{LOADS}/imbalance"] for record in rows],
+        color="tab:red",
+        label="most tokens of an expert / mean of its layer",
+    )
+    axes.plot(
+        steps,
+        [record[f"{LOADS}/least"] / max(record[f"{LOADS}/mean"], 1.0) for record in rows],
+        color="tab:blue",
+        label="least tokens of an expert / mean",
+    )
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set_xlabel("step")
+    axes.set_ylabel("load")
+    counts = {name: text for name, text in _COUNTS.items() if name in rows[-1]}
+    if counts:
+        right = axes.twinx()
+        right.set_ylabel("choices")
+        for name, text in counts.items():
+            right.plot(steps, [record[name] for record in rows], linestyle=":", label=text)
+        right.legend(loc="upper left")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper right")
+    partial = file.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=120)
+    partial.rename(file)

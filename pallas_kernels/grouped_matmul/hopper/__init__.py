@@ -1,0 +1,7 @@
+"""The products by Mosaic GPU kernels for Hopper; the same functions as ``xla``."""
+
+from .calls import input_gradient as input_gradient
+from .calls import product as product
+from .calls import swiglu as swiglu
+from .calls import unsupported as unsupported
+from .calls import weight_gradient as weight_gradient

@@ -1,0 +1,29 @@
+"""Tiles of the kernels, and what they ask of operands."""
+
+import dataclasses
+
+NUM_COMPUTE = 2
+"""Warpgroups that multiply: each has half of a tile's rows."""
+LOADER = NUM_COMPUTE
+WARPGROUP_ROWS = 64
+BLOCK_ROWS = NUM_COMPUTE * WARPGROUP_ROWS
+BLOCK_DEPTH = 64  # of a step's contraction: 128 bytes, the widest swizzle
+WIDTH_MULTIPLE = 64
+ROW_MULTIPLE = 8
+"""The copy engine moves 8 rows at a time: a group's first tile begins at the multiple of 8 at or
+before its first row, and leaves the rows before it alone."""
+LINE_BYTES = 128
+"""Bytes of a row of results that leave at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedConfig:
+    """How a result is cut, and the order of its tiles."""
+
+    columns: int = 256  # of a tile, all weights' together
+    num_stages: int = 4
+    band: int = 8  # tiles in a band that is walked before the next: what L2 keeps
+    in_any_order: bool = True
+    """A block takes the next tile when it is done, of a counter in memory; else every 132nd. The
+    interpreter knows no counter. Results are the same to the last bit."""
+    across: int = 0  # bands are so many tiles of rows (0) or of columns (1) wide

@@ -1,0 +1,203 @@
+"""What both kernels share: a block's roles, its ring of operand tiles, how results leave.
+
+A block stays on its multiprocessor and takes every 132nd tile. One warpgroup finds the tiles,
+tells the others by way of shared memory, and copies operands ahead; two multiply and send results
+away. No list of tiles is made before the kernel: a launch costs as much as reading the sizes.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
+from pallas_kernels.hopper.tile import tiled
+
+from .config import LINE_BYTES, LOADER, NUM_COMPUTE, WARPGROUP_ROWS, GroupedConfig
+
+
+def take_number(counter: Any, taken: Any) -> None:
+    """The counter's value to shared memory, and one more to the counter; one thread does it."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def take(_, counter, taken):
+        ptx = """{
+            .reg .pred first;
+            .reg .u32 thread, value;
+            mov.u32 thread, %tid.x;
+            and.b32 thread, thread, 127;
+            setp.eq.u32 first, thread, 0;
+            @first atom.global.add.u32 value, [$0], 1;
+            @first st.shared.u32 [$1], value;
+        }"""
+        pointers = mgpu_utils.memref_ptr(counter), mgpu_utils.memref_ptr(taken)
+        mgpu_utils.inline_ptx(ptx, *pointers, has_side_effects=True)
+
+    take(counter, taken)
+
+
+COMPILER_PARAMS = plgpu.CompilerParams(
+    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+)
+NUM_TOLD = 2  # tiles that were found and not yet begun
+NUM_FACTS = 8  # numbers that tell of one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RingKernel:
+    """The roles; kernels say which tiles there are, and what is loaded and multiplied."""
+
+    c: GroupedConfig
+    dtype: jnp.dtype  # of operands
+    out_dtype: jnp.dtype
+    num_rows: int
+    num_groups: int
+
+    @property
+    def line(self) -> int:
+        """Columns of a result that leave at a time."""
+        return LINE_BYTES // self.out_dtype.itemsize
+
+    def shared(self, **operands: tuple[int, int]) -> dict[str, Any]:
+        """Buffers and barriers: a ring of tiles of each operand's shape, and of what is told."""
+        c = self.c
+        ring = {
+            name: plgpu.SMEM((c.num_stages, *shape), self.dtype, transforms=tiled(128))
+            for name, shape in operands.items()
+        }
+        return {
+            **ring,
+            "facts": plgpu.SMEM((NUM_TOLD, NUM_FACTS), jnp.int32),
+            "full": plgpu.Barrier(num_arrivals=len(operands), num_barriers=c.num_stages),
+            "empty": plgpu.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=c.num_stages),
+            "told": plgpu.Barrier(num_barriers=NUM_TOLD),
+            "heard": plgpu.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=NUM_TOLD),
+        }
+
+    def run(self, gmem: Any, smem: Any) -> None:
+        """One block, with room for results on their way: whole tiles swizzled, parts plain."""
+        shape = (NUM_COMPUTE, 2, WARPGROUP_ROWS, self.line)
+        transforms = tiled(128, self.out_dtype.itemsize)
+        swizzled = plgpu.SMEM(shape, self.out_dtype, transforms=transforms)
+
+        def roles(out: Any) -> None:
+            smem.out = out
+            self.roles(gmem, smem)
+
+        out = plgpu.RefUnion(swizzled, plgpu.SMEM(shape, self.out_dtype))
+        pl.run_scoped(roles, out, collective_axes="wg")
+
+    def roles(self, gmem: Any, smem: Any) -> None:
+        """Each warpgroup's part."""
+        wg = lax.axis_index("wg")
+        counter = pl.get_global(plgpu.SemaphoreType.REGULAR) if self.c.in_any_order else None
+
+        @pl.when(wg < NUM_COMPUTE)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            for slot in range(self.c.num_stages):
+                plgpu.barrier_arrive(smem.empty.at[slot])
+            for slot in range(NUM_TOLD):
+                plgpu.barrier_arrive(smem.heard.at[slot])
+            constants = self.constants(gmem)
+
+            def step(carry):
+                i, done, _ = carry
+                slot = lax.rem(i, NUM_TOLD)
+                plgpu.barrier_wait(smem.told.at[slot])
+                facts = tuple(smem.facts[slot, j] for j in range(NUM_FACTS))
+                plgpu.barrier_arrive(smem.heard.at[slot])
+                self.compute(gmem, smem, wg, facts, done, constants)
+                return i + 1, done + facts[0], facts[1] <= self.num_groups
+
+            lax.while_loop(lambda carry: carry[2], step, (jnp.int32(0), jnp.int32(0), True))
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(wg == LOADER)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            worker = lax.axis_index("worker")
+
+            def step(carry):
+                i, index, done, _, place = carry
+                slot = lax.rem(i, NUM_TOLD)
+                facts, place = self.find(gmem, index, place)
+                plgpu.barrier_wait(smem.heard.at[slot])
+                for j, fact in enumerate(facts):
+                    smem.facts[slot, j] = fact
+                if counter is not None:
+                    take_number(counter, smem.facts.at[slot, NUM_FACTS - 1])
+                plgpu.commit_smem()
+                if counter is None:
+                    index = index + NUM_PROCESSORS
+                else:
+                    index = smem.facts[slot, NUM_FACTS - 1] + NUM_PROCESSORS
+                plgpu.barrier_arrive(smem.told.at[slot])
+                self.load(gmem, smem, facts, done)
+                return i + 1, index, done + facts[0], facts[1] <= self.num_groups, place
+
+            start = (jnp.int32(0), worker, jnp.int32(0), True, self.start(gmem))
+            lax.while_loop(lambda carry: carry[3], step, start)
+            # The interpreter asks that no barrier is left with a phase that nobody saw.
+            for slot in range(self.c.num_stages):
+                plgpu.barrier_wait(smem.empty.at[slot])
+            for slot in range(NUM_TOLD):
+                plgpu.barrier_wait(smem.heard.at[slot])
+
+    def size(self, gmem: Any, group: jax.Array, first: jax.Array) -> jax.Array:
+        """Rows of a group that begins at a row: those that there are."""
+        size = gmem.sizes[jnp.minimum(group, self.num_groups - 1)]
+        return jnp.clip(size, 0, self.num_rows - first)
+
+    def slot(self, step: jax.Array) -> jax.Array:
+        """The place in the ring of a step, counted over all tiles of the block."""
+        return lax.rem(step, self.c.num_stages)
+
+    def store(self, smem: Any, wg: jax.Array, parts: list, rows: Any) -> None:
+        """A warpgroup's 64 rows of results to memory, not waited for.
+
+        Args:
+            parts: (fp32 [64, line], where its rows lie, whether it exists) of each line.
+            rows: (first, end) of those that are written.
+        """
+        plain = smem.out[1]
+        first, end = rows
+        is_whole = (first == 0) & (end == WARPGROUP_ROWS)
+        pl.when(is_whole)(lambda: self.store_whole(smem, wg, parts))
+
+        @pl.when(jnp.logical_not(is_whole))
+        def _():
+            for i, (part, gmem, exists) in enumerate(parts):
+                self._stage(part, plain.at[wg, i % 2])
+                # Rows of any number and place: copies of 32, 16, ... 1 of them, each or not.
+                at = first
+                for size in (32, 16, 8, 4, 2, 1):
+                    taken = (end - first) & size
+
+                    # One row is copied as so many bytes, not cut off where the columns end.
+                    @pl.when((taken != 0) & exists)
+                    def _(at=at, size=size, gmem=gmem, i=i):
+                        plgpu.copy_smem_to_gmem(
+                            plain.at[wg, i % 2, pl.ds(at, size)], gmem(at, size), commit_group=False
+                        )
+
+                    at = at + taken
+                plgpu.commit_smem_to_gmem_group()
+
+    def store_whole(self, smem: Any, wg: jax.Array, parts: list) -> None:
+        """All 64 rows, likewise."""
+        swizzled = smem.out[0]
+        for i, (part, gmem, _) in enumerate(parts):
+            self._stage(part, swizzled.at[wg, i % 2])
+            plgpu.copy_smem_to_gmem(swizzled.at[wg, i % 2], gmem(0, WARPGROUP_ROWS))
+
+    def _stage(self, part: jax.Array, ref: Any) -> None:
+        # At most the copies before the last are still reading.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        ref[...] = part.astype(self.out_dtype)
+        plgpu.commit_smem()
