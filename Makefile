@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full nightly numerics test-gpu check format lock clean
+.PHONY: help setup train test test-full nightly numerics fuzz test-gpu check format lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,13 +32,17 @@ test: $(SETUP) ## The tests, without the slow ones
 test-full: $(SETUP) ## The tests, with the slow ones
 	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
 
-nightly: $(SETUP) ## Every fault of the gym, all other tests with 60 random kills, then numerics
+nightly: $(SETUP) ## Every fault of the gym, all other tests with 60 random kills, then numerics and the fuzzer
 	$(ENV_PYTHON) -m jaxinfra gym --all --jobs $(GYM_JOBS)
 	$(PYTEST) $(PARALLEL) -m "not gpu" --deselect tests/e2e/test_launch.py::test_fault $(ARGS)
 	$(ENV_PYTHON) tools/numerics.py
+	$(ENV_PYTHON) tools/fuzz.py
 
 numerics: $(SETUP) ## The numerical tests on every instruction set of this CPU, threads, and 20 more seeds
 	$(ENV_PYTHON) tools/numerics.py $(ARGS)
+
+fuzz: $(SETUP) ## 2,000 spoilt files and command lines, given to every command: make fuzz ARGS="--seed 3"
+	$(ENV_PYTHON) tools/fuzz.py $(ARGS)
 
 test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n auto --maxprocesses 14 -m gpu $(ARGS)

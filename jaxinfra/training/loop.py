@@ -135,7 +135,17 @@ class Trainer:
                 f"jaxinfra train --resume {self._run.path}"
             )
             return Outcome(summary=None, step=self._step)
+        self._require_applied()
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
+
+    def _require_applied(self) -> None:
+        """Raises DivergedError where no step of the whole run changed anything."""
+        last = self._log.find("skipped")
+        if last is not None and last["skipped"] >= self._training.steps:
+            raise DivergedError(
+                f"none of {self._training.steps} steps was applied: each had a loss or a gradient "
+                "that is not finite; see what it starts from, optimizer.learning_rate and the data"
+            )
 
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
