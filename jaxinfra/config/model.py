@@ -1,18 +1,13 @@
-"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs.
-
-A configuration may exist before its layers can run: experts are planned, counted and sharded, and
-building them to run raises UnsupportedError.
-"""
+"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs."""
 
 import dataclasses
 import enum
-import math
 
+from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig
 from jaxinfra.core import axes
-from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
 
 
@@ -58,28 +53,6 @@ class NormConfig:
     def __post_init__(self) -> None:
         if self.epsilon <= 0.0:
             raise ConfigError(f"norm epsilon={self.epsilon} must be positive: zeros divide by it")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CachedArray:
-    """One array of a layer's cache: what a token leaves in it."""
-
-    name: str
-    shape: tuple[int, ...]  # of one token
-    dims: Dims  # logical dims, one for each entry of the shape
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSpec:
-    """What a mixer caches of every token."""
-
-    arrays: tuple[CachedArray, ...]
-    window: int | None = None  # tokens that are still read; None: all
-
-    @property
-    def elements(self) -> int:
-        """Numbers per token and layer."""
-        return sum(math.prod(array.shape) for array in self.arrays)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -144,7 +144,8 @@ def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParamete
                 f"{where}: tie_word_embeddings is true, but {names[tied]} differs from "
                 f"{names[original]}; set it to false"
             )
-    left_out = sorted({weights.extra_layer(root + name) for name in files.tensors} - {None})
+    layers = (weights.extra_layer(root + name) for name in files.tensors)
+    left_out = sorted({layer for layer in layers if layer is not None})
     if left_out:
         _LOG.warning(
             "%s: left out is multi-token prediction, which this model has none of: layers %s",

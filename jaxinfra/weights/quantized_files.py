@@ -20,11 +20,12 @@ from jaxinfra.models.hf.quantization import BlockScaledFp8, Mxfp4, Quantization
 from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.weights.tensor_files import DTYPES, StoredTensor, TensorFiles
 
+_FP32, _BF16, _E4M3 = map(jnp.dtype, ("float32", "bfloat16", "float8_e4m3fn"))
 _SCALE = "_scale_inv"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32  # elements that share an exponent
 _BIAS = 127
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], _FP32)
 _NUMBERS = np.concatenate([_E2M1, -_E2M1])  # the highest of four bits is the sign
 
 
@@ -103,14 +104,14 @@ class _Fp8Files:
             if self._is_quantized(name):
                 grid = tuple(-(-n // m) for n, m in zip(tensor.shape, self.block, strict=True))
                 _scales_of(self.files, name, name + _SCALE, grid)
-                found[name] = dataclasses.replace(tensor, dtype=np.dtype(np.float32))
+                found[name] = dataclasses.replace(tensor, dtype=_FP32)
             elif not self._is_quantized(name.removesuffix(_SCALE)):
                 found[name] = tensor
         return found
 
     def _is_quantized(self, name: str) -> bool:
         tensor = self.files.tensors.get(name)
-        return tensor is not None and tensor.dtype == jnp.float8_e4m3fn
+        return tensor is not None and tensor.dtype == _E4M3
 
     def read(self, name: str, index: Index) -> np.ndarray:
         elements = self.files.read(name, index)
@@ -120,12 +121,12 @@ class _Fp8Files:
             slice(part.start // m, -(-part.stop // m))
             for part, m in zip(index, self.block, strict=True)
         )
-        scales = self.files.read(name + _SCALE, covered).astype(np.float32)
+        scales = self.files.read(name + _SCALE, covered).astype(_FP32)
         for dim, (part, m) in enumerate(zip(index, self.block, strict=True)):
             start = part.start % m
             wanted = slice(start, start + part.stop - part.start)
             scales = np.repeat(scales, m, axis=dim)[(slice(None),) * dim + (wanted,)]
-        return elements.astype(np.float32) * scales
+        return elements.astype(_FP32) * scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ class _Mxfp4Files:
                 experts, outputs, groups, _ = tensor.shape
                 _scales_of(self.files, weight, weight + _SCALES, tensor.shape[:3])
                 shape = (experts, groups * _GROUP, outputs)
-                dtype = jnp.dtype(jnp.bfloat16)
+                dtype = _BF16
                 found[weight] = dataclasses.replace(tensor, shape=shape, dtype=dtype)
             elif name.removesuffix(_SCALES) + _BLOCKS not in self.files.tensors:
                 found[name] = tensor
@@ -170,4 +171,4 @@ class _Mxfp4Files:
         numbers = numbers.reshape(*exponents.shape[:2], math.prod(numbers.shape[2:]))
         start = inputs.start % _GROUP
         numbers = numbers[..., start : start + inputs.stop - inputs.start]
-        return numbers.transpose(0, 2, 1).astype(jnp.bfloat16)
+        return numbers.transpose(0, 2, 1).astype(_BF16)

@@ -1,6 +1,7 @@
 """Reading a directory of safetensors files, one slice of one tensor at a time."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -142,13 +142,13 @@ def _resolve(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> list[Tensor]:
     """The rule's tensor, or tensors one an expert, if the model has its parameters."""
-    own = [shapes.get(path_prefix + path) for path, _ in rule.parts]
-    if None in own:
+    paths = [path_prefix + path for path, _ in rule.parts]
+    if any(path not in shapes for path in paths):
         return []
     name = prefix + rule.name
     if "{}" not in rule.name:
         return [_tensor(rule, name, path_prefix, index, shapes)]
-    num_experts = own[0][len(index)]
+    num_experts = shapes[paths[0]][len(index)]
     return [
         _tensor(rule, prefix + rule.name.format(e), path_prefix, (*index, e), shapes)
         for e in range(num_experts)
