@@ -138,6 +138,7 @@ class LatentAttentionConfig:
         for name in ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(num_q_heads=self.num_q_heads, kv_rank=self.kv_rank, head_dim=self.head_dim)
         if self.query_rank is not None and self.query_rank < 1:
             raise ConfigError(f"query_rank={self.query_rank} must be at least 1, or none")
         if self.rope is not None:
