@@ -192,7 +192,8 @@ def spoil_json(text: str, rng: random.Random) -> str:
     """One value of a JSON text replaced, removed, doubled or nested."""
     values = json.loads(text)
     node, steps = values, rng.randrange(1, 8)
-    parent, key = None, None
+    parent: Any = None
+    key: Any = None
     for _ in range(steps):
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))
         if not keys:

@@ -26,7 +26,7 @@ class ExchangeConfig:
     """Form and room of the exchange.
 
     Buffers have a size, loads do not. ``room_factor`` times an even load is what a device sends to
-    another, receives, and computes; what exceeds it is left out, counted and warned of. None: room
+    another, receives, and computes; what exceeds it is left out, counted and shown. None: room
     for whatever comes.
     """
 

@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
-from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig
+from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
 
@@ -229,32 +229,9 @@ class ExpertsConfig:
                 f"experts of hidden_dim={self.hidden_dim} and shared_hidden_dim="
                 f"{self.shared_hidden_dim}: the first must be at least 1, the second at least 0"
             )
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(
-                f"top_k={self.top_k} must lie between 1 and num_experts={self.num_experts}"
-            )
         if self.shared_gate and not self.shared_hidden_dim:
             raise ConfigError("shared_gate scales a shared expert; set shared_hidden_dim")
-        self._check_groups()
-
-    def _check_groups(self) -> None:
-        routing, experts = self.routing, self.num_experts
-        if experts % routing.num_groups:
-            raise ConfigError(
-                f"num_experts={experts} is not a multiple of num_groups={routing.num_groups}; "
-                "groups of experts are equal"
-            )
-        size = experts // routing.num_groups
-        if self.top_k > size * routing.top_groups:
-            raise ConfigError(
-                f"top_k={self.top_k} exceeds the {size * routing.top_groups} experts of "
-                f"top_groups={routing.top_groups} groups; choose among more groups"
-            )
-        if routing.num_groups > 1 and routing.group_score is GroupScore.TOP2_SUM and size < 2:
-            raise ConfigError(
-                f"group_score=top2_sum adds the two best of a group, and groups of num_experts="
-                f"{experts} / num_groups={routing.num_groups} have one; choose max"
-            )
+        check_choice(self.routing, num_experts=self.num_experts, top_k=self.top_k)
 
     @property
     def tensor_sizes(self) -> dict[str, int]:

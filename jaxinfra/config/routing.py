@@ -65,3 +65,25 @@ class BalanceConfig:
             raise ConfigError(
                 f"capacity_factor={self.capacity_factor} must be positive, or none to drop nothing"
             )
+
+
+def check_choice(routing: RoutingConfig, *, num_experts: int, top_k: int) -> None:
+    """Raises ConfigError where so many experts cannot be chosen from such groups."""
+    if not 1 <= top_k <= num_experts:
+        raise ConfigError(f"top_k={top_k} must lie between 1 and num_experts={num_experts}")
+    if num_experts % routing.num_groups:
+        raise ConfigError(
+            f"num_experts={num_experts} is not a multiple of num_groups={routing.num_groups}; "
+            "groups of experts are equal"
+        )
+    size = num_experts // routing.num_groups
+    if top_k > size * routing.top_groups:
+        raise ConfigError(
+            f"top_k={top_k} exceeds the {size * routing.top_groups} experts of "
+            f"top_groups={routing.top_groups} groups; choose among more groups"
+        )
+    if routing.num_groups > 1 and routing.group_score is GroupScore.TOP2_SUM and size < 2:
+        raise ConfigError(
+            "group_score=top2_sum adds the two best of a group, and groups of num_experts="
+            f"{num_experts} / num_groups={routing.num_groups} have one; choose max"
+        )

@@ -145,7 +145,7 @@ class CrossEntropy(Protocol):
         ...
 
 
-class Exchange(Protocol):
+class ExpertExchange(Protocol):
     """Tokens to their experts and back; ``within_device`` is one."""
 
     def __call__(
@@ -177,7 +177,7 @@ def within_device(
     config: ExpertsConfig,
     recipe: Recipe,
 ) -> tuple[jax.Array, None]:
-    """``Exchange`` where all tokens and experts are on one device: nothing is sent."""
+    """``ExpertExchange`` where all tokens and experts are on one device: nothing is sent."""
     batch, length, width = x_BTD.shape
     y_ND, _ = apply_experts(
         x_BTD.reshape(-1, width),
@@ -263,7 +263,7 @@ class Execution:
     decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy
-    exchange: Exchange
+    exchange: ExpertExchange
     place: Place
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat

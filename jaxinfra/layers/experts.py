@@ -16,7 +16,7 @@ from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, ModelState, Pass, Sums, joined
 from jaxinfra.layers.projection import HIDDEN, Projection
-from jaxinfra.layers.routing import Choice, EvenLoads, balance_sums, choose, within_capacity
+from jaxinfra.layers.routing import EvenLoads, ExpertChoice, balance_sums, choose, within_capacity
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
@@ -145,7 +145,7 @@ class Experts(nnx.Module):
             down_bias_ED=value(self.down_bias),
         )
 
-    def _route(self, x_BTD: jax.Array, counts_BT: Bool[Array, "B T"]) -> tuple[Choice, Sums]:
+    def _route(self, x_BTD: jax.Array, counts_BT: Bool[Array, "B T"]) -> tuple[ExpertChoice, Sums]:
         place, accum = self.execution.place, self.execution.policy.to_accum
         logits_BTE = accum(self.router(x_BTD))
         logits_BTE = place(logits_BTE, (axes.BATCH, axes.SEQUENCE, None))

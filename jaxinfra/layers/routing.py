@@ -20,7 +20,7 @@ _LEAST_SUM = 1e-20  # scores of 0 are renormalized to 0
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ExpertChoice:
     """Experts of every token."""
 
     expert_BTK: jax.Array  # int32, the best first; num_experts for none
@@ -35,7 +35,7 @@ def choose(
     config: ExpertsConfig,
     correction_E: jax.Array | None,
     counts_BT: jax.Array,
-) -> Choice:
+) -> ExpertChoice:
     """The ``top_k`` experts of each token that counts, the lower index where scores are equal.
 
     Args:
@@ -65,7 +65,7 @@ def choose(
         weight_BTK = _normalized(of_chosen(scores_BTE))
     is_softmax = routing.scoring is Scoring.SOFTMAX
     counted_BT1 = counts_BT[..., None]
-    return Choice(
+    return ExpertChoice(
         expert_BTK=jnp.where(counted_BT1, best_BTK, config.num_experts),
         weight_BTK=jnp.where(counted_BT1, routing.scale * weight_BTK, 0.0),
         is_chosen_BTE=jnp.any(jnp.stack(is_best), axis=0) & counted_BT1,
@@ -73,7 +73,9 @@ def choose(
     )
 
 
-def within_capacity(choice: Choice, *, config: ExpertsConfig) -> tuple[Choice, jax.Array]:
+def within_capacity(
+    choice: ExpertChoice, *, config: ExpertsConfig
+) -> tuple[ExpertChoice, jax.Array]:
     """The choices that an expert has room for, the first of each sequence, and the number of the
     others.
     """
@@ -98,7 +100,7 @@ def within_capacity(choice: Choice, *, config: ExpertsConfig) -> tuple[Choice, j
 
 
 def balance_sums(
-    choice: Choice,
+    choice: ExpertChoice,
     logits_BTE: jax.Array,
     *,
     config: ExpertsConfig,

@@ -18,6 +18,7 @@ from jaxinfra.ops.activation import activated
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels import combine as combine_rows
 from pallas_kernels import grouped_matmul, grouped_swiglu
+from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.grouped_matmul import GATE_NAME, UP_NAME
 
 _HIDDEN = "expert_hidden"
@@ -97,7 +98,7 @@ def spread(
 
 def _spread_backward(kept: tuple[jax.Array, jax.Array], d_SD: jax.Array):
     choice_S, place_NJ = kept
-    ones = jnp.ones(place_NJ.shape, jnp.promote_types(d_SD.dtype, jnp.float32))
+    ones = jnp.ones(place_NJ.shape, ACCUMULATOR)
     return combine_rows(d_SD, place_NJ, ones, inverse=choice_S), None, None
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeForm, ExchangeImplementation
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.core import axes
-from jaxinfra.layers.execution import Exchange, within_device
+from jaxinfra.layers.execution import ExpertExchange, within_device
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, spread
 from jaxinfra.parallel.place import Placement
@@ -260,7 +260,7 @@ def _exchanged(
     return y_ND, stayed + left_there
 
 
-def exchange_on(placement: Placement | None, config: ExchangeConfig) -> Exchange:
+def exchange_on(placement: Placement | None, config: ExchangeConfig) -> ExpertExchange:
     """``within_device``; on a mesh of several devices its sharded form."""
     if placement is None or placement.mesh.size == 1:
         return within_device

@@ -8,17 +8,16 @@ LOADS = "layers/expert_tokens"
 _COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "without room"}
 
 
-def has_loads(records: Sequence[dict[str, Any]]) -> bool:
-    """Whether the run's model has experts."""
-    return any(f"{LOADS}/imbalance" in record for record in records)
-
-
 def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Largest and least tokens of an expert by step, over the mean of a layer; choices left out."""
+    """Largest and least tokens of an expert by step, over the mean of a layer, and choices left
+    out; nothing where the model has no experts.
+    """
+    rows = [record for record in records if f"{LOADS}/imbalance" in record]
+    if not rows:
+        return
     # Here and not above: it takes a second, of every start of every process, for one's end.
     from matplotlib.figure import Figure
 
-    rows = [record for record in records if f"{LOADS}/imbalance" in record]
     steps = [record["step"] for record in rows]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()

@@ -20,18 +20,20 @@ from jaxinfra.reliability.exchange import ProcessTable
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate_heldout
+from jaxinfra.training.finished import Outcome
 from jaxinfra.training.guards import (
     DivergedError,
     Doubt,
     Guards,
     is_due,
     judge_loss,
+    require_applied,
     require_progress,
     same_program,
 )
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import Job
-from jaxinfra.training.loads_picture import draw_loads, has_loads
+from jaxinfra.training.loads_picture import draw_loads
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.loss_picture import draw_loss
 from jaxinfra.training.metrics import MetricsLog
@@ -42,16 +44,6 @@ from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.summary import summarize
 from jaxinfra.training.watch import Watch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a call of ``train`` ended."""
-
-    summary: dict[str, Any] | None  # None where it was asked to stop before the end
-    step: int
-    was_complete: bool = False  # before the call, which did nothing
-    together: bool = False  # all processes of the job end here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +106,6 @@ class Trainer:
         heldout = log.find("heldout_loss")
         self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
-        self._most_left_out = 0.0  # choices of experts in a step, of those that were told of
         self._pending: collections.deque[_Pending] = collections.deque()
 
     def run(self) -> Outcome:
@@ -135,23 +126,13 @@ class Trainer:
                 f"jaxinfra train --resume {self._run.path}"
             )
             return Outcome(summary=None, step=self._step)
-        self._require_applied()
+        require_applied(self._log.find("skipped"), steps=self._training.steps)
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
-
-    def _require_applied(self) -> None:
-        """Raises DivergedError where no step of the whole run changed anything."""
-        last = self._log.find("skipped")
-        if last is not None and last["skipped"] >= self._training.steps:
-            raise DivergedError(
-                f"none of {self._training.steps} steps was applied: each had a loss or a gradient "
-                "that is not finite; see what it starts from, optimizer.learning_rate and the data"
-            )
 
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
             draw_loss(self._log.records, self._run.picture_file)
-            if has_loads(self._log.records):
-                draw_loads(self._log.records, self._run.loads_picture_file)
+            draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
         causes = self._watch.totals(step=self._step)
@@ -262,13 +243,6 @@ class Trainer:
                         heldout_loss=self._heldout_loss,
                     )
                 )
-                if (left_out := record.get("layers/overflowed", 0.0)) > self._most_left_out:
-                    self._most_left_out = left_out
-                    self._progress.message(
-                        f"step {step}: {left_out:,.0f} choices of experts had no room in the "
-                        "exchange and were left out; raise exchange.room_factor (none: room for "
-                        "all)"
-                    )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
@@ -402,11 +376,8 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state={
-                    **self._batches.state(),
-                    "step": self._step,
-                    "excluded": [*sorted(self._watch.excluded)],
-                },
+                data_state=self._batches.state()
+                | {"step": self._step, "excluded": [*sorted(self._watch.excluded)]},
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:

@@ -27,6 +27,7 @@ class Status:
     skipped: int
     heldout_loss: float | None
     remaining_s: float | None
+    left_out: float = 0.0  # choices of experts, dropped or without room in the exchange
 
     @classmethod
     def of(
@@ -46,6 +47,7 @@ class Status:
             skipped=record["skipped"],
             heldout_loss=heldout_loss,
             remaining_s=None if step_s is None else (steps - record["step"]) * step_s,
+            left_out=record.get("layers/dropped", 0.0) + record.get("layers/overflowed", 0.0),
         )
 
     def cells(self) -> list[tuple[str, str]]:
@@ -63,6 +65,8 @@ class Status:
             cells.append(("loss scale", f"{self.loss_scale:g}"))
         if self.skipped:
             cells.append(("skipped", str(self.skipped)))
+        if self.left_out:
+            cells.append(("choices left out", f"{self.left_out:,.0f}"))
         if self.heldout_loss is not None:
             cells.append(("held-out", f"{self.heldout_loss:.4f}"))
         return cells
