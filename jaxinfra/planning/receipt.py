@@ -160,7 +160,7 @@ def run_config(
     """The run whose step a layout describes."""
     if layout.mesh.expert > 1:
         raise UnsupportedError(
-            f"expert={layout.mesh.expert}: the mesh of this training step has no expert axis; use 1"
+            f"expert={layout.mesh.expert}: what an exchange of tokens sends is not compared; use 1"
         )
     if layout.zero == 0:
         raise UnsupportedError("zero=0: use the replica axis in place of fsdp")

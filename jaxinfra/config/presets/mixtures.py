@@ -20,12 +20,18 @@ _NORM = NormConfig(epsilon=1e-6)
 
 
 def tiny_moe() -> ModelConfig:
-    """``tiny`` with 8 experts of which a token passes 2, together as wide as its mlp."""
+    """``tiny`` with 8 experts of which a token passes 2, together as wide as its mlp.
+
+    1,194,912 parameters, 531,360 active (``tiny`` has 529,056).
+    """
     return _with_experts(models.tiny(), num_experts=8, top_k=2)
 
 
 def small_moe() -> ModelConfig:
-    """``small`` with 16 experts of which a token passes 4, together as wide as its mlp."""
+    """``small`` with 16 experts of which a token passes 4, together as wide as its mlp.
+
+    251,824,896 parameters, 81,955,584 active (``small`` has 81,808,128).
+    """
     return _with_experts(models.small(), num_experts=16, top_k=4)
 
 
