@@ -15,6 +15,8 @@ import numpy as np
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MixerConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
@@ -24,7 +26,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.rope import RopeConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs, YarnScaling
 from jaxinfra.layers.rope import rope_frequencies
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model
 from jaxinfra.numerics.policy import POLICIES
@@ -32,6 +34,11 @@ from jaxinfra.parallel.execution import execution_on
 from tests.rounding import UNIT, Rounded, stored
 from tests.seeds import seeded
 
+YARN = RopeConfig(
+    theta=100.0,
+    pairs=RopePairs.NEIGHBOURS,
+    scaling=YarnScaling(factor=4.0, original_max_positions=8, attention_factor=1.2),
+)
 LAYER_NORM = NormConfig(kind=NormKind.LAYER, bias=True)
 
 
@@ -40,11 +47,16 @@ def attention(num_kv_heads: int = 2, **options) -> GroupedAttentionConfig:
     return GroupedAttentionConfig(num_q_heads=4, num_kv_heads=num_kv_heads, head_dim=8, **options)
 
 
-def block(mixer: GroupedAttentionConfig, **options) -> BlockConfig:
+def latent_attention(**options) -> LatentAttentionConfig:
+    sizes = {"num_q_heads": 4, "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+    return LatentAttentionConfig(**({"query_rank": 12, "rope": YARN} | sizes | options))
+
+
+def block(mixer: MixerConfig, **options) -> BlockConfig:
     return BlockConfig(**({"mixer": mixer, "feed_forward": MlpConfig(hidden_dim=24)} | options))
 
 
-def model(*attentions: GroupedAttentionConfig, blocks=None, **options) -> ModelConfig:
+def model(*attentions: MixerConfig, blocks=None, **options) -> ModelConfig:
     pattern = [block(each, **(blocks or {})) for each in attentions]
     return ModelConfig(
         **{
@@ -76,6 +88,11 @@ MODELS = {
             *stacked(block(attention()), num_layers=1),
             *stacked(block(attention(window=5)), block(attention(num_kv_heads=1)), num_layers=4),
         ),
+    ),
+    "latent": model(
+        latent_attention(bias=True, scale=0.5),
+        latent_attention(query_rank=None, rope=RopeConfig(theta=100.0), window=6),
+        tie_embeddings=False,
     ),
     "learned_positions": model(
         attention(num_kv_heads=4, rope=None, qkv_bias=True, out_bias=True),
@@ -151,19 +168,10 @@ def _mlp(x, weights, config: MlpConfig, keep):
     return _project("BTF,FD->BTD", keep(hidden), weights["down"], keep)
 
 
-def _attention(x, weights, config: GroupedAttentionConfig, keep):
-    q = _project("BTD,DNH->BTNH", x, weights["query"], keep)
-    k = _project("BTD,DKH->BTKH", x, weights["key"], keep)
-    v = _project("BTD,DKH->BTKH", x, weights["value"], keep)
-    if config.qk_norm is not None:
-        q = keep(_norm(q, weights["query_norm"], config.qk_norm))
-        k = keep(_norm(k, weights["key_norm"], config.qk_norm))
+def _attention(x, weights, config: MixerConfig, keep):
+    heads = _latent_heads if isinstance(config, LatentAttentionConfig) else _grouped_heads
     position = np.arange(x.shape[1])
-    if config.rope is not None:
-        frequencies, factor = rope_frequencies(config.rope, head_dim=config.head_dim)
-        angle = position[None, :, None, None] * np.asarray(frequencies, np.float64)
-        q, k = (keep(_rotated(part, angle, factor)) for part in (q, k))
-    k, v = (np.repeat(part, config.num_q_heads // config.num_kv_heads, axis=2) for part in (k, v))
+    q, k, v = heads(x, weights, config, keep)
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     scores = _cap(scale * np.einsum("BTNH,BSNH->BNTS", q, k), config.logit_soft_cap)
     age = position[:, None] - position[None, :]
@@ -175,11 +183,51 @@ def _attention(x, weights, config: GroupedAttentionConfig, keep):
     return _project("BTNH,NHD->BTD", out, weights["out"], keep)
 
 
-def _rotated(x, angle, factor):
-    first, second = np.split(x, 2, axis=-1)
+def _grouped_heads(x, weights, config: GroupedAttentionConfig, keep):
+    q = _project("BTD,DNH->BTNH", x, weights["query"], keep)
+    k = _project("BTD,DKH->BTKH", x, weights["key"], keep)
+    v = _project("BTD,DKH->BTKH", x, weights["value"], keep)
+    if config.qk_norm is not None:
+        q = keep(_norm(q, weights["query_norm"], config.qk_norm))
+        k = keep(_norm(k, weights["key_norm"], config.qk_norm))
+    if config.rope is not None:
+        q, k = (keep(_rotated(part, config.rope)) for part in (q, k))
+    k, v = (np.repeat(part, config.num_q_heads // config.num_kv_heads, axis=2) for part in (k, v))
+    return q, k, v
+
+
+def _latent_heads(x, weights, config: LatentAttentionConfig, keep):
+    if config.query_rank is None:
+        q = _project("BTD,DNH->BTNH", x, weights["query"], keep)
+    else:
+        down = _project("BTD,DR->BTR", x, weights["query_down"], keep)
+        down = keep(_norm(down, weights["query_norm"], config.norm))
+        q = _project("BTR,RNH->BTNH", down, weights["query_up"], keep)
+    down = _project("BTD,DR->BTR", x, weights["kv_down"], keep)
+    latent = keep(_norm(down[..., : config.kv_rank], weights["kv_norm"], config.norm))
+    both = _project("BTR,RNH->BTNH", latent, weights["kv_up"], keep)
+    shared = keep(_rotated(down[..., None, config.kv_rank :], config.rope))
+    turned = keep(_rotated(q[..., config.nope_dim :], config.rope))
+    q = np.concatenate([q[..., : config.nope_dim], turned], axis=-1)
+    shared = np.repeat(shared, config.num_q_heads, axis=2)
+    k = np.concatenate([both[..., : config.nope_dim], shared], axis=-1)
+    return q, k, both[..., config.nope_dim :]
+
+
+def _rotated(x, rope: RopeConfig):
+    frequencies, factor = rope_frequencies(rope, head_dim=x.shape[-1])
+    angle = np.arange(x.shape[1])[None, :, None, None] * np.asarray(frequencies, np.float64)
     # An angle in fp32 is known to u times itself.
     cos, sin = (Rounded(factor * f(angle), UNIT * (4 + angle)) for f in (np.cos, np.sin))
-    return np.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
+    if rope.pairs is RopePairs.HALVES:
+        first, second = np.split(x, 2, axis=-1)
+    else:
+        first, second = x[..., 0::2], x[..., 1::2]
+    turned = [first * cos - second * sin, first * sin + second * cos]
+    if rope.pairs is RopePairs.NEIGHBOURS:
+        pairs = range(angle.shape[-1])
+        turned = [part[..., i : i + 1] for i in pairs for part in turned]
+    return np.concatenate(turned, axis=-1)
 
 
 def make(name: str, policy: PolicyName = PolicyName.FP32):

@@ -22,7 +22,7 @@ from jaxinfra.cli.train import user_cache
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
-from jaxinfra.config.run import Remat, refuse_planned
+from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.planning import selfcheck, table
@@ -273,7 +273,6 @@ def _other(plan: Plan, why: str) -> dict[str, Any]:
 
 
 def _receipt(args: argparse.Namespace, plan: Plan) -> int:
-    refuse_planned(plan.model.config)
     jax.config.update("jax_platforms", "cpu")
     if args.compile == "cpu":
         jax.config.update("jax_num_cpu_devices", plan.layout.devices)

@@ -6,7 +6,10 @@ from typing import Any
 
 from jaxinfra.core.errors import ConfigError, nearest
 
-PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+PROJECTIONS = (
+    *("query", "key", "value", "out", "gate", "up", "down"),
+    *("query_down", "query_up", "kv_down", "kv_up"),  # of latent attention
+)
 """Projections of a block, which low-rank adapters may be put beside."""
 
 

@@ -21,6 +21,7 @@ LIMITS = {
     "num_experts": 1 << 14,
     "num_q_heads": 1 << 14,
     "head_dim": 1 << 14,
+    "kv_rank": 1 << 20,
     "num_threads": 1 << 10,
     "prefetch_batches": 1 << 12,
     "devices": 1 << 20,

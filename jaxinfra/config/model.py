@@ -1,18 +1,13 @@
-"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs.
-
-A configuration may exist before its layers can run: latent attention and experts are planned,
-counted and sharded, and building them to run raises UnsupportedError.
-"""
+"""What a decoder is: shapes and choices of every layer, nothing about how or where it runs."""
 
 import dataclasses
 import enum
-import math
 
+from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.core import axes
-from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
 
 
@@ -61,28 +56,6 @@ class NormConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CachedArray:
-    """One array of a layer's cache: what a token leaves in it."""
-
-    name: str
-    shape: tuple[int, ...]  # of one token
-    dims: Dims  # logical dims, one for each entry of the shape
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CacheSpec:
-    """What a mixer caches of every token."""
-
-    arrays: tuple[CachedArray, ...]
-    window: int | None = None  # tokens that are still read; None: all
-
-    @property
-    def elements(self) -> int:
-        """Numbers per token and layer."""
-        return sum(math.prod(array.shape) for array in self.arrays)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedAttentionConfig:
     """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head)."""
 
@@ -96,6 +69,7 @@ class GroupedAttentionConfig:
     qk_norm: NormConfig | None = None  # over head_dim, before rotary: Qwen3
     qkv_bias: bool = False
     out_bias: bool = False
+    sinks: bool = False  # a learned score of each head that no value belongs to: gpt-oss
 
     def __post_init__(self) -> None:
         q, k = self.num_q_heads, self.num_kv_heads
@@ -155,6 +129,7 @@ class LatentAttentionConfig:
     value_dim: int
     rope: RopeConfig | None
     norm: NormConfig = NormConfig()  # of the compressed queries, keys and values
+    bias: bool = False  # of the projections onto compressed widths, and of the one out
     window: int | None = None
     logit_soft_cap: float | None = None
     scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5
@@ -163,6 +138,7 @@ class LatentAttentionConfig:
         for name in ("num_q_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(num_q_heads=self.num_q_heads, kv_rank=self.kv_rank, head_dim=self.head_dim)
         if self.query_rank is not None and self.query_rank < 1:
             raise ConfigError(f"query_rank={self.query_rank} must be at least 1, or none")
         if self.rope is not None:

@@ -1,6 +1,7 @@
 """Rotary position embedding: its base, and the scalings that lengthen contexts."""
 
 import dataclasses
+import enum
 
 from jaxinfra.core.errors import ConfigError
 
@@ -58,13 +59,21 @@ class LongRopeScaling:
 type RopeScaling = LinearScaling | NtkScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
+class RopePairs(enum.StrEnum):
+    """Which elements of a head are turned together."""
+
+    HALVES = "halves"  # i and i + d/2: GPT-NeoX, Llama as Hugging Face stores it
+    NEIGHBOURS = "neighbours"  # 2i and 2i + 1: the paper, DeepSeek
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d), halves rotated."""
+    """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d)."""
 
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
     fraction: float = 1.0  # of each head's width that is rotated, from its front; the rest is kept
+    pairs: RopePairs = RopePairs.HALVES
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's elements are rotated."""

@@ -8,12 +8,17 @@ from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
-from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
+from jaxinfra.config.model import (
+    ExpertsConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    ModelConfig,
+)
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
-from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.core.errors import ConfigError
 
 
 class Remat(enum.StrEnum):
@@ -44,6 +49,10 @@ class ContextMethod(enum.StrEnum):
     RING = "ring"  # keys travel round the devices, hidden behind attention (Liu et al. 2023)
     ULYSSES = "ulysses"  # all-to-all: heads instead of tokens on each (Jacobs et al. 2023)
     ALL_GATHER = "all_gather"  # all keys on every device (Llama 3, section 3.3.2)
+
+
+LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
+"""Those of latent attention: all latents on every device, which rebuilds its heads from them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +158,6 @@ class RunConfig:
 def validate(run: RunConfig) -> None:
     """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
     training, mesh, model = run.training, run.mesh, run.model
-    refuse_planned(model)
     micro_batch = training.batch_size // training.accumulation
     if micro_batch % mesh.num_data_shards:
         raise ConfigError(
@@ -202,16 +210,6 @@ def _check_experts(model: ModelConfig, mesh: MeshConfig) -> None:
             "expert's room is filled in the order of a sequence, which several devices share; drop "
             "nothing (capacity_factor=none), or use fsdp in place of context"
         )
-
-
-def refuse_planned(model: ModelConfig) -> None:
-    """Raises UnsupportedError for layers that nothing runs, before their parameters are drawn."""
-    for block in model.blocks:
-        if isinstance(block.mixer, LatentAttentionConfig):
-            raise UnsupportedError(
-                "latent attention is planned, not run: choose a model with grouped attention, or "
-                "jaxinfra plan for this one"
-            )
 
 
 def _validate_lora(run: RunConfig) -> None:
@@ -279,6 +277,13 @@ def _validate_context(run: RunConfig) -> None:
             f"sequence_length={training.sequence_length} does not divide into 2 x context="
             f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
         )
+    _validate_context_of_latents(run)
+    mixers = [block.mixer for block in run.model.blocks]
+    if any(isinstance(each, GroupedAttentionConfig) and each.sinks for each in mixers):
+        raise ConfigError(
+            f"context={mesh.context} with attention sinks: parts of a softmax are merged without "
+            "them; use fsdp and tensor instead"
+        )
     if training.context_method is ContextMethod.ULYSSES:
         for block in run.model.blocks:
             kv_heads = block.mixer.num_kv_heads
@@ -288,6 +293,23 @@ def _validate_context(run: RunConfig) -> None:
                     f"which does not divide over tensor={mesh.tensor} x context={mesh.context}; "
                     "choose context_method=ring"
                 )
+
+
+def _validate_context_of_latents(run: RunConfig) -> None:
+    method, length = run.training.context_method, run.training.sequence_length
+    for mixer in (block.mixer for block in run.model.blocks):
+        if not isinstance(mixer, LatentAttentionConfig):
+            continue
+        if method not in LATENT_METHODS:
+            raise ConfigError(
+                f"context_method={method.value} with latent attention: devices exchange latents, "
+                f"not heads; choose {' or '.join(each.value for each in LATENT_METHODS)}"
+            )
+        if mixer.window is not None and mixer.window < length:
+            raise ConfigError(
+                f"window={mixer.window} with latent attention over context={run.mesh.context}: "
+                "windows there are not implemented; leave the window or the context axis out"
+            )
 
 
 def _validate_context_of_stages(run: RunConfig) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jaxinfra.config.model import CacheSpec
+from jaxinfra.config.cache import CacheSpec
 from jaxinfra.ops.cached_attention import Pages
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import ExpertsConfig, MixerConfig
+from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
@@ -46,8 +46,39 @@ class Attend(Protocol):
         *,
         config: MixerConfig,
         segment_ids_BT: jax.Array | None,
+        sinks_N: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns [B, T, N, H] in q's dtype."""
+        """Returns [B, T, N, H] in q's dtype.
+
+        Args:
+            sinks_N: a score of each head that joins its softmax and has no value.
+        """
+        ...
+
+
+class AttendLatents(Protocol):
+    """Self-attention to keys and values that are rebuilt from latents, where a device has a part of
+    the sequence only.
+    """
+
+    def __call__(
+        self,
+        q_BTNH: jax.Array,
+        latent_BTR: jax.Array,
+        key_BTP: jax.Array,
+        up_RNH: jax.Array,
+        *,
+        config: LatentAttentionConfig,
+        recipe: Recipe,
+        segment_ids_BT: jax.Array | None,
+    ) -> jax.Array:
+        """Returns [B, T, N, Hv] in q's dtype.
+
+        Args:
+            key_BTP: the rotated key that all heads share.
+            up_RNH: weight that makes each head's key without position and value of a latent.
+            recipe: of that product.
+        """
         ...
 
 
@@ -55,7 +86,13 @@ class Decode(Protocol):
     """Attention over a cache; ``jaxinfra.ops.cached_attention.cached_attention`` is one."""
 
     def __call__(
-        self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+        self,
+        q_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        sinks_N: jax.Array | None = None,
     ) -> jax.Array:
         """Returns [B, T, N, H] in q's dtype: each query sees keys up to its own position, which the
         cache holds already; one whose position is below 0 is padding.
@@ -222,6 +259,7 @@ class Execution:
     policy: Policy
     multiply: Multiply
     attend: Attend
+    attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
     decode: Decode
     lookup: Lookup
     cross_entropy: CrossEntropy

@@ -5,6 +5,7 @@ H head width.
 """
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -62,6 +63,12 @@ class GroupedAttention(nnx.Module):
             rngs=rngs,
         )
 
+        self.sinks = (
+            nnx.Param(jnp.zeros(heads, execution.policy.param), axes=(axes.Q_HEADS,))
+            if config.sinks
+            else None
+        )
+
         def head_norm() -> Norm | None:
             if config.qk_norm is None:
                 return None
@@ -82,11 +89,14 @@ class GroupedAttention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if given.rope is not None:
-            q_BTNH, k_BTKH = apply_rope(q_BTNH, given.rope), apply_rope(k_BTKH, given.rope)
+        if self.config.rope is not None and given.rope is not None:
+            pairs = self.config.rope.pairs
+            q_BTNH = apply_rope(q_BTNH, given.rope, pairs=pairs)
+            k_BTKH = apply_rope(k_BTKH, given.rope, pairs=pairs)
         q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
         k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
+        sinks_N = None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
         cache = given.cache
         if cache is not None:
             cache = cache.append({"k": k_BTKH, "v": v_BTKH}, given.positions_BT)
@@ -94,10 +104,19 @@ class GroupedAttention(nnx.Module):
             if cache is None or cache.is_empty:
                 # Nothing but x to attend to: a mask by index is all that it takes.
                 out_BTNH = self.execution.attend(
-                    q_BTNH, k_BTKH, v_BTKH, config=self.config, segment_ids_BT=given.segment_ids_BT
+                    q_BTNH,
+                    k_BTKH,
+                    v_BTKH,
+                    config=self.config,
+                    segment_ids_BT=given.segment_ids_BT,
+                    sinks_N=sinks_N,
                 )
             else:
                 out_BTNH = self.execution.decode(
-                    q_BTNH, cache.view(), config=self.config, positions_BT=given.positions_BT
+                    q_BTNH,
+                    cache.view(),
+                    config=self.config,
+                    positions_BT=given.positions_BT,
+                    sinks_N=sinks_N,
                 )
         return LayerOutput(x=self.out(out_BTNH), cache=cache)

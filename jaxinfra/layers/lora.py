@@ -80,3 +80,10 @@ class Adapter(nnx.Module):
         return self.scale * self.multiply(
             self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
         )
+
+    @property
+    def weight(self) -> Float[Array, "..."]:
+        """What the adapter adds to the projection's weight, in the accum dtype."""
+        return self.scale * self.multiply(
+            self.weight_spec, self.a[...], self.b[...], recipe=self.recipe, out=self.recipe.accum
+        )

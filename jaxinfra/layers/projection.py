@@ -67,14 +67,26 @@ class Projection(nnx.Module):
         )
         self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
 
-    def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
-        """Applies the map; result in the compute dtype."""
+    @property
+    def merged_weight(self) -> Float[Array, "..."]:
+        """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
+        weight = self._used
+        if self.adapter is None:
+            return weight
+        return self.policy.to_accum(weight) + self.adapter.weight
+
+    @property
+    def _used(self) -> Float[Array, "..."]:
         weight = self.weight[...]
         if self.gather is not None:
             weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
         if self.place is not None:
             weight = self.place(weight, (None,) * weight.ndim)
-        y = self.multiply(self.spec, x, weight, recipe=self.recipe)
+        return weight
+
+    def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
+        """Applies the map; result in the compute dtype."""
+        y = self.multiply(self.spec, x, self._used, recipe=self.recipe)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self.policy.to_accum(self.bias[...])

@@ -17,6 +17,7 @@ from jaxinfra.config.rope import (
     LongRopeScaling,
     NtkScaling,
     RopeConfig,
+    RopePairs,
     YarnScaling,
 )
 
@@ -114,12 +115,23 @@ def rope_table(
     return factor * jnp.cos(angles_BTR), factor * jnp.sin(angles_BTR)
 
 
-def apply_rope(x_BTNH: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """Rotates pairs (i, i + R) of each head's first 2R elements; fp32 inside, x's dtype out."""
+def apply_rope(
+    x_BTNH: Float[Array, "B T N H"], table: RopeTable, *, pairs: RopePairs = RopePairs.HALVES
+) -> Float[Array, "B T N H"]:
+    """Rotates each head's first 2R elements in pairs, (i, i + R) or (2i, 2i + 1); fp32 inside, x's
+    dtype out.
+    """
     cos_BT1R, sin_BT1R = (part[:, :, None, :] for part in table)
     num_pairs = cos_BT1R.shape[-1]
     turned, kept = x_BTNH[..., : 2 * num_pairs], x_BTNH[..., 2 * num_pairs :]
-    first, second = jnp.split(turned.astype(cos_BT1R.dtype), 2, axis=-1)
+    turned = turned.astype(cos_BT1R.dtype)
+    if pairs is RopePairs.HALVES:
+        first, second = jnp.split(turned, 2, axis=-1)
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
     rotated = (first * cos_BT1R - second * sin_BT1R, second * cos_BT1R + first * sin_BT1R)
-    rotated = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    if pairs is RopePairs.HALVES:
+        rotated = jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    else:
+        rotated = jnp.stack(rotated, axis=-1).reshape(turned.shape).astype(x_BTNH.dtype)
     return jnp.concatenate([rotated, kept], axis=-1) if kept.shape[-1] else rotated

@@ -23,6 +23,7 @@ def attention(
     *,
     config: MixerConfig,
     segment_ids_BT: Int[Array, "B T"] | None,
+    sinks_N: Float[Array, "N"] | None = None,
     implementation: AttentionImplementation = AttentionImplementation.AUTO,
     is_causal: bool = True,
 ) -> Float[Array, "B T N Hv"]:
@@ -42,6 +43,7 @@ def attention(
             q_segment_ids=segment_ids_BT,
             kv_segment_ids=segment_ids_BT,
             logit_soft_cap=config.logit_soft_cap,
+            sinks=sinks_N,
             implementation=implementation.value,
         )
     except pallas_kernels.UnsupportedError as error:

@@ -1,16 +1,17 @@
 """Attention of new tokens to a cache, contiguous or in pages.
 
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
-H head width; P page, M page of a row.
+H head width, R width of a latent; P page, M page of a row.
 """
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import MixerConfig
+from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.multiply import multiply
 
@@ -41,7 +42,12 @@ class Pages:
 
 
 def cached_attention(
-    q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+    q_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of new queries to all keys cached, their own among them.
 
@@ -50,10 +56,18 @@ def cached_attention(
     nothing, and its result is 0. Scores and softmax are fp32. Memory is linear in the keys: queries
     are taken 128 at a time.
 
-    Returns [B, T, N, H] in q's dtype.
+    Of latent attention the cache has latents and rotated keys, which all heads share: the keys are
+    both, side by side, the values the latents. A sink joins its head's softmax and has no value.
+
+    Returns [B, T, N, H] in q's dtype; of latent attention [B, T, N, R].
     """
     rows = pages.rows()
-    attend = functools.partial(_attend, k_BSKH=rows["k"], v_BSKH=rows["v"], config=config)
+    if isinstance(config, LatentAttentionConfig):
+        latent_BS1R, rotated_BS1P = (rows[n][:, :, None] for n in ("latent", "rotated_key"))
+        keys, v_BSKH = (latent_BS1R, rotated_BS1P), latent_BS1R
+    else:
+        keys, v_BSKH = (rows["k"],), rows["v"]
+    attend = functools.partial(_attend, keys=keys, v_BSKH=v_BSKH, config=config, sinks_N=sinks_N)
     batch, length = positions_BT.shape
     if length <= _QUERY_BLOCK:
         return attend(q_BTNH, positions_BT)
@@ -74,25 +88,45 @@ def _attend(
     q_BTNH: jax.Array,
     positions_BT: jax.Array,
     *,
-    k_BSKH: jax.Array,
+    keys: tuple[jax.Array, ...],  # [B, S, K, H], or parts of that width
     v_BSKH: jax.Array,
     config: MixerConfig,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     batch, length, num_q_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BSKH.shape[2]
+    num_slots, num_kv_heads = v_BSKH.shape[1:3]
     fp32 = jnp.dtype("float32")
     dot = functools.partial(multiply, recipe=Recipe(compute=q_BTNH.dtype, accum=fp32))
     q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_q_heads // num_kv_heads, head_dim)
-    scale = head_dim**-0.5 if config.scale is None else config.scale
-    scores_BKGTS = scale * dot("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, out=fp32)
+    scale = config.head_dim**-0.5 if config.scale is None else config.scale
+    ends = list(itertools.accumulate(k_BSKH.shape[-1] for k_BSKH in keys))
+    parts = zip(jnp.split(q_BTKGH, ends[:-1], axis=-1), keys, strict=True)
+    products = (dot("BTKGH,BSKH->BKGTS", *part, out=fp32) for part in parts)
+    scores_BKGTS = scale * functools.reduce(jnp.add, products)
     if config.logit_soft_cap is not None:
         cap = config.logit_soft_cap
         scores_BKGTS = cap * jnp.tanh(scores_BKGTS / cap)
-    age_BTS = positions_BT[:, :, None] - jnp.arange(k_BSKH.shape[1])[None, None, :]
+    age_BTS = positions_BT[:, :, None] - jnp.arange(num_slots)[None, None, :]
     visible_BTS = age_BTS >= 0
     if config.window is not None:
         visible_BTS &= age_BTS < config.window
     visible_B11TS = visible_BTS[:, None, None]
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
+    if sinks_N is None:
+        weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1, where=visible_B11TS)
+    else:
+        weights_BKGTS = _softmax_with_sinks(scores_BKGTS, visible_B11TS, sinks_N)
     out_BTKGH = dot("BKGTS,BSKH->BTKGH", weights_BKGTS, v_BSKH)
     return out_BTKGH.reshape(batch, length, num_q_heads, -1)
+
+
+def _softmax_with_sinks(
+    scores_BKGTS: jax.Array, visible_B11TS: jax.Array, sinks_N: jax.Array
+) -> jax.Array:
+    """Weights of the visible keys, whose sum the sink's share is missing from."""
+    num_kv_heads, group = scores_BKGTS.shape[1:3]
+    sinks_1KG11 = sinks_N.reshape(1, num_kv_heads, group, 1, 1).astype(scores_BKGTS.dtype)
+    seen_BKGTS = jnp.where(visible_B11TS, scores_BKGTS, -jnp.inf)
+    largest_BKGT1 = jnp.maximum(jnp.max(seen_BKGTS, axis=-1, keepdims=True), sinks_1KG11)
+    weights_BKGTS = jnp.exp(seen_BKGTS - largest_BKGT1)
+    total_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
+    return weights_BKGTS / (total_BKGT1 + jnp.exp(sinks_1KG11 - largest_BKGT1))

@@ -13,9 +13,10 @@ from jaxinfra.config.model import MixerConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
-from jaxinfra.layers.execution import Attend, Decode
+from jaxinfra.layers.execution import Attend, AttendLatents, Decode
 from jaxinfra.ops.attention import named_attention
 from jaxinfra.ops.cached_attention import Pages, cached_attention
+from jaxinfra.parallel.context.latents import ContextLatentAttention
 from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.place import Placement
 
@@ -39,6 +40,7 @@ class ShardedAttention:
         *,
         config: MixerConfig,
         segment_ids_BT: Int[Array, "B T"] | None,
+        sinks_N: Float[Array, "N"] | None = None,
     ) -> Float[Array, "B T N Hv"]:
         """The result of ``attend``, placed as q."""
         place = self.placement
@@ -46,16 +48,18 @@ class ShardedAttention:
         kv_spec = place.spec((axes.BATCH, None, axes.KV_HEADS, None))
         ids_spec = None if segment_ids_BT is None else place.spec((axes.BATCH, None))
 
-        def local(q, k, v, ids) -> jax.Array:
-            return self.attend(q, k, v, config=config, segment_ids_BT=ids)
+        sinks_spec = None if sinks_N is None else place.spec((axes.Q_HEADS,))
+
+        def local(q, k, v, ids, sinks) -> jax.Array:
+            return self.attend(q, k, v, config=config, segment_ids_BT=ids, sinks_N=sinks)
 
         return place.on_each_device(
             local,
-            in_specs=(q_spec, kv_spec, kv_spec, ids_spec),
+            in_specs=(q_spec, kv_spec, kv_spec, ids_spec, sinks_spec),
             out_specs=q_spec,
             # A kernel does not say over which axes its results vary; nothing is summed over any.
             check_vma=False,
-        )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
+        )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, sinks_N)
 
 
 def attention_on(
@@ -77,6 +81,18 @@ def attention_on(
     return ShardedAttention(placement=placement, attend=attend)
 
 
+def latents_on(
+    placement: Placement | None,
+    *,
+    implementation: AttentionImplementation,
+    method: ContextMethod,
+) -> AttendLatents | None:
+    """Attention to exchanged latents, where the mesh's context axis shards sequences."""
+    if placement is None or placement.mesh.shape[MeshAxis.CONTEXT] == 1:
+        return None
+    return ContextLatentAttention(placement=placement, method=method, implementation=implementation)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedDecode:
     """Each device attends to what it caches of its own heads; nothing is communicated.
@@ -89,7 +105,13 @@ class ShardedDecode:
     decode: Decode
 
     def __call__(
-        self, q_BTNH: jax.Array, pages: Pages, *, config: MixerConfig, positions_BT: jax.Array
+        self,
+        q_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        sinks_N: jax.Array | None = None,
     ) -> jax.Array:
         """The result of ``decode``, placed as q."""
         place, tables_BM = self.placement, pages.tables_BM
@@ -105,16 +127,24 @@ class ShardedDecode:
             arrays: dict[str, jax.Array],
             tables: jax.Array | None,
             positions: jax.Array,
+            sinks: jax.Array | None,
         ) -> jax.Array:
             pages = Pages(arrays=arrays, tables_BM=tables)
-            return self.decode(q, pages, config=config, positions_BT=positions)
+            return self.decode(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
 
+        in_specs = (
+            q_spec,
+            arrays_spec,
+            None if tables_BM is None else rows_spec,
+            rows_spec,
+            None if sinks_N is None else place.spec((axes.Q_HEADS,)),
+        )
         return place.on_each_device(
             local,
-            in_specs=(q_spec, arrays_spec, None if tables_BM is None else rows_spec, rows_spec),
+            in_specs=in_specs,
             out_specs=q_spec,
             check_vma=False,  # as above
-        )(q_BTNH, pages.arrays, tables_BM, positions_BT)
+        )(q_BTNH, pages.arrays, tables_BM, positions_BT, sinks_N)
 
 
 def decode_on(placement: Placement | None) -> Decode:

@@ -6,7 +6,7 @@ from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.multiply import multiply
-from jaxinfra.parallel.attend import attention_on, decode_on
+from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
 from jaxinfra.parallel.gather import gather_on
 from jaxinfra.parallel.lookup import lookup_on
@@ -40,6 +40,7 @@ def execution_on(
         policy=policy,
         multiply=multiply,
         attend=attention_on(placement, implementation=attention, method=context_method),
+        attend_latents=latents_on(placement, implementation=attention, method=context_method),
         decode=decode_on(placement),
         lookup=lookup_on(placement),
         cross_entropy=cross_entropy_on(placement),

@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
 from jaxinfra.models.definition import ParameterInfo
@@ -165,23 +165,9 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
         backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
         if layout.mesh.context > 1:
-            turns = layout.mesh.context - 1
-            sent = context_bytes(
-                ContextMethod.RING,
-                num_shards=layout.mesh.context,
-                tokens=layout.micro_tokens,
-                q_width=mixer.score_width / layout.mesh.tensor,
-                kv_width=layer.kv_width / min(layout.mesh.tensor, mixer.num_kv_heads),
-                itemsize=layout.activation_bytes,
-                is_packed=True,
-            )
-            for found, name, size in (
-                (forward, "ring", sent.forward),
-                (backward, "ring gradient", sent.backward),
-            ):
-                found.append(
-                    PlannedCollective(name, "permute", "context", size / turns, True, turns)
-                )
+            there, back = _keys_of_others(layer, layout)
+            forward.append(there)
+            backward.append(back)
         return forward, backward
     length = layout.length
     count = rows * heads
@@ -202,6 +188,42 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
         PlannedMatmul("scores dk", length, mixer.head_dim, scale, count),
     ]
     return forward, backward
+
+
+def _keys_of_others(
+    layer: LayerKind, layout: Layout
+) -> tuple[PlannedCollective, PlannedCollective]:
+    """What devices of the context axis exchange, and of its gradients: keys and values in a ring,
+    or latents, of which every device of the tensor axis has all.
+    """
+    mixer, num_shards = layer.mixer, layout.mesh.context
+    latents = isinstance(mixer, LatentAttentionConfig)
+    heads = min(layout.mesh.tensor, mixer.num_kv_heads)
+    sent = context_bytes(
+        ContextMethod.ALL_GATHER if latents else ContextMethod.RING,
+        num_shards=num_shards,
+        tokens=layout.micro_tokens,
+        q_width=mixer.score_width / layout.mesh.tensor,
+        kv_width=mixer.cache.elements if latents else layer.kv_width / heads,
+        itemsize=layout.activation_bytes,
+        is_packed=True,
+    )
+    if latents:
+        # A collective's size is that of the whole array, of which a share is sent.
+        whole = num_shards / (num_shards - 1)
+        return (
+            PlannedCollective("latents", "all-gather", "context", sent.forward * whole),
+            PlannedCollective(
+                "latent gradients", "reduce-scatter", "context", sent.backward * whole
+            ),
+        )
+    turns = num_shards - 1
+    return (
+        PlannedCollective("ring", "permute", "context", sent.forward / turns, True, turns),
+        PlannedCollective(
+            "ring gradient", "permute", "context", sent.backward / turns, True, turns
+        ),
+    )
 
 
 def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[MemoryPass]]:

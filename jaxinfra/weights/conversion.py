@@ -15,7 +15,14 @@ import numpy as np
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.models.definition import ModelDefinition
-from jaxinfra.models.hf import by_path, from_hf_config, to_hf_config, weight_map
+from jaxinfra.models.hf import (
+    by_path,
+    computed,
+    from_hf_config,
+    plain_hf_config,
+    to_hf_config,
+    weight_map,
+)
 from jaxinfra.models.hf.mapping import Tensor
 from jaxinfra.weights.finite import require_finite_piece
 from jaxinfra.weights.model_directory import config_json
@@ -105,14 +112,14 @@ def write_hf(
         hf: a Hugging Face config that describes this model; None: one is made.
         dtype: of all elements; None: as they are.
     """
-    values = dict(hf) if hf is not None else to_hf_config(definition.config)
+    values = plain_hf_config(hf) if hf is not None else to_hf_config(definition.config)
     weights = weight_map(values["model_type"], definition.config, definition.arrays)
     kinds = {
         tensor.name: dtype or _common_dtype(source, tensor) for tensor in weights.tensors.values()
     }
     # The older name of the key is the one that all releases read.
     key = "dtype" if "dtype" in values else "torch_dtype"
-    (vocabulary, _) = weights.places["embedding/table", None]
+    (vocabulary, _) = weights.places["embedding/table", ()]
     values[key] = kinds[vocabulary.name].name
 
     def pieces(tensor: Tensor) -> Iterator[np.ndarray]:
@@ -133,7 +140,7 @@ def write_hf(
 
 def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
     """Whether a Hugging Face config still says this model."""
-    return from_hf_config(hf) == config
+    return from_hf_config(hf) == computed(config)
 
 
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

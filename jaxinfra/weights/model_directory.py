@@ -16,8 +16,9 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_json, require_type
 from jaxinfra.models.definition import ModelDefinition
-from jaxinfra.models.hf import by_path, from_hf_config, weight_map
+from jaxinfra.models.hf import by_path, from_hf_config, quantization_of, weight_map
 from jaxinfra.weights.parameter_sources import ParameterSource, mapped_parameters, stored_parameters
+from jaxinfra.weights.quantized_files import plain_tensors
 from jaxinfra.weights.tensor_files import open_tensor_files
 
 FORMAT = "jaxinfra"
@@ -43,10 +44,11 @@ class ModelDirectory:
         files = open_tensor_files(self.path)
         if self.is_hf:
             assert self.hf is not None
+            files = plain_tensors(files, quantization_of(self.hf))
             weights = weight_map(self.hf["model_type"], self.config, definition.arrays)
             return mapped_parameters(files, weights)
         shapes = {path: leaf.shape for path, leaf in by_path(definition.arrays).items()}
-        return stored_parameters(files, shapes)
+        return stored_parameters(plain_tensors(files, None), shapes)
 
 
 def is_model_directory(path: Path) -> bool:

@@ -5,6 +5,7 @@ is that slice and no more.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from typing import Protocol
@@ -15,8 +16,9 @@ import numpy as np
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
 from jaxinfra.models.hf.tensor_layout import Index
-from jaxinfra.weights.tensor_files import TensorFiles
+from jaxinfra.weights.quantized_files import TensorReader
 
+_LOG = logging.getLogger(__name__)
 _COMPARED_ROWS = 4096  # of two tied tables at a time
 
 
@@ -36,7 +38,7 @@ class ParameterSource(Protocol):
 class StoredParameters:
     """Parameters in our layout: tensors have our paths for names."""
 
-    files: TensorFiles
+    files: TensorReader
 
     def dtype(self, path: str) -> np.dtype:
         """Element type in the file."""
@@ -51,7 +53,7 @@ class StoredParameters:
 class MappedParameters:
     """Parameters in the layout of Hugging Face."""
 
-    files: TensorFiles
+    files: TensorReader
     weights: WeightMap
     names: Mapping[str, str]  # of the map's tensors, as these files spell them
 
@@ -69,22 +71,17 @@ class MappedParameters:
         return found.pop()
 
     def read(self, path: str, index: Index) -> np.ndarray:
-        """Gathered layer by layer."""
-        if (path, None) in self.weights.places:
-            return self._read_layer(path, None, index)
-        layers = range(index[0].start, index[0].stop)
-        return np.stack([self._read_layer(path, layer, index[1:]) for layer in layers])
+        """Gathered layer by layer, and expert by expert where each has tensors of its own."""
+        return self._gathered(path, (), index)
 
-    def _read_layer(self, path: str, layer: int | None, index: Index) -> np.ndarray:
-        tensor, part = self.weights.places[path, layer]
-
-        def read_part(theirs: Index) -> np.ndarray:
-            moved = list(theirs)
-            rows = moved[tensor.fused_dim]
-            moved[tensor.fused_dim] = slice(rows.start + part.start, rows.stop + part.start)
-            return self.files.read(self.names[tensor.name], tuple(moved))
-
-        return part.layout.read(read_part, index)
+    def _gathered(self, path: str, leading: tuple[int, ...], index: Index) -> np.ndarray:
+        if (path, leading) not in self.weights.places:
+            first, *rest = index
+            numbers = range(first.start, first.stop)
+            return np.stack([self._gathered(path, (*leading, i), tuple(rest)) for i in numbers])
+        tensor, part = self.weights.places[path, leading]
+        name = self.names[tensor.name]
+        return tensor.read(part, lambda theirs: self.files.read(name, theirs), index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +99,7 @@ class LiveParameters:
         return np.asarray(self.arrays[path][index])
 
 
-def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameters:
+def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:
     """Checks names and shapes of all tensors; raises CheckpointError naming those that are wrong.
 
     Files of the bare model lack the root of all names; a tensor tied to another may be there if it
@@ -127,6 +124,7 @@ def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameter
         for name in files.tensors
         if name not in known
         and not (weights.ignored is not None and weights.ignored.fullmatch(root + name))
+        and weights.extra_layer(root + name) is None
     ]
     if extra:
         raise CheckpointError(
@@ -146,11 +144,19 @@ def mapped_parameters(files: TensorFiles, weights: WeightMap) -> MappedParameter
                 f"{where}: tie_word_embeddings is true, but {names[tied]} differs from "
                 f"{names[original]}; set it to false"
             )
+    layers = (weights.extra_layer(root + name) for name in files.tensors)
+    left_out = sorted({layer for layer in layers if layer is not None})
+    if left_out:
+        _LOG.warning(
+            "%s: left out is multi-token prediction, which this model has none of: layers %s",
+            where,
+            ", ".join(map(str, left_out)),
+        )
     return MappedParameters(files=files, weights=weights, names=names)
 
 
 def stored_parameters(
-    files: TensorFiles, shapes: Mapping[str, tuple[int, ...]]
+    files: TensorReader, shapes: Mapping[str, tuple[int, ...]]
 ) -> StoredParameters:
     """Checks names and shapes; raises CheckpointError naming the tensors that are wrong."""
     found = {name: tensor.shape for name, tensor in files.tensors.items()}
@@ -171,7 +177,7 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
 
 
-def _equal(files: TensorFiles, first: str, second: str) -> bool:
+def _equal(files: TensorReader, first: str, second: str) -> bool:
     shape = files.tensors[first].shape
     if shape != files.tensors[second].shape:
         return False
@@ -184,40 +190,39 @@ def _equal(files: TensorFiles, first: str, second: str) -> bool:
 
 def assemble(source: ParameterSource, tensor: Tensor) -> np.ndarray:
     """One of their tensors from ours."""
+    return tensor.fused([_read_part(source, part) for part in tensor.parts])
 
-    def layer_of(part: Part) -> np.ndarray:
-        whole = tuple(slice(0, size) for size in part.layout.our_shape)
-        if part.layer is None:
-            return source.read(part.path, whole)
-        return source.read(part.path, (slice(part.layer, part.layer + 1), *whole))[0]
 
-    parts = [part.layout.to_theirs(layer_of(part)) for part in tensor.parts]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=tensor.fused_dim)
+def _read_part(
+    source: ParameterSource, part: Part, cut: str | None = None, rows: slice | None = None
+) -> np.ndarray:
+    """A part in their layout, or of its dim ``cut`` these rows."""
+    layout = part.layout
+    if cut is not None and rows is not None:
+        layout = dataclasses.replace(layout, sizes={**layout.sizes, cut: rows.stop - rows.start})
+    index = tuple(
+        rows if letter == cut and rows is not None else slice(0, layout.sizes[letter])
+        for letter in layout.ours
+    )
+    leading = tuple(slice(i, i + 1) for i in part.index)
+    ours = source.read(part.path, (*leading, *index))
+    return layout.to_theirs(ours.reshape(layout.our_shape))
 
 
 def assemble_rows(
     source: ParameterSource, tensor: Tensor, *, piece_bytes: int
 ) -> Iterator[np.ndarray]:
     """One of their tensors in pieces of whole rows, which hold about ``piece_bytes`` each."""
-    if tensor.fused_dim > 0 and len(tensor.parts) > 1:
-        yield assemble(source, tensor)  # every row has elements of all parts
-        return
-    for part in tensor.parts:
-        cut = part.layout.theirs[0][0]
-        size = part.layout.sizes[cut]
-        num_bytes = math.prod(part.layout.our_shape) * source.dtype(part.path).itemsize
+    # Fused along another dim, every row has elements of all parts.
+    groups = [tensor.parts] if tensor.fused_dim > 0 else [(part,) for part in tensor.parts]
+    for parts in groups:
+        (cut,) = {part.layout.theirs[0][0] for part in parts}
+        size = parts[0].layout.sizes[cut]
+        num_bytes = sum(
+            math.prod(part.layout.our_shape) * source.dtype(part.path).itemsize for part in parts
+        )
         step = max(1, piece_bytes * size // num_bytes)
         for start in range(0, size, step):
-            stop = min(start + step, size)
-            index = tuple(
-                slice(start, stop) if letter == cut else slice(0, part.layout.sizes[letter])
-                for letter in part.layout.ours
-            )
-            if part.layer is None:
-                ours = source.read(part.path, index)
-            else:
-                ours = source.read(part.path, (slice(part.layer, part.layer + 1), *index))[0]
-            layout = dataclasses.replace(
-                part.layout, sizes={**part.layout.sizes, cut: stop - start}
-            )
-            yield layout.to_theirs(ours)
+            rows = slice(start, min(start + step, size))
+            read = [_read_part(source, part, cut, rows) for part in parts]
+            yield tensor.fused(read) if len(parts) > 1 else read[0]

@@ -1,6 +1,7 @@
 """Reading a directory of safetensors files, one slice of one tensor at a time."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights, as the files and as NumPy name them."""
+
+_STORED = DTYPES | {"F8_E4M3": "float8_e4m3fn", "U8": "uint8"}  # quantized ones too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,8 @@ class TensorFiles:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """A slice of a tensor; nothing else of the file stays in memory."""
         tensor = self.tensors[name]
+        if tensor.dtype.name not in DTYPES.values():
+            return _read_bytes(tensor.file, name)[index].copy()
         # Opened for each read: the pages of a mapped file count as memory until it is closed.
         with _open(tensor.file) as file:
             if not index:
@@ -106,15 +111,25 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
             tensor = opened.get_slice(name)
             dtype = tensor.get_dtype()
-            if dtype not in DTYPES:
+            if dtype not in _STORED:
                 raise ConfigError(
                     f"{file}: tensor {name} has elements of type {dtype}; known: "
-                    f"{', '.join(DTYPES)} (quantized weights are not read)"
+                    f"{', '.join(_STORED)}"
                 )
             found[name] = StoredTensor(
-                file=file, shape=tuple(tensor.get_shape()), dtype=jnp.dtype(DTYPES[dtype])
+                file=file, shape=tuple(tensor.get_shape()), dtype=jnp.dtype(_STORED[dtype])
             )
     return found
+
+
+def _read_bytes(file: Path, name: str) -> np.ndarray:
+    """A tensor of a type that the library does not hand to NumPy, mapped and not read."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        entry = json.loads(opened.read(length))[name]
+    start, stop = entry["data_offsets"]
+    raw = np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=stop - start)
+    return raw.view(jnp.dtype(_STORED[entry["dtype"]])).reshape(entry["shape"])
 
 
 def _read_index(file: Path) -> dict[str, str]:

@@ -140,8 +140,7 @@ def _peft_pair(
     for number, part in enumerate(adapted):
         found = adapters.of(part.path)
         assert found is not None
-        assert part.layer is not None
-        a, b = (x[part.layer] for x in found)
+        a, b = (x[part.index] for x in found)
         ours, theirs = part.layout.ours, part.layout.theirs
         inner, outer = ours[: a.ndim - 1], ours[a.ndim - 1 :]
         a = a.transpose(-1, *(inner.index(letter) for letter in theirs[1 - out_dim]))

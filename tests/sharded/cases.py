@@ -17,6 +17,7 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
+    LatentAttentionConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
@@ -27,7 +28,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
-from jaxinfra.config.rope import RopeConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, define_model
@@ -117,6 +118,31 @@ def gemma_like() -> ModelConfig:
         final_norm=norm,
         embedding_scale=5.5,
         logit_soft_cap=3.0,
+    )
+
+
+def mla_like() -> ModelConfig:
+    """Latent attention: compressed queries with biases and neighbours rotated, then plain ones."""
+    attention = LatentAttentionConfig(
+        num_q_heads=8,
+        query_rank=20,
+        kv_rank=12,
+        nope_dim=6,
+        rope_dim=4,
+        value_dim=7,
+        rope=RopeConfig(theta=500.0, pairs=RopePairs.NEIGHBOURS),
+        bias=True,
+        scale=0.4,
+    )
+    plain = dataclasses.replace(
+        attention, query_rank=None, rope=RopeConfig(), bias=False, scale=None
+    )
+    pattern = (
+        BlockConfig(mixer=mixer, feed_forward=MlpConfig(hidden_dim=40))
+        for mixer in (attention, plain)
+    )
+    return dataclasses.replace(
+        llama_like(), stacks=stacked(*pattern, num_layers=2), tie_embeddings=False
     )
 
 

@@ -20,8 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.config.model import BlockConfig, MlpKind, ModelConfig, NormConfig, NormKind
+from jaxinfra.config.model import (
+    BlockConfig,
+    LatentAttentionConfig,
+    MlpKind,
+    ModelConfig,
+    NormConfig,
+    NormKind,
+)
 from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.data.batch import Batch
 from tests.rounding import UNIT, Rounded
 
@@ -178,20 +186,8 @@ def _block(config: BlockConfig, weights: Any, x, positions, segments, rounding):
 
 def _attention(block: BlockConfig, weights: Any, x, positions, segments, rounding):
     config, weights = block.mixer, weights["attention"]
-
-    def project(name):
-        y = jnp.tensordot(x, weights[name]["weight"], axes=1)
-        return rounding(y + weights[name].get("bias", 0.0))
-
-    q, k, v = project("query"), project("key"), project("value")
-    if config.qk_norm is not None:
-        q = _norm(config.qk_norm, weights["query_norm"], q, rounding)
-        k = _norm(config.qk_norm, weights["key_norm"], k, rounding)
-    if config.rope is not None:
-        assert config.rope.scaling is None
-        q, k = (rounding(_rotate(y, positions, config.rope.theta)) for y in (q, k))
-    group = config.num_q_heads // config.num_kv_heads
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+    heads = _latent_heads if isinstance(config, LatentAttentionConfig) else _grouped_heads
+    q, k, v = heads(config, weights, x, positions, rounding)
     scale = 1.0 / np.sqrt(config.head_dim) if config.scale is None else config.scale
     raw = rounding(scale * jnp.einsum("btnh,bsnh->bnts", q, k))
     scores = rounding(_cap(raw, config.logit_soft_cap))
@@ -208,11 +204,54 @@ def _attention(block: BlockConfig, weights: Any, x, positions, segments, roundin
     return rounding(y + weights["out"].get("bias", 0.0))
 
 
-def _rotate(x, positions, theta):
+def _project(x, weights: Any, rounding):
+    return rounding(jnp.tensordot(x, weights["weight"], axes=1) + weights.get("bias", 0.0))
+
+
+def _grouped_heads(config, weights: Any, x, positions, rounding):
+    q, k, v = (_project(x, weights[name], rounding) for name in ("query", "key", "value"))
+    if config.qk_norm is not None:
+        q = _norm(config.qk_norm, weights["query_norm"], q, rounding)
+        k = _norm(config.qk_norm, weights["key_norm"], k, rounding)
+    if config.rope is not None:
+        q, k = (rounding(_rotate(y, positions, config.rope)) for y in (q, k))
+    group = config.num_q_heads // config.num_kv_heads
+    return q, jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+
+
+def _latent_heads(config, weights: Any, x, positions, rounding):
+    """DeepSeek-V2 (arXiv 2405.04434), equations 37 to 47."""
+
+    def compressed(name, width):
+        down = _project(x, weights[f"{name}_down"], rounding)
+        return _norm(config.norm, weights[f"{name}_norm"], down[..., :width], rounding), down
+
+    if config.query_rank is None:
+        q = _project(x, weights["query"], rounding)
+    else:
+        q = _project(compressed("query", None)[0], weights["query_up"], rounding)
+    latent, down = compressed("kv", config.kv_rank)
+    both = _project(latent, weights["kv_up"], rounding)
+    k, v = both[..., : config.nope_dim], both[..., config.nope_dim :]
+    shared = rounding(_rotate(down[..., None, config.kv_rank :], positions, config.rope))
+    turned = rounding(_rotate(q[..., config.nope_dim :], positions, config.rope))
+    q = jnp.concatenate([q[..., : config.nope_dim], turned], axis=-1)
+    k = jnp.concatenate([k, jnp.repeat(shared, config.num_q_heads, axis=2)], axis=-1)
+    return q, k, v
+
+
+def _rotate(x, positions, rope: RopeConfig):
+    assert rope.scaling is None
     half = x.shape[-1] // 2
-    angles = positions[..., None, None] * theta ** (-2.0 * np.arange(half) / x.shape[-1])
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
-    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    angles = positions[..., None, None] * rope.theta ** (-2.0 * np.arange(half) / x.shape[-1])
+    if rope.pairs is RopePairs.HALVES:
+        real, imaginary = x[..., :half], x[..., half:]
+    else:
+        real, imaginary = x[..., 0::2], x[..., 1::2]
+    turned = (real + 1j * imaginary) * np.exp(1j * angles)
+    if rope.pairs is RopePairs.HALVES:
+        return jnp.concatenate([turned.real, turned.imag], axis=-1)
+    return jnp.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
 
 
 def _mlp(kind: MlpKind, weights: Any, x, rounding):

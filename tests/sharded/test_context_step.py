@@ -14,12 +14,12 @@ import pytest
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat, validate
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.program import collectives
 from jaxinfra.training.batch_order import in_zigzag
-from tests.sharded.cases import build, llama_like, packed_batch
+from tests.sharded.cases import build, llama_like, mla_like, packed_batch
 from tests.sharded.test_meshes import assert_as_one_device, run
 
 MESHES = {
@@ -31,7 +31,10 @@ MESHES = {
 }
 RING, ULYSSES, ALL_GATHER = ContextMethod.RING, ContextMethod.ULYSSES, ContextMethod.ALL_GATHER
 # The ring on every mesh; every model and method on some.
-STEPS = [("tied", "context4", RING, {"remat": Remat.NAMED})]
+STEPS = [
+    ("tied", "context4", RING, {"remat": Remat.NAMED}),
+    ("latent", "replica2-context2-tensor2", ALL_GATHER, {"remat": Remat.NAMED}),
+]
 MORE = [
     ("tied", "context2-tensor2", ULYSSES, {}),
     ("capped", "context2-fsdp2", ULYSSES, {}),
@@ -88,6 +91,36 @@ BAD = {
         r"num_kv_heads=4, which does not divide over tensor=2 x context=4",
     ),
 }
+
+
+def test_latents_go_to_other_devices_and_heads_do_not():
+    built = build(mla_like(), mesh=MeshConfig(context=2))
+    lowered = built.step.lower(jax.eval_shape(built.initialize), built.put(packed_batch()))
+    found = [each for each in collectives(lowered.compile()) if each.shape]
+    latents = [each for each in found if each.kind != "all-reduce"]
+    assert {each.kind for each in latents} == {"all-gather", "reduce-scatter"}
+    assert all("attention/core" in each.scope for each in latents)
+    mixer = mla_like().blocks[0].mixer
+    tokens = 8 * 16 // 2
+    expected = context_bytes(
+        ALL_GATHER,
+        num_shards=2,
+        tokens=tokens,
+        q_width=mixer.score_width,
+        kv_width=mixer.cache.elements,
+        itemsize=4,
+        is_packed=False,
+    )
+    layers, documents = mla_like().num_layers, 4 * tokens  # gathered once for all layers
+    sent = sum(each.sent_bytes for each in latents)
+    assert sent == documents + layers * (expected.forward + expected.backward)
+    summed = sum(math.prod(e.shape) * e.times for e in found if e.kind == "all-reduce")
+    assert summed == built.model.num_parameters
+
+
+def test_latents_meet_no_other_method():
+    with pytest.raises(UnsupportedError, match="context_method=ring with latent attention"):
+        run("latent", MeshConfig(context=2), context_method=RING)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import Remat
-from jaxinfra.parallel.place import path_name
+from jaxinfra.parallel.attend import attention_on
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement, path_name
 from tests.sharded import oracle
 from tests.sharded.cases import (
     OPTIMIZER,
@@ -24,6 +27,7 @@ from tests.sharded.cases import (
     gpt_like,
     gradients_of,
     llama_like,
+    mla_like,
     packed_batch,
 )
 from tests.tolerance import SPREADS, assert_within_rounding
@@ -39,6 +43,7 @@ CASES = {
     "tied": (llama_like, {"z_loss": 0.01, "label_smoothing": 0.1}),
     "untied": (gpt_like, {"accumulation": 4, "batch_size": 32}),
     "capped": (gemma_like, {}),
+    "latent": (mla_like, {}),
 }
 # Every mesh with one model; every model with one mesh of three axes and one with more tensor
 # shards than the smaller dims would like. By default each mesh and each model once: what they do
@@ -47,6 +52,7 @@ PAIRS = [
     *(("tied", mesh) for mesh in MESHES),
     *(("untied", mesh) for mesh in ("replica8", "fsdp2-tensor4", "replica2-fsdp2-tensor2")),
     *(("capped", mesh) for mesh in ("fsdp2-tensor4", "replica2-fsdp2-tensor2")),
+    ("latent", "fsdp2-tensor4"),
 ]
 QUICK = {
     ("tied", "replica8"),
@@ -54,6 +60,7 @@ QUICK = {
     ("tied", "tensor2"),
     ("untied", "fsdp2-tensor4"),
     ("capped", "replica2-fsdp2-tensor2"),
+    ("latent", "fsdp2-tensor4"),
 }
 
 
@@ -221,3 +228,30 @@ def test_a_gradient_of_zero_is_held_on_the_scale_of_its_terms():
     )
     with pytest.raises(AssertionError, match=r"\['key'\]\['bias'\].*are rounding"):
         assert_as_one_device((loss, norm, shifted), "untied", what="a shift that counts")
+
+
+def test_sinks_lie_with_their_heads():
+    """Each device has its own heads' sinks; their gradients are summed over rows of the batch."""
+    config = GroupedAttentionConfig(
+        num_q_heads=4, num_kv_heads=2, head_dim=8, rope=None, window=5, sinks=True
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(4, 16, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    sinks = jnp.asarray(rng.normal(size=4), jnp.float32)
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), devices=jax.devices()[:4])
+    results = []
+    for placement in (None, Placement(mesh=mesh)):
+        attend = attention_on(placement)
+
+        @jax.jit
+        def loss(sinks, attend=attend):
+            out = attend(q, k, v, config=config, segment_ids_BT=None, sinks_N=sinks)
+            return jnp.sum(out**2), out
+
+        results.append(jax.device_get(jax.grad(loss, has_aux=True)(sinks)))
+    (d_one, out_one), (d_mesh, out_mesh) = results
+    without = attention_on(None)(q, k, v, config=config, segment_ids_BT=None)
+    assert np.abs(out_one - without).max() > 0.1
+    np.testing.assert_allclose(out_mesh, out_one, rtol=1e-5, atol=1e-6)
+    # A sum of 64 rows' terms.
+    np.testing.assert_allclose(d_mesh, d_one, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from jaxinfra.config.run import ContextMethod, Remat, validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.training import gradients, pipeline_gradients
 from jaxinfra.training.recompute import CHEAPEST_FIRST
-from tests.sharded.cases import gemma_like, gpt_like, llama_like
+from tests.sharded.cases import gemma_like, gpt_like, llama_like, mla_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
 from tests.tolerance import assert_within_rounding
 
@@ -95,6 +95,7 @@ def test_every_schedule_composes_with_other_axes(schedule, mesh):
         (llama_like, ContextMethod.ALL_GATHER, {}),
         (llama_like, ContextMethod.AUTO, {"fsdp": 2}),
         (gemma_like, ContextMethod.ULYSSES, {"tensor": 2}),
+        (mla_like, ContextMethod.AUTO, {"tensor": 2}),
     ],
 )
 def test_every_schedule_composes_with_sequences_over_devices(make, schedule, method, others):

@@ -11,7 +11,9 @@ import pytest
 from tolerance import assert_no_worse
 
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.models.definition import merged, only
 from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.models.hf.config import FAMILIES
 from jaxinfra.serving.generate import FinishReason, generate
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.weights.load_pretrained import load_pretrained
@@ -21,9 +23,18 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 # One of each architecture, for time.
 BF16_CASES = ("gemma2", "gpt2", "llama3", "qwen3")
-SLOW_GRADIENT_CASES = ("mistral", "phi3_longrope", "qwen2")
-CONTINUED_CASES = ("gemma2", "gpt2", "llama3", "phi3_longrope", "qwen3")
-GRADIENT_CASES = ("gemma2", "gpt2", "llama3", "mistral", "phi3_longrope", "qwen2", "qwen3")
+CONTINUED_CASES = (
+    *("gemma2", "gpt2", "llama3", "phi3_longrope", "qwen3"),
+    *("deepseek_v3", "gpt_oss"),
+)
+SLOW_GRADIENT_CASES = (
+    *("mistral", "phi3_longrope", "qwen2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"),
+)
+GRADIENT_CASES = (
+    *("gemma2", "gpt2", "llama3", "mistral", "phi3_longrope", "qwen2", "qwen3"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
+)
 
 
 @functools.cache
@@ -54,7 +65,7 @@ def test_all_architectures_have_a_case():
     architectures = {
         json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in CASES
     }
-    assert architectures == {"llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "gpt2"}
+    assert architectures == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,17 +130,19 @@ def test_loss_and_gradients(name):
     model = pretrained(name)
     values = json.loads((GOLDEN / name / "config.json").read_text())
 
+    state = only(model.parameters, model.definition.state_shapes)
+
     @jit
     @jax.value_and_grad
     def loss(parameters):
-        nll = -jax.nn.log_softmax(model.definition.bind(parameters)(ids)[:, :-1])
+        nll = -jax.nn.log_softmax(model.definition.bind(merged(parameters, state))(ids)[:, :-1])
         return jnp.mean(jnp.take_along_axis(nll, ids[:, 1:, None], axis=-1))
 
-    value, gradients = loss(model.parameters)
+    value, gradients = loss(only(model.parameters, model.definition.shapes))
     plain, oracle = np.float32(arrays["loss32"]), arrays["loss64"]
     assert_no_worse(value, plain=plain, oracle=oracle, what=f"{name} loss")
     # In their layout, which the weight map makes of gradients as it does of weights.
-    weights = weight_map(values["model_type"], model.definition.config, model.definition.shapes)
+    weights = weight_map(values["model_type"], model.definition.config, model.definition.arrays)
     ours = LiveParameters(arrays=by_path(gradients))
     names = [key.removeprefix("gradient32/") for key in arrays if key.startswith("gradient32/")]
     assert len(names) >= 2

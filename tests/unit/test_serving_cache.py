@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import stacked
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.layers.cache import PagedCache, after_pass
 from jaxinfra.models.cache_size import cached_elements
 from jaxinfra.models.decoder import Decoder
+from jaxinfra.models.definition import define_model, only
 from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode
-from tests.decoder_oracle import MODELS, make, oracle
+from tests.decoder_oracle import MODELS, drawn, make, oracle
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
 
@@ -34,6 +37,7 @@ CASES = [
         for name in MODELS
     ),
     ("gqa", PolicyName.BF16),
+    pytest.param("latent", PolicyName.BF16, marks=pytest.mark.slow),
     pytest.param("gemma", PolicyName.BF16, marks=pytest.mark.slow),
 ]
 
@@ -124,6 +128,7 @@ def in_pages(decoder, rng, *, batch: int, page_size: int = 4):
     [
         ("gemma", PolicyName.BF16),
         ("two_stacks", PolicyName.FP32),
+        ("latent", PolicyName.FP32),
         ("learned_positions", PolicyName.FP32),
     ],
 )
@@ -213,3 +218,26 @@ def test_decoding_keeps_one_cache():
     assert memory.alias_size_in_bytes >= cache_bytes
     # One layer's slice of two, and scores: a second cache would show.
     assert memory.temp_size_in_bytes < cache_bytes
+
+
+def test_adapters_of_latents_are_in_both_forms_of_attention():
+    """Expanded, an adapter is beside the projection; absorbed, in the weight."""
+    lora = LoraConfig(rank=2, targets=("kv_up", "query_up"))
+    config = MODELS["latent"]
+    blocks = config.stacks[0].pattern[:1]
+    config = dataclasses.replace(config, stacks=stacked(*blocks, num_layers=1))
+    definition = define_model(config, execution_on(), lora=lora)
+    decoder = definition.bind(drawn(definition))
+    ids = np.random.default_rng(seeded(0)).integers(0, 31, (2, 8)).astype(np.int32)
+    want = np.asarray(uncached_logits(decoder, ids))
+    plain = define_model(config, execution_on())
+    without = plain.bind(only(drawn(definition), plain.shapes))
+    assert np.abs(np.asarray(uncached_logits(without, ids)) - want).max() > 0.1
+    cache = decoder.empty_cache(batch=2, num_slots=LENGTH)
+    got = []
+    for t in range(ids.shape[1]):
+        positions = np.full((2, 1), t, np.int32)
+        new, cache = decode_logits(decoder, ids[:, t : t + 1], positions, cache)
+        got.append(np.asarray(new))
+    # The two forms sum alike many products of some tens of terms.
+    np.testing.assert_allclose(np.stack(got, axis=1), want, rtol=2e-5, atol=2e-5)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.model import CachedArray, CacheSpec, GroupedAttentionConfig
+from jaxinfra.config.cache import CachedArray, CacheSpec
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.layers.cache import ContiguousCache, PagedCache, after_pass, in_layer
 from jaxinfra.ops.cached_attention import cached_attention
 from tests.tolerance import assert_no_worse

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.presets import gemma, megatron, mistral, mixtures, models, qwen, runs
+from jaxinfra.config.presets import deepseek, gemma, megatron, mistral, mixtures, models, qwen, runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError, nearest
 
@@ -53,7 +53,9 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
         mixtures.mixtral_8x22b,
         mixtures.qwen3_30b_a3b,
         mixtures.qwen3_235b_a22b,
-        mixtures.deepseek_v3,
+        mixtures.gpt_oss_20b,
+        deepseek.deepseek_v2_lite,
+        deepseek.deepseek_v3,
         mixtures.moe_1t,
         megatron.gpt3_175b,
         megatron.megatron_22b,

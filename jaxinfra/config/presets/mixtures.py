@@ -1,22 +1,20 @@
-"""Mixtures of experts: Mixtral, Qwen 3, DeepSeek-V3, and a shape of a trillion parameters."""
+"""Mixtures of experts: Mixtral, Qwen 3, gpt-oss, and a shape of a trillion parameters."""
 
 import dataclasses
-import math
 
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
-    LatentAttentionConfig,
     MlpConfig,
+    MlpKind,
     ModelConfig,
     NormConfig,
-    Stack,
     stacked,
 )
 from jaxinfra.config.presets import models
 from jaxinfra.config.rope import RopeConfig, YarnScaling
-from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig, Scoring
+from jaxinfra.config.routing import BalanceConfig, RoutingConfig
 
 _NORM = NormConfig(epsilon=1e-6)
 
@@ -57,44 +55,38 @@ def qwen3_235b_a22b() -> ModelConfig:
     return _qwen3(width=4096, hidden=1536, layers=94, heads=(64, 4))
 
 
-def deepseek_v3() -> ModelConfig:
-    """DeepSeek-V3 (arXiv 2412.19437, section 4.2): 671,026,419,200 parameters, 37B active."""
-    scaling = YarnScaling(factor=40.0, original_max_positions=4096, attention_factor=1.0)
-    attention = LatentAttentionConfig(
-        num_q_heads=128,
-        query_rank=1536,
-        kv_rank=512,
-        nope_dim=128,
-        rope_dim=64,
-        value_dim=128,
-        rope=RopeConfig(scaling=scaling),
-        norm=_NORM,
-        scale=192**-0.5 * (0.1 * math.log(40) + 1) ** 2,  # YaRN's temperature is in the scores
-    )
-    routing = RoutingConfig(
-        scoring=Scoring.SIGMOID,
-        scale=2.5,
-        num_groups=8,
-        top_groups=4,
-        group_score=GroupScore.TOP2_SUM,
-        correction_bias=True,
+def gpt_oss_20b() -> ModelConfig:
+    """gpt-oss-20b (arXiv 2508.10925): 20,914,757,184 parameters, 3.6B active."""
+    scaling = YarnScaling(factor=32.0, original_max_positions=4096, truncate=False)
+    full = GroupedAttentionConfig(
+        num_q_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope=RopeConfig(theta=150_000.0, scaling=scaling),
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
     )
     experts = ExpertsConfig(
-        num_experts=256,
-        top_k=8,
-        hidden_dim=2048,
-        shared_hidden_dim=2048,
-        routing=routing,
+        num_experts=32,
+        top_k=4,
+        hidden_dim=2880,
+        kind=MlpKind.SWIGLU_CLAMPED,
+        bias=True,
+        routing=RoutingConfig(logit_bias=True),
     )
-    dense = BlockConfig(mixer=attention, feed_forward=MlpConfig(hidden_dim=18_432), norm=_NORM)
-    routed = dataclasses.replace(dense, feed_forward=experts)
+    norm = NormConfig(epsilon=1e-5)
+    pattern = (
+        BlockConfig(mixer=dataclasses.replace(full, window=window), feed_forward=experts, norm=norm)
+        for window in (128, None)
+    )
     return ModelConfig(
-        vocab_size=129_280,
-        model_dim=7168,
-        max_positions=163_840,
-        stacks=(Stack(pattern=(dense,), repeats=3), Stack(pattern=(routed,), repeats=58)),
+        vocab_size=201_088,
+        model_dim=2880,
+        max_positions=131_072,
+        stacks=stacked(*pattern, num_layers=24),
         tie_embeddings=False,
-        final_norm=_NORM,
+        final_norm=norm,
     )
 
 

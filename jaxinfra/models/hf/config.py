@@ -4,10 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfra.config.model import ModelConfig
-from jaxinfra.core.errors import ConfigError, UnsupportedError, nearest
-from jaxinfra.models.hf import families, gpt2, sparse
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
+from jaxinfra.config.routing import BalanceConfig
+from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.models.hf import deepseek, families, gpt2, sparse
 from jaxinfra.models.hf.keys import Keys
+from jaxinfra.models.hf.quantization import Quantization, read_quantization
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +18,7 @@ class Family:
 
     architecture: str
     read: Callable[[Keys], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]] | None = None  # None: read only
+    write: Callable[[ModelConfig], dict[str, Any]]
 
 
 FAMILIES: dict[str, Family] = {
@@ -39,11 +41,32 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM", read=families.read_phi3, write=families.write_phi3
     ),
     "gpt2": Family(architecture="GPT2LMHeadModel", read=gpt2.read_gpt2, write=gpt2.write_gpt2),
-    "mixtral": Family(architecture="MixtralForCausalLM", read=sparse.read_mixtral),
-    "qwen2_moe": Family(architecture="Qwen2MoeForCausalLM", read=sparse.read_qwen2_moe),
-    "qwen3_moe": Family(architecture="Qwen3MoeForCausalLM", read=sparse.read_qwen3_moe),
-    "deepseek_v2": Family(architecture="DeepseekV2ForCausalLM", read=sparse.read_deepseek),
-    "deepseek_v3": Family(architecture="DeepseekV3ForCausalLM", read=sparse.read_deepseek),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM", read=sparse.read_mixtral, write=sparse.write_mixtral
+    ),
+    "qwen2_moe": Family(
+        architecture="Qwen2MoeForCausalLM",
+        read=sparse.read_qwen2_moe,
+        write=sparse.write_qwen2_moe,
+    ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        read=sparse.read_qwen3_moe,
+        write=sparse.write_qwen3_moe,
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM", read=sparse.read_gpt_oss, write=sparse.write_gpt_oss
+    ),
+    "deepseek_v2": Family(
+        architecture="DeepseekV2ForCausalLM",
+        read=deepseek.read_deepseek_v2,
+        write=deepseek.write_deepseek_v2,
+    ),
+    "deepseek_v3": Family(
+        architecture="DeepseekV3ForCausalLM",
+        read=deepseek.read_deepseek_v3,
+        write=deepseek.write_deepseek_v3,
+    ),
 }
 """Readers by ``model_type``, in the order in which an export looks for one that says the model."""
 
@@ -64,6 +87,7 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
             f"{family.architecture}, is needed"
         )
     keys = Keys(values, what=f"{model_type} config")
+    read_quantization(keys)
     config = family.read(keys)
     keys.finish()
     return config
@@ -79,6 +103,38 @@ def model_type_of(values: Mapping[str, Any]) -> str:
     return model_type
 
 
+def quantization_of(values: Mapping[str, Any]) -> Quantization | None:
+    """How the weights beside a Hugging Face config are stored."""
+    return read_quantization(Keys(values, what="config"))
+
+
+def plain_hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model, its weights not quantized, without layers that are left out."""
+    plain = {name: value for name, value in values.items() if name != "quantization_config"}
+    if plain.get("num_nextn_predict_layers"):
+        plain["num_nextn_predict_layers"] = 0
+    return plain
+
+
+def computed(config: ModelConfig) -> ModelConfig:
+    """The model without what matters in training alone and no Hugging Face config says."""
+
+    def block(each: BlockConfig) -> BlockConfig:
+        experts = each.feed_forward
+        if not isinstance(experts, ExpertsConfig):
+            return each
+        plain = dataclasses.replace(experts, balance=BalanceConfig())
+        return dataclasses.replace(each, feed_forward=plain)
+
+    return dataclasses.replace(
+        config,
+        stacks=tuple(
+            dataclasses.replace(stack, pattern=tuple(map(block, stack.pattern)))
+            for stack in config.stacks
+        ),
+    )
+
+
 def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[str, Any]:
     """A Hugging Face ``config.json`` that reads back as exactly this model.
 
@@ -87,29 +143,28 @@ def to_hf_config(config: ModelConfig, *, model_type: str | None = None) -> dict[
 
     Raises:
         ConfigError: there is none.
-        UnsupportedError: the architecture is one that is read only.
     """
-    writers = {name: each.write for name, each in FAMILIES.items() if each.write is not None}
-    if model_type is not None and model_type not in writers:
-        raise UnsupportedError(
-            f"model_type={model_type!r} is read, not written; written are {', '.join(writers)}"
-        )
-    candidates = [model_type] if model_type is not None else list(writers)
+    if model_type is not None:
+        model_type_of({"model_type": model_type})
+    candidates = [model_type] if model_type is not None else list(FAMILIES)
+    wanted, reasons = computed(config), []
     for name in candidates:
-        written = {
-            "architectures": [FAMILIES[name].architecture],
-            "model_type": name,
-            # Named, because their defaults are ids of the published models.
-            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-            **writers[name](config),
-        }
         try:
-            same = from_hf_config(written) == config
-        except ConfigError:
-            same = False  # this architecture cannot say it
+            written = {
+                "architectures": [FAMILIES[name].architecture],
+                "model_type": name,
+                # Named, because their defaults are ids of the published models.
+                **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+                **FAMILIES[name].write(wanted),
+            }
+            same = from_hf_config(written) == wanted
+        except ConfigError as error:
+            reasons.append(f"{name}: {error}")
+            continue
         if same:
             return written
     raise ConfigError(
         f"no Hugging Face architecture among {', '.join(candidates)} can express this model; "
         "it combines features that none of them has together"
+        + "".join(f" ({reason})" for reason in reasons[:1])
     )

@@ -30,7 +30,6 @@ NEUTRAL = frozenset(_NEUTRAL_NAMES.split())
 
 # Keys of any architecture that change what is computed unless they have these values.
 _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("quantization_config", (None,), "quantized checkpoints are not read; use the original one"),
     ("is_encoder_decoder", (False,), "only decoders are supported"),
     ("is_decoder", (True, False), "only decoders are supported"),
     ("add_cross_attention", (False,), "cross-attention is not supported"),
@@ -68,6 +67,16 @@ class Keys:
         if name in _BOUNDED and value is not None:
             require_within(**{_BOUNDED[name]: value})
         return value
+
+    def named(self, *names: str) -> int:
+        """A whole number that releases have called differently; all that are there must agree."""
+        found = {name: value for name in names if (value := self.integer(name, None)) is not None}
+        if not found:
+            return self.integer(names[0])
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}={value}" for name, value in found.items())
+            raise ConfigError(f"{self._what}: {listed} are one number and must be equal")
+        return next(iter(found.values()))
 
     def require(self, *names: str) -> None:
         """Refuses a config that does not name these, if only as null: where releases of the

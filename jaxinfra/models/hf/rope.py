@@ -22,14 +22,19 @@ _LONGROPE_NAMES = ("longrope", "su")
 
 
 def read_rope(
-    keys: Keys, *, max_positions: int, original_max_positions: int | None = None
+    keys: Keys,
+    *,
+    max_positions: int,
+    original_max_positions: int | None = None,
+    default_theta: float = 10_000.0,
 ) -> RopeConfig:
     """The rotary embedding of a config.
 
     Args:
+        default_theta: where the config names none.
         original_max_positions: where the config names none; ``max_positions`` without it.
     """
-    theta = keys.number("rope_theta", 10_000.0)
+    theta = keys.number("rope_theta", default_theta)
     fraction = keys.number("partial_rotary_factor", 1.0)
     original = keys.integer("original_max_position_embeddings", original_max_positions)
 

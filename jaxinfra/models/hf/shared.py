@@ -1,18 +1,24 @@
 """What the configs of all descendants of Llama have in common, both ways."""
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxinfra.config.model import (
     BlockConfig,
+    ExpertsConfig,
     GroupedAttentionConfig,
+    MixerConfig,
     MlpConfig,
     MlpKind,
     ModelConfig,
     NormConfig,
     NormPlacement,
+    Stack,
     stacked,
 )
+from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf.keys import Keys
 from jaxinfra.models.hf.rope import read_rope, write_rope
@@ -43,6 +49,8 @@ def decoder_config(
     out_bias: bool = False,
     mlp_bias: bool = False,
     qk_norm: NormConfig | None = None,
+    sinks: bool = False,
+    mixer: Callable[[RopeConfig], MixerConfig] | None = None,
     score_scale: float | None = None,
     score_cap: float | None = None,
     logit_cap: float | None = None,
@@ -52,12 +60,14 @@ def decoder_config(
     tied_by_default: bool = False,
     partial_rotary: bool = False,
     original_max_positions: int | None = None,
+    default_theta: float = 10_000.0,
     dropout_rate: float = 0.0,
 ) -> ModelConfig:
     """The model of a config with Llama's keys and these peculiarities.
 
     Args:
         windows: of all layers, or of the layers in turn.
+        mixer: in place of grouped attention, with this rotary embedding.
         partial_rotary: the architecture may rotate a fraction of each head.
         original_max_positions: of a scaled rotary embedding that names none.
     """
@@ -65,7 +75,10 @@ def decoder_config(
     max_positions = keys.integer("max_position_embeddings")
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"), scale_offset=norm_offset)
     rope = read_rope(
-        keys, max_positions=max_positions, original_max_positions=original_max_positions
+        keys,
+        max_positions=max_positions,
+        original_max_positions=original_max_positions,
+        default_theta=default_theta,
     )
     if rope.fraction != 1.0 and not partial_rotary:
         raise ConfigError(
@@ -76,24 +89,26 @@ def decoder_config(
         kind=keys.choice(activation_key, _ACTIVATIONS),
         bias=mlp_bias,
     )
-    num_kv_heads = keys.integer("num_key_value_heads", heads)
-    head_dim = keys.integer("head_dim", width // heads)
     num_layers = keys.integer("num_hidden_layers")
+
+    def grouped(window: int | None) -> GroupedAttentionConfig:
+        return GroupedAttentionConfig(
+            num_q_heads=heads,
+            num_kv_heads=keys.integer("num_key_value_heads", heads),
+            head_dim=keys.integer("head_dim", width // heads),
+            rope=rope,
+            window=window,
+            logit_soft_cap=score_cap,
+            scale=score_scale,
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            sinks=sinks,
+        )
 
     def block(window: int | None) -> BlockConfig:
         return BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                rope=rope,
-                window=window,
-                logit_soft_cap=score_cap,
-                scale=score_scale,
-                qk_norm=qk_norm,
-                qkv_bias=qkv_bias,
-                out_bias=out_bias,
-            ),
+            mixer=grouped(window) if mixer is None else mixer(rope),
             feed_forward=mlp,
             norm=norm,
             norm_placement=norm_placement,
@@ -113,10 +128,16 @@ def decoder_config(
     )
 
 
-def decoder_keys(config: ModelConfig) -> dict[str, Any]:
-    """The keys that ``decoder_config`` reads for every architecture."""
+def decoder_keys(config: ModelConfig, *, mlp: MlpConfig | None = None) -> dict[str, Any]:
+    """The keys that ``decoder_config`` reads for every architecture.
+
+    Args:
+        mlp: its dense layer; None: the first block has one, and grouped attention.
+    """
     block = config.blocks[0]
-    attention, mlp = dense_block(config)
+    attention = block.mixer
+    if mlp is None:
+        attention, mlp = dense_block(config)
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.model_dim,
@@ -141,6 +162,26 @@ def dense_block(config: ModelConfig) -> tuple[GroupedAttentionConfig, MlpConfig]
     if not isinstance(block.feed_forward, MlpConfig):
         raise ConfigError(f"{type(block.feed_forward).__name__}: dense layers are what these write")
     return block.mixer, block.feed_forward
+
+
+def routed(dense: ModelConfig, experts: Sequence[ExpertsConfig | None]) -> ModelConfig:
+    """The dense model with experts in the layers that have some, in as few stacks as there are."""
+    layers = [
+        block if each is None else dataclasses.replace(block, feed_forward=each)
+        for block, each in zip(dense.layers, experts, strict=True)
+    ]
+    pattern = period(layers)
+    if len(pattern) < len(layers):
+        stacks = stacked(*pattern, num_layers=len(layers))
+    else:
+        runs = ((block, len(list(same))) for block, same in itertools.groupby(layers))
+        stacks = tuple(Stack(pattern=(block,), repeats=count) for block, count in runs)
+    return dataclasses.replace(dense, stacks=stacks)
+
+
+def routes(config: ModelConfig) -> list[bool]:
+    """Whether each layer has experts."""
+    return [isinstance(block.feed_forward, ExpertsConfig) for block in config.layers]
 
 
 def layer_windows(keys: Keys) -> tuple[int | None, ...]:

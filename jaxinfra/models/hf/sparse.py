@@ -1,157 +1,218 @@
-"""Mixtures of experts and latent attention: configs of Mixtral, Qwen-MoE and DeepSeek into ours.
+"""Mixtures of experts over grouped attention: configs of Mixtral, Qwen-MoE and gpt-oss, both ways.
 
-What decides how tokens choose their experts and how these are weighed is read with the layers that
-will run them; until then no model of these can be built to run.
+Keys of auxiliary losses do not change what a model computes, and say nothing about a run of ours:
+``ExpertsConfig.balance`` does.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from typing import Any
 
 from jaxinfra.config.model import (
     ExpertsConfig,
-    FeedForwardConfig,
-    LatentAttentionConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    MlpKind,
     ModelConfig,
     NormConfig,
-    Stack,
-    stacked,
 )
-from jaxinfra.config.rope import YarnScaling
-from jaxinfra.config.routing import GroupScore, RoutingConfig, Scoring
+from jaxinfra.config.routing import RoutingConfig
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.hf.keys import Keys
-from jaxinfra.models.hf.rope import yarn_temperature
-from jaxinfra.models.hf.shared import decoder_config, layer_windows, period
-
-# Keys of the choice of experts, and of nothing that is planned.
-_ROUTING = (
-    *("router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "norm_topk_prob"),
-    *("n_group", "topk_group", "routed_scaling_factor", "scoring_func", "seq_aux", "topk_method"),
-    *("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "rope_interleave"),
-    "quantization_config",
+from jaxinfra.models.hf.shared import (
+    ACTIVATION_NAMES,
+    FULL,
+    SLIDING,
+    decoder_config,
+    decoder_keys,
+    layer_windows,
+    routed,
+    routes,
+    typed_windows,
 )
+
+_LOSSES = ("router_aux_loss_coef", "output_router_logits")
+_GATE = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def read_mixtral(keys: Keys) -> ModelConfig:
     """Mixtral: experts in every layer (arXiv 2401.04088)."""
-    dense = decoder_config(keys, windows=(keys.integer("sliding_window", None),))
+    keys.require("num_key_value_heads", "sliding_window")
+    keys.expect("router_jitter_noise", (0.0, None), "inputs of routers get no noise in training")
+    keys.ignore(*_LOSSES)
+    dense = decoder_config(keys, windows=(keys.integer("sliding_window", None),), default_theta=1e6)
     experts = ExpertsConfig(
-        num_experts=keys.integer("num_local_experts"),
+        num_experts=keys.named("num_local_experts", "num_experts"),
         top_k=keys.integer("num_experts_per_tok"),
         hidden_dim=keys.integer("intermediate_size"),
+        kind=dense.blocks[0].feed_forward.kind,
     )
-    return _routed(keys, dense, experts, [True] * dense.num_layers)
+    return routed(dense, [experts] * dense.num_layers)
+
+
+def write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_mixtral``."""
+    attention, experts, _ = _layers(config)
+    keys = decoder_keys(config, mlp=_as_wide(experts))
+    return keys | {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "sliding_window": attention.window,
+    }
 
 
 def read_qwen2_moe(keys: Keys) -> ModelConfig:
     """Qwen 1.5 and 2 with experts, one of them shared and gated."""
-    dense = decoder_config(keys, windows=layer_windows(keys), qkv_bias=True)
-    experts = dataclasses.replace(
-        _qwen_experts(keys),
+    keys.require("num_key_value_heads")
+    if keys.flag("use_sliding_window", False):
+        # Releases differ in which layers have windows where none are named.
+        keys.require("layer_types")
+    dense = decoder_config(keys, windows=layer_windows(keys), qkv_bias=keys.flag("qkv_bias", True))
+    return _read_qwen(
+        keys,
+        dense,
         shared_hidden_dim=keys.integer("shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    return _routed(keys, dense, experts, _qwen_layers(keys))
 
 
 def read_qwen3_moe(keys: Keys) -> ModelConfig:
-    """Qwen 3 with experts (arXiv 2505.09388)."""
+    """Qwen 3 with experts (arXiv 2505.09388); a window is of all layers."""
+    keys.require("num_key_value_heads")
+    window = keys.integer("sliding_window", None)
+    if keys.flag("use_sliding_window", False):
+        keys.require("sliding_window")
+        keys.expect("max_window_layers", (0, None), "releases differ in which layers have windows")
+    else:
+        keys.ignore("max_window_layers")
+        window = None
     bias = keys.flag("attention_bias", False)
     norm = NormConfig(epsilon=keys.number("rms_norm_eps"))
-    dense = decoder_config(
-        keys, windows=layer_windows(keys), qkv_bias=bias, out_bias=bias, qk_norm=norm
-    )
-    return _routed(keys, dense, _qwen_experts(keys), _qwen_layers(keys))
+    dense = decoder_config(keys, windows=(window,), qkv_bias=bias, out_bias=bias, qk_norm=norm)
+    return _read_qwen(keys, dense)
 
 
-def _qwen_experts(keys: Keys) -> ExpertsConfig:
-    return ExpertsConfig(
-        num_experts=keys.integer("num_experts"),
-        top_k=keys.integer("num_experts_per_tok"),
-        hidden_dim=keys.integer("moe_intermediate_size"),
-    )
-
-
-def _qwen_layers(keys: Keys) -> list[bool]:
+def _read_qwen(keys: Keys, dense: ModelConfig, **shared: Any) -> ModelConfig:
+    keys.ignore(*_LOSSES)
     dense_only = set(keys.sequence("mlp_only_layers", ()))
     stride = keys.integer("decoder_sparse_step", 1)
-    layers = range(keys.integer("num_hidden_layers"))
-    return [i not in dense_only and (i + 1) % stride == 0 for i in layers]
-
-
-def read_deepseek(keys: Keys) -> ModelConfig:
-    """DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), without multi-token prediction."""
-    keys.expect("attention_bias", (False,), "latent attention here has no biases")
-    dense = decoder_config(keys)
-    block = dense.blocks[0]
-    nope_dim, rope_dim = keys.integer("qk_nope_head_dim"), keys.integer("qk_rope_head_dim")
-    rope, scale = block.mixer.rope, None
-    if rope is not None and isinstance(rope.scaling, YarnScaling):
-        scaling = keys.mapping("rope_scaling") or keys.mapping("rope_parameters") or {}
-        temperature = yarn_temperature(rope.scaling.factor, scaling.get("mscale_all_dim") or 0.0)
-        scale = (nope_dim + rope_dim) ** -0.5 * temperature**2
-    latent = LatentAttentionConfig(
-        num_q_heads=keys.integer("num_attention_heads"),
-        query_rank=keys.integer("q_lora_rank", None),
-        kv_rank=keys.integer("kv_lora_rank"),
-        nope_dim=nope_dim,
-        rope_dim=rope_dim,
-        value_dim=keys.integer("v_head_dim"),
-        rope=rope,
-        norm=block.norm,
-        scale=scale,
-    )
-    expert_dim = keys.integer("moe_intermediate_size")
+    num_experts = keys.named("num_experts", "num_local_experts")
+    names = ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    if num_experts < 1:
+        keys.ignore(*names)
+        return dense
     experts = ExpertsConfig(
-        num_experts=keys.integer("n_routed_experts"),
+        num_experts=num_experts,
         top_k=keys.integer("num_experts_per_tok"),
-        hidden_dim=expert_dim,
-        shared_hidden_dim=expert_dim * keys.integer("n_shared_experts", 0),
-        routing=_deepseek_routing(keys),
+        hidden_dim=keys.integer("moe_intermediate_size"),
+        kind=dense.blocks[0].feed_forward.kind,
+        routing=RoutingConfig(renormalize=keys.flag("norm_topk_prob", False)),
+        **shared,
     )
-    first, stride = keys.integer("first_k_dense_replace", 0), keys.integer("moe_layer_freq", 1)
-    stacks = stacked(dataclasses.replace(block, mixer=latent), num_layers=dense.num_layers)
-    return _routed(
+    return routed(
+        dense,
+        [
+            experts if i not in dense_only and (i + 1) % stride == 0 else None
+            for i in range(dense.num_layers)
+        ],
+    )
+
+
+def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen2_moe``."""
+    attention, experts, _ = _layers(config)
+    windows = [block.mixer.window for block in config.layers]
+    widths = {window for window in windows if window is not None}
+    return _qwen_keys(config) | {
+        "qkv_bias": attention.qkv_bias,
+        "use_sliding_window": bool(widths),
+        "sliding_window": max(widths, default=None),
+        "max_window_layers": config.num_layers,
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        "shared_expert_intermediate_size": experts.shared_hidden_dim,
+    }
+
+
+def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_qwen3_moe``."""
+    attention, _, _ = _layers(config)
+    return _qwen_keys(config) | {
+        "attention_bias": attention.out_bias,
+        "use_sliding_window": attention.window is not None,
+        "sliding_window": attention.window,
+    }
+
+
+def _qwen_keys(config: ModelConfig) -> dict[str, Any]:
+    _, experts, dense = _layers(config)
+    return decoder_keys(config, mlp=dense or _as_wide(experts)) | {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.hidden_dim,
+        "norm_topk_prob": experts.routing.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, has in enumerate(routes(config)) if not has],
+    }
+
+
+def read_gpt_oss(keys: Keys) -> ModelConfig:
+    """gpt-oss: sinks, windows in turn, biases, a clamped gate (arXiv 2508.10925)."""
+    keys.require("num_key_value_heads", "head_dim", "sliding_window")
+    keys.expect("hidden_act", ("silu",), "its gate is one of its own")
+    for name, value in _GATE.items():
+        keys.expect(name, (value,), f"the gate here has {value}")
+    top_k = keys.named("num_experts_per_tok", "experts_per_token")
+    keys.ignore(*_LOSSES, "initial_context_length")  # said again in the rope's scaling
+    num_layers = keys.integer("num_hidden_layers")
+    types = keys.sequence("layer_types", ((SLIDING, FULL) * num_layers)[:num_layers])
+    bias = keys.flag("attention_bias", True)
+    if keys.mapping("rope_scaling") is None and keys.mapping("rope_parameters") is None:
+        # Where neither is there, the reference implementation scales all the same.
+        keys.require("rope_scaling")
+    dense = decoder_config(
         keys,
-        dataclasses.replace(dense, stacks=stacks),
-        experts,
-        [i >= first and i % stride == 0 for i in range(dense.num_layers)],
+        windows=typed_windows(types, keys.integer("sliding_window", None), num_layers=num_layers),
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        default_theta=150_000.0,
     )
-
-
-def _deepseek_routing(keys: Keys) -> RoutingConfig:
-    third = keys.text("model_type").endswith("v3")
-    method = keys.text("topk_method", "noaux_tc" if third else "greedy")
-    scoring = keys.text("scoring_func", "sigmoid" if third else "softmax")
-    grouped = method != "greedy"
-    return RoutingConfig(
-        scoring=Scoring(scoring),
-        renormalize=keys.flag("norm_topk_prob", third),
-        scale=keys.number("routed_scaling_factor", 2.5 if third else 1.0),
-        num_groups=keys.integer("n_group", 1) if grouped else 1,
-        top_groups=keys.integer("topk_group", 1) if grouped else 1,
-        group_score=GroupScore.TOP2_SUM if method == "noaux_tc" else GroupScore.MAX,
-        correction_bias=method == "noaux_tc",
+    experts = ExpertsConfig(
+        num_experts=keys.named("num_local_experts", "num_experts"),
+        top_k=top_k,
+        hidden_dim=keys.integer("intermediate_size"),
+        kind=MlpKind.SWIGLU_CLAMPED,
+        bias=True,
+        routing=RoutingConfig(logit_bias=True),
     )
+    return routed(dense, [experts] * dense.num_layers)
 
 
-def _routed(
-    keys: Keys, dense: ModelConfig, experts: ExpertsConfig, routes: Sequence[bool]
-) -> ModelConfig:
-    """The dense model with experts in the layers that route."""
-    keys.ignore(*_ROUTING)
+def write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
+    """Inverse of ``read_gpt_oss``."""
+    attention, experts, _ = _layers(config)
+    windows = [block.mixer.window for block in config.layers]
+    wide = dataclasses.replace(_as_wide(experts), kind=MlpKind.SWIGLU)
+    return decoder_keys(config, mlp=wide) | {
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "attention_bias": attention.out_bias,
+        "sliding_window": max((w for w in windows if w is not None), default=None),
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
+        **_GATE,
+    }
 
-    def feed_forward(given: FeedForwardConfig, routed: bool) -> FeedForwardConfig:
-        return experts if routed else given
 
-    layers = [
-        dataclasses.replace(block, feed_forward=feed_forward(block.feed_forward, routed))
-        for block, routed in zip(dense.layers, routes, strict=True)
-    ]
-    pattern = period(layers)
-    if len(pattern) < len(layers):
-        stacks = stacked(*pattern, num_layers=len(layers))
-    else:
-        runs = ((block, len(list(same))) for block, same in itertools.groupby(layers))
-        stacks = tuple(Stack(pattern=(block,), repeats=count) for block, count in runs)
-    return dataclasses.replace(dense, stacks=stacks)
+def _layers(config: ModelConfig) -> tuple[GroupedAttentionConfig, ExpertsConfig, MlpConfig | None]:
+    """Its attention, its experts, and its dense layers where it has some."""
+    attention = config.blocks[0].mixer
+    feed_forwards = {type(block.feed_forward): block.feed_forward for block in config.blocks}
+    experts, dense = feed_forwards.get(ExpertsConfig), feed_forwards.get(MlpConfig)
+    if not isinstance(attention, GroupedAttentionConfig) or not isinstance(experts, ExpertsConfig):
+        raise ConfigError("experts over grouped attention are what these write")
+    return attention, experts, dense if isinstance(dense, MlpConfig) else None
+
+
+def _as_wide(experts: ExpertsConfig) -> MlpConfig:
+    """A dense layer as wide as one expert."""
+    assert experts.kind in ACTIVATION_NAMES or experts.kind is MlpKind.SWIGLU_CLAMPED
+    return MlpConfig(hidden_dim=experts.hidden_dim, kind=experts.kind)

@@ -5,7 +5,7 @@ has a row for every element of every head, and that ours has the input first and
 It is a reshape and a transposition, so it loses nothing and is undone exactly.
 
 Letters: D model width, N query heads, K key/value heads, H head width, F mlp width, V vocabulary,
-P positions of a learned table.
+P positions of a learned table, E experts, R compressed (latent) width.
 """
 
 import dataclasses

@@ -10,11 +10,12 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """One of their tensors."""
+    """One of their tensors, or one for each expert: "{}" stands for the expert's number."""
 
     name: str
     parts: tuple[tuple[str, str], ...]  # our path and layout, in the order they are fused
     fused_dim: int = 0  # of their tensor
+    interleaved: bool = False  # along that dim elements of the parts take turns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,8 @@ class WeightTable:
     outside: tuple[Rule, ...]
     root: str  # of all names, and missing in files of the bare model
     ignored: str | None = None  # a pattern of tensors that are no weights
+    # Layers after the model's last may be there: multi-token prediction, which is left out.
+    extra_layers: bool = False
 
 
 def rule(name: str, path: str, layout: str) -> Rule:
@@ -109,6 +112,76 @@ _PHI3 = dataclasses.replace(
         *_DOWN,
     ),
 )
+
+
+def _experts(
+    layer: str, gate: str, up: str, down: str, *, shared: str | None = None
+) -> tuple[Rule, ...]:
+    """Router and experts with tensors of their own; a shared expert beside them."""
+    own = (
+        rule(f"{layer}.gate.weight", "mlp/router/weight", "E D -> D E"),
+        rule(f"{layer}.gate.e_score_correction_bias", "mlp/router_correction", "E -> E"),
+        rule(f"{layer}.experts.{{}}.{gate}.weight", "mlp/gate", "F D -> D F"),
+        rule(f"{layer}.experts.{{}}.{up}.weight", "mlp/up", "F D -> D F"),
+        rule(f"{layer}.experts.{{}}.{down}.weight", "mlp/down", "D F -> F D"),
+    )
+    if shared is None:
+        return own
+    return (
+        *own,
+        rule(f"{layer}.{shared}.gate_proj.weight", "mlp/shared_gate/weight", "F D -> D F"),
+        rule(f"{layer}.{shared}.up_proj.weight", "mlp/shared_up/weight", "F D -> D F"),
+        rule(f"{layer}.{shared}.down_proj.weight", "mlp/shared_down/weight", "D F -> F D"),
+        rule(f"{layer}.{shared}_gate.weight", "mlp/shared_scale/weight", "E D -> D E"),
+    )
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MIXTRAL = dataclasses.replace(
+    _LLAMA, layer=(*_PRE_NORMS, *_QKV, *_OUT, *_experts("block_sparse_moe", "w1", "w3", "w2"))
+)
+_QWEN_MOE = dataclasses.replace(
+    _LLAMA, layer=(*_LLAMA.layer, *_experts("mlp", *_PROJECTIONS, shared="shared_expert"))
+)
+_LATENT = (
+    *_linear("self_attn.q_proj", "attention/query", "(N H) D -> D N H", "(N H) -> N H"),
+    *_linear("self_attn.q_a_proj", "attention/query_down", "R D -> D R", "R -> R"),
+    *_norm("self_attn.q_a_layernorm", "attention/query_norm", "R"),
+    *_linear("self_attn.q_b_proj", "attention/query_up", "(N H) R -> R N H", "(N H) -> N H"),
+    *_linear("self_attn.kv_a_proj_with_mqa", "attention/kv_down", "R D -> D R", "R -> R"),
+    *_norm("self_attn.kv_a_layernorm", "attention/kv_norm", "R"),
+    *_linear("self_attn.kv_b_proj", "attention/kv_up", "(N H) R -> R N H", "(N H) -> N H"),
+)
+_DEEPSEEK = dataclasses.replace(
+    _LLAMA,
+    layer=(
+        *(*_PRE_NORMS, *_LATENT, *_OUT, *_GATE_UP, *_DOWN),
+        *_experts("mlp", *_PROJECTIONS, shared="shared_experts"),
+    ),
+    extra_layers=True,
+)
+_GPT_OSS = dataclasses.replace(
+    _LLAMA,
+    layer=(
+        *(*_PRE_NORMS, *_QKV, *_OUT),
+        rule("self_attn.sinks", "attention/sinks", "N -> N"),
+        *_linear("mlp.router", "mlp/router", "E D -> D E", "E -> E"),
+        Rule(
+            name="mlp.experts.gate_up_proj",
+            parts=(("mlp/gate", "E D F -> E D F"), ("mlp/up", "E D F -> E D F")),
+            fused_dim=2,
+            interleaved=True,
+        ),
+        Rule(
+            name="mlp.experts.gate_up_proj_bias",
+            parts=(("mlp/gate_bias", "E F -> E F"), ("mlp/up_bias", "E F -> E F")),
+            fused_dim=1,
+            interleaved=True,
+        ),
+        rule("mlp.experts.down_proj", "mlp/down", "E F D -> E F D"),
+        rule("mlp.experts.down_proj_bias", "mlp/down_bias", "E D -> E D"),
+    ),
+)
 _GPT2 = WeightTable(
     layer_prefix="transformer.h.{}.",
     layer=(
@@ -154,5 +227,11 @@ WEIGHTS: dict[str, WeightTable] = {
     "gemma2": _GEMMA2,
     "phi3": _PHI3,
     "gpt2": _GPT2,
+    "mixtral": _MIXTRAL,
+    "qwen2_moe": _QWEN_MOE,
+    "qwen3_moe": _QWEN_MOE,
+    "gpt_oss": _GPT_OSS,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
 }
 """Weight tables by ``model_type``."""

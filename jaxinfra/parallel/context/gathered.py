@@ -37,7 +37,7 @@ def gathered_attention(
         ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
         is_causal: by place in the sequence.
     """
-    size, me = num_devices(axis), rank(axis)
+    size = num_devices(axis)
 
     def whole(x_Bt: jax.Array) -> jax.Array:
         x_BT = all_gather(x_Bt, axis, dim=1)
@@ -50,15 +50,35 @@ def gathered_attention(
             q_BtNH, k_BTKH, v_BTKH, is_causal=False, q_ids_BT=ids_Bt, kv_ids_BS=ids_BT
         )
         return out
+    return causal_attention_to_all(
+        part, axis, q_BtNH, (k_BtKH, v_BtKH), (k_BTKH, v_BTKH), ids_Bt, ids_BT
+    )
+
+
+def causal_attention_to_all(
+    part: PartialAttention,
+    axis: str,
+    q_BtNH: jax.Array,
+    own: tuple[jax.Array, jax.Array],
+    every: tuple[jax.Array, jax.Array],
+    ids_Bt: jax.Array | None,
+    ids_BT: jax.Array | None,
+) -> jax.Array:
+    """This device's rows of causal attention, [B, t, N, Hv] in q's dtype.
+
+    Args:
+        q_BtNH, own, ids_Bt: of this device's tokens, in zig-zag order; keys and values.
+        every, ids_BT: of all tokens, in the sequence's order.
+    """
+    size, me = num_devices(axis), rank(axis)
     chunk = q_BtNH.shape[1] // 2
     outs = []
     for half, number in enumerate((me, 2 * size - 1 - me)):
-        own = slice(half * chunk, (half + 1) * chunk)
-        ids_Bc = None if ids_Bt is None else ids_Bt[:, own]
+        mine = slice(half * chunk, (half + 1) * chunk)
+        ids_Bc = None if ids_Bt is None else ids_Bt[:, mine]
         own_part = part.forward(
-            q_BtNH[:, own],
-            k_BtKH[:, own],
-            v_BtKH[:, own],
+            q_BtNH[:, mine],
+            *(x[:, mine] for x in own),
             is_causal=True,
             q_ids_BT=ids_Bc,
             kv_ids_BS=ids_Bc,
@@ -66,9 +86,8 @@ def gathered_attention(
         # No device's chunk has more keys before it than these.
         most = ((half + 1) * size - 1) * chunk
         before = part.forward(
-            q_BtNH[:, own],
-            k_BTKH[:, :most],
-            v_BTKH[:, :most],
+            q_BtNH[:, mine],
+            *(x[:, :most] for x in every),
             is_causal=False,
             q_ids_BT=ids_Bc,
             kv_ids_BS=None if ids_BT is None else ids_BT[:, :most],

@@ -52,6 +52,7 @@ class ContextAttention:
         *,
         config: MixerConfig,
         segment_ids_BT: Int[Array, "B T"] | None,
+        sinks_N: Float[Array, "N"] | None = None,
     ) -> Float[Array, "B T N Hv"]:
         """Returns [B, T, N, H] in q's dtype, placed as q.
 
@@ -60,6 +61,11 @@ class ContextAttention:
         stage would send from device to device.
         """
         self._check_stages(config, q_BTNH.shape[1])
+        if sinks_N is not None:
+            raise UnsupportedError(
+                "attention with sinks over the context axis: parts of a softmax are merged without "
+                "them; leave context out of the mesh"
+            )
         if not self.is_causal and config.window is not None:
             raise UnsupportedError(
                 f"window={config.window} in attention that is not causal: a window here counts "

@@ -11,7 +11,8 @@ A case is a directory: ``config.json`` and weights as ``save_pretrained`` writes
 
     ids                  int [2, T]
     logits32, logits64   of those ids, in float32 and in float64 [2, T, V]
-    logits16             the same with weights and activations in bfloat16, stored as float32
+    logits16             the same with weights and activations in bfloat16, stored as float32; not
+                         of models with experts
     short_*              the same of a shorter sequence, where a model treats it differently
     prompts, continued   greedy continuations: prompt lengths [2], tokens [2, new]
     gradient32/NAME, gradient64/NAME   of the mean next-token loss by a few weights
@@ -64,6 +65,32 @@ LONGROPE = dict(
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 GRADIENTS = ("k_proj.weight", "qkv_proj.weight", "c_attn.weight", "layernorm.weight", "ln_2.weight")
+
+# Models with experts are smaller, and their sequences shorter: they have many tensors.
+EXPERTS = COMMON | dict(
+    hidden_size=16,
+    intermediate_size=20,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,
+    num_experts_per_tok=2,
+)
+EXPERTS_LENGTH = 20
+LATENT = dict(
+    num_key_value_heads=4,
+    head_dim=4,
+    kv_lora_rank=10,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    moe_intermediate_size=8,
+)
+EXPERTS_GRADIENTS = (
+    *("gate.weight", "router.weight", "router.bias", "kv_b_proj.weight"),
+    *("kv_a_proj_with_mqa.weight", "shared_expert_gate.weight", "experts.gate_up_proj_bias"),
+)
+# Relative changes of all weights that must leave every choice of experts as it is.
+PERTURBATION, PERTURBATIONS = 1e-5, 8
 
 CASES = {
     "llama": ("Llama", COMMON | UNTIED | rope(rope_type="default")),
@@ -124,6 +151,98 @@ CASES = {
         # The longest sequence the model was first trained on; longer ones use the long factors.
         | dict(hidden_size=48, head_dim=8, original_max_position_embeddings=30),
     ),
+    "mixtral": (
+        "Mixtral",
+        EXPERTS | UNTIED | rope(rope_type="default") | dict(num_local_experts=4, sliding_window=7),
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        EXPERTS
+        | UNTIED
+        | rope(rope_type="default")
+        | dict(
+            num_hidden_layers=3,
+            num_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=12,
+            mlp_only_layers=[2],
+            use_sliding_window=True,
+            sliding_window=5,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        EXPERTS
+        | TIED
+        | rope(rope_type="default")
+        | dict(
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=8,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+        ),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        EXPERTS
+        | UNTIED
+        | LATENT
+        | rope(**YARN, mscale=0.707, mscale_all_dim=0.9)
+        | dict(
+            q_lora_rank=12,
+            n_routed_experts=8,
+            n_shared_experts=2,
+            topk_method="group_limited_greedy",
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.7,
+            attention_bias=True,
+        ),
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        EXPERTS
+        | UNTIED
+        | LATENT
+        | rope(rope_type="default")
+        | dict(
+            q_lora_rank=None,
+            n_routed_experts=6,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            rms_norm_eps=1e-3,
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        EXPERTS
+        | UNTIED
+        | LATENT
+        | rope(**YARN, mscale=1.0, mscale_all_dim=1.0)
+        | dict(
+            q_lora_rank=12,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_shared_experts=1,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=2.5,
+            norm_topk_prob=True,
+            first_k_dense_replace=1,
+            num_hidden_layers=3,
+            num_nextn_predict_layers=0,
+        ),
+    ),
+    "gpt_oss": (
+        "GptOss",
+        EXPERTS
+        | UNTIED
+        | rope(**YARN, truncate=False)
+        | dict(num_local_experts=4, sliding_window=5),
+    ),
     "gpt2": (
         "GPT2",
         dict(
@@ -173,7 +292,7 @@ def double_precision():
 
 def build(kind, options):
     config = getattr(transformers, f"{kind}Config")(**options)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
     return getattr(transformers, name)(config).eval()
 
@@ -183,7 +302,10 @@ def randomize(model, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 2:
+        if parameter.ndim == 3:  # experts, whose inputs come first in gpt-oss alone
+            inputs = 1 if "GptOss" in type(model).__name__ else 2
+            parameter.data = noise * 1.3 * parameter.shape[inputs] ** -0.5
+        elif parameter.ndim == 2 and not name.endswith("bias"):
             is_table = any(table in name for table in ("embed", "wte", "wpe"))
             parameter.data = noise * (1.0 if is_table else 1.3 * parameter.shape[1] ** -0.5)
         elif "norm" in name or ".ln_" in name:
@@ -191,6 +313,9 @@ def randomize(model, seed):
             parameter.data = 0.3 * noise + (1.0 if is_scale else 0.0)
         else:
             parameter.data = 0.3 * noise
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
 
 
 def loss_gradients(model, ids):
@@ -198,12 +323,63 @@ def loss_gradients(model, ids):
     logits = model(ids, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
-    chosen = {
-        name: parameter.grad.numpy().copy()
-        for name, parameter in model.named_parameters()
-        if name.endswith(GRADIENTS) and ".1." in name
-    }
+    chosen = {}
+    for name, parameter in model.named_parameters():
+        if ".1." not in name:
+            continue
+        if name.endswith((*GRADIENTS, *EXPERTS_GRADIENTS)):
+            chosen[stored_name(model, name)] = parameter.grad.numpy().copy()
+        elif name.endswith("experts.down_proj"):
+            # Files have one tensor for each expert, but those of gpt-oss.
+            gradient = parameter.grad.numpy().copy()
+            if "GptOss" in type(model).__name__:
+                chosen[name] = gradient
+            else:
+                for e in range(2):
+                    chosen[stored_name(model, name, expert=e)] = gradient[e]
     return loss.item(), chosen
+
+
+def stored_name(model, name, expert=None):
+    """What a parameter, or an expert's part of it, is called in files."""
+    is_mixtral = "Mixtral" in type(model).__name__
+    if expert is not None:
+        last = "w2" if is_mixtral else "down_proj"
+        name = name.replace("experts.down_proj", f"experts.{expert}.{last}.weight")
+    return name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name
+
+
+def choices(model, ids):
+    """The experts of every token and layer, in no order."""
+    found = []
+
+    def note(module, inputs, output):
+        found.append(output[2].sort(dim=-1).values)
+
+    routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found) if found else None
+
+
+def choices_are_clear(model64, ids):
+    """Whether weights a little other choose the same experts."""
+    want = choices(model64, ids)
+    if want is None:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: value.clone() for name, value in model64.state_dict().items()}
+    clear = True
+    for _ in range(PERTURBATIONS):
+        for value in model64.state_dict().values():
+            if value.is_floating_point():
+                noise = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+                value.mul_(1.0 + PERTURBATION * noise)
+        clear &= torch.equal(choices(model64, ids), want)
+        model64.load_state_dict(weights)
+    return clear
 
 
 def continuation(model, prompt):
@@ -232,7 +408,9 @@ def golden(kind, options, seed):
         model64 = build(kind, options)
         model64.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 61, (2, LENGTH), generator=generator)
+    has_experts = "num_experts_per_tok" in options
+    length = EXPERTS_LENGTH if has_experts else LENGTH
+    ids = torch.randint(0, 61, (2, length), generator=generator)
     long_prompts = options.get("original_max_position_embeddings")
     prompts = PROMPTS if long_prompts is None else (PROMPTS[0], long_prompts + 1)
     new = [continuation(model, ids[row : row + 1, :n]) for row, n in enumerate(prompts)]
@@ -240,6 +418,9 @@ def golden(kind, options, seed):
         gaps = [
             smallest_gap(model64, ids[row : row + 1, :n], new[row]) for row, n in enumerate(prompts)
         ]
+        sequences = [torch.cat([ids[row, :n], new[row]]) for row, n in enumerate(prompts)]
+        if not all(choices_are_clear(model64, each[None]) for each in (*ids, *sequences)):
+            return None
     if min(gaps) < MIN_GAP:
         return None
     arrays = {"ids": ids.numpy(), "prompts": np.array(prompts), "continued": torch.stack(new)}
@@ -249,10 +430,11 @@ def golden(kind, options, seed):
         with double_precision():
             arrays["logits64"] = model64(ids, use_cache=False).logits
             arrays["short_logits64"] = model64(ids[:, :SHORT], use_cache=False).logits
-        half = build(kind, options)
-        half.load_state_dict(model.state_dict())
-        half = half.to(torch.bfloat16)
-        arrays["logits16"] = half(ids, use_cache=False).logits.float()
+        if not has_experts:  # a rounded score sends a token elsewhere
+            half = build(kind, options)
+            half.load_state_dict(model.state_dict())
+            half = half.to(torch.bfloat16)
+            arrays["logits16"] = half(ids, use_cache=False).logits.float()
     if long_prompts is None:
         del arrays["short_logits32"], arrays["short_logits64"]
     arrays["loss32"], gradients = loss_gradients(model, ids)
@@ -273,7 +455,7 @@ def main(names):
     for name in names or CASES:
         kind, options = CASES[name]
         print(name)
-        for seed in range(20):
+        for seed in range(60):
             made = golden(kind, options, seed)
             if made is not None:
                 break
