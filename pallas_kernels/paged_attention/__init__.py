@@ -1,0 +1,4 @@
+"""Attention over a cache in pages, and appending to it."""
+
+from .api import paged_attention as paged_attention
+from .append import append_to_pages as append_to_pages
