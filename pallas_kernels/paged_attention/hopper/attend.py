@@ -1,0 +1,426 @@
+"""The kernel that reads pages: every worker streams its tiles and leaves a partial result for each
+segment that they belong to.
+
+Decoding reads each key and value once and multiplies it with a few queries, so memory is all that
+counts. A block stays on its multiprocessor; each of its workers has a warpgroup that fills a ring
+of tiles and one (or two, where an accumulator is too wide for one) that computes. Workers never
+wait for each other: while one computes, the tiles of all are on their way.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.tile import (
+    LOG2E,
+    ROW,
+    STRIP,
+    WGMMA,
+    soft_cap,
+    strips,
+    sum_strips,
+    swizzle_bytes,
+    tiled,
+)
+from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
+
+from .config import ROWS, PagedConfig, QueryLayout
+from .plan import (
+    BEFORE,
+    BEGIN,
+    END,
+    FIRST_SEGMENT,
+    FIRST_TILE,
+    POSITION,
+    SEGMENT_STOP,
+    START,
+    STOP,
+    TILES,
+    TOKENS,
+    PagePlan,
+)
+
+# Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
+NO_MAXIMUM = -1e30
+COLUMNS = 64  # of values that are loaded at a time to be cleaned
+
+
+def attend_pages(
+    call: PagedCall,
+    plan: PagePlan,
+    *,
+    layout: QueryLayout,
+    config: PagedConfig,
+    interpretable: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Partial results, each at ``worker + segment``, normalized, with their logsumexps.
+
+    Args:
+        call: heads are a multiple of 8.
+        plan: of this call, layout and config.
+        layout, config: sizes and tiles.
+        interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
+            operands in registers.
+
+    Returns:
+        float32 [partials, rows, V] and, in units of log2, float32 [partials, 64].
+    """
+    kernel = _AttendPages(
+        g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, interpretable=interpretable
+    )
+    # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
+    num_partials = config.all_workers + layout.num_entries * layout.K + 1
+    operands = {"q": call.q_BTNH, "k": call.k_PSKH, "tables": call.tables_BM}
+    operands |= {} if call.v_PSKV is None else {"v": call.v_PSKV}
+    operands |= {"entries": plan.entries_E8, "workers": plan.workers_W4}
+    results = {
+        "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
+    }
+    found = launch(
+        kernel.run,
+        operands=operands,
+        results=results,
+        scratch=kernel.scratch(),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=config.num_workers * (config.value_parts + 1),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return found["out"], found["lse"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _AttendPages:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    g: QueryLayout
+    c: PagedConfig
+    spec: PagedSpec
+    dtype: jnp.dtype
+    interpretable: bool
+
+    @property
+    def pages_per_tile(self) -> int:
+        return max(1, self.c.block_kv // self.g.size)
+
+    @property
+    def part_width(self) -> int:
+        """Columns of values that a warpgroup computes."""
+        return self.g.V // self.c.value_parts
+
+    @property
+    def out_width(self) -> int:
+        """Columns that leave at a time, through the space of the queries."""
+        width = self.g.H // (2 * self.c.value_parts)
+        return max(w for w in (16, 32, 64, 128) if w <= width and self.part_width % w == 0)
+
+    def scratch(self) -> dict:
+        """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
+        g, c = self.g, self.c
+        slots = c.num_workers * c.num_stages
+        queries = plgpu.SMEM(
+            (c.num_workers, ROWS, g.H), self.dtype, transforms=tiled(swizzle_bytes(g.H))
+        )
+        staged = plgpu.SMEM(
+            (c.num_workers * c.value_parts, ROWS, self.out_width),
+            jnp.float32,
+            transforms=tiled(swizzle_bytes(self.out_width, itemsize=4), itemsize=4),
+        )
+        tile = functools.partial(plgpu.SMEM, dtype=self.dtype)
+        ring = functools.partial(plgpu.Barrier, num_barriers=slots)
+        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers)
+        buffers = {
+            "q_out": plgpu.RefUnion(queries, staged),
+            "k": tile((slots, c.block_kv, g.H), transforms=tiled(swizzle_bytes(g.H))),
+        }
+        if not g.latent:
+            buffers["v"] = tile((slots, c.block_kv, g.V), transforms=tiled(swizzle_bytes(g.V)))
+        if self.interpretable:
+            shape = (c.num_workers * c.value_parts, ROWS, c.block_kv)
+            buffers["p"] = tile(shape, transforms=tiled(swizzle_bytes(c.block_kv)))
+        buffers |= {
+            "lse": plgpu.SMEM((c.num_workers, ROWS), jnp.float32),
+            "q_full": each(num_arrivals=g.tokens),
+            "q_empty": each(num_arrivals=c.value_parts),
+            "q_read": each(num_arrivals=c.value_parts),
+            "k_full": ring(num_arrivals=self.pages_per_tile),
+            "k_empty": ring(num_arrivals=c.value_parts),
+        }
+        if not g.latent:
+            buffers["v_full"] = ring(num_arrivals=self.pages_per_tile)
+            buffers["v_empty"] = ring(num_arrivals=c.value_parts)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        c = self.c
+        wg = lax.axis_index("wg")
+        num_compute = c.num_workers * c.value_parts
+        two_each = 2 * c.num_workers == num_compute + c.num_workers and c.num_workers == 2
+        # What all warpgroups hold together must not exceed a multiprocessor's registers: asking for
+        # more does not fail, it waits for ever.
+        most, least = (216, 40) if two_each else (240, 24)
+        for worker in range(c.num_workers):
+            for part in range(c.value_parts):
+
+                @pl.when(wg == worker * c.value_parts + part)
+                def _(worker=worker, part=part):
+                    plgpu.set_max_registers(most, action="increase")
+                    self.compute(gmem, smem, worker, part)
+
+            @pl.when(wg == num_compute + worker)
+            def _(worker=worker):
+                plgpu.set_max_registers(least, action="decrease")
+                self.load(gmem, smem, worker)
+
+    def each_segment(self, gmem, worker: int, body) -> jax.Array:
+        """Calls ``body(segment, tiles done)`` for this worker's segments; all tiles."""
+        number = lax.axis_index("block") * self.c.num_workers + worker
+        start, stop = gmem.workers[number, START], gmem.workers[number, STOP]
+
+        def step(s, done):
+            entry, head = lax.div(s, self.g.K), lax.rem(s, self.g.K)
+            tiles = gmem.entries[entry, TILES]
+            before = gmem.entries[entry, BEFORE] + head * tiles
+            lo = jnp.maximum(start - before, 0)
+            count = jnp.maximum(jnp.minimum(stop - before, tiles) - lo, 0)
+            segment = types.SimpleNamespace(
+                partial=number + s, entry=entry, head=head, count=count,
+                row=lax.div(entry, self.g.num_q_tiles), tile=lax.rem(entry, self.g.num_q_tiles),
+                first=gmem.entries[entry, FIRST_TILE] + lo,
+            )  # fmt: skip
+            pl.when(count > 0)(lambda: body(segment, done))
+            return done + count
+
+        first, last = gmem.workers[number, FIRST_SEGMENT], gmem.workers[number, SEGMENT_STOP]
+        return lax.fori_loop(first, last, step, jnp.int32(0))
+
+    def load(self, gmem, smem, worker: int) -> None:
+        """Fills the ring of a worker."""
+        g, c = self.g, self.c
+
+        def segment(seg, done):
+            plgpu.barrier_wait(smem.q_empty.at[worker])
+            head0 = lax.div(seg.head * g.group, 8) * 8
+            token0 = lax.div(seg.tile, g.tiles_per_token) * g.tokens
+            if g.tiles_per_token > 1:
+                head0 += lax.rem(seg.tile, g.tiles_per_token) * ROWS
+            rows = min(g.span, ROWS)
+            for t in range(g.tokens):
+                token = jnp.minimum(token0 + t, g.T - 1)
+                plgpu.copy_gmem_to_smem(
+                    gmem.q.at[seg.row, token, pl.ds(head0, rows)],
+                    smem.q_out[0].at[worker, pl.ds(t * g.span, rows)],
+                    smem.q_full.at[worker],
+                )
+
+            def step(i, _):
+                slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
+                places = self.places(gmem, seg, seg.first + i)
+                plgpu.barrier_wait(smem.k_empty.at[slot])
+                self.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
+                if not g.latent:
+                    plgpu.barrier_wait(smem.v_empty.at[slot])
+                    self.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
+
+            lax.fori_loop(0, seg.count, step, None)
+
+        self.each_segment(gmem, worker, segment)
+        plgpu.barrier_wait(smem.q_empty.at[worker])
+        for slot in range(worker * c.num_stages, (worker + 1) * c.num_stages):
+            plgpu.barrier_wait(smem.k_empty.at[slot])
+            if not g.latent:
+                plgpu.barrier_wait(smem.v_empty.at[slot])
+
+    def places(self, gmem, seg, tile) -> list:
+        """Page and first slot of each of a tile's pieces."""
+        size, block = self.g.size, self.c.block_kv
+        last = gmem.tables.shape[1] - 1
+        if size >= block:
+            per_page = size // block
+            page = gmem.tables[seg.row, jnp.minimum(lax.div(tile, per_page), last)]
+            return [(page, lax.rem(tile, per_page) * block)]
+        first = tile * self.pages_per_tile
+        return [
+            (gmem.tables[seg.row, jnp.minimum(first + j, last)], 0)
+            for j in range(self.pages_per_tile)
+        ]
+
+    def copy(self, pages_gmem, tile_smem, full, places, head) -> None:
+        """Starts the copies of a tile's pieces."""
+        rows = min(self.g.size, self.c.block_kv)
+        for j, (page, slot) in enumerate(places):
+            plgpu.copy_gmem_to_smem(
+                pages_gmem.at[page, pl.ds(slot, rows), head],
+                tile_smem.at[pl.ds(j * rows, rows)],
+                full,
+            )
+
+    def compute(self, gmem, smem, worker: int, part: int) -> None:
+        """Attention of a worker's segments."""
+        c = self.c
+        plgpu.barrier_arrive(smem.q_empty.at[worker])
+        for slot in range(worker * c.num_stages, (worker + 1) * c.num_stages):
+            plgpu.barrier_arrive(smem.k_empty.at[slot])
+            if not self.g.latent:
+                plgpu.barrier_arrive(smem.v_empty.at[slot])
+
+        def segment(seg, done):
+            plgpu.barrier_wait(smem.q_full.at[worker])
+            attend = functools.partial(self.attend, gmem, smem, worker, part, seg, done)
+            if self.interpretable:
+                o, peak, total = attend(None)
+            else:
+                o, peak, total = pl.run_scoped(
+                    attend, plgpu.ACC((ROWS, self.part_width), jnp.float32)
+                )
+            self.leave(gmem, smem, worker, part, seg, o, peak, total)
+
+        self.each_segment(gmem, worker, segment)
+        plgpu.wait_smem_to_gmem(0)
+
+    def attend(self, gmem, smem, worker: int, part: int, seg, done, acc):
+        """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
+        c, key_stop = self.c, gmem.entries[seg.entry, END]
+        key_start = gmem.entries[seg.entry, BEGIN]
+        positions = self.positions(gmem, seg)
+        q_smem = smem.q_out[0].at[worker]
+        columns = pl.ds(part * self.part_width, self.part_width)
+
+        def step(i, carry):
+            peak, total, *o = carry
+            slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
+            key0 = (seg.first + i) * c.block_kv
+            plgpu.barrier_wait(smem.k_full.at[slot])
+
+            def scores(s_acc):
+                plgpu.wgmma(s_acc, q_smem, smem.k.at[slot].transpose((1, 0)))
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            if not self.g.latent:
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+            p, peak, total, alpha = self.softmax(s, peak, total, positions - key0)
+            if self.g.latent:
+                v_smem, empty = smem.k.at[slot, :, columns], smem.k_empty
+            else:
+                plgpu.barrier_wait(smem.v_full.at[slot])
+                v_smem, empty = smem.v.at[slot, :, columns], smem.v_empty
+            ragged = (key0 < key_start) | (key0 + c.block_kv > key_stop)
+            pl.when(ragged)(lambda: self.clean(v_smem, key_start - key0, key_stop - key0))
+            o = self.add_product(smem, acc, worker * c.value_parts + part, p, v_smem, alpha, o)
+            plgpu.barrier_arrive(empty.at[slot])
+            return peak, total, *o
+
+        peak = plgpu.layout_cast(jnp.full((ROWS,), NO_MAXIMUM, jnp.float32), ROW)
+        total = plgpu.layout_cast(jnp.full((ROWS, STRIP), 0.0, jnp.float32), WGMMA)
+        carry = (peak, total)
+        if acc is None:
+            carry += (plgpu.layout_cast(jnp.zeros((ROWS, self.part_width), jnp.float32), WGMMA),)
+        peak, total, *o = lax.fori_loop(0, seg.count, step, carry)
+        o = o[0] if acc is None else plgpu.wgmma_accumulator_load(acc, wait_n=0)
+        return o, peak, total.sum(axis=1)
+
+    def add_product(self, smem, acc, mine: int, p, v_smem, alpha, o) -> list:
+        """``o * alpha + p v``, in the accumulator."""
+        p = p.astype(self.dtype)
+        if acc is not None:
+            so_far = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            acc[...] = so_far * lax.broadcast_in_dim(alpha, so_far.shape, [0])
+            plgpu.wgmma(acc, p, v_smem)
+            plgpu.wgmma_wait(0)
+            return []
+        smem.p[mine] = p
+        plgpu.commit_smem()
+
+        def product(acc):
+            plgpu.wgmma(acc, smem.p.at[mine], v_smem)
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
+        return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
+
+    def positions(self, gmem, seg):
+        """int32 [64, 8]: the position of each row's token less the column."""
+        shape = (ROWS, STRIP)
+        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+        position = gmem.entries[seg.entry, POSITION]
+        if self.g.tokens == 1:
+            return position - column
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+        token = lax.div(row, jnp.int32(self.g.span))
+        # A token that a row does not have is before all keys.
+        there = token < gmem.entries[seg.entry, TOKENS]
+        return jnp.where(there, position + token, -1) - column
+
+    def softmax(self, s, peak, total, ahead):
+        """Probabilities relative to the running maximum, and what the maximum's growth costs.
+
+        Args:
+            s: products of queries and keys.
+            peak, total: so far; maxima are in units of log2.
+            ahead: how far the position of a row's token is ahead of the key of a column, of the
+                first 8 columns.
+        """
+        cap, window = self.spec.soft_cap, self.spec.window
+        if cap is None:
+            s = s * (self.spec.scale * LOG2E)
+        else:
+            s = soft_cap(s, self.spec.scale, cap) * LOG2E
+        masked = []
+        for i, strip in enumerate(strips(s)):
+            seen = ahead >= i * STRIP
+            if window is not None:
+                seen = seen & (ahead < i * STRIP + window)
+            masked.append(jnp.where(seen, strip, -jnp.inf))
+        s = jnp.concatenate(masked, axis=1)
+        top = jnp.maximum(peak, s.max(axis=1))
+        alpha = jnp.exp2(peak - top)
+        p = jnp.exp2(s - lax.broadcast_in_dim(top, s.shape, [0]))
+        total = total * lax.broadcast_in_dim(alpha, total.shape, [0]) + sum_strips(p)
+        return p, top, total, alpha
+
+    def clean(self, v_smem, first, stop) -> None:
+        """Zeros for values that nobody put there, or no longer has: 0 times NaN is NaN."""
+        rows, width = v_smem.shape
+        for column in range(0, width, COLUMNS):
+            part = v_smem.at[:, pl.ds(column, COLUMNS)]
+            v = plgpu.load(part, layout=WGMMA, optimized=False)
+            row = plgpu.broadcasted_iota(jnp.int32, (rows, COLUMNS), 0, layout=WGMMA)
+            part[...] = jnp.where((row >= first) & (row < stop), v, 0.0)
+        plgpu.commit_smem()
+
+    def leave(self, gmem, smem, worker: int, part: int, seg, o, peak, total) -> None:
+        """Normalizes a segment's result and copies it out."""
+        g, c = self.g, self.c
+        factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        o = o * lax.broadcast_in_dim(factor, o.shape, [0])
+        if part == 0:
+            smem.lse[worker] = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log2(total))
+        if c.value_parts > 1:  # the other may still multiply with the queries
+            plgpu.barrier_arrive(smem.q_read.at[worker])
+            plgpu.barrier_wait(smem.q_read.at[worker])
+        staged = smem.q_out[1].at[worker * c.value_parts + part]
+        for column in range(0, self.part_width, self.out_width):
+            staged[...] = lax.slice(o, (0, column), (ROWS, column + self.out_width))
+            plgpu.commit_smem()
+            columns = pl.ds(part * self.part_width + column, self.out_width)
+            plgpu.copy_smem_to_gmem(
+                staged.at[pl.ds(0, g.rows)], gmem.out.at[seg.partial, :, columns]
+            )
+            if part == 0 and column == 0:
+                plgpu.copy_smem_to_gmem(smem.lse.at[worker], gmem.lse.at[seg.partial])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem.q_empty.at[worker])
