@@ -1,20 +1,29 @@
 """The public function: checks the call and chooses who computes it. Dims: as in ``spec``."""
 
+import functools
+import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError
+from pallas_kernels.common import device
+from pallas_kernels.common.errors import InputError, UnsupportedError
 
+from .hopper import paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
 from .spec import PagedCall
 from .validate import make_call
 from .xla import paged_attention_xla
 
-type PagedImplementation = Literal["auto", "xla", "reference"]
+type PagedImplementation = Literal["auto", "hopper", "xla", "reference"]
 
-_IMPLEMENTATIONS = {"xla": paged_attention_xla, "reference": paged_attention_reference}
+_IMPLEMENTATIONS = {
+    "hopper": paged_attention_hopper,
+    "xla": paged_attention_xla,
+    "reference": paged_attention_reference,
+}
+_logger = logging.getLogger(__name__)
 
 
 def paged_attention(
@@ -52,7 +61,9 @@ def paged_attention(
         soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
         sinks: floats [N]: a logit a head that joins the softmax's denominator and has no value.
         scale: of the scores; default 1 / sqrt(H).
-        implementation: "xla" loops over pages, "reference" is the formula. "auto" takes xla.
+        implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
+            "reference" (the formula, all pages at once) compute the call themselves or raise.
+            "auto" takes hopper where it can, else xla, and logs which once.
 
     Returns:
         [B, N, V] or [B, T, N, V] in q's dtype. A query that sees nothing, as in a row of length 0,
@@ -60,6 +71,7 @@ def paged_attention(
 
     Raises:
         InputError: shapes, dtypes or options that disagree.
+        UnsupportedError: the named implementation cannot compute this call.
     """
     q, k_pages = jnp.asarray(q), jnp.asarray(k_pages)
     v_pages = None if v_pages is None else jnp.asarray(v_pages)
@@ -73,10 +85,24 @@ def paged_attention(
 
 
 def _compute(implementation: str, call: PagedCall) -> jax.Array:
-    if implementation == "auto":
-        implementation = "xla"
-    if implementation not in _IMPLEMENTATIONS:
+    if implementation not in ("auto", *_IMPLEMENTATIONS):
         raise InputError(
             f"implementation={implementation!r} must be auto or {', '.join(_IMPLEMENTATIONS)}"
         )
+    reason = unsupported(call) if implementation in ("auto", "hopper") else None
+    if implementation == "auto":
+        implementation = "hopper" if reason is None else "xla"
+        _announce(implementation, device.target().slug, call.describe(), reason)
+    elif reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot compute this paged attention: {reason}. Call: "
+            f"{call.describe()}. These can: xla, reference"
+        )
     return _IMPLEMENTATIONS[implementation](call)
+
+
+@functools.cache
+def _announce(name: str, device_kind: str, case: str, reason: str | None) -> None:
+    """Logs a choice; the cache makes it once for each distinct case."""
+    because = f" (not hopper: {reason})" if reason else ""
+    _logger.info("paged_attention on %s uses %s for %s%s", device_kind, name, case, because)

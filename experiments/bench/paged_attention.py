@@ -1,0 +1,197 @@
+"""Paged decode attention on a Hopper GPU: errors first, then the rate at which the cache is read.
+
+python -m experiments.bench.paged_attention --out experiments/results/paged-attention-h200.json
+
+"check" rows give relative errors against the formula in fp32, beside those of the portable form in
+16 bits. Other rows are CUPTI times of all kernels of a call, plan and merge among them, and
+"attend" is the one that reads the cache. GB/s count the cache's keys and values once; "of_copy"
+divides them by the copy of the same process, bytes read and written. Rows "cudnn" attend to a
+contiguous cache of the same lengths. Candidates of a shape take turns. What fails, or comes after
+--budget seconds, is recorded as such and the table goes on; the file is written after every row.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jax.stages
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments.bench.table import Table
+from pallas_kernels import paged_attention
+from pallas_kernels.paged_attention.hopper import paged_attention_hopper
+from pallas_kernels.paged_attention.hopper.config import PagedConfig
+from pallas_kernels.paged_attention.validate import make_call
+from pallas_kernels.paged_attention.workloads import WORKLOADS, PagedWorkload
+
+BF16 = jnp.dtype("bfloat16")
+SIZES = (16, 32, 128)
+VARIANTS = {
+    "2 workers, 2 tiles": PagedConfig(num_stages=2),
+    "1 worker, 6 tiles": PagedConfig(num_stages=6, num_workers=1),
+    "1 worker, 3 tiles of 128": PagedConfig(num_stages=3, num_workers=1, block_kv=128),
+}
+CHECKED = {
+    "plain": (PagedWorkload(name="", B=5, length=1500, N=32, K=8), {}),
+    "pages of 16, fp16": (PagedWorkload(name="", B=3, length=700, N=64, K=8, size=16), {}),
+    "one head each": (PagedWorkload(name="", B=3, length=700, N=32, K=32, size=128), {}),
+    "tokens, window, cap": (
+        PagedWorkload(name="", B=4, length=900, N=32, K=8, T=5, window=300),
+        {"soft_cap": 5.0},
+    ),
+    "sinks": (PagedWorkload(name="", B=4, length=300, N=16, K=2, H=64, V=64, size=32), {}),
+    "heads of 256": (PagedWorkload(name="", B=4, length=600, N=16, K=8, H=256, V=256), {}),
+    "chunk": (PagedWorkload(name="", B=2, length=900, N=32, K=8, T=300), {}),
+    "latent 16": (dataclasses.replace(WORKLOADS[4], B=3, length=900), {}),
+    "latent 128": (dataclasses.replace(WORKLOADS[5], B=3, length=900, T=2), {}),
+}  # fmt: skip
+
+
+def with_config(*arguments, config: PagedConfig, value_width=None, window=None) -> jax.Array:
+    call = make_call(
+        *arguments, query_lengths=None, value_width=value_width, window=window, soft_cap=None,
+        sinks=None, scale=None,
+    )  # fmt: skip
+    return paged_attention_hopper(call, config=config)
+
+
+def relative(got: jax.Array, want: jax.Array) -> float:
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+
+
+def check(name: str) -> dict:
+    """Errors of the kernels and of the portable form; rows of all lengths, one of them empty."""
+    workload, options = CHECKED[name]
+    dtype = jnp.dtype("float16" if "fp16" in name else "bfloat16")
+    options = options | workload.options()
+    lengths = workload.lengths(equal=False)
+    tables, num_pages = workload.tables(lengths)
+    lengths[0] = 0
+    arguments = [*workload.pools(jax.random.key(0), dtype, num_pages), tables, lengths]
+    if name == "sinks":
+        options["sinks"] = jnp.linspace(-1.0, 3.0, workload.N)
+
+    def run(implementation: str, arguments: list) -> jax.Array:
+        f = functools.partial(paged_attention, **options, implementation=implementation)
+        return jax.jit(f)(*arguments)
+
+    wide = [x if x is None or x.dtype != dtype else x.astype(jnp.float32) for x in arguments]
+    want = run("reference", wide)
+    got, again = run("hopper", arguments), run("hopper", arguments)
+    error, plain = relative(got, want), relative(run("xla", arguments), want)
+    return {
+        "error": error, "xla": plain, "ok": error <= 2 * plain and not bool(jnp.any(got[0])),
+        "repeats": bool(jnp.all(got == again)),
+    }  # fmt: skip
+
+
+def contiguous(q, k, v) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+
+def timed(f: Callable, args: list, num_bytes: int, copy: float | None) -> dict:
+    """Medians of all kernels of a call, and of its longest."""
+    runs, longest = [], []
+    for _ in range(3):
+        _, launches = profiler.measure(f, aggregate=False, iterations=5)(*args)
+        assert launches is not None, "the call launched no kernel"
+        for launch in launches:
+            runs.append(sum(ms for _, ms in launch))
+            longest.append(max(ms for _, ms in launch))
+    ms, attend = statistics.median(runs), statistics.median(longest)
+    rate = num_bytes / ms / 1e6
+    row = {"us": round(1e3 * ms, 2), "attend_us": round(1e3 * attend, 2), "gb_s": round(rate, 1)}
+    row["kernels"] = [[name[:40], round(1e3 * ms, 2)] for name, ms in launch]
+    return row | ({"of_copy": round(rate / copy, 4)} if copy else {})
+
+
+def copied() -> float:
+    """GB/s of a copy of 2 GiB, read and written."""
+    x = jax.random.bits(jax.random.key(0), (2**29,), "uint32")
+    _, times = profiler.measure(jax.jit(lambda x: x + 1), iterations=9)(x)
+    assert isinstance(times, list), "one kernel, nine times"
+    return 2 * x.nbytes / statistics.median(times) / 1e6
+
+
+def forms(workload: PagedWorkload, variants: bool) -> dict[str, Callable]:
+    options = workload.options()
+    found = {"hopper": functools.partial(paged_attention, **options, implementation="hopper")}
+    if variants and workload.H == workload.V:
+        found |= {
+            name: functools.partial(with_config, config=config, **options)
+            for name, config in VARIANTS.items()
+        }
+    return found
+
+
+def measure_shape(
+    table: Table, pool, workload: PagedWorkload, copy: float | None, *, variants: bool, cudnn: bool
+) -> None:
+    """All forms at equal lengths, the kernels at random ones, cuDNN on a contiguous cache."""
+    given = {}
+    for equal in (True, False):
+        lengths = workload.lengths(equal=equal)
+        tables, num_pages = workload.tables(lengths)
+        given[equal] = (tables, lengths, num_pages)
+    num_pages = max(pages for *_, pages in given.values())
+    make = jax.jit(lambda: workload.pools(jax.random.key(0), BF16, num_pages))
+    programs = {}
+    for equal, (tables, lengths, _) in given.items():
+        args = [*jax.eval_shape(make), jnp.asarray(tables), jnp.asarray(lengths)]
+        for name, f in forms(workload, variants and equal).items():
+            label = name if equal else f"{name}, random lengths"
+            programs[label] = equal, pool.submit(compiled, f, args)
+    arrays, num_bytes = make(), workload.cache_bytes()
+    for label, (equal, program) in programs.items():
+        tables, lengths, _ = given[equal]
+        args = [*arrays, jnp.asarray(tables), jnp.asarray(lengths)]
+        table.add(
+            f"{workload.name} {workload.size}: {label}",
+            lambda program=program, args=args: timed(program.result(), args, num_bytes, copy),
+        )
+    if cudnn:
+        shape = (workload.B, workload.length, workload.K, workload.H)
+        q, k, v = arrays
+        k, v = (x[: given[True][2]].reshape(shape) for x in (k, v))
+        table.add(
+            f"{workload.name}: cudnn, contiguous",
+            lambda: timed(jax.jit(contiguous), [q, k, v], num_bytes, copy),
+        )
+
+
+def compiled(f: Callable, args: list) -> jax.stages.Compiled:
+    return jax.jit(f).lower(*args).compile()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds in all")
+    parser.add_argument("--variants", action="store_true", help="other tiles too")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
+    args = parser.parse_args()
+    table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        checks = {name: pool.submit(check, name) for name in CHECKED}
+        for name, row in checks.items():
+            table.add(f"check {name}", row.result)
+        copy = table.add("copy", lambda: {"gb_s": round(copied(), 1)}).get("gb_s")
+        for i, workload in enumerate(WORKLOADS):
+            measure_shape(
+                table, pool, workload, copy, variants=args.variants, cudnn=not workload.latent
+            )
+            for size in SIZES if i == 0 else ():
+                sized = dataclasses.replace(workload, size=size)
+                measure_shape(table, pool, sized, copy, variants=False, cudnn=False)
+
+
+if __name__ == "__main__":
+    main()
