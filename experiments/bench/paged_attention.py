@@ -34,9 +34,9 @@ from pallas_kernels.paged_attention.workloads import WORKLOADS, PagedWorkload
 BF16 = jnp.dtype("bfloat16")
 SIZES = (16, 32, 128)
 VARIANTS = {
-    "2 workers, 2 tiles": PagedConfig(num_stages=2),
+    "no teams": PagedConfig(teams=False),
+    "2 tiles": PagedConfig(num_stages=2),
     "1 worker, 6 tiles": PagedConfig(num_stages=6, num_workers=1),
-    "1 worker, 3 tiles of 128": PagedConfig(num_stages=3, num_workers=1, block_kv=128),
 }
 CHECKED = {
     "plain": (PagedWorkload(name="", B=5, length=1500, N=32, K=8), {}),
@@ -97,15 +97,19 @@ def contiguous(q, k, v) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
 
 
-def timed(f: Callable, args: list, num_bytes: int, copy: float | None) -> dict:
-    """Medians of all kernels of a call, and of its longest."""
+def timed(f: Callable, args: list, num_bytes: int, copy: float | None, *, calls: int = 1) -> dict:
+    """Medians of all kernels of a call, and of its longest.
+
+    Args:
+        f: that many calls.
+    """
     runs, longest = [], []
     for _ in range(3):
         _, launches = profiler.measure(f, aggregate=False, iterations=5)(*args)
         assert launches is not None, "the call launched no kernel"
         for launch in launches:
-            runs.append(sum(ms for _, ms in launch))
-            longest.append(max(ms for _, ms in launch))
+            runs.append(sum(ms for _, ms in launch) / calls)
+            longest.append(sum(sorted(ms for _, ms in launch)[-calls:]) / calls)
     ms, attend = statistics.median(runs), statistics.median(longest)
     rate = num_bytes / ms / 1e6
     row = {"us": round(1e3 * ms, 2), "attend_us": round(1e3 * attend, 2), "gb_s": round(rate, 1)}
@@ -121,48 +125,79 @@ def copied() -> float:
     return 2 * x.nbytes / statistics.median(times) / 1e6
 
 
-def forms(workload: PagedWorkload, variants: bool) -> dict[str, Callable]:
-    options = workload.options()
-    found = {"hopper": functools.partial(paged_attention, **options, implementation="hopper")}
-    if variants and workload.H == workload.V:
-        found |= {
-            name: functools.partial(with_config, config=config, **options)
-            for name, config in VARIANTS.items()
-        }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A form of the call, and the tables and lengths that it is given."""
+
+    f: Callable
+    tables: list[jax.Array]  # of pages that no other call has
+    lengths: list[jax.Array]
+
+    def __call__(self, q, k, v, tables, lengths) -> list[jax.Array]:
+        """As many calls as there are tables."""
+        return [self.f(q, k, v, t, n) for t, n in zip(tables, lengths, strict=True)]
+
+
+def candidates(workload: PagedWorkload, *, variants: bool) -> dict[str, Candidate]:
+    """By name: the kernels at equal and at random lengths, and in other forms.
+
+    Calls on a small cache rotate through several, as what L2 holds is no measure of the memory.
+    """
+    options, calls = workload.options(), 4 if workload.cache_bytes() < 2**29 else 1
+
+    def candidate(f: Callable, *, equal: bool = True, in_order: bool = False) -> Candidate:
+        lengths = workload.lengths(equal=equal)
+        tables, num_pages = workload.tables(lengths, in_order=in_order)
+        return Candidate(
+            f=f,
+            tables=[jnp.asarray(tables + i * num_pages) for i in range(calls)],
+            lengths=[jnp.asarray(lengths) for _ in range(calls)],
+        )
+
+    kernels = functools.partial(paged_attention, **options, implementation="hopper")
+    found = {
+        "hopper": candidate(kernels), "hopper, random lengths": candidate(kernels, equal=False)
+    }  # fmt: skip
+    if variants:
+        found["hopper, pages in order"] = candidate(kernels, in_order=True)
+        for name, config in VARIANTS.items() if not workload.latent else ():
+            f = functools.partial(with_config, config=config, **options)
+            found[name] = candidate(f)
     return found
 
 
 def measure_shape(
     table: Table, pool, workload: PagedWorkload, copy: float | None, *, variants: bool, cudnn: bool
 ) -> None:
-    """All forms at equal lengths, the kernels at random ones, cuDNN on a contiguous cache."""
-    given = {}
-    for equal in (True, False):
-        lengths = workload.lengths(equal=equal)
-        tables, num_pages = workload.tables(lengths)
-        given[equal] = (tables, lengths, num_pages)
-    num_pages = max(pages for *_, pages in given.values())
+    """All candidates of a shape, and cuDNN on a contiguous cache of equal lengths."""
+    title = f"{workload.name}, pages of {workload.size}"
+    if not title.startswith(tuple(table.only)):
+        return
+    found = candidates(workload, variants=variants)
+    num_pages = 1 + max(int(t.max()) for each in found.values() for t in each.tables)
     make = jax.jit(lambda: workload.pools(jax.random.key(0), BF16, num_pages))
-    programs = {}
-    for equal, (tables, lengths, _) in given.items():
-        args = [*jax.eval_shape(make), jnp.asarray(tables), jnp.asarray(lengths)]
-        for name, f in forms(workload, variants and equal).items():
-            label = name if equal else f"{name}, random lengths"
-            programs[label] = equal, pool.submit(compiled, f, args)
+    programs = {
+        name: pool.submit(compiled, each, [*jax.eval_shape(make), each.tables, each.lengths])
+        for name, each in found.items()
+    }
     arrays, num_bytes = make(), workload.cache_bytes()
-    for label, (equal, program) in programs.items():
-        tables, lengths, _ = given[equal]
-        args = [*arrays, jnp.asarray(tables), jnp.asarray(lengths)]
+    for name, each in found.items():
+        args = [*arrays, each.tables, each.lengths]
+        calls = len(each.tables)
         table.add(
-            f"{workload.name} {workload.size}: {label}",
-            lambda program=program, args=args: timed(program.result(), args, num_bytes, copy),
+            f"{title}: {name}",
+            lambda program=programs[name], args=args, calls=calls: timed(
+                program.result(), args, num_bytes, copy, calls=calls
+            ),
         )
     if cudnn:
+        q, *pools = arrays
         shape = (workload.B, workload.length, workload.K, workload.H)
-        q, k, v = arrays
-        k, v = (x[: given[True][2]].reshape(shape) for x in (k, v))
+        k, v = (
+            x[: -(-workload.B * workload.length // workload.size)].reshape(shape) for x in pools
+        )
         table.add(
-            f"{workload.name}: cudnn, contiguous",
+            f"{title}: cudnn, contiguous",
             lambda: timed(jax.jit(contiguous), [q, k, v], num_bytes, copy),
         )
 
@@ -180,14 +215,16 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        checks = {name: pool.submit(check, name) for name in CHECKED}
+        wanted = [n for n in CHECKED if f"check {n}".startswith(tuple(args.only))]
+        checks = {name: pool.submit(check, name) for name in wanted}
         for name, row in checks.items():
             table.add(f"check {name}", row.result)
         copy = table.add("copy", lambda: {"gb_s": round(copied(), 1)}).get("gb_s")
         for i, workload in enumerate(WORKLOADS):
             measure_shape(
-                table, pool, workload, copy, variants=args.variants, cudnn=not workload.latent
-            )
+                table, pool, workload, copy,
+                variants=args.variants, cudnn=not workload.latent and workload.B > 1,
+            )  # fmt: skip
             for size in SIZES if i == 0 else ():
                 sized = dataclasses.replace(workload, size=size)
                 measure_shape(table, pool, sized, copy, variants=False, cudnn=False)

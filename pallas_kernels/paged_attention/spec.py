@@ -32,9 +32,9 @@ class PagedCall:
     q_BTNH: jax.Array
     k_PSKH: jax.Array
     v_PSKV: jax.Array | None  # None: values are the first ``value_width`` columns of the keys
-    tables_BM: jax.Array  # int32, within 0 .. P - 1
-    lengths_B: jax.Array  # int32
-    query_lengths_B: jax.Array  # int32, at most T
+    tables_BM: jax.Array  # int32
+    lengths_B: jax.Array  # int32; above what a table has room for is that
+    query_lengths_B: jax.Array  # int32; above T is T
     sinks_N: jax.Array | None  # float32: a logit that joins the softmax's denominator
     spec: PagedSpec = dataclasses.field(metadata=dict(static=True))
 
@@ -43,11 +43,18 @@ class PagedCall:
         """Query heads per kv head."""
         return self.q_BTNH.shape[2] // self.k_PSKH.shape[2]
 
+    @property
+    def capacity(self) -> int:
+        """Positions that a row's table has room for."""
+        return self.tables_BM.shape[1] * self.k_PSKH.shape[1]
+
     def positions_BT(self) -> jax.Array:
         """Of the queries; below 0 for one that sees nothing."""
-        t_1T = jnp.arange(self.q_BTNH.shape[1], dtype=jnp.int32)[None, :]
-        first_B1 = (self.lengths_B - self.query_lengths_B)[:, None]
-        return jnp.where(t_1T < self.query_lengths_B[:, None], first_B1 + t_1T, -1)
+        num_queries = self.q_BTNH.shape[1]
+        t_1T = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
+        queries_B1 = jnp.clip(self.query_lengths_B, 0, num_queries)[:, None]
+        first_B1 = jnp.clip(self.lengths_B, 0, self.capacity)[:, None] - queries_B1
+        return jnp.where(t_1T < queries_B1, first_B1 + t_1T, -1)
 
     def visible(self, positions: jax.Array, keys: jax.Array) -> jax.Array:
         """Whether queries see keys, both by their positions, which broadcast."""

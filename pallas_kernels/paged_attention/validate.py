@@ -5,6 +5,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.errors import InputError
 
@@ -70,16 +71,16 @@ def make_call(
     page_tables = _integers("page_tables", page_tables, (B, None))
     lengths = _integers("lengths", lengths, (B,))
     if query_lengths is None:
-        query_lengths = jnp.full((B,), T, jnp.int32)
+        # A constant: no kernel fills it.
+        query_lengths = jnp.asarray(np.full((B,), T, np.int32))
     query_lengths = _integers("query_lengths", query_lengths, (B,))
     return PagedCall(
         q_BTNH=q,
         k_PSKH=k_pages,
         v_PSKV=v_pages,
-        tables_BM=jnp.clip(page_tables, 0, num_pages - 1),
-        # What a table has no room for is in no page.
-        lengths_B=jnp.clip(lengths, 0, page_tables.shape[1] * size),
-        query_lengths_B=jnp.clip(query_lengths, 0, T),
+        tables_BM=page_tables,
+        lengths_B=lengths,
+        query_lengths_B=query_lengths,
         sinks_N=None if sinks is None else sinks.astype(jnp.float32),
         spec=PagedSpec(
             scale=_positive("scale", 1 / math.sqrt(H) if scale is None else scale),

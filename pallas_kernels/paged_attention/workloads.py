@@ -51,11 +51,13 @@ class PagedWorkload:
         k = jax.random.normal(keys[1], (*pages, self.H), dtype)
         return [q, k, None if self.latent else jax.random.normal(keys[2], (*pages, self.V), dtype)]
 
-    def tables(self, lengths: np.ndarray) -> tuple[np.ndarray, int]:
-        """int32 [B, M] of pages in random order, and how many there are."""
+    def tables(self, lengths: np.ndarray, *, in_order: bool = False) -> tuple[np.ndarray, int]:
+        """int32 [B, M] of pages, in random order by default, and how many there are."""
         counts = -(-lengths // self.size)
         tables = np.full((self.B, counts.max()), -1, np.int32)
-        order = np.random.default_rng(1).permutation(counts.sum())
+        order = np.arange(counts.sum())
+        if not in_order:
+            order = np.random.default_rng(1).permutation(order)
         for row, pages in zip(tables, np.split(order, np.cumsum(counts)[:-1]), strict=True):
             row[: len(pages)] = pages
         return tables, int(counts.sum())

@@ -34,20 +34,7 @@ from pallas_kernels.hopper.tile import (
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import ROWS, PagedConfig, QueryLayout
-from .plan import (
-    BEFORE,
-    BEGIN,
-    END,
-    FIRST_SEGMENT,
-    FIRST_TILE,
-    POSITION,
-    SEGMENT_STOP,
-    START,
-    STOP,
-    TILES,
-    TOKENS,
-    PagePlan,
-)
+from .plan import PagePlan, extent_of, piece_start
 
 # Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
 NO_MAXIMUM = -1e30
@@ -62,7 +49,10 @@ def attend_pages(
     config: PagedConfig,
     interpretable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Partial results, each at ``worker + segment``, normalized, with their logsumexps.
+    """Partial results, normalized, with their logsumexps.
+
+    That of a team's worker ``member`` for a segment, which is an entry of the plan for a block of
+    kv heads, is at ``(team + segment) * members + member``.
 
     Args:
         call: heads are a multiple of 8.
@@ -75,13 +65,15 @@ def attend_pages(
         float32 [partials, rows, V] and, in units of log2, float32 [partials, 64].
     """
     kernel = _AttendPages(
-        g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, interpretable=interpretable
-    )
+        g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, capacity=call.capacity,
+        interpretable=interpretable,
+    )  # fmt: skip
     # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
-    num_partials = config.all_workers + layout.num_entries * layout.K + 1
-    operands = {"q": call.q_BTNH, "k": call.k_PSKH, "tables": call.tables_BM}
+    num_partials = config.num_blocks * config.num_workers + layout.num_entries * layout.K + 1
+    operands = {"q": call.q_BTNH, "k": call.k_PSKH}
     operands |= {} if call.v_PSKV is None else {"v": call.v_PSKV}
-    operands |= {"entries": plan.entries_E8, "workers": plan.workers_W4}
+    operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
+    operands |= {"queries": call.query_lengths_B, "before": plan.before_E1, "starts": plan.entry_W}
     results = {
         "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
         "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
@@ -109,6 +101,7 @@ class _AttendPages:
     c: PagedConfig
     spec: PagedSpec
     dtype: jnp.dtype
+    capacity: int
     interpretable: bool
 
     @property
@@ -185,27 +178,42 @@ class _AttendPages:
                 plgpu.set_max_registers(least, action="decrease")
                 self.load(gmem, smem, worker)
 
-    def each_segment(self, gmem, worker: int, body) -> jax.Array:
-        """Calls ``body(segment, tiles done)`` for this worker's segments; all tiles."""
-        number = lax.axis_index("block") * self.c.num_workers + worker
-        start, stop = gmem.workers[number, START], gmem.workers[number, STOP]
+    def each_segment(self, gmem, worker: int, body) -> None:
+        """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
+        g, c = self.g, self.c
+        members, num_teams = c.team(g), c.num_teams(g)
+        head_blocks = g.K // members
+        number = lax.axis_index("block") * c.num_workers + worker
+        team, member = lax.div(number, members), lax.rem(number, members)
+        total = gmem.before[g.num_entries]
+        start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
 
-        def step(s, done):
-            entry, head = lax.div(s, self.g.K), lax.rem(s, self.g.K)
-            tiles = gmem.entries[entry, TILES]
-            before = gmem.entries[entry, BEFORE] + head * tiles
-            lo = jnp.maximum(start - before, 0)
-            count = jnp.maximum(jnp.minimum(stop - before, tiles) - lo, 0)
+        def tiles_of(entry):
+            before = gmem.before[entry]
+            return before, lax.div(gmem.before[entry + 1] - before, head_blocks)
+
+        def step(carry):
+            s, at, done = carry
+            entry, block = lax.div(s, head_blocks), lax.rem(s, head_blocks)
+            before, tiles = tiles_of(entry)
+            lo = at - before - block * tiles
+            count = jnp.minimum(tiles - lo, stop - at)
+            row, tile = lax.div(entry, g.num_q_tiles), lax.rem(entry, g.num_q_tiles)
+            extent = extent_of(
+                self.capacity, g, self.spec.window, gmem.lengths[row], gmem.queries[row], tile
+            )
             segment = types.SimpleNamespace(
-                partial=number + s, entry=entry, head=head, count=count,
-                row=lax.div(entry, self.g.num_q_tiles), tile=lax.rem(entry, self.g.num_q_tiles),
-                first=gmem.entries[entry, FIRST_TILE] + lo,
+                partial=(team + s) * members + member, head=block * members + member, row=row,
+                tile=tile, extent=extent, first=lax.div(extent.begin, c.block_kv) + lo, count=count,
             )  # fmt: skip
             pl.when(count > 0)(lambda: body(segment, done))
-            return done + count
+            return s + 1, at + count, done + count
 
-        first, last = gmem.workers[number, FIRST_SEGMENT], gmem.workers[number, SEGMENT_STOP]
-        return lax.fori_loop(first, last, step, jnp.int32(0))
+        entry = gmem.starts[team]
+        before, tiles = tiles_of(entry)
+        block = lax.div(start - before, jnp.maximum(tiles, 1))
+        carry = entry * head_blocks + block, start, jnp.int32(0)
+        lax.while_loop(lambda carry: carry[1] < stop, step, carry)
 
     def load(self, gmem, smem, worker: int) -> None:
         """Fills the ring of a worker."""
@@ -247,16 +255,18 @@ class _AttendPages:
     def places(self, gmem, seg, tile) -> list:
         """Page and first slot of each of a tile's pieces."""
         size, block = self.g.size, self.c.block_kv
-        last = gmem.tables.shape[1] - 1
+        last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
+
+        def page(place):
+            # A tile may go beyond what the row has: any page will do, whose values are cleaned.
+            number = gmem.tables[seg.row, jnp.minimum(place, last)]
+            return jnp.minimum(jnp.maximum(number, 0), num_pages - 1)
+
         if size >= block:
             per_page = size // block
-            page = gmem.tables[seg.row, jnp.minimum(lax.div(tile, per_page), last)]
-            return [(page, lax.rem(tile, per_page) * block)]
+            return [(page(lax.div(tile, per_page)), lax.rem(tile, per_page) * block)]
         first = tile * self.pages_per_tile
-        return [
-            (gmem.tables[seg.row, jnp.minimum(first + j, last)], 0)
-            for j in range(self.pages_per_tile)
-        ]
+        return [(page(first + j), 0) for j in range(self.pages_per_tile)]
 
     def copy(self, pages_gmem, tile_smem, full, places, head) -> None:
         """Starts the copies of a tile's pieces."""
@@ -279,7 +289,7 @@ class _AttendPages:
 
         def segment(seg, done):
             plgpu.barrier_wait(smem.q_full.at[worker])
-            attend = functools.partial(self.attend, gmem, smem, worker, part, seg, done)
+            attend = functools.partial(self.attend, smem, worker, part, seg, done)
             if self.interpretable:
                 o, peak, total = attend(None)
             else:
@@ -291,11 +301,10 @@ class _AttendPages:
         self.each_segment(gmem, worker, segment)
         plgpu.wait_smem_to_gmem(0)
 
-    def attend(self, gmem, smem, worker: int, part: int, seg, done, acc):
+    def attend(self, smem, worker: int, part: int, seg, done, acc):
         """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
-        c, key_stop = self.c, gmem.entries[seg.entry, END]
-        key_start = gmem.entries[seg.entry, BEGIN]
-        positions = self.positions(gmem, seg)
+        c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
+        positions = self.positions(seg)
         q_smem = smem.q_out[0].at[worker]
         columns = pl.ds(part * self.part_width, self.part_width)
 
@@ -352,17 +361,17 @@ class _AttendPages:
         new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
         return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
 
-    def positions(self, gmem, seg):
+    def positions(self, seg):
         """int32 [64, 8]: the position of each row's token less the column."""
         shape = (ROWS, STRIP)
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-        position = gmem.entries[seg.entry, POSITION]
+        position = seg.extent.position
         if self.g.tokens == 1:
             return position - column
         row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
         token = lax.div(row, jnp.int32(self.g.span))
         # A token that a row does not have is before all keys.
-        there = token < gmem.entries[seg.entry, TOKENS]
+        there = token < seg.extent.tokens
         return jnp.where(there, position + token, -1) - column
 
     def softmax(self, s, peak, total, ahead):

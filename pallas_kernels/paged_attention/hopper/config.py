@@ -4,6 +4,7 @@ Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
 
 import dataclasses
+import math
 
 from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
 from pallas_kernels.paged_attention.spec import PagedCall
@@ -23,12 +24,16 @@ class PagedConfig:
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
     num_workers: int = 2
     value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
+    teams: bool = True  # workers side by side read the same pages, each for another kv head
     num_blocks: int = NUM_PROCESSORS
 
-    @property
-    def all_workers(self) -> int:
-        """Workers of all blocks."""
-        return self.num_blocks * self.num_workers
+    def team(self, layout: "QueryLayout") -> int:
+        """Workers of a team: kv heads whose pages are read at the same time."""
+        return math.gcd(layout.K, self.num_blocks * self.num_workers) if self.teams else 1
+
+    def num_teams(self, layout: "QueryLayout") -> int:
+        """Teams of all blocks."""
+        return self.num_blocks * self.num_workers // self.team(layout)
 
     def smem_bytes(self, layout: "QueryLayout") -> int:
         """Shared memory of a block, 16-bit operands."""

@@ -1,8 +1,7 @@
 """The kernel that merges: each query head's partial results, by their logsumexps.
 
 The rule is that of ``pallas_kernels.flash_attention.merge``. A block has four heads of a token, a
-warp each, and reads four partial results at a time: what it waits for is one access to memory for
-each four of them.
+warp each, and reads several partial results at a time: it waits for memory once for all of them.
 """
 
 import dataclasses
@@ -21,9 +20,9 @@ from pallas_kernels.rows.config import tile_layout
 
 from .attend import NO_MAXIMUM
 from .config import MERGED_ROWS, ROWS, PagedConfig, QueryLayout
-from .plan import BEFORE, STOP, TILES, PagePlan
+from .plan import PagePlan, team_of
 
-AT_A_TIME = 4  # partial results
+HELD = 1024  # columns of partial results that a warp reads at a time
 
 
 def merge_pages(
@@ -38,8 +37,7 @@ def merge_pages(
     """[B, T, N, V] in the queries' dtype from what ``attend_pages`` left."""
     g = layout
     kernel = _MergePages(g=g, c=config, dtype=call.q_BTNH.dtype, sinks=call.sinks_N is not None)
-    operands = {"out": partial_out, "lse": partial_lse, "entries": plan.entries_E8}
-    operands["workers"] = plan.workers_W4
+    operands = {"out": partial_out, "lse": partial_lse, "before": plan.before_E1}
     if call.sinks_N is not None:
         operands["sinks"] = jnp.pad(call.sinks_N * LOG2E, (0, MERGED_ROWS))
     shape = (g.B, g.T, g.K, g.merged_group, g.V)
@@ -102,20 +100,24 @@ class _MergePages:
     def sum(self, gmem, entry, head, row):
         """Maxima, sums of weights and weighted sums over the partial results of a segment."""
         g, layout = self.g, self.layout
-        tiles = gmem.entries[entry, TILES]
-        start = gmem.entries[entry, BEFORE] + head * tiles
-        total_tiles = gmem.workers[self.c.all_workers - 1, STOP]
-        first = self.worker_of(start, total_tiles)
-        last = self.worker_of(start + jnp.maximum(tiles - 1, 0), total_tiles)
+        members, num_teams = self.c.team(g), self.c.num_teams(g)
+        head_blocks = g.K // members
+        block, member = lax.div(head, members), lax.rem(head, members)
+        before = gmem.before[entry]
+        tiles = lax.div(gmem.before[entry + 1] - before, head_blocks)
+        start, total_tiles = before + block * tiles, gmem.before[g.num_entries]
+        first = team_of(start, total_tiles, num_teams)
+        last = team_of(start + jnp.maximum(tiles - 1, 0), total_tiles, num_teams)
         count = jnp.where(tiles > 0, last - first + 1, 0)
-        base = first + entry * g.K + head
+        base = first + entry * head_blocks + block
+        at_a_time = max(2, min(8, HELD // g.V))
 
         def some(i, carry):
             peak, total, out = carry
             lses, outs = [], []
-            for j in range(AT_A_TIME):
-                at = i * AT_A_TIME + j
-                partial = base + jnp.minimum(at, count - 1)
+            for j in range(at_a_time):
+                at = i * at_a_time + j
+                partial = (base + jnp.minimum(at, count - 1)) * members + member
                 rows = pl.ds(row, MERGED_ROWS)
                 lse = plgpu.load(
                     gmem.lse.at[partial, rows], layout=layout.reduce(1), optimized=False
@@ -141,12 +143,4 @@ class _MergePages:
             full((MERGED_ROWS,), 0.0, layout.reduce(1)),
             full((MERGED_ROWS, g.V), 0.0, layout),
         )
-        return lax.fori_loop(0, lax.div(count + (AT_A_TIME - 1), AT_A_TIME), some, carry)
-
-    def worker_of(self, tile, total_tiles):
-        """Who has a tile of the line: the inverse of ``plan.worker_start``."""
-        each = lax.div(total_tiles, self.c.all_workers)
-        more = lax.rem(total_tiles, self.c.all_workers)
-        longer = more * (each + 1)
-        late = more + lax.div(tile - longer, jnp.maximum(each, 1))
-        return jnp.where(tile < longer, lax.div(tile, each + 1), late)
+        return lax.fori_loop(0, lax.div(count + (at_a_time - 1), at_a_time), some, carry)

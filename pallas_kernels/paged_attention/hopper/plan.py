@@ -1,83 +1,107 @@
 """Who reads what: all key tiles of all rows and kv heads in one line, cut into equal pieces.
 
-A worker may end in the middle of a row, so that every worker has as many tiles as any other,
-whatever the lengths. It depends on lengths, never on how they compile: layers of a model that have
-the same window share a plan.
+A piece may end in the middle of a row, so that every worker has as many tiles as any other,
+whatever the lengths. A piece belongs to a team of workers, one for each of a few kv heads, which
+read the same pages at about the same time: what lies side by side in memory is read together.
 
-Dims: E entry (a query tile of a row), W worker.
+A plan depends on lengths, never on how they compile, and is two small operations; layers of a model
+that have the same window share one.
+
+Dims: E entry (a query tile of a row), W team.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.paged_attention.spec import PagedCall
 
 from .config import PagedConfig, QueryLayout
 
-BEFORE, TILES, FIRST_TILE, POSITION, TOKENS, BEGIN, END = range(7)
-"""Columns of an entry: tiles before it in the line, its own for one kv head, the first of them in
-its row, the position of its first token, its tokens, the keys that any of them sees."""
-
-START, STOP, FIRST_SEGMENT, SEGMENT_STOP = range(4)
-"""Columns of a worker: its tiles in the line, and the segments that they belong to. A segment is an
-entry's line for one kv head: ``segment = entry * K + head``."""
-
 
 class PagePlan(NamedTuple):
-    """The plan of a call."""
+    """The plan of a call. An entry is in the line once for each block of kv heads."""
 
-    entries_E8: jax.Array  # int32
-    workers_W4: jax.Array  # int32
+    before_E1: jax.Array  # int32: tiles of the line before each entry; last, all of them
+    entry_W: jax.Array  # int32: the entry that each team begins in
+
+
+class Extent(NamedTuple):
+    """What the tokens of a query tile are, and what they see."""
+
+    position: Any  # of the first token
+    tokens: Any
+    begin: Any  # of the keys that any of them sees
+    end: Any
+
+
+def extent_of(
+    capacity: int,
+    layout: QueryLayout,
+    window: int | None,
+    length: Any,
+    queries: Any,
+    tile: Any,
+) -> Extent:
+    """The extent of a query tile, of arrays or, in a kernel, of numbers.
+
+    Args:
+        length, queries: of the row.
+        tile: among the row's query tiles.
+    """
+
+    def divided(x: Any, by: int) -> Any:
+        return lax.div(x, lax.full_like(x, by))
+
+    token = divided(tile, layout.tiles_per_token) * layout.tokens
+    length = jnp.minimum(jnp.maximum(length, 0), capacity)
+    queries = jnp.minimum(jnp.maximum(queries, 0), layout.T)
+    tokens = jnp.minimum(jnp.maximum(queries - token, 0), layout.tokens)
+    position = length - queries + token
+    # Without tokens, it sees nothing.
+    end = jnp.maximum(position + tokens, 0) * jnp.minimum(tokens, 1)
+    begin = jnp.zeros_like(end)
+    if window is not None:
+        begin = jnp.minimum(jnp.maximum(position - (window - 1), 0), end)
+    return Extent(position=position, tokens=tokens, begin=begin, end=end)
 
 
 def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> PagePlan:
-    """The plan for these lengths, in a few small operations."""
-    c, block = layout, config.block_kv
-    tile_T = jnp.arange(c.num_q_tiles, dtype=jnp.int32) // c.tiles_per_token
-    token_1T = (tile_T * c.tokens)[None, :]
-    queries_B1, lengths_B1 = call.query_lengths_B[:, None], call.lengths_B[:, None]
-    tokens_BT = jnp.clip(queries_B1 - token_1T, 0, c.tokens)
-    position_BT = lengths_B1 - queries_B1 + token_1T
-    end_BT = jnp.where(tokens_BT > 0, jnp.maximum(position_BT + tokens_BT, 0), 0)
-    begin_BT = jnp.zeros_like(end_BT)
-    if call.spec.window is not None:
-        begin_BT = jnp.clip(position_BT - (call.spec.window - 1), 0, end_BT)
-    first_BT = begin_BT // block
-    tiles_BT = jnp.maximum(-(-end_BT // block) - first_BT, 0)
-    columns = (tiles_BT, first_BT, position_BT, tokens_BT, begin_BT, end_BT)
-    tiles_E, *rest_E = (x.reshape(-1) for x in columns)
+    """The plan for these lengths."""
+    tile_BT = jnp.broadcast_to(
+        jnp.arange(layout.num_q_tiles, dtype=jnp.int32)[None, :], (layout.B, layout.num_q_tiles)
+    )
+    rows = (
+        jnp.broadcast_to(x[:, None], tile_BT.shape) for x in (call.lengths_B, call.query_lengths_B)
+    )
+    extent = extent_of(call.capacity, layout, call.spec.window, *rows, tile_BT)
+    first_BT = extent.begin // config.block_kv
+    tiles_E = ((extent.end + (config.block_kv - 1)) // config.block_kv - first_BT).reshape(-1)
     # Sums of all pairs are one small kernel, where a scan is several.
-    before_E = c.K * _sum_before(tiles_E)
-    entries_E8 = jnp.stack([before_E, tiles_E, *rest_E, jnp.zeros_like(tiles_E)], axis=1)
-
-    total = c.K * jnp.sum(tiles_E)
-    start_W = worker_start(jnp.arange(config.all_workers + 1, dtype=jnp.int32), total, config)
-    start_W, stop_W = start_W[:-1], start_W[1:]
-    first_W = _segment_of(start_W, before_E, tiles_E, c.K)
-    last_W = _segment_of(jnp.maximum(stop_W - 1, 0), before_E, tiles_E, c.K)
-    segment_stop_W = jnp.where(stop_W > start_W, last_W + 1, first_W)
-    return PagePlan(entries_E8, jnp.stack([start_W, stop_W, first_W, segment_stop_W], axis=1))
-
-
-def worker_start(worker: jax.Array, total: jax.Array, config: PagedConfig) -> jax.Array:
-    """Where a worker begins: the first ones have a tile more than the others."""
-    each, more = total // config.all_workers, total % config.all_workers
-    return worker * each + jnp.minimum(worker, more)
+    each, all_of_them = jnp.arange(layout.num_entries), jnp.arange(layout.num_entries + 1)
+    earlier = each[None, :] < all_of_them[:, None]
+    head_blocks = layout.K // config.team(layout)
+    before_E1 = head_blocks * jnp.sum(
+        jnp.where(earlier, tiles_E[None, :], 0), axis=1, dtype=jnp.int32
+    )
+    num_teams = config.num_teams(layout)
+    start_W = piece_start(jnp.arange(num_teams, dtype=jnp.int32), before_E1[-1], num_teams)
+    passed = before_E1[None, 1:] <= start_W[:, None]
+    entry_W = jnp.sum(passed, axis=1, dtype=jnp.int32)
+    return PagePlan(before_E1, jnp.minimum(entry_W, layout.num_entries - 1))
 
 
-def _sum_before(x_E: jax.Array) -> jax.Array:
-    earlier = jnp.arange(len(x_E))[None, :] < jnp.arange(len(x_E))[:, None]
-    return jnp.sum(jnp.where(earlier, x_E[None, :], 0), axis=1, dtype=jnp.int32)
+def piece_start(team: Any, total: Any, num_teams: int) -> Any:
+    """Where a team begins in the line: the first ones have a tile more than the others."""
+    each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
+    return team * each + jnp.minimum(team, more)
 
 
-def _segment_of(
-    tile_W: jax.Array, before_E: jax.Array, tiles_E: jax.Array, num_heads: int
-) -> jax.Array:
-    """The segment of a tile of the line."""
-    after = before_E + num_heads * tiles_E
-    entry_W = jnp.sum(after[None, :] <= tile_W[:, None], axis=1, dtype=jnp.int32)
-    entry_W = jnp.minimum(entry_W, len(before_E) - 1)
-    head_W = (tile_W - before_E[entry_W]) // jnp.maximum(tiles_E[entry_W], 1)
-    return entry_W * num_heads + jnp.minimum(head_W, num_heads - 1)
+def team_of(tile: Any, total: Any, num_teams: int) -> Any:
+    """Who has a tile of the line: the inverse of ``piece_start``."""
+    each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
+    longer = more * (each + 1)
+    late = more + lax.div(tile - longer, jnp.maximum(each, 1))
+    return jnp.where(tile < longer, lax.div(tile, each + 1), late)
