@@ -36,7 +36,9 @@ SIZES = (16, 32, 128)
 VARIANTS = {
     "no teams": PagedConfig(teams=False),
     "2 tiles": PagedConfig(num_stages=2),
-    "1 worker, 6 tiles": PagedConfig(num_stages=6, num_workers=1),
+    "3 small of 12%": PagedConfig(small_pieces=3, small_percent=12),
+    "6 small of 18%": PagedConfig(small_pieces=6, small_percent=18),
+    "3 small of 12%, no teams": PagedConfig(small_pieces=3, small_percent=12, teams=False),
 }
 CHECKED = {
     "plain": (PagedWorkload(name="", B=5, length=1500, N=32, K=8), {}),
@@ -125,7 +127,7 @@ def copied() -> float:
     return 2 * x.nbytes / statistics.median(times) / 1e6
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
     """A form of the call, and the tables and lengths that it is given."""
 
@@ -135,7 +137,8 @@ class Candidate:
 
     def __call__(self, q, k, v, tables, lengths) -> list[jax.Array]:
         """As many calls as there are tables."""
-        return [self.f(q, k, v, t, n) for t, n in zip(tables, lengths, strict=True)]
+        f = jax.jit(self.f)
+        return [f(q, k, v, t, n) for t, n in zip(tables, lengths, strict=True)]
 
 
 def candidates(workload: PagedWorkload, *, variants: bool) -> dict[str, Candidate]:
@@ -166,40 +169,44 @@ def candidates(workload: PagedWorkload, *, variants: bool) -> dict[str, Candidat
     return found
 
 
-def measure_shape(
-    table: Table, pool, workload: PagedWorkload, copy: float | None, *, variants: bool, cudnn: bool
-) -> None:
-    """All candidates of a shape, and cuDNN on a contiguous cache of equal lengths."""
-    title = f"{workload.name}, pages of {workload.size}"
-    if not title.startswith(tuple(table.only)):
-        return
-    found = candidates(workload, variants=variants)
-    num_pages = 1 + max(int(t.max()) for each in found.values() for t in each.tables)
-    make = jax.jit(lambda: workload.pools(jax.random.key(0), BF16, num_pages))
-    programs = {
-        name: pool.submit(compiled, each, [*jax.eval_shape(make), each.tables, each.lengths])
-        for name, each in found.items()
-    }
-    arrays, num_bytes = make(), workload.cache_bytes()
-    for name, each in found.items():
-        args = [*arrays, each.tables, each.lengths]
-        calls = len(each.tables)
-        table.add(
-            f"{title}: {name}",
-            lambda program=programs[name], args=args, calls=calls: timed(
-                program.result(), args, num_bytes, copy, calls=calls
-            ),
-        )
-    if cudnn:
-        q, *pools = arrays
-        shape = (workload.B, workload.length, workload.K, workload.H)
-        k, v = (
-            x[: -(-workload.B * workload.length // workload.size)].reshape(shape) for x in pools
-        )
-        table.add(
-            f"{title}: cudnn, contiguous",
-            lambda: timed(jax.jit(contiguous), [q, k, v], num_bytes, copy),
-        )
+class Shape:
+    """A workload whose programs compile while others are measured."""
+
+    def __init__(self, workload: PagedWorkload, pool, *, variants: bool):
+        self.workload = workload
+        self.title = f"{workload.name}, pages of {workload.size}"
+        self.candidates = candidates(workload, variants=variants)
+        tables = [t for each in self.candidates.values() for t in each.tables]
+        num_pages = 1 + max(int(t.max()) for t in tables)
+        self.make = jax.jit(lambda: workload.pools(jax.random.key(0), BF16, num_pages))
+        shapes = jax.eval_shape(self.make)
+        self.programs = {
+            name: pool.submit(compiled, each, [*shapes, each.tables, each.lengths])
+            for name, each in self.candidates.items()
+        }
+
+    def measure(self, table: Table, copy: float | None, *, cudnn: bool) -> None:
+        """All candidates, and cuDNN on a contiguous cache of equal lengths."""
+        w, arrays = self.workload, self.make()
+        num_bytes = w.cache_bytes()
+        for name, each in self.candidates.items():
+            args = [*arrays, each.tables, each.lengths]
+            measure = functools.partial(self.time, name, args, num_bytes, copy)
+            table.add(f"{self.title}: {name}", measure)
+        if cudnn:
+            q, *pools = arrays
+            whole = -(-w.B * w.length // w.size)
+            k, v = (x[:whole].reshape(w.B, w.length, w.K, w.H) for x in pools)
+            measure = functools.partial(timed, jax.jit(contiguous), [q, k, v], num_bytes, copy)
+            table.add(f"{self.title}: cudnn, contiguous", measure)
+
+    def time(self, name: str, args: list, num_bytes: int, copy: float | None) -> dict:
+        """Times of a candidate, and how far a variant is from the form that is checked."""
+        program = self.programs[name].result()
+        row = timed(program, args, num_bytes, copy, calls=len(args[-1]))
+        if name in VARIANTS:
+            row["differs"] = relative(program(*args)[0], self.programs["hopper"].result()(*args)[0])
+        return row
 
 
 def compiled(f: Callable, args: list) -> jax.stages.Compiled:
@@ -220,14 +227,16 @@ def main() -> None:
         for name, row in checks.items():
             table.add(f"check {name}", row.result)
         copy = table.add("copy", lambda: {"gb_s": round(copied(), 1)}).get("gb_s")
-        for i, workload in enumerate(WORKLOADS):
-            measure_shape(
-                table, pool, workload, copy,
-                variants=args.variants, cudnn=not workload.latent and workload.B > 1,
-            )  # fmt: skip
-            for size in SIZES if i == 0 else ():
-                sized = dataclasses.replace(workload, size=size)
-                measure_shape(table, pool, sized, copy, variants=False, cudnn=False)
+        sizes = [dataclasses.replace(WORKLOADS[0], size=size) for size in SIZES]
+        shapes = [
+            Shape(workload, pool, variants=args.variants and workload.size == 64)
+            for workload in (*WORKLOADS, *sizes)
+            if workload.name.startswith(tuple(args.only))
+        ]
+        for shape in shapes:
+            w = shape.workload
+            cudnn = w.size == 64 and not w.latent and w.B > 1
+            shape.measure(table, copy, cudnn=cudnn)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from pallas_kernels.hopper.tile import (
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import ROWS, PagedConfig, QueryLayout
-from .plan import PagePlan, extent_of, piece_start
+from .plan import PagePlan, Pieces, extent_of
 
 # Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
 NO_MAXIMUM = -1e30
@@ -69,7 +69,9 @@ def attend_pages(
         interpretable=interpretable,
     )  # fmt: skip
     # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
-    num_partials = config.num_blocks * config.num_workers + layout.num_entries * layout.K + 1
+    num_partials = (
+        config.num_teams(layout) * config.team(layout) + layout.num_entries * layout.K + 1
+    )
     operands = {"q": call.q_BTNH, "k": call.k_PSKH}
     operands |= {} if call.v_PSKV is None else {"v": call.v_PSKV}
     operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
@@ -83,7 +85,7 @@ def attend_pages(
         operands=operands,
         results=results,
         scratch=kernel.scratch(),
-        grid=(config.num_blocks,),
+        grid=(config.num_blocks * (1 + config.small_pieces),),
         grid_names=("block",),
         num_threads=config.num_workers * (config.value_parts + 1),
         compiler_params=plgpu.CompilerParams(
@@ -181,12 +183,12 @@ class _AttendPages:
     def each_segment(self, gmem, worker: int, body) -> None:
         """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
         g, c = self.g, self.c
-        members, num_teams = c.team(g), c.num_teams(g)
+        members = c.team(g)
         head_blocks = g.K // members
         number = lax.axis_index("block") * c.num_workers + worker
         team, member = lax.div(number, members), lax.rem(number, members)
-        total = gmem.before[g.num_entries]
-        start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
+        pieces = Pieces.of(gmem.before[g.num_entries], g, c)
+        start, stop = pieces.start(team), pieces.start(team + 1)
 
         def tiles_of(entry):
             before = gmem.before[entry]

@@ -25,15 +25,21 @@ class PagedConfig:
     num_workers: int = 2
     value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
     teams: bool = True  # workers side by side read the same pages, each for another kv head
-    num_blocks: int = NUM_PROCESSORS
+    num_blocks: int = NUM_PROCESSORS  # with large pieces
+    small_pieces: int = 0  # for each large one, begun where a multiprocessor is done
+    small_percent: int = 0  # of all tiles, in small pieces
 
     def team(self, layout: "QueryLayout") -> int:
         """Workers of a team: kv heads whose pages are read at the same time."""
         return math.gcd(layout.K, self.num_blocks * self.num_workers) if self.teams else 1
 
+    def large_teams(self, layout: "QueryLayout") -> int:
+        """Teams with a large piece each: all that are there at first."""
+        return self.num_blocks * self.num_workers // self.team(layout)
+
     def num_teams(self, layout: "QueryLayout") -> int:
         """Teams of all blocks."""
-        return self.num_blocks * self.num_workers // self.team(layout)
+        return self.large_teams(layout) * (1 + self.small_pieces)
 
     def smem_bytes(self, layout: "QueryLayout") -> int:
         """Shared memory of a block, 16-bit operands."""

@@ -20,7 +20,7 @@ from pallas_kernels.rows.config import tile_layout
 
 from .attend import NO_MAXIMUM
 from .config import MERGED_ROWS, ROWS, PagedConfig, QueryLayout
-from .plan import PagePlan, team_of
+from .plan import PagePlan, Pieces
 
 HELD = 1024  # columns of partial results that a warp reads at a time
 
@@ -100,14 +100,15 @@ class _MergePages:
     def sum(self, gmem, entry, head, row):
         """Maxima, sums of weights and weighted sums over the partial results of a segment."""
         g, layout = self.g, self.layout
-        members, num_teams = self.c.team(g), self.c.num_teams(g)
+        members = self.c.team(g)
         head_blocks = g.K // members
         block, member = lax.div(head, members), lax.rem(head, members)
         before = gmem.before[entry]
         tiles = lax.div(gmem.before[entry + 1] - before, head_blocks)
-        start, total_tiles = before + block * tiles, gmem.before[g.num_entries]
-        first = team_of(start, total_tiles, num_teams)
-        last = team_of(start + jnp.maximum(tiles - 1, 0), total_tiles, num_teams)
+        start = before + block * tiles
+        pieces = Pieces.of(gmem.before[g.num_entries], g, self.c)
+        first = pieces.team_of(start)
+        last = pieces.team_of(start + jnp.maximum(tiles - 1, 0))
         count = jnp.where(tiles > 0, last - first + 1, 0)
         base = first + entry * head_blocks + block
         at_a_time = max(2, min(8, HELD // g.V))

@@ -86,22 +86,65 @@ def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> Pag
     before_E1 = head_blocks * jnp.sum(
         jnp.where(earlier, tiles_E[None, :], 0), axis=1, dtype=jnp.int32
     )
-    num_teams = config.num_teams(layout)
-    start_W = piece_start(jnp.arange(num_teams, dtype=jnp.int32), before_E1[-1], num_teams)
+    team_W = jnp.arange(config.num_teams(layout), dtype=jnp.int32)
+    start_W = Pieces.of(before_E1[-1], layout, config).start(team_W)
     passed = before_E1[None, 1:] <= start_W[:, None]
     entry_W = jnp.sum(passed, axis=1, dtype=jnp.int32)
     return PagePlan(before_E1, jnp.minimum(entry_W, layout.num_entries - 1))
 
 
-def piece_start(team: Any, total: Any, num_teams: int) -> Any:
-    """Where a team begins in the line: the first ones have a tile more than the others."""
-    each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
-    return team * each + jnp.minimum(team, more)
+SMALL_ABOVE = 64  # tiles of a team: below, pieces are equal
 
 
-def team_of(tile: Any, total: Any, num_teams: int) -> Any:
-    """Who has a tile of the line: the inverse of ``piece_start``."""
-    each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
+class Pieces(NamedTuple):
+    """The line, cut for teams: large pieces side by side, then small ones.
+
+    Multiprocessors do not read equally fast, so that of equal pieces some are done late. Small ones
+    are begun where a large one is done.
+    """
+
+    large_total: Any  # tiles in large pieces
+    total: Any
+    large: int  # pieces
+    small: int
+
+    @classmethod
+    def of(cls, total: Any, layout: QueryLayout, config: PagedConfig) -> "Pieces":
+        """The pieces of so many tiles."""
+        large = config.large_teams(layout)
+        small = config.num_teams(layout) - large
+        in_small = lax.div(total, jnp.int32(100)) * config.small_percent
+        in_small = jnp.where(total >= SMALL_ABOVE * large, in_small, 0) if small else 0
+        return cls(large_total=total - in_small, total=total, large=large, small=small)
+
+    def start(self, team: Any) -> Any:
+        """Where a team begins; one after the last begins at the end."""
+        start = _start(team, self.large_total, self.large)
+        if not self.small:
+            return start
+        rest = self.total - self.large_total
+        later = self.large_total + _start(team - self.large, rest, self.small)
+        return jnp.where(team < self.large, start, later)
+
+    def team_of(self, tile: Any) -> Any:
+        """Who has a tile of the line."""
+        team = _piece_of(tile, self.large_total, self.large)
+        if not self.small:
+            return team
+        rest = self.total - self.large_total
+        later = self.large + _piece_of(tile - self.large_total, rest, self.small)
+        return jnp.where(tile < self.large_total, team, later)
+
+
+def _start(piece: Any, total: Any, count: int) -> Any:
+    """Where one of equal pieces begins: the first ones have a tile more than the others."""
+    each, more = lax.div(total, jnp.int32(count)), lax.rem(total, jnp.int32(count))
+    return piece * each + jnp.minimum(piece, more)
+
+
+def _piece_of(tile: Any, total: Any, count: int) -> Any:
+    """The inverse of ``_start``."""
+    each, more = lax.div(total, jnp.int32(count)), lax.rem(total, jnp.int32(count))
     longer = more * (each + 1)
     late = more + lax.div(tile - longer, jnp.maximum(each, 1))
     return jnp.where(tile < longer, lax.div(tile, each + 1), late)
