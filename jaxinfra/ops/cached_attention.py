@@ -1,5 +1,8 @@
 """Attention of new tokens to a cache, contiguous or in pages.
 
+Pages on a Hopper GPU are read where they lie (``pallas_kernels.paged_attention``); elsewhere the
+keys of a row are gathered first.
+
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width; P page, M page of a row.
 """
@@ -10,9 +13,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from jaxinfra.config.model import MixerConfig
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.multiply import multiply
+from pallas_kernels.common import device
+from pallas_kernels.paged_attention import PagedImplementation
 
 _QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
 
@@ -47,11 +53,13 @@ def cached_attention(
 
     Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; what
     lies beyond may be anything finite. A query whose position is below 0 is padding: it sees
-    nothing, and its result is 0. Scores and softmax are fp32. Memory is linear in the keys: queries
-    are taken 128 at a time.
+    nothing, and its result is 0. A row's positions count on by 1, padding to their right. Scores
+    and softmax are fp32. Memory is linear in the keys: queries are taken 128 at a time.
 
     Returns [B, T, N, H] in q's dtype.
     """
+    if pages.tables_BM is not None and device.target().capability == (9, 0):
+        return paged_attention(q_BTNH, pages, config=config, positions_BT=positions_BT)
     rows = pages.rows()
     attend = functools.partial(_attend, k_BSKH=rows["k"], v_BSKH=rows["v"], config=config)
     batch, length = positions_BT.shape
@@ -68,6 +76,34 @@ def cached_attention(
     out_BTNH = jax.lax.map(lambda block: attend(*block), (q_BTNH, positions_BT))
     out_BTNH = jnp.moveaxis(out_BTNH, 0, 1)
     return out_BTNH.reshape(batch, -1, *out_BTNH.shape[3:])[:, :length]
+
+
+def paged_attention(
+    q_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    implementation: PagedImplementation = "auto",
+) -> jax.Array:
+    """``cached_attention`` of pages, which nothing is gathered from.
+
+    Args:
+        implementation: "auto" takes the kernels where they can, and logs what it took.
+    """
+    assert pages.tables_BM is not None, "a contiguous cache has no pages"
+    return pallas_kernels.paged_attention(
+        q_BTNH,
+        pages.arrays["k"],
+        pages.arrays["v"],
+        pages.tables_BM,
+        jnp.max(positions_BT, axis=1) + 1,
+        query_lengths=None if positions_BT.shape[1] == 1 else jnp.sum(positions_BT >= 0, axis=1),
+        window=config.window,
+        soft_cap=config.logit_soft_cap,
+        scale=config.scale,
+        implementation=implementation,
+    )
 
 
 def _attend(

@@ -34,7 +34,7 @@ class PagedCall:
     v_PSKV: jax.Array | None  # None: values are the first ``value_width`` columns of the keys
     tables_BM: jax.Array  # int32
     lengths_B: jax.Array  # int32; above what a table has room for is that
-    query_lengths_B: jax.Array  # int32; above T is T
+    query_lengths_B: jax.Array | None  # int32; above T is T, as is None
     sinks_N: jax.Array | None  # float32: a logit that joins the softmax's denominator
     spec: PagedSpec = dataclasses.field(metadata=dict(static=True))
 
@@ -52,9 +52,11 @@ class PagedCall:
         """Of the queries; below 0 for one that sees nothing."""
         num_queries = self.q_BTNH.shape[1]
         t_1T = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
+        lengths_B1 = jnp.clip(self.lengths_B, 0, self.capacity)[:, None]
+        if self.query_lengths_B is None:
+            return lengths_B1 - num_queries + t_1T
         queries_B1 = jnp.clip(self.query_lengths_B, 0, num_queries)[:, None]
-        first_B1 = jnp.clip(self.lengths_B, 0, self.capacity)[:, None] - queries_B1
-        return jnp.where(t_1T < queries_B1, first_B1 + t_1T, -1)
+        return jnp.where(t_1T < queries_B1, lengths_B1 - queries_B1 + t_1T, -1)
 
     def visible(self, positions: jax.Array, keys: jax.Array) -> jax.Array:
         """Whether queries see keys, both by their positions, which broadcast."""

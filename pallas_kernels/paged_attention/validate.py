@@ -5,7 +5,6 @@ import operator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.common.errors import InputError
 
@@ -39,7 +38,7 @@ def make_call(
                 f"{name} is {x.dtype} and q is {q.dtype}; queries, keys and values must all be the "
                 f"same one of {', '.join(DTYPES)}"
             )
-    B, T, N, H = q.shape
+    B, _, N, H = q.shape
     num_pages, size, K, key_width = k_pages.shape
     if key_width != H:
         raise InputError(f"q has head width {H} and k_pages {key_width}; they must be equal")
@@ -70,10 +69,8 @@ def make_call(
         )
     page_tables = _integers("page_tables", page_tables, (B, None))
     lengths = _integers("lengths", lengths, (B,))
-    if query_lengths is None:
-        # A constant: no kernel fills it.
-        query_lengths = jnp.asarray(np.full((B,), T, np.int32))
-    query_lengths = _integers("query_lengths", query_lengths, (B,))
+    if query_lengths is not None:
+        query_lengths = _integers("query_lengths", query_lengths, (B,))
     return PagedCall(
         q_BTNH=q,
         k_PSKH=k_pages,

@@ -24,6 +24,11 @@ class PagedWorkload:
     latent: bool = False
     window: int | None = None
 
+    @property
+    def title(self) -> str:
+        """Name and size of pages."""
+        return f"{self.name}, pages of {self.size}"
+
     def lengths(self, *, equal: bool = True) -> np.ndarray:
         """int32 [B]."""
         if equal:

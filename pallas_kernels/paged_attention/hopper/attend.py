@@ -34,7 +34,7 @@ from pallas_kernels.hopper.tile import (
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import ROWS, PagedConfig, QueryLayout
-from .plan import PagePlan, Pieces, extent_of
+from .plan import PagePlan, extent_of, piece_start
 
 # Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
 NO_MAXIMUM = -1e30
@@ -66,6 +66,7 @@ def attend_pages(
     """
     kernel = _AttendPages(
         g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, capacity=call.capacity,
+        ragged_queries=call.query_lengths_B is not None,
         interpretable=interpretable,
     )  # fmt: skip
     # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
@@ -75,7 +76,8 @@ def attend_pages(
     operands = {"q": call.q_BTNH, "k": call.k_PSKH}
     operands |= {} if call.v_PSKV is None else {"v": call.v_PSKV}
     operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
-    operands |= {"queries": call.query_lengths_B, "before": plan.before_E1, "starts": plan.entry_W}
+    operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
+    operands |= {"before": plan.before_E1, "starts": plan.entry_W}
     results = {
         "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
         "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
@@ -85,7 +87,7 @@ def attend_pages(
         operands=operands,
         results=results,
         scratch=kernel.scratch(),
-        grid=(config.num_blocks * (1 + config.small_pieces),),
+        grid=(config.num_blocks,),
         grid_names=("block",),
         num_threads=config.num_workers * (config.value_parts + 1),
         compiler_params=plgpu.CompilerParams(
@@ -104,6 +106,7 @@ class _AttendPages:
     spec: PagedSpec
     dtype: jnp.dtype
     capacity: int
+    ragged_queries: bool
     interpretable: bool
 
     @property
@@ -163,32 +166,30 @@ class _AttendPages:
         c = self.c
         wg = lax.axis_index("wg")
         num_compute = c.num_workers * c.value_parts
-        two_each = 2 * c.num_workers == num_compute + c.num_workers and c.num_workers == 2
         # What all warpgroups hold together must not exceed a multiprocessor's registers: asking for
         # more does not fail, it waits for ever.
-        most, least = (216, 40) if two_each else (240, 24)
-        for worker in range(c.num_workers):
-            for part in range(c.value_parts):
+        most, least = (216, 40) if c.num_workers == 2 else (240, 24)
+        for part in range(c.value_parts):
 
-                @pl.when(wg == worker * c.value_parts + part)
-                def _(worker=worker, part=part):
-                    plgpu.set_max_registers(most, action="increase")
-                    self.compute(gmem, smem, worker, part)
+            @pl.when((wg < num_compute) & (lax.rem(wg, c.value_parts) == part))
+            def _(part=part):
+                plgpu.set_max_registers(most, action="increase")
+                self.compute(gmem, smem, lax.div(wg, c.value_parts), part)
 
-            @pl.when(wg == num_compute + worker)
-            def _(worker=worker):
-                plgpu.set_max_registers(least, action="decrease")
-                self.load(gmem, smem, worker)
+        @pl.when(wg >= num_compute)
+        def _():
+            plgpu.set_max_registers(least, action="decrease")
+            self.load(gmem, smem, wg - num_compute)
 
-    def each_segment(self, gmem, worker: int, body) -> None:
+    def each_segment(self, gmem, worker, body) -> None:
         """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
         g, c = self.g, self.c
         members = c.team(g)
         head_blocks = g.K // members
         number = lax.axis_index("block") * c.num_workers + worker
         team, member = lax.div(number, members), lax.rem(number, members)
-        pieces = Pieces.of(gmem.before[g.num_entries], g, c)
-        start, stop = pieces.start(team), pieces.start(team + 1)
+        total, num_teams = gmem.before[g.num_entries], c.num_teams(g)
+        start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
 
         def tiles_of(entry):
             before = gmem.before[entry]
@@ -201,9 +202,8 @@ class _AttendPages:
             lo = at - before - block * tiles
             count = jnp.minimum(tiles - lo, stop - at)
             row, tile = lax.div(entry, g.num_q_tiles), lax.rem(entry, g.num_q_tiles)
-            extent = extent_of(
-                self.capacity, g, self.spec.window, gmem.lengths[row], gmem.queries[row], tile
-            )
+            queries = gmem.queries[row] if self.ragged_queries else None
+            extent = extent_of(self.capacity, g, self.spec.window, gmem.lengths[row], queries, tile)
             segment = types.SimpleNamespace(
                 partial=(team + s) * members + member, head=block * members + member, row=row,
                 tile=tile, extent=extent, first=lax.div(extent.begin, c.block_kv) + lo, count=count,
@@ -211,13 +211,13 @@ class _AttendPages:
             pl.when(count > 0)(lambda: body(segment, done))
             return s + 1, at + count, done + count
 
-        entry = gmem.starts[team]
+        entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
         before, tiles = tiles_of(entry)
         block = lax.div(start - before, jnp.maximum(tiles, 1))
         carry = entry * head_blocks + block, start, jnp.int32(0)
         lax.while_loop(lambda carry: carry[1] < stop, step, carry)
 
-    def load(self, gmem, smem, worker: int) -> None:
+    def load(self, gmem, smem, worker) -> None:
         """Fills the ring of a worker."""
         g, c = self.g, self.c
 
@@ -249,7 +249,8 @@ class _AttendPages:
 
         self.each_segment(gmem, worker, segment)
         plgpu.barrier_wait(smem.q_empty.at[worker])
-        for slot in range(worker * c.num_stages, (worker + 1) * c.num_stages):
+        for i in range(c.num_stages):
+            slot = worker * c.num_stages + i
             plgpu.barrier_wait(smem.k_empty.at[slot])
             if not g.latent:
                 plgpu.barrier_wait(smem.v_empty.at[slot])
@@ -280,11 +281,12 @@ class _AttendPages:
                 full,
             )
 
-    def compute(self, gmem, smem, worker: int, part: int) -> None:
+    def compute(self, gmem, smem, worker, part: int) -> None:
         """Attention of a worker's segments."""
         c = self.c
         plgpu.barrier_arrive(smem.q_empty.at[worker])
-        for slot in range(worker * c.num_stages, (worker + 1) * c.num_stages):
+        for i in range(c.num_stages):
+            slot = worker * c.num_stages + i
             plgpu.barrier_arrive(smem.k_empty.at[slot])
             if not self.g.latent:
                 plgpu.barrier_arrive(smem.v_empty.at[slot])
@@ -303,7 +305,7 @@ class _AttendPages:
         self.each_segment(gmem, worker, segment)
         plgpu.wait_smem_to_gmem(0)
 
-    def attend(self, smem, worker: int, part: int, seg, done, acc):
+    def attend(self, smem, worker, part: int, seg, done, acc):
         """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
         positions = self.positions(seg)
@@ -344,7 +346,7 @@ class _AttendPages:
         o = o[0] if acc is None else plgpu.wgmma_accumulator_load(acc, wait_n=0)
         return o, peak, total.sum(axis=1)
 
-    def add_product(self, smem, acc, mine: int, p, v_smem, alpha, o) -> list:
+    def add_product(self, smem, acc, mine, p, v_smem, alpha, o) -> list:
         """``o * alpha + p v``, in the accumulator."""
         p = p.astype(self.dtype)
         if acc is not None:
@@ -413,7 +415,7 @@ class _AttendPages:
             part[...] = jnp.where((row >= first) & (row < stop), v, 0.0)
         plgpu.commit_smem()
 
-    def leave(self, gmem, smem, worker: int, part: int, seg, o, peak, total) -> None:
+    def leave(self, gmem, smem, worker, part: int, seg, o, peak, total) -> None:
         """Normalizes a segment's result and copies it out."""
         g, c = self.g, self.c
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)

@@ -20,7 +20,7 @@ from pallas_kernels.rows.config import tile_layout
 
 from .attend import NO_MAXIMUM
 from .config import MERGED_ROWS, ROWS, PagedConfig, QueryLayout
-from .plan import PagePlan, Pieces
+from .plan import PagePlan, team_of
 
 HELD = 1024  # columns of partial results that a warp reads at a time
 
@@ -105,10 +105,13 @@ class _MergePages:
         block, member = lax.div(head, members), lax.rem(head, members)
         before = gmem.before[entry]
         tiles = lax.div(gmem.before[entry + 1] - before, head_blocks)
-        start = before + block * tiles
-        pieces = Pieces.of(gmem.before[g.num_entries], g, self.c)
-        first = pieces.team_of(start)
-        last = pieces.team_of(start + jnp.maximum(tiles - 1, 0))
+        start, total, num_teams = (
+            before + block * tiles,
+            gmem.before[g.num_entries],
+            self.c.num_teams(g),
+        )
+        first = team_of(start, total, num_teams)
+        last = team_of(start + jnp.maximum(tiles - 1, 0), total, num_teams)
         count = jnp.where(tiles > 0, last - first + 1, 0)
         base = first + entry * head_blocks + block
         at_a_time = max(2, min(8, HELD // g.V))
