@@ -45,7 +45,7 @@ def paged_attention(
 
     Position p of row b lies in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are
     those of a row's last positions, and see no later position than their own. Not differentiable:
-    it is for generating.
+    it is for generating. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
 
     Args:
         q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries a row.

@@ -28,13 +28,14 @@ def paged_attention_reference(call: PagedCall) -> jax.Array:
     visible_BTL = call.visible(call.positions_BT()[:, :, None], keys_L[None, None, :])
     s_BKGTL = jnp.where(visible_BTL[:, None, None], s_BKGTL, -jnp.inf)
     peak_BKGT1 = jnp.max(s_BKGTL, axis=-1, keepdims=True, initial=-jnp.inf)
+    sinks_1KG11 = None
     if call.sinks_N is not None:
         sinks_1KG11 = call.sinks_N.reshape(1, K, N // K, 1, 1)
         peak_BKGT1 = jnp.maximum(peak_BKGT1, sinks_1KG11)
     peak_BKGT1 = jnp.where(jnp.isneginf(peak_BKGT1), 0.0, peak_BKGT1)
     p_BKGTL = jnp.exp(s_BKGTL - peak_BKGT1)
     total_BKGT1 = jnp.sum(p_BKGTL, axis=-1, keepdims=True)
-    if call.sinks_N is not None:
+    if sinks_1KG11 is not None:
         total_BKGT1 += jnp.exp(sinks_1KG11 - peak_BKGT1)
     total_BKGT1 = jnp.where(total_BKGT1 == 0.0, 1.0, total_BKGT1)
     p_BKGTL = (p_BKGTL / total_BKGT1).astype(v_BLKV.dtype)

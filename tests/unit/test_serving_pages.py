@@ -78,16 +78,22 @@ def attend(q, cache, positions, *, config):
 append = jax.jit(lambda cache, new, positions: cache.append(new, positions))
 
 
-@pytest.mark.parametrize("num_queries", [1, 3, 130])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_attention_over_both_caches_is_that_over_the_keys(name, num_queries):
-    config = CONFIGS[name]
-    rng = np.random.default_rng(num_queries)
+def filled_rows(rng, num_queries: int):
+    """q, keys and values of all slots, the positions that rows fill and those of their queries."""
     lengths = rng.integers(num_queries, SLOTS, BATCH)
     k, v = (rng.normal(size=(BATCH, SLOTS, KV_HEADS, WIDTH)).astype(np.float32) for _ in "kv")
     q = rng.normal(size=(BATCH, num_queries, HEADS, WIDTH)).astype(np.float32)
     filled = np.where(np.arange(SLOTS) < lengths[:, None], np.arange(SLOTS), -1).astype(np.int32)
     positions = (lengths[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
+    return q, k, v, filled, positions
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 130])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_over_both_caches_is_that_over_the_keys(name, num_queries):
+    config = CONFIGS[name]
+    rng = np.random.default_rng(num_queries)
+    q, k, v, filled, positions = filled_rows(rng, num_queries)
     positions[0, 1:] = -1  # padding
     padding = positions < 0
     results = []
@@ -107,11 +113,7 @@ def test_attention_over_both_caches_is_that_over_the_keys(name, num_queries):
 def test_pages_are_read_where_they_lie(name, num_queries):
     config = CONFIGS[name]
     rng = np.random.default_rng(num_queries)
-    lengths = rng.integers(num_queries, SLOTS, BATCH)
-    k, v = (rng.normal(size=(BATCH, SLOTS, KV_HEADS, WIDTH)).astype(np.float32) for _ in "kv")
-    q = rng.normal(size=(BATCH, num_queries, HEADS, WIDTH)).astype(np.float32)
-    filled = np.where(np.arange(SLOTS) < lengths[:, None], np.arange(SLOTS), -1).astype(np.int32)
-    positions = (lengths[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
+    q, k, v, filled, positions = filled_rows(rng, num_queries)
     positions[0, num_queries // 2 + 1 :] = -1  # padding
     positions[1] = -1  # a row that sits out
     _, cache = caches(config.cache, random_tables(rng))

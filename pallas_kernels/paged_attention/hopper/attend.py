@@ -128,26 +128,26 @@ class _AttendPages:
         """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
         g, c = self.g, self.c
         slots = c.num_workers * c.num_stages
-        queries = plgpu.SMEM(
-            (c.num_workers, ROWS, g.H), self.dtype, transforms=tiled(swizzle_bytes(g.H))
-        )
+        compute_groups = c.num_workers * c.value_parts
+
+        def tiles(*shape: int):
+            return plgpu.SMEM(shape, self.dtype, transforms=tiled(swizzle_bytes(shape[-1])))
+
         staged = plgpu.SMEM(
-            (c.num_workers * c.value_parts, ROWS, self.out_width),
+            (compute_groups, ROWS, self.out_width),
             jnp.float32,
             transforms=tiled(swizzle_bytes(self.out_width, itemsize=4), itemsize=4),
         )
-        tile = functools.partial(plgpu.SMEM, dtype=self.dtype)
         ring = functools.partial(plgpu.Barrier, num_barriers=slots)
         each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers)
         buffers = {
-            "q_out": plgpu.RefUnion(queries, staged),
-            "k": tile((slots, c.block_kv, g.H), transforms=tiled(swizzle_bytes(g.H))),
+            "q_out": plgpu.RefUnion(tiles(c.num_workers, ROWS, g.H), staged),
+            "k": tiles(slots, c.block_kv, g.H),
         }
         if not g.latent:
-            buffers["v"] = tile((slots, c.block_kv, g.V), transforms=tiled(swizzle_bytes(g.V)))
+            buffers["v"] = tiles(slots, c.block_kv, g.V)
         if self.interpretable:
-            shape = (c.num_workers * c.value_parts, ROWS, c.block_kv)
-            buffers["p"] = tile(shape, transforms=tiled(swizzle_bytes(c.block_kv)))
+            buffers["p"] = tiles(compute_groups, ROWS, c.block_kv)
         buffers |= {
             "lse": plgpu.SMEM((c.num_workers, ROWS), jnp.float32),
             "q_full": each(num_arrivals=g.tokens),

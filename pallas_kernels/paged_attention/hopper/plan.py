@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.paged_attention.spec import PagedCall
@@ -84,6 +85,8 @@ def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> Pag
     in_line_E = head_blocks * tiles_E
     before_E1 = jnp.sum(jnp.where(earlier, in_line_E[None, :], 0), axis=1, dtype=jnp.int32)
     num_teams = config.num_teams(layout)
+    if layout.num_entries == 1:  # a constant, and one operation less
+        return PagePlan(before_E1, jnp.asarray(np.zeros(num_teams, np.int32)))
     start_W = piece_start(jnp.arange(num_teams, dtype=jnp.int32), before_E1[-1], num_teams)
     passed = before_E1[None, 1:] <= start_W[:, None]
     return PagePlan(before_E1, jnp.sum(passed, axis=1, dtype=jnp.int32))
