@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra.cli.main import main
+from jaxinfra.core.signals import guard_process
 
 # Small programs that run for a second and compile for several: half of that without LLVM's passes.
 COMPILE_FAST = "--xla_backend_optimization_level=0"
@@ -123,4 +124,5 @@ def _child(
     jax.config.update("jax_compilation_cache_max_size", 1 << 30)
     if before is not None:
         before()
+    guard_process()
     sys.exit(main(arguments))
