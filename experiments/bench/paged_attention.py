@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import jax.stages
 from jax.experimental.mosaic.gpu import profiler
 
+from experiments.bench.paged_cases import WORKLOADS, PagedWorkload
 from experiments.bench.table import Table
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.hopper import paged_attention_hopper
 from pallas_kernels.paged_attention.hopper.config import PagedConfig
 from pallas_kernels.paged_attention.validate import make_call
-from pallas_kernels.paged_attention.workloads import WORKLOADS, PagedWorkload
 
 BF16 = jnp.dtype("bfloat16")
 SIZES = (16, 32, 128)

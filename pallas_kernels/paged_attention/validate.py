@@ -39,13 +39,13 @@ def make_call(
                 f"same one of {', '.join(DTYPES)}"
             )
     B, _, N, H = q.shape
-    num_pages, size, K, key_width = k_pages.shape
+    K, key_width = k_pages.shape[2:]
     if key_width != H:
         raise InputError(f"q has head width {H} and k_pages {key_width}; they must be equal")
-    if min(num_pages, size, K, H, N) == 0 or N % K:
+    if min(*q.shape, *k_pages.shape) == 0 or N % K:
         raise InputError(
             f"q {q.shape} and k_pages {k_pages.shape}: the {N} query heads must share the {K} kv "
-            "heads in equal groups, and there must be pages"
+            "heads in equal groups, and no dim may be 0"
         )
     if v_pages is not None:
         if v_pages.shape[:3] != k_pages.shape[:3]:
@@ -68,6 +68,8 @@ def make_call(
             f"sinks is {sinks.dtype} {sinks.shape}; it must be one float per head [{N}]"
         )
     page_tables = _integers("page_tables", page_tables, (B, None))
+    if page_tables.shape[1] == 0:
+        raise InputError(f"page_tables {page_tables.shape} have no room for a page of a row")
     lengths = _integers("lengths", lengths, (B,))
     if query_lengths is not None:
         query_lengths = _integers("query_lengths", query_lengths, (B,))

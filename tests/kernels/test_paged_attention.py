@@ -13,7 +13,13 @@ from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding
 
 BF16 = ("pages-64", "everything", "latent-128")
-GRID = [(case.name, "float32") for case in cases.CASES] + [(name, "bfloat16") for name in BF16]
+BY_FORMULA = ("pages-16", "empty-rows", "everything", "latent-128", "chunk")
+GRID = [
+    *((case.name, "float32", "xla") for case in cases.CASES),
+    *((name, "bfloat16", "xla") for name in BF16),
+    *((name, "float32", "reference") for name in BY_FORMULA),
+    ("everything", "bfloat16", "reference"),
+]
 
 
 def run(case, arguments, arrays, implementation):
@@ -21,8 +27,7 @@ def run(case, arguments, arrays, implementation):
     return jax.jit(f)(*arguments, **arrays)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize(("name", "dtype"), GRID)
+@pytest.mark.parametrize(("name", "dtype", "implementation"), GRID)
 def test_is_the_definition(name, dtype, implementation):
     case = cases.NAMED[name]
     arguments, arrays = case.arrays(dtype)

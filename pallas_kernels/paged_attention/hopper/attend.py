@@ -11,7 +11,6 @@ Dims: as in ``pallas_kernels.paged_attention.spec``.
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.tile import (
-    LOG2E,
-    ROW,
-    STRIP,
-    WGMMA,
-    soft_cap,
-    strips,
-    sum_strips,
-    swizzle_bytes,
-    tiled,
-)
+from pallas_kernels.hopper.tile import ROW, STRIP, WGMMA, swizzle_bytes, tiled
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import ROWS, PagedConfig, QueryLayout
-from .plan import PagePlan, extent_of, piece_start
-
-# Finite, so that exp2(old maximum - new maximum) of a row that has seen no key is 1 and not NaN.
-NO_MAXIMUM = -1e30
-COLUMNS = 64  # of values that are loaded at a time to be cleaned
+from .plan import PagePlan
+from .scores import NO_MAXIMUM, clean, positions_less_columns, softmax_step
+from .segments import Line, Segment
 
 
 def attend_pages(
@@ -183,45 +170,18 @@ class _AttendPages:
 
     def each_segment(self, gmem, worker, body) -> None:
         """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
-        g, c = self.g, self.c
-        members = c.team(g)
-        head_blocks = g.K // members
-        number = lax.axis_index("block") * c.num_workers + worker
-        team, member = lax.div(number, members), lax.rem(number, members)
-        total, num_teams = gmem.before[g.num_entries], c.num_teams(g)
-        start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
-
-        def tiles_of(entry):
-            before = gmem.before[entry]
-            return before, lax.div(gmem.before[entry + 1] - before, head_blocks)
-
-        def step(carry):
-            s, at, done = carry
-            entry, block = lax.div(s, head_blocks), lax.rem(s, head_blocks)
-            before, tiles = tiles_of(entry)
-            lo = at - before - block * tiles
-            count = jnp.minimum(tiles - lo, stop - at)
-            row, tile = lax.div(entry, g.num_q_tiles), lax.rem(entry, g.num_q_tiles)
-            queries = gmem.queries[row] if self.ragged_queries else None
-            extent = extent_of(self.capacity, g, self.spec.window, gmem.lengths[row], queries, tile)
-            segment = types.SimpleNamespace(
-                partial=(team + s) * members + member, head=block * members + member, row=row,
-                tile=tile, extent=extent, first=lax.div(extent.begin, c.block_kv) + lo, count=count,
-            )  # fmt: skip
-            pl.when(count > 0)(lambda: body(segment, done))
-            return s + 1, at + count, done + count
-
-        entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
-        before, tiles = tiles_of(entry)
-        block = lax.div(start - before, jnp.maximum(tiles, 1))
-        carry = entry * head_blocks + block, start, jnp.int32(0)
-        lax.while_loop(lambda carry: carry[1] < stop, step, carry)
+        number = lax.axis_index("block") * self.c.num_workers + worker
+        line = Line(
+            g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
+            ragged_queries=self.ragged_queries,
+        )  # fmt: skip
+        line.walk(gmem, number, body)
 
     def load(self, gmem, smem, worker) -> None:
         """Fills the ring of a worker."""
         g, c = self.g, self.c
 
-        def segment(seg, done):
+        def segment(seg: Segment, done):
             plgpu.barrier_wait(smem.q_empty.at[worker])
             head0 = lax.div(seg.head * g.group, 8) * 8
             token0 = lax.div(seg.tile, g.tiles_per_token) * g.tokens
@@ -255,7 +215,7 @@ class _AttendPages:
             if not g.latent:
                 plgpu.barrier_wait(smem.v_empty.at[slot])
 
-    def places(self, gmem, seg, tile) -> list:
+    def places(self, gmem, seg: Segment, tile) -> list:
         """Page and first slot of each of a tile's pieces."""
         size, block = self.g.size, self.c.block_kv
         last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
@@ -291,7 +251,7 @@ class _AttendPages:
             if not self.g.latent:
                 plgpu.barrier_arrive(smem.v_empty.at[slot])
 
-        def segment(seg, done):
+        def segment(seg: Segment, done):
             plgpu.barrier_wait(smem.q_full.at[worker])
             attend = functools.partial(self.attend, smem, worker, part, seg, done)
             if self.interpretable:
@@ -305,10 +265,10 @@ class _AttendPages:
         self.each_segment(gmem, worker, segment)
         plgpu.wait_smem_to_gmem(0)
 
-    def attend(self, smem, worker, part: int, seg, done, acc):
+    def attend(self, smem, worker, part: int, seg: Segment, done, acc):
         """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
-        positions = self.positions(seg)
+        positions = positions_less_columns(seg, self.g)
         q_smem = smem.q_out[0].at[worker]
         columns = pl.ds(part * self.part_width, self.part_width)
 
@@ -325,14 +285,14 @@ class _AttendPages:
             s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
             if not self.g.latent:
                 plgpu.barrier_arrive(smem.k_empty.at[slot])
-            p, peak, total, alpha = self.softmax(s, peak, total, positions - key0)
+            p, peak, total, alpha = softmax_step(self.spec, s, peak, total, positions - key0)
             if self.g.latent:
                 v_smem, empty = smem.k.at[slot, :, columns], smem.k_empty
             else:
                 plgpu.barrier_wait(smem.v_full.at[slot])
                 v_smem, empty = smem.v.at[slot, :, columns], smem.v_empty
             ragged = (key0 < key_start) | (key0 + c.block_kv > key_stop)
-            pl.when(ragged)(lambda: self.clean(v_smem, key_start - key0, key_stop - key0))
+            pl.when(ragged)(lambda: clean(v_smem, key_start - key0, key_stop - key0))
             o = self.add_product(smem, acc, worker * c.value_parts + part, p, v_smem, alpha, o)
             plgpu.barrier_arrive(empty.at[slot])
             return peak, total, *o
@@ -365,57 +325,7 @@ class _AttendPages:
         new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
         return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
 
-    def positions(self, seg):
-        """int32 [64, 8]: the position of each row's token less the column."""
-        shape = (ROWS, STRIP)
-        column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
-        position = seg.extent.position
-        if self.g.tokens == 1:
-            return position - column
-        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
-        token = lax.div(row, jnp.int32(self.g.span))
-        # A token that a row does not have is before all keys.
-        there = token < seg.extent.tokens
-        return jnp.where(there, position + token, -1) - column
-
-    def softmax(self, s, peak, total, ahead):
-        """Probabilities relative to the running maximum, and what the maximum's growth costs.
-
-        Args:
-            s: products of queries and keys.
-            peak, total: so far; maxima are in units of log2.
-            ahead: how far the position of a row's token is ahead of the key of a column, of the
-                first 8 columns.
-        """
-        cap, window = self.spec.soft_cap, self.spec.window
-        if cap is None:
-            s = s * (self.spec.scale * LOG2E)
-        else:
-            s = soft_cap(s, self.spec.scale, cap) * LOG2E
-        masked = []
-        for i, strip in enumerate(strips(s)):
-            seen = ahead >= i * STRIP
-            if window is not None:
-                seen = seen & (ahead < i * STRIP + window)
-            masked.append(jnp.where(seen, strip, -jnp.inf))
-        s = jnp.concatenate(masked, axis=1)
-        top = jnp.maximum(peak, s.max(axis=1))
-        alpha = jnp.exp2(peak - top)
-        p = jnp.exp2(s - lax.broadcast_in_dim(top, s.shape, [0]))
-        total = total * lax.broadcast_in_dim(alpha, total.shape, [0]) + sum_strips(p)
-        return p, top, total, alpha
-
-    def clean(self, v_smem, first, stop) -> None:
-        """Zeros for values that nobody put there, or no longer has: 0 times NaN is NaN."""
-        rows, width = v_smem.shape
-        for column in range(0, width, COLUMNS):
-            part = v_smem.at[:, pl.ds(column, COLUMNS)]
-            v = plgpu.load(part, layout=WGMMA, optimized=False)
-            row = plgpu.broadcasted_iota(jnp.int32, (rows, COLUMNS), 0, layout=WGMMA)
-            part[...] = jnp.where((row >= first) & (row < stop), v, 0.0)
-        plgpu.commit_smem()
-
-    def leave(self, gmem, smem, worker, part: int, seg, o, peak, total) -> None:
+    def leave(self, gmem, smem, worker, part: int, seg: Segment, o, peak, total) -> None:
         """Normalizes a segment's result and copies it out."""
         g, c = self.g, self.c
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)

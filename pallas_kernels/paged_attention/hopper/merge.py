@@ -1,7 +1,7 @@
 """The kernel that merges: each query head's partial results, by their logsumexps.
 
-The rule is that of ``pallas_kernels.flash_attention.merge``. A block has four heads of a token, a
-warp each, and reads several partial results at a time: it waits for memory once for all of them.
+The rule is that of ``pallas_kernels.common.merge``. A block has four heads of a token, a warp each,
+and reads several partial results at a time: it waits for memory once for all of them.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.rows.config import tile_layout
 
-from .attend import NO_MAXIMUM
 from .config import MERGED_ROWS, ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan, team_of
+from .scores import NO_MAXIMUM
 
 HELD = 1024  # columns of partial results that a warp reads at a time
 

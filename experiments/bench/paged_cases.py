@@ -1,4 +1,7 @@
-"""Decoding of real models, shared by tests and benchmark. Dims: as in ``spec``."""
+"""Decoding of real models, that paged attention is measured on.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
 
 import dataclasses
 from typing import Any
