@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 from .config import ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan
 from .scores import NO_MAXIMUM, clean, positions_less_columns, softmax_step
-from .segments import Line, Segment
+from .segments import Segment, TileLine
 
 
 def attend_pages(
@@ -171,7 +171,7 @@ class _AttendPages:
     def each_segment(self, gmem, worker, body) -> None:
         """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
         number = lax.axis_index("block") * self.c.num_workers + worker
-        line = Line(
+        line = TileLine(
             g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
             ragged_queries=self.ragged_queries,
         )  # fmt: skip

@@ -28,7 +28,7 @@ class Segment:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class TileLine:
     """The line as the kernel of one call walks it."""
 
     g: QueryLayout
