@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache, contiguous or in pages.
 
-Pages on a Hopper GPU are read where they lie (``pallas_kernels.paged_attention``); elsewhere the
-keys of a row are gathered first.
+On a Hopper GPU caches are read where they lie (``pallas_kernels.paged_attention``), contiguous ones
+as pages in their order; elsewhere the keys of a layer's rows are gathered first.
 
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width; P page, M page of a row.
@@ -9,6 +9,7 @@ H head width; P page, M page of a row.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +22,64 @@ from pallas_kernels.common import device
 from pallas_kernels.paged_attention import PagedImplementation
 
 _QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
+_PAGE, _LEAST_PAGE = 64, 16  # slots of a page that a contiguous cache is cut into
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pages:
-    """One layer's cache as attention reads it: position p of row b is slot ``p % size`` of page
-    ``tables_BM[b, p // size]``; without tables, row b has page b alone.
+    """One layer's cache as attention reads it, nothing copied.
+
+    With tables, position p of row b is slot ``p % size`` of page ``tables_BM[b, p // size]`` of a
+    pool. Without, it is slot p of row b, in this layer of those that are there.
     """
 
-    arrays: dict[str, jax.Array]  # by the names of the mixer's CacheSpec, [P, size, ...] each
-    tables_BM: jax.Array | None = None  # int32, all within 0..P-1
+    # By the names of the mixer's CacheSpec, [P, size, ...] each; [L, B, slots, ...] without tables.
+    arrays: dict[str, jax.Array]
+    tables_BM: jax.Array | None = None  # int32; in rows' pages within 0..P-1
+    layer: jax.Array | None = None  # int32: without tables
 
     def rows(self) -> dict[str, jax.Array]:
         """The arrays with a row's keys in the order of their positions, [B, S, ...]."""
         tables_BM = self.tables_BM
         if tables_BM is None:
-            return self.arrays
+            return {
+                name: jax.lax.dynamic_index_in_dim(stored, self.layer, keepdims=False)
+                for name, stored in self.arrays.items()
+            }
 
         def gathered(pages: jax.Array) -> jax.Array:
             batch, num_pages = tables_BM.shape
             return pages[tables_BM].reshape(batch, num_pages * pages.shape[1], *pages.shape[2:])
 
         return {name: gathered(pages) for name, pages in self.arrays.items()}
+
+    @property
+    def can_be_paged(self) -> bool:
+        """Whether rows are pages, or slots divide into such as kernels read."""
+        return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
+
+    def paged(self) -> "Pages":
+        """The same with tables: rows of slots, in all layers, are pages one after another."""
+        if self.tables_BM is not None:
+            return self
+        assert self.layer is not None, "in_layer"
+        size = math.gcd(self._num_slots, _PAGE)
+        num_layers, batch = next(iter(self.arrays.values())).shape[:2]
+        per_row = self._num_slots // size
+        rows_B = self.layer * batch + jnp.arange(batch, dtype=jnp.int32)
+        num_pages = num_layers * batch * per_row
+        return Pages(
+            arrays={
+                name: stored.reshape(num_pages, size, *stored.shape[3:])
+                for name, stored in self.arrays.items()
+            },
+            tables_BM=rows_B[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)[None, :],
+        )
+
+    @property
+    def _num_slots(self) -> int:
+        return next(iter(self.arrays.values())).shape[2]
 
 
 def cached_attention(
@@ -58,7 +94,7 @@ def cached_attention(
 
     Returns [B, T, N, H] in q's dtype.
     """
-    if pages.tables_BM is not None and device.target().capability == (9, 0):
+    if pages.can_be_paged and device.target().capability == (9, 0):
         return paged_attention(q_BTNH, pages, config=config, positions_BT=positions_BT)
     rows = pages.rows()
     attend = functools.partial(_attend, k_BSKH=rows["k"], v_BSKH=rows["v"], config=config)
@@ -91,7 +127,8 @@ def paged_attention(
     Args:
         implementation: "auto" takes the kernels where they can, and logs what it took.
     """
-    assert pages.tables_BM is not None, "a contiguous cache has no pages"
+    pages = pages.paged()
+    assert pages.tables_BM is not None
     return pallas_kernels.paged_attention(
         q_BTNH,
         pages.arrays["k"],

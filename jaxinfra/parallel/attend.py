@@ -95,26 +95,33 @@ class ShardedDecode:
         place, tables_BM = self.placement, pages.tables_BM
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         rows_spec = place.spec((axes.BATCH, None))
-        first = axes.BATCH if tables_BM is None else None
+        leading = (None, axes.BATCH, None) if tables_BM is None else (None, None)
         arrays_spec = {
-            each.name: place.spec((first, None, *each.dims)) for each in config.cache.arrays
+            each.name: place.spec((*leading, *each.dims)) for each in config.cache.arrays
         }
 
         def local(
             q: jax.Array,
             arrays: dict[str, jax.Array],
             tables: jax.Array | None,
+            layer: jax.Array | None,
             positions: jax.Array,
         ) -> jax.Array:
-            pages = Pages(arrays=arrays, tables_BM=tables)
+            pages = Pages(arrays=arrays, tables_BM=tables, layer=layer)
             return self.decode(q, pages, config=config, positions_BT=positions)
 
         return place.on_each_device(
             local,
-            in_specs=(q_spec, arrays_spec, None if tables_BM is None else rows_spec, rows_spec),
+            in_specs=(
+                q_spec,
+                arrays_spec,
+                None if tables_BM is None else rows_spec,
+                None if pages.layer is None else place.spec(()),
+                rows_spec,
+            ),
             out_specs=q_spec,
             check_vma=False,  # as above
-        )(q_BTNH, pages.arrays, tables_BM, positions_BT)
+        )(q_BTNH, pages.arrays, tables_BM, pages.layer, positions_BT)
 
 
 def decode_on(placement: Placement | None) -> Decode:

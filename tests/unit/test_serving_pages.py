@@ -116,33 +116,37 @@ def test_pages_are_read_where_they_lie(name, num_queries):
     q, k, v, filled, positions = filled_rows(rng, num_queries)
     positions[0, num_queries // 2 + 1 :] = -1  # padding
     positions[1] = -1  # a row that sits out
-    _, cache = caches(config.cache, random_tables(rng))
-    pages = append(cache, {"k": k, "v": v}, filled).view()
-    read = functools.partial(paged_attention, config=config, implementation="xla")
-    result = np.asarray(read(q, pages, positions_BT=positions))
     padding = positions < 0
-    assert not result[padding].any()
     plain = oracle(q, k, v, positions, config, np.float32)[~padding]
     true = oracle(q, k, v, positions, config)[~padding]
-    assert_no_worse(result[~padding], plain=plain, oracle=true)
+    for cache in caches(config.cache, random_tables(rng)):
+        pages = append(cache, {"k": k, "v": v}, filled).view()
+        read = functools.partial(paged_attention, config=config, implementation="xla")
+        result = np.asarray(read(q, pages, positions_BT=positions))
+        assert not result[padding].any()
+        assert_no_worse(result[~padding], plain=plain, oracle=true)
 
 
 @pytest.mark.parametrize(("dtype", "kernels"), [(jnp.bfloat16, True), (jnp.float32, False)])
-def test_on_hopper_the_kernels_take_pages(dtype, kernels):
+@pytest.mark.parametrize("paged", [True, False])
+def test_on_hopper_the_kernels_read_the_cache(dtype, kernels, paged):
     config = GroupedAttentionConfig(num_q_heads=8, num_kv_heads=2, head_dim=64, rope=None)
     shape = jax.ShapeDtypeStruct
-    cache = jax.eval_shape(
-        lambda: PagedCache.zeros(
-            config.cache, num_layers=2, num_pages=8, page_size=PAGE, dtype=dtype,
-            tables_BM=jnp.zeros((3, 2), jnp.int32),
+    sizes = {"num_layers": 2, "dtype": dtype}
+
+    def empty():
+        if not paged:
+            return ContiguousCache.zeros(config.cache, batch=3, num_slots=32, **sizes)
+        tables = jnp.zeros((3, 2), jnp.int32)
+        return PagedCache.zeros(
+            config.cache, num_pages=8, page_size=PAGE, tables_BM=tables, **sizes
         )
-    )  # fmt: skip
 
     def step(q, cache, positions):
         cache = in_layer(cache, cache.arrays, jnp.int32(1))
         return cached_attention(q, cache.view(), config=config, positions_BT=positions)
 
-    arguments = shape((3, 1, 8, 64), dtype), cache, shape((3, 1), jnp.int32)
+    arguments = shape((3, 1, 8, 64), dtype), jax.eval_shape(empty), shape((3, 1), jnp.int32)
     with compiling_for(H200):
         text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert ("mosaic_gpu" in text) == kernels
