@@ -14,6 +14,8 @@ from .norm import layer_norm as layer_norm
 from .norm import layer_norm_fp8 as layer_norm_fp8
 from .norm import rms_norm as rms_norm
 from .norm import rms_norm_fp8 as rms_norm_fp8
+from .paged_attention import append_to_pages as append_to_pages
+from .paged_attention import paged_attention as paged_attention
 from .quantize import quantize as quantize
 from .quantize import quantize_both_ways as quantize_both_ways
 from .scaled_matmul import scaled_matmul as scaled_matmul

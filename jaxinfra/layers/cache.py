@@ -53,13 +53,8 @@ class ContiguousCache:
         return _appended(self, new, (rows_B1, slots_BT))
 
     def view(self) -> Pages:
-        """What attention reads in this layer."""
-        return Pages(
-            arrays={
-                name: jax.lax.dynamic_index_in_dim(stored, self.layer, keepdims=False)
-                for name, stored in self.arrays.items()
-            }
-        )
+        """What attention reads in this layer: the rows of all layers, nothing copied."""
+        return Pages(arrays=self.arrays, layer=self.layer)
 
 
 @jax.tree_util.register_dataclass

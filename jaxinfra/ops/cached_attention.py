@@ -1,5 +1,8 @@
 """Attention of new tokens to a cache, contiguous or in pages.
 
+On a Hopper GPU caches are read where they lie (``pallas_kernels.paged_attention``), contiguous ones
+as pages in their order; elsewhere the keys of a layer's rows are gathered first.
+
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width, R width of a latent; P page, M page of a row.
 """
@@ -7,38 +10,77 @@ H head width, R width of a latent; P page, M page of a row.
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.multiply import multiply
+from pallas_kernels.common import device
+from pallas_kernels.paged_attention import PagedImplementation
 
 _QUERY_BLOCK = 128  # queries whose scores of all keys exist at a time
+_PAGE, _LEAST_PAGE = 64, 16  # slots of a page that a contiguous cache is cut into
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pages:
-    """One layer's cache as attention reads it: position p of row b is slot ``p % size`` of page
-    ``tables_BM[b, p // size]``; without tables, row b has page b alone.
+    """One layer's cache as attention reads it, nothing copied.
+
+    With tables, position p of row b is slot ``p % size`` of page ``tables_BM[b, p // size]`` of a
+    pool. Without, it is slot p of row b, in this layer of those that are there.
     """
 
-    arrays: dict[str, jax.Array]  # by the names of the mixer's CacheSpec, [P, size, ...] each
-    tables_BM: jax.Array | None = None  # int32, all within 0..P-1
+    # By the names of the mixer's CacheSpec, [P, size, ...] each; [L, B, slots, ...] without tables.
+    arrays: dict[str, jax.Array]
+    tables_BM: jax.Array | None = None  # int32; in rows' pages within 0..P-1
+    layer: jax.Array | None = None  # int32: without tables
 
     def rows(self) -> dict[str, jax.Array]:
         """The arrays with a row's keys in the order of their positions, [B, S, ...]."""
         tables_BM = self.tables_BM
         if tables_BM is None:
-            return self.arrays
+            return {
+                name: jax.lax.dynamic_index_in_dim(stored, self.layer, keepdims=False)
+                for name, stored in self.arrays.items()
+            }
 
         def gathered(pages: jax.Array) -> jax.Array:
             batch, num_pages = tables_BM.shape
             return pages[tables_BM].reshape(batch, num_pages * pages.shape[1], *pages.shape[2:])
 
         return {name: gathered(pages) for name, pages in self.arrays.items()}
+
+    @property
+    def can_be_paged(self) -> bool:
+        """Whether rows are pages, or slots divide into such as kernels read."""
+        return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
+
+    def paged(self) -> "Pages":
+        """The same with tables: rows of slots, in all layers, are pages one after another."""
+        if self.tables_BM is not None:
+            return self
+        assert self.layer is not None, "in_layer"
+        size = math.gcd(self._num_slots, _PAGE)
+        num_layers, batch = next(iter(self.arrays.values())).shape[:2]
+        per_row = self._num_slots // size
+        rows_B = self.layer * batch + jnp.arange(batch, dtype=jnp.int32)
+        num_pages = num_layers * batch * per_row
+        return Pages(
+            arrays={
+                name: stored.reshape(num_pages, size, *stored.shape[3:])
+                for name, stored in self.arrays.items()
+            },
+            tables_BM=rows_B[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)[None, :],
+        )
+
+    @property
+    def _num_slots(self) -> int:
+        return next(iter(self.arrays.values())).shape[2]
 
 
 def cached_attention(
@@ -53,16 +95,22 @@ def cached_attention(
 
     Query t of row b sees positions ``positions_BT[b, t] - window < s <= positions_BT[b, t]``; what
     lies beyond may be anything finite. A query whose position is below 0 is padding: it sees
-    nothing, and its result is 0. Scores and softmax are fp32. Memory is linear in the keys: queries
-    are taken 128 at a time.
+    nothing, and its result is 0. A row's positions count on by 1, padding to their right. Scores
+    and softmax are fp32. Memory is linear in the keys: queries are taken 128 at a time.
 
     Of latent attention the cache has latents and rotated keys, which all heads share: the keys are
     both, side by side, the values the latents. A sink joins its head's softmax and has no value.
 
     Returns [B, T, N, H] in q's dtype; of latent attention [B, T, N, R].
     """
+    # A latent cache is two arrays, and the kernels read keys from one.
+    is_latent = isinstance(config, LatentAttentionConfig)
+    if pages.can_be_paged and not is_latent and device.target().capability == (9, 0):
+        return paged_attention(
+            q_BTNH, pages, config=config, positions_BT=positions_BT, sinks_N=sinks_N
+        )
     rows = pages.rows()
-    if isinstance(config, LatentAttentionConfig):
+    if is_latent:
         latent_BS1R, rotated_BS1P = (rows[n][:, :, None] for n in ("latent", "rotated_key"))
         keys, v_BSKH = (latent_BS1R, rotated_BS1P), latent_BS1R
     else:
@@ -82,6 +130,37 @@ def cached_attention(
     out_BTNH = jax.lax.map(lambda block: attend(*block), (q_BTNH, positions_BT))
     out_BTNH = jnp.moveaxis(out_BTNH, 0, 1)
     return out_BTNH.reshape(batch, -1, *out_BTNH.shape[3:])[:, :length]
+
+
+def paged_attention(
+    q_BTNH: jax.Array,
+    pages: Pages,
+    *,
+    config: MixerConfig,
+    positions_BT: jax.Array,
+    sinks_N: jax.Array | None = None,
+    implementation: PagedImplementation = "auto",
+) -> jax.Array:
+    """``cached_attention`` of pages, which nothing is gathered from.
+
+    Args:
+        implementation: "auto" takes the kernels where they can, and logs what it took.
+    """
+    pages = pages.paged()
+    assert pages.tables_BM is not None
+    return pallas_kernels.paged_attention(
+        q_BTNH,
+        pages.arrays["k"],
+        pages.arrays["v"],
+        pages.tables_BM,
+        jnp.max(positions_BT, axis=1) + 1,
+        query_lengths=None if positions_BT.shape[1] == 1 else jnp.sum(positions_BT >= 0, axis=1),
+        window=config.window,
+        soft_cap=config.logit_soft_cap,
+        sinks=sinks_N,
+        scale=config.scale,
+        implementation=implementation,
+    )
 
 
 def _attend(

@@ -117,25 +117,27 @@ class ShardedDecode:
         place, tables_BM = self.placement, pages.tables_BM
         q_spec = place.spec((axes.BATCH, None, axes.Q_HEADS, None))
         rows_spec = place.spec((axes.BATCH, None))
-        first = axes.BATCH if tables_BM is None else None
+        leading = (None, axes.BATCH, None) if tables_BM is None else (None, None)
         arrays_spec = {
-            each.name: place.spec((first, None, *each.dims)) for each in config.cache.arrays
+            each.name: place.spec((*leading, *each.dims)) for each in config.cache.arrays
         }
 
         def local(
             q: jax.Array,
             arrays: dict[str, jax.Array],
             tables: jax.Array | None,
+            layer: jax.Array | None,
             positions: jax.Array,
             sinks: jax.Array | None,
         ) -> jax.Array:
-            pages = Pages(arrays=arrays, tables_BM=tables)
+            pages = Pages(arrays=arrays, tables_BM=tables, layer=layer)
             return self.decode(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
 
         in_specs = (
             q_spec,
             arrays_spec,
             None if tables_BM is None else rows_spec,
+            None if pages.layer is None else place.spec(()),
             rows_spec,
             None if sinks_N is None else place.spec((axes.Q_HEADS,)),
         )
@@ -144,7 +146,7 @@ class ShardedDecode:
             in_specs=in_specs,
             out_specs=q_spec,
             check_vma=False,  # as above
-        )(q_BTNH, pages.arrays, tables_BM, positions_BT, sinks_N)
+        )(q_BTNH, pages.arrays, tables_BM, pages.layer, positions_BT, sinks_N)
 
 
 def decode_on(placement: Placement | None) -> Decode:

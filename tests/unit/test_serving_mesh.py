@@ -134,8 +134,8 @@ def test_pages_are_read_alike_on_a_mesh():
         mixer.cache, num_layers=2, num_pages=32, page_size=8, tables_BM=tables, dtype=jnp.float32
     )
     assert not after_pass(cache, cache.arrays).is_empty
-    new = {name: rng.normal(size=(4, 30, 2, 8)).astype(np.float32) for name in "kv"}
-    positions = np.tile(np.arange(30, dtype=np.int32), (4, 1))
+    new = {name: jnp.asarray(rng.normal(size=(4, 30, 2, 8)), jnp.float32) for name in "kv"}
+    positions = jnp.tile(jnp.arange(30, dtype=jnp.int32), (4, 1))
     inside = in_layer(cache, cache.arrays, jnp.int32(1)).append(new, positions)
     q = rng.normal(size=(4, 3, 4, 8)).astype(np.float32)
     results = [

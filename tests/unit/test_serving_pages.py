@@ -13,7 +13,8 @@ import pytest
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.layers.cache import ContiguousCache, PagedCache, after_pass, in_layer
-from jaxinfra.ops.cached_attention import cached_attention
+from jaxinfra.ops.cached_attention import cached_attention, paged_attention
+from jaxinfra.ops.target import H200, compiling_for
 from tests.tolerance import assert_no_worse
 
 BATCH, HEADS, KV_HEADS, WIDTH = 3, 4, 2, 8
@@ -78,16 +79,22 @@ def attend(q, cache, positions, *, config):
 append = jax.jit(lambda cache, new, positions: cache.append(new, positions))
 
 
-@pytest.mark.parametrize("num_queries", [1, 3, 130])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_attention_over_both_caches_is_that_over_the_keys(name, num_queries):
-    config = CONFIGS[name]
-    rng = np.random.default_rng(num_queries)
+def filled_rows(rng, num_queries: int):
+    """q, keys and values of all slots, the positions that rows fill and those of their queries."""
     lengths = rng.integers(num_queries, SLOTS, BATCH)
     k, v = (rng.normal(size=(BATCH, SLOTS, KV_HEADS, WIDTH)).astype(np.float32) for _ in "kv")
     q = rng.normal(size=(BATCH, num_queries, HEADS, WIDTH)).astype(np.float32)
     filled = np.where(np.arange(SLOTS) < lengths[:, None], np.arange(SLOTS), -1).astype(np.int32)
     positions = (lengths[:, None] - num_queries + np.arange(num_queries)).astype(np.int32)
+    return q, k, v, filled, positions
+
+
+@pytest.mark.parametrize("num_queries", [1, 3, 130])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_attention_over_both_caches_is_that_over_the_keys(name, num_queries):
+    config = CONFIGS[name]
+    rng = np.random.default_rng(num_queries)
+    q, k, v, filled, positions = filled_rows(rng, num_queries)
     positions[0, 1:] = -1  # padding
     padding = positions < 0
     results = []
@@ -101,6 +108,49 @@ def test_attention_over_both_caches_is_that_over_the_keys(name, num_queries):
     true = oracle(q, k, v, positions, config)[~padding]
     for result in results:
         assert_no_worse(result[~padding], plain=plain, oracle=true)
+
+
+@pytest.mark.parametrize(("name", "num_queries"), [("plain", 1), ("gemma", 3)])
+def test_pages_are_read_where_they_lie(name, num_queries):
+    config = CONFIGS[name]
+    rng = np.random.default_rng(num_queries)
+    q, k, v, filled, positions = filled_rows(rng, num_queries)
+    positions[0, num_queries // 2 + 1 :] = -1  # padding
+    positions[1] = -1  # a row that sits out
+    padding = positions < 0
+    plain = oracle(q, k, v, positions, config, np.float32)[~padding]
+    true = oracle(q, k, v, positions, config)[~padding]
+    for cache in caches(config.cache, random_tables(rng)):
+        pages = append(cache, {"k": k, "v": v}, filled).view()
+        read = functools.partial(paged_attention, config=config, implementation="xla")
+        result = np.asarray(read(q, pages, positions_BT=positions))
+        assert not result[padding].any()
+        assert_no_worse(result[~padding], plain=plain, oracle=true)
+
+
+@pytest.mark.parametrize(("dtype", "kernels"), [(jnp.bfloat16, True), (jnp.float32, False)])
+@pytest.mark.parametrize("paged", [True, False])
+def test_on_hopper_the_kernels_read_the_cache(dtype, kernels, paged):
+    config = GroupedAttentionConfig(num_q_heads=8, num_kv_heads=2, head_dim=64, rope=None)
+    shape = jax.ShapeDtypeStruct
+    sizes = {"num_layers": 2, "dtype": dtype}
+
+    def empty():
+        if not paged:
+            return ContiguousCache.zeros(config.cache, batch=3, num_slots=32, **sizes)
+        tables = jnp.zeros((3, 2), jnp.int32)
+        return PagedCache.zeros(
+            config.cache, num_pages=8, page_size=PAGE, tables_BM=tables, **sizes
+        )
+
+    def step(q, cache, positions):
+        cache = in_layer(cache, cache.arrays, jnp.int32(1))
+        return cached_attention(q, cache.view(), config=config, positions_BT=positions)
+
+    arguments = shape((3, 1, 8, 64), dtype), jax.eval_shape(empty), shape((3, 1), jnp.int32)
+    with compiling_for(H200):
+        text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("mosaic_gpu" in text) == kernels
 
 
 def test_the_tolerance_notices_a_key_too_many():

@@ -1,0 +1,5 @@
+"""Attention over a cache in pages, and appending to it."""
+
+from .api import PagedImplementation as PagedImplementation
+from .api import paged_attention as paged_attention
+from .append import append_to_pages as append_to_pages

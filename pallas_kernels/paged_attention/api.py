@@ -1,0 +1,108 @@
+"""The public function: checks the call and chooses who computes it. Dims: as in ``spec``."""
+
+import functools
+import logging
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common import device
+from pallas_kernels.common.errors import InputError, UnsupportedError
+
+from .hopper import paged_attention_hopper, unsupported
+from .reference import paged_attention_reference
+from .spec import PagedCall
+from .validate import make_call
+from .xla import paged_attention_xla
+
+type PagedImplementation = Literal["auto", "hopper", "xla", "reference"]
+
+_IMPLEMENTATIONS = {
+    "hopper": paged_attention_hopper,
+    "xla": paged_attention_xla,
+    "reference": paged_attention_reference,
+}
+_logger = logging.getLogger(__name__)
+
+
+def paged_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    page_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    query_lengths: jax.Array | None = None,
+    value_width: int | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: PagedImplementation = "auto",
+) -> jax.Array:
+    """Attention of the last tokens of each row to all that the row has in pages.
+
+    Position p of row b lies in slot ``p % S`` of page ``page_tables[b, p // S]``. The queries are
+    those of a row's last positions, and see no later position than their own. Not differentiable:
+    it is for generating. The kernels are custom calls: on a mesh, call this inside ``shard_map``.
+
+    Args:
+        q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries a row.
+        k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots. K divides N.
+        v_pages: [P, S, K, V]; None where values are the first ``value_width`` columns of the keys
+            (absorbed latent attention: one kv head, 576 and 512 wide).
+        page_tables: int32 [B, M]; entries beyond a row's length may be anything.
+        lengths: int32 [B]: positions in the row's pages, those of its queries among them.
+        query_lengths: int32 [B]: how many of its T queries a row has; default all T. The others
+            come last and are 0 in the result.
+        value_width: see ``v_pages``.
+        window: a query sees this many keys at most, its own position's among them.
+        soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
+        sinks: floats [N]: a logit a head that joins the softmax's denominator and has no value.
+        scale: of the scores; default 1 / sqrt(H).
+        implementation: "hopper" (Mosaic GPU kernels), "xla" (a loop over pages, linear memory) and
+            "reference" (the formula, all pages at once) compute the call themselves or raise.
+            "auto" takes hopper where it can, else xla, and logs which once.
+
+    Returns:
+        [B, N, V] or [B, T, N, V] in q's dtype. A query that sees nothing, as in a row of length 0,
+        is 0.
+
+    Raises:
+        InputError: shapes, dtypes or options that disagree.
+        UnsupportedError: the named implementation cannot compute this call.
+    """
+    q, k_pages = jnp.asarray(q), jnp.asarray(k_pages)
+    v_pages = None if v_pages is None else jnp.asarray(v_pages)
+    call = make_call(
+        q[:, None] if q.ndim == 3 else q, k_pages, v_pages, page_tables, lengths,
+        query_lengths=query_lengths, value_width=value_width, window=window, soft_cap=soft_cap,
+        sinks=sinks, scale=scale,
+    )  # fmt: skip
+    out_BTNV = _compute(implementation, call)
+    return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
+
+
+def _compute(implementation: str, call: PagedCall) -> jax.Array:
+    if implementation not in ("auto", *_IMPLEMENTATIONS):
+        raise InputError(
+            f"implementation={implementation!r} must be auto or {', '.join(_IMPLEMENTATIONS)}"
+        )
+    reason = unsupported(call) if implementation in ("auto", "hopper") else None
+    if implementation == "auto":
+        implementation = "hopper" if reason is None else "xla"
+        _announce(implementation, device.target().slug, call.describe(), reason)
+    elif reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot compute this paged attention: {reason}. Call: "
+            f"{call.describe()}. These can: xla, reference"
+        )
+    return _IMPLEMENTATIONS[implementation](call)
+
+
+@functools.cache
+def _announce(name: str, device_kind: str, case: str, reason: str | None) -> None:
+    """Logs a choice; the cache makes it once for each distinct case."""
+    because = f" (not hopper: {reason})" if reason else ""
+    _logger.info("paged_attention on %s uses %s for %s%s", device_kind, name, case, because)

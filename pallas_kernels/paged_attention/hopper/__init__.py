@@ -1,0 +1,5 @@
+"""Paged attention for Hopper GPUs: a balanced plan, a kernel that reads pages, one that merges."""
+
+from .forward import paged_attention_hopper as paged_attention_hopper
+from .forward import unsupported as unsupported
+from .plan import plan_pages as plan_pages

@@ -1,0 +1,349 @@
+"""The kernel that reads pages: every worker streams its tiles and leaves a partial result for each
+segment that they belong to.
+
+Decoding reads each key and value once and multiplies it with a few queries, so memory is all that
+counts. A block stays on its multiprocessor; each of its workers has a warpgroup that fills a ring
+of tiles and one (or two, where an accumulator is too wide for one) that computes. Workers never
+wait for each other: while one computes, the tiles of all are on their way.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.tile import ROW, STRIP, WGMMA, swizzle_bytes, tiled
+from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
+
+from .config import ROWS, PagedConfig, QueryLayout
+from .plan import PagePlan
+from .scores import NO_MAXIMUM, clean, positions_less_columns, softmax_step
+from .segments import Segment, TileLine
+
+
+def attend_pages(
+    call: PagedCall,
+    plan: PagePlan,
+    *,
+    layout: QueryLayout,
+    config: PagedConfig,
+    interpretable: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Partial results, normalized, with their logsumexps.
+
+    That of a team's worker ``member`` for a segment, which is an entry of the plan for a block of
+    kv heads, is at ``(team + segment) * members + member``.
+
+    Args:
+        call: heads are a multiple of 8.
+        plan: of this call, layout and config.
+        layout, config: sizes and tiles.
+        interpretable: avoids what the interpreter lacks: accumulators that outlive a tile, matmul
+            operands in registers.
+
+    Returns:
+        float32 [partials, rows, V] and, in units of log2, float32 [partials, 64].
+    """
+    kernel = _AttendPages(
+        g=layout, c=config, spec=call.spec, dtype=call.q_BTNH.dtype, capacity=call.capacity,
+        ragged_queries=call.query_lengths_B is not None,
+        interpretable=interpretable,
+    )  # fmt: skip
+    # One more: the second kernel reads a few rows at a time, perhaps beyond a partial's last.
+    num_partials = (
+        config.num_teams(layout) * config.team(layout) + layout.num_entries * layout.K + 1
+    )
+    operands = {"q": call.q_BTNH, "k": call.k_PSKH}
+    operands |= {} if call.v_PSKV is None else {"v": call.v_PSKV}
+    operands |= {"tables": call.tables_BM, "lengths": call.lengths_B}
+    operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
+    operands |= {"before": plan.before_E1, "starts": plan.entry_W}
+    results = {
+        "out": jax.ShapeDtypeStruct((num_partials, layout.rows, layout.V), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((num_partials, ROWS), jnp.float32),
+    }
+    found = launch(
+        kernel.run,
+        operands=operands,
+        results=results,
+        scratch=kernel.scratch(),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=config.num_workers * (config.value_parts + 1),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return found["out"], found["lse"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _AttendPages:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    g: QueryLayout
+    c: PagedConfig
+    spec: PagedSpec
+    dtype: jnp.dtype
+    capacity: int
+    ragged_queries: bool
+    interpretable: bool
+
+    @property
+    def pages_per_tile(self) -> int:
+        return max(1, self.c.block_kv // self.g.size)
+
+    @property
+    def part_width(self) -> int:
+        """Columns of values that a warpgroup computes."""
+        return self.g.V // self.c.value_parts
+
+    @property
+    def out_width(self) -> int:
+        """Columns that leave at a time, through the space of the queries."""
+        width = self.g.H // (2 * self.c.value_parts)
+        return max(w for w in (16, 32, 64, 128) if w <= width and self.part_width % w == 0)
+
+    def scratch(self) -> dict:
+        """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
+        g, c = self.g, self.c
+        slots = c.num_workers * c.num_stages
+        compute_groups = c.num_workers * c.value_parts
+
+        def tiles(*shape: int):
+            return plgpu.SMEM(shape, self.dtype, transforms=tiled(swizzle_bytes(shape[-1])))
+
+        staged = plgpu.SMEM(
+            (compute_groups, ROWS, self.out_width),
+            jnp.float32,
+            transforms=tiled(swizzle_bytes(self.out_width, itemsize=4), itemsize=4),
+        )
+        ring = functools.partial(plgpu.Barrier, num_barriers=slots)
+        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers)
+        buffers = {
+            "q_out": plgpu.RefUnion(tiles(c.num_workers, ROWS, g.H), staged),
+            "k": tiles(slots, c.block_kv, g.H),
+        }
+        if not g.latent:
+            buffers["v"] = tiles(slots, c.block_kv, g.V)
+        if self.interpretable:
+            buffers["p"] = tiles(compute_groups, ROWS, c.block_kv)
+        buffers |= {
+            "lse": plgpu.SMEM((c.num_workers, ROWS), jnp.float32),
+            "q_full": each(num_arrivals=g.tokens),
+            "q_empty": each(num_arrivals=c.value_parts),
+            "q_read": each(num_arrivals=c.value_parts),
+            "k_full": ring(num_arrivals=self.pages_per_tile),
+            "k_empty": ring(num_arrivals=c.value_parts),
+        }
+        if not g.latent:
+            buffers["v_full"] = ring(num_arrivals=self.pages_per_tile)
+            buffers["v_empty"] = ring(num_arrivals=c.value_parts)
+        return buffers
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        c = self.c
+        wg = lax.axis_index("wg")
+        num_compute = c.num_workers * c.value_parts
+        # What all warpgroups hold together must not exceed a multiprocessor's registers: asking for
+        # more does not fail, it waits for ever.
+        most, least = (216, 40) if c.num_workers == 2 else (240, 24)
+        for part in range(c.value_parts):
+
+            @pl.when((wg < num_compute) & (lax.rem(wg, c.value_parts) == part))
+            def _(part=part):
+                plgpu.set_max_registers(most, action="increase")
+                self.compute(gmem, smem, lax.div(wg, c.value_parts), part)
+
+        @pl.when(wg >= num_compute)
+        def _():
+            plgpu.set_max_registers(least, action="decrease")
+            self.load(gmem, smem, wg - num_compute)
+
+    def each_segment(self, gmem, worker, body) -> None:
+        """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
+        number = lax.axis_index("block") * self.c.num_workers + worker
+        line = TileLine(
+            g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
+            ragged_queries=self.ragged_queries,
+        )  # fmt: skip
+        line.walk(gmem, number, body)
+
+    def load(self, gmem, smem, worker) -> None:
+        """Fills the ring of a worker."""
+        g, c = self.g, self.c
+
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_empty.at[worker])
+            head0 = lax.div(seg.head * g.group, 8) * 8
+            token0 = lax.div(seg.tile, g.tiles_per_token) * g.tokens
+            if g.tiles_per_token > 1:
+                head0 += lax.rem(seg.tile, g.tiles_per_token) * ROWS
+            rows = min(g.span, ROWS)
+            for t in range(g.tokens):
+                token = jnp.minimum(token0 + t, g.T - 1)
+                plgpu.copy_gmem_to_smem(
+                    gmem.q.at[seg.row, token, pl.ds(head0, rows)],
+                    smem.q_out[0].at[worker, pl.ds(t * g.span, rows)],
+                    smem.q_full.at[worker],
+                )
+
+            def step(i, _):
+                slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
+                places = self.places(gmem, seg, seg.first + i)
+                plgpu.barrier_wait(smem.k_empty.at[slot])
+                self.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
+                if not g.latent:
+                    plgpu.barrier_wait(smem.v_empty.at[slot])
+                    self.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
+
+            lax.fori_loop(0, seg.count, step, None)
+
+        self.each_segment(gmem, worker, segment)
+        plgpu.barrier_wait(smem.q_empty.at[worker])
+        for i in range(c.num_stages):
+            slot = worker * c.num_stages + i
+            plgpu.barrier_wait(smem.k_empty.at[slot])
+            if not g.latent:
+                plgpu.barrier_wait(smem.v_empty.at[slot])
+
+    def places(self, gmem, seg: Segment, tile) -> list:
+        """Page and first slot of each of a tile's pieces."""
+        size, block = self.g.size, self.c.block_kv
+        last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
+
+        def page(place):
+            # A tile may go beyond what the row has: any page will do, whose values are cleaned.
+            number = gmem.tables[seg.row, jnp.minimum(place, last)]
+            return jnp.minimum(jnp.maximum(number, 0), num_pages - 1)
+
+        if size >= block:
+            per_page = size // block
+            return [(page(lax.div(tile, per_page)), lax.rem(tile, per_page) * block)]
+        first = tile * self.pages_per_tile
+        return [(page(first + j), 0) for j in range(self.pages_per_tile)]
+
+    def copy(self, pages_gmem, tile_smem, full, places, head) -> None:
+        """Starts the copies of a tile's pieces."""
+        rows = min(self.g.size, self.c.block_kv)
+        for j, (page, slot) in enumerate(places):
+            plgpu.copy_gmem_to_smem(
+                pages_gmem.at[page, pl.ds(slot, rows), head],
+                tile_smem.at[pl.ds(j * rows, rows)],
+                full,
+            )
+
+    def compute(self, gmem, smem, worker, part: int) -> None:
+        """Attention of a worker's segments."""
+        c = self.c
+        plgpu.barrier_arrive(smem.q_empty.at[worker])
+        for i in range(c.num_stages):
+            slot = worker * c.num_stages + i
+            plgpu.barrier_arrive(smem.k_empty.at[slot])
+            if not self.g.latent:
+                plgpu.barrier_arrive(smem.v_empty.at[slot])
+
+        def segment(seg: Segment, done):
+            plgpu.barrier_wait(smem.q_full.at[worker])
+            attend = functools.partial(self.attend, smem, worker, part, seg, done)
+            if self.interpretable:
+                o, peak, total = attend(None)
+            else:
+                o, peak, total = pl.run_scoped(
+                    attend, plgpu.ACC((ROWS, self.part_width), jnp.float32)
+                )
+            self.leave(gmem, smem, worker, part, seg, o, peak, total)
+
+        self.each_segment(gmem, worker, segment)
+        plgpu.wait_smem_to_gmem(0)
+
+    def attend(self, smem, worker, part: int, seg: Segment, done, acc):
+        """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
+        c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
+        positions = positions_less_columns(seg, self.g)
+        q_smem = smem.q_out[0].at[worker]
+        columns = pl.ds(part * self.part_width, self.part_width)
+
+        def step(i, carry):
+            peak, total, *o = carry
+            slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
+            key0 = (seg.first + i) * c.block_kv
+            plgpu.barrier_wait(smem.k_full.at[slot])
+
+            def scores(s_acc):
+                plgpu.wgmma(s_acc, q_smem, smem.k.at[slot].transpose((1, 0)))
+                return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, c.block_kv), jnp.float32))
+            if not self.g.latent:
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+            p, peak, total, alpha = softmax_step(self.spec, s, peak, total, positions - key0)
+            if self.g.latent:
+                v_smem, empty = smem.k.at[slot, :, columns], smem.k_empty
+            else:
+                plgpu.barrier_wait(smem.v_full.at[slot])
+                v_smem, empty = smem.v.at[slot, :, columns], smem.v_empty
+            ragged = (key0 < key_start) | (key0 + c.block_kv > key_stop)
+            pl.when(ragged)(lambda: clean(v_smem, key_start - key0, key_stop - key0))
+            o = self.add_product(smem, acc, worker * c.value_parts + part, p, v_smem, alpha, o)
+            plgpu.barrier_arrive(empty.at[slot])
+            return peak, total, *o
+
+        peak = plgpu.layout_cast(jnp.full((ROWS,), NO_MAXIMUM, jnp.float32), ROW)
+        total = plgpu.layout_cast(jnp.full((ROWS, STRIP), 0.0, jnp.float32), WGMMA)
+        carry = (peak, total)
+        if acc is None:
+            carry += (plgpu.layout_cast(jnp.zeros((ROWS, self.part_width), jnp.float32), WGMMA),)
+        peak, total, *o = lax.fori_loop(0, seg.count, step, carry)
+        o = o[0] if acc is None else plgpu.wgmma_accumulator_load(acc, wait_n=0)
+        return o, peak, total.sum(axis=1)
+
+    def add_product(self, smem, acc, mine, p, v_smem, alpha, o) -> list:
+        """``o * alpha + p v``, in the accumulator."""
+        p = p.astype(self.dtype)
+        if acc is not None:
+            so_far = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            acc[...] = so_far * lax.broadcast_in_dim(alpha, so_far.shape, [0])
+            plgpu.wgmma(acc, p, v_smem)
+            plgpu.wgmma_wait(0)
+            return []
+        smem.p[mine] = p
+        plgpu.commit_smem()
+
+        def product(acc):
+            plgpu.wgmma(acc, smem.p.at[mine], v_smem)
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
+        return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
+
+    def leave(self, gmem, smem, worker, part: int, seg: Segment, o, peak, total) -> None:
+        """Normalizes a segment's result and copies it out."""
+        g, c = self.g, self.c
+        factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
+        o = o * lax.broadcast_in_dim(factor, o.shape, [0])
+        if part == 0:
+            smem.lse[worker] = jnp.where(total == 0.0, -jnp.inf, peak + jnp.log2(total))
+        if c.value_parts > 1:  # the other may still multiply with the queries
+            plgpu.barrier_arrive(smem.q_read.at[worker])
+            plgpu.barrier_wait(smem.q_read.at[worker])
+        staged = smem.q_out[1].at[worker * c.value_parts + part]
+        for column in range(0, self.part_width, self.out_width):
+            staged[...] = lax.slice(o, (0, column), (ROWS, column + self.out_width))
+            plgpu.commit_smem()
+            columns = pl.ds(part * self.part_width + column, self.out_width)
+            plgpu.copy_smem_to_gmem(
+                staged.at[pl.ds(0, g.rows)], gmem.out.at[seg.partial, :, columns]
+            )
+            if part == 0 and column == 0:
+                plgpu.copy_smem_to_gmem(smem.lse.at[worker], gmem.lse.at[seg.partial])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem.q_empty.at[worker])

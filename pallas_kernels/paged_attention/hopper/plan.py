@@ -1,0 +1,106 @@
+"""Who reads what: all key tiles of all rows and kv heads in one line, cut into equal pieces.
+
+A piece may end in the middle of a row, so that every worker has as many tiles as any other,
+whatever the lengths. A piece belongs to a team of workers, one for each of a few kv heads, which
+read the same pages at about the same time: what lies side by side in memory is read together.
+
+A plan depends on lengths, never on how they compile, and is two small operations; layers of a model
+that have the same window share one.
+
+Dims: E entry (a query tile of a row), W team.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.paged_attention.spec import PagedCall
+
+from .config import PagedConfig, QueryLayout
+
+
+class PagePlan(NamedTuple):
+    """The plan of a call. An entry is in the line once for each block of kv heads."""
+
+    before_E1: jax.Array  # int32: tiles of the line before each entry; last, all of them
+    entry_W: jax.Array  # int32: the entry that each team begins in; E where it has no tile
+
+
+class Extent(NamedTuple):
+    """What the tokens of a query tile are, and what they see."""
+
+    position: Any  # of the first token
+    tokens: Any
+    begin: Any  # of the keys that any of them sees
+    end: Any
+
+
+def extent_of(
+    capacity: int,
+    layout: QueryLayout,
+    window: int | None,
+    length: Any,
+    queries: Any,
+    tile: Any,
+) -> Extent:
+    """The extent of a query tile, of arrays or, in a kernel, of numbers.
+
+    Args:
+        length, queries: of the row; without the second, it has as many as the call.
+        tile: among the row's query tiles.
+    """
+
+    def divided(x: Any, by: int) -> Any:
+        return lax.div(x, lax.full_like(x, by))
+
+    token = divided(tile, layout.tiles_per_token) * layout.tokens
+    length = jnp.minimum(jnp.maximum(length, 0), capacity)
+    queries = layout.T if queries is None else jnp.minimum(jnp.maximum(queries, 0), layout.T)
+    tokens = jnp.minimum(jnp.maximum(queries - token, 0), layout.tokens)
+    position = length - queries + token
+    # Without tokens, it sees nothing.
+    end = jnp.maximum(position + tokens, 0) * jnp.minimum(tokens, 1)
+    begin = jnp.zeros_like(end)
+    if window is not None:
+        begin = jnp.minimum(jnp.maximum(position - (window - 1), 0), end)
+    return Extent(position=position, tokens=tokens, begin=begin, end=end)
+
+
+def plan_pages(call: PagedCall, layout: QueryLayout, config: PagedConfig) -> PagePlan:
+    """The plan for these lengths."""
+    tile_E = jnp.tile(jnp.arange(layout.num_q_tiles, dtype=jnp.int32), layout.B)
+    length_E, queries_E = (
+        None if x is None else jnp.repeat(x, layout.num_q_tiles)
+        for x in (call.lengths_B, call.query_lengths_B)
+    )
+    extent = extent_of(call.capacity, layout, call.spec.window, length_E, queries_E, tile_E)
+    tiles_E = -(-extent.end // config.block_kv) - extent.begin // config.block_kv
+    # Sums of all pairs are one small kernel, where a scan is several.
+    each, all_of_them = jnp.arange(layout.num_entries), jnp.arange(layout.num_entries + 1)
+    earlier = each[None, :] < all_of_them[:, None]
+    head_blocks = layout.K // config.team(layout)
+    in_line_E = head_blocks * tiles_E
+    before_E1 = jnp.sum(jnp.where(earlier, in_line_E[None, :], 0), axis=1, dtype=jnp.int32)
+    num_teams = config.num_teams(layout)
+    if layout.num_entries == 1:  # a constant, and one operation less
+        return PagePlan(before_E1, jnp.asarray(np.zeros(num_teams, np.int32)))
+    start_W = piece_start(jnp.arange(num_teams, dtype=jnp.int32), before_E1[-1], num_teams)
+    passed = before_E1[None, 1:] <= start_W[:, None]
+    return PagePlan(before_E1, jnp.sum(passed, axis=1, dtype=jnp.int32))
+
+
+def piece_start(team: Any, total: Any, num_teams: int) -> Any:
+    """Where a team begins in the line: the first ones have a tile more than the others."""
+    each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
+    return team * each + jnp.minimum(team, more)
+
+
+def team_of(tile: Any, total: Any, num_teams: int) -> Any:
+    """Who has a tile of the line: the inverse of ``piece_start``."""
+    each, more = lax.div(total, jnp.int32(num_teams)), lax.rem(total, jnp.int32(num_teams))
+    longer = more * (each + 1)
+    late = more + lax.div(tile - longer, jnp.maximum(each, 1))
+    return jnp.where(tile < longer, lax.div(tile, each + 1), late)

@@ -1,0 +1,78 @@
+"""A worker's way along the line of the plan.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from .config import PagedConfig, QueryLayout
+from .plan import Extent, extent_of, piece_start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Key tiles side by side that a worker reads for one query tile; numbers in a kernel."""
+
+    partial: Any  # where its result goes
+    row: Any  # of the batch
+    tile: Any  # of the row's queries
+    head: Any  # of keys and values
+    extent: Extent
+    first: Any  # key tile of the row
+    count: Any  # key tiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TileLine:
+    """The line as the kernel of one call walks it."""
+
+    g: QueryLayout
+    c: PagedConfig
+    window: int | None
+    capacity: int
+    ragged_queries: bool
+
+    def walk(self, gmem, worker, body) -> None:
+        """Calls ``body(segment, tiles done)`` for the segments of a worker, of all blocks'."""
+        g, c = self.g, self.c
+        members = c.team(g)
+        head_blocks = g.K // members
+        team, member = lax.div(worker, members), lax.rem(worker, members)
+        total, num_teams = gmem.before[g.num_entries], c.num_teams(g)
+        start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
+
+        def tiles_of(entry):
+            before = gmem.before[entry]
+            return before, lax.div(gmem.before[entry + 1] - before, head_blocks)
+
+        def step(carry):
+            s, at, done = carry
+            entry, block = lax.div(s, head_blocks), lax.rem(s, head_blocks)
+            before, tiles = tiles_of(entry)
+            lo = at - before - block * tiles
+            count = jnp.minimum(tiles - lo, stop - at)
+            row, tile = lax.div(entry, g.num_q_tiles), lax.rem(entry, g.num_q_tiles)
+            queries = gmem.queries[row] if self.ragged_queries else None
+            extent = extent_of(self.capacity, g, self.window, gmem.lengths[row], queries, tile)
+            segment = Segment(
+                partial=(team + s) * members + member,
+                row=row,
+                tile=tile,
+                head=block * members + member,
+                extent=extent,
+                first=lax.div(extent.begin, c.block_kv) + lo,
+                count=count,
+            )
+            pl.when(count > 0)(lambda: body(segment, done))
+            return s + 1, at + count, done + count
+
+        entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
+        before, tiles = tiles_of(entry)
+        block = lax.div(start - before, jnp.maximum(tiles, 1))
+        carry = entry * head_blocks + block, start, jnp.int32(0)
+        lax.while_loop(lambda carry: carry[1] < stop, step, carry)

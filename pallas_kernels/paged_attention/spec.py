@@ -1,0 +1,77 @@
+"""What a call of paged attention computes: a static part, and its arrays.
+
+Dims: B row, T query, N query heads, K kv heads, P page of the pool, S slot of a page, M page of a
+row, H query and key width, V value width.
+
+Position p of row b lies in slot ``p % S`` of page ``tables_BM[b, p // S]``. The row holds positions
+0 .. lengths_B[b] - 1, and the last ``query_lengths_B[b]`` of them are those of its queries. What
+lies in other slots, and where tables point beyond a row's pages, is not read into any result.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PagedSpec:
+    """The static part."""
+
+    scale: float
+    value_width: int
+    window: int | None = None  # keys that a query sees, its own position's among them
+    soft_cap: float | None = None  # scores become cap * tanh(scale * q.k / cap)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PagedCall:
+    """A validated call."""
+
+    q_BTNH: jax.Array
+    k_PSKH: jax.Array
+    v_PSKV: jax.Array | None  # None: values are the first ``value_width`` columns of the keys
+    tables_BM: jax.Array  # int32
+    lengths_B: jax.Array  # int32; above what a table has room for is that
+    query_lengths_B: jax.Array | None  # int32; above T is T, as is None
+    sinks_N: jax.Array | None  # float32: a logit that joins the softmax's denominator
+    spec: PagedSpec = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.q_BTNH.shape[2] // self.k_PSKH.shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """Positions that a row's table has room for."""
+        return self.tables_BM.shape[1] * self.k_PSKH.shape[1]
+
+    def positions_BT(self) -> jax.Array:
+        """Of the queries; below 0 for one that sees nothing."""
+        num_queries = self.q_BTNH.shape[1]
+        t_1T = jnp.arange(num_queries, dtype=jnp.int32)[None, :]
+        lengths_B1 = jnp.clip(self.lengths_B, 0, self.capacity)[:, None]
+        if self.query_lengths_B is None:
+            return lengths_B1 - num_queries + t_1T
+        queries_B1 = jnp.clip(self.query_lengths_B, 0, num_queries)[:, None]
+        return jnp.where(t_1T < queries_B1, lengths_B1 - queries_B1 + t_1T, -1)
+
+    def visible(self, positions: jax.Array, keys: jax.Array) -> jax.Array:
+        """Whether queries see keys, both by their positions, which broadcast."""
+        visible = keys <= positions
+        if self.spec.window is not None:
+            visible &= keys > positions - self.spec.window
+        return visible
+
+    def describe(self) -> str:
+        """One line for logs and errors."""
+        B, T, N, H = self.q_BTNH.shape
+        num_pages, size, K, _ = self.k_PSKH.shape
+        s, form = self.spec, "latent" if self.v_PSKV is None else "keys and values"
+        return (
+            f"{self.q_BTNH.dtype} b{B} t{T} heads {N}/{K} width {H}/{s.value_width} {form} in "
+            f"{num_pages} pages of {size}, window={s.window} cap={s.soft_cap} "
+            f"sinks={self.sinks_N is not None}"
+        )

@@ -1,0 +1,119 @@
+"""What a caller may pass, checked once for all implementations. Dims: as in ``spec``."""
+
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError
+
+from .spec import PagedCall, PagedSpec
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def make_call(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    page_tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    query_lengths: jax.Array | None,
+    value_width: int | None,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: jax.Array | None,
+    scale: float | None,
+) -> PagedCall:
+    """The call, from the arguments of ``paged_attention`` with q [B, T, N, H]."""
+    pools = [("k_pages", k_pages, "P,S,K,H")]
+    pools += [] if v_pages is None else [("v_pages", v_pages, "P,S,K,V")]
+    for name, x, dims in (("q", q, "B,T,N,H"), *pools):
+        if x.ndim != 4:
+            raise InputError(f"{name} has shape {x.shape}; it must have four dims [{dims}]")
+        if x.dtype != q.dtype or x.dtype.name not in DTYPES:
+            raise InputError(
+                f"{name} is {x.dtype} and q is {q.dtype}; queries, keys and values must all be the "
+                f"same one of {', '.join(DTYPES)}"
+            )
+    B, _, N, H = q.shape
+    K, key_width = k_pages.shape[2:]
+    if key_width != H:
+        raise InputError(f"q has head width {H} and k_pages {key_width}; they must be equal")
+    if min(*q.shape, *k_pages.shape) == 0 or N % K:
+        raise InputError(
+            f"q {q.shape} and k_pages {k_pages.shape}: the {N} query heads must share the {K} kv "
+            "heads in equal groups, and no dim may be 0"
+        )
+    if v_pages is not None:
+        if v_pages.shape[:3] != k_pages.shape[:3]:
+            raise InputError(
+                f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must agree in [P,S,K]"
+            )
+        if value_width not in (None, v_pages.shape[3]):
+            raise InputError(
+                f"value_width={value_width} is not v_pages' {v_pages.shape[3]}; give it only where "
+                "v_pages is None and values are the first columns of the keys"
+            )
+        value_width = v_pages.shape[3]
+    elif value_width is None or not 1 <= value_width <= H:
+        raise InputError(
+            f"value_width={value_width} without v_pages: give the columns of the keys, 1..{H}, "
+            "that are the values"
+        )
+    if sinks is not None and (sinks.shape != (N,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise InputError(
+            f"sinks is {sinks.dtype} {sinks.shape}; it must be one float per head [{N}]"
+        )
+    page_tables = _integers("page_tables", page_tables, (B, None))
+    if page_tables.shape[1] == 0:
+        raise InputError(f"page_tables {page_tables.shape} have no room for a page of a row")
+    lengths = _integers("lengths", lengths, (B,))
+    if query_lengths is not None:
+        query_lengths = _integers("query_lengths", query_lengths, (B,))
+    return PagedCall(
+        q_BTNH=q,
+        k_PSKH=k_pages,
+        v_PSKV=v_pages,
+        tables_BM=page_tables,
+        lengths_B=lengths,
+        query_lengths_B=query_lengths,
+        sinks_N=None if sinks is None else sinks.astype(jnp.float32),
+        spec=PagedSpec(
+            scale=_positive("scale", 1 / math.sqrt(H) if scale is None else scale),
+            value_width=value_width,
+            window=None if window is None else _window(window),
+            soft_cap=None if soft_cap is None else _positive("soft_cap", soft_cap),
+        ),
+    )
+
+
+def _integers(name: str, x: jax.Array, shape: tuple[int | None, ...]) -> jax.Array:
+    x = jnp.asarray(x)
+    fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
+    if not fits or x.dtype != jnp.int32:
+        wanted = ", ".join("M" if n is None else str(n) for n in shape)
+        raise InputError(f"{name} is {x.dtype} {x.shape}; it must be int32 [{wanted}]")
+    return x
+
+
+def _positive(name: str, number: float) -> float:
+    # A traced number cannot be part of a compiled kernel.
+    if isinstance(number, jax.core.Tracer) or not 0 < number < math.inf:
+        raise InputError(f"{name}={number} must be a positive Python number, known when traced")
+    return float(number)
+
+
+def _window(window: int) -> int:
+    try:
+        number = operator.index(window)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise InputError(
+            f"window={window!r} must be an int of at least 1: how many keys a query sees, its own "
+            "position's among them"
+        )
+    return number

@@ -1,0 +1,64 @@
+"""The shared cases of paged attention on a Hopper GPU; NaN lies wherever nobody put anything."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import paged_attention
+from pallas_kernels.common import device
+from tests.kernels import paged_cases as cases
+from tests.kernels.test_paged_attention import run
+from tests.tolerance import assert_within_rounding
+
+pytestmark = pytest.mark.gpu
+
+FP16 = ("pages-16", "everything", "latent")
+LONG = cases.PagedCase(
+    name="long", lengths=(9000, 1, 64, 0, 5000), N=16, K=2, H=128, size=64, sinks=True
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hopper():
+    if device.target().capability != (9, 0):
+        pytest.skip("needs an NVIDIA Hopper GPU (compute capability 9.0)")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(case.name, "bfloat16") for case in cases.CASES] + [(name, "float16") for name in FP16],
+)
+def test_kernels_are_the_definition(name, dtype):
+    case = cases.NAMED[name]
+    arguments, arrays = case.arrays(dtype)
+    got = run(case, arguments, arrays, "hopper")
+    assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+def test_long_rows_are_split_and_repeat_bit_for_bit():
+    arguments, arrays = LONG.arrays("bfloat16")
+    got = run(LONG, arguments, arrays, "hopper")
+    assert_within_rounding(got, cases.expected(LONG, arguments, arrays))
+    for _ in range(10):
+        np.testing.assert_array_equal(got, run(LONG, arguments, arrays, "hopper"))
+
+
+def test_other_lengths_compile_nothing():
+    arguments, _ = LONG.arrays("bfloat16")
+    q, k, v, tables, lengths = (jnp.asarray(x) for x in arguments)
+    traces = []
+
+    @jax.jit
+    def step(lengths):
+        traces.append(1)
+        return paged_attention(q, k, v, tables, lengths, implementation="hopper")
+
+    for shorter in (0, 1, 700):
+        other = jnp.maximum(lengths - shorter, 0)
+        case = dataclasses.replace(LONG, lengths=tuple(other.tolist()), sinks=False)
+        want = cases.expected(case, (*arguments[:4], np.asarray(other)), {})
+        assert_within_rounding(step(other), want)
+    assert len(traces) == 1

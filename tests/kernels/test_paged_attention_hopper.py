@@ -1,0 +1,182 @@
+"""Paged attention for Hopper without a GPU: plan, values in the interpreter, lowering, refusals.
+
+The interpreter's blocks are threads, of which small machines have few: two blocks of one worker.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import UnsupportedError, paged_attention
+from pallas_kernels.common import device
+from pallas_kernels.paged_attention.hopper import plan_pages
+from pallas_kernels.paged_attention.hopper.attend import attend_pages
+from pallas_kernels.paged_attention.hopper.config import PagedConfig, QueryLayout, config_for
+from pallas_kernels.paged_attention.hopper.merge import merge_pages
+from pallas_kernels.paged_attention.hopper.plan import extent_of, piece_start, team_of
+from pallas_kernels.paged_attention.validate import make_call
+from tests.kernels import paged_cases as cases
+from tests.tolerance import assert_within_rounding
+
+
+def call_of(case, arguments, arrays):
+    options = {"value_width": None, "query_lengths": None, "sinks": None} | case.options | arrays
+    return make_call(*map(jnp.asarray, arguments[:2]), *arguments[2:], **options)
+
+
+def kernels_of(case):
+    """A function to partial results and one that merges them, for the interpreter."""
+
+    def parts(call):
+        layout = QueryLayout.of(call)
+        config = dataclasses.replace(config_for(layout), num_blocks=2, num_workers=1)
+        return call, layout, config, plan_pages(call, layout, config)
+
+    def attend(arguments, arrays):
+        call, layout, config, plan = parts(call_of(case, arguments, arrays))
+        return attend_pages(call, plan, layout=layout, config=config, interpretable=True)
+
+    def merge(arguments, arrays, out, lse):
+        call, layout, config, plan = parts(call_of(case, arguments, arrays))
+        return merge_pages(call, plan, out, lse, layout=layout, config=config)
+
+    return jax.jit(attend), jax.jit(merge)
+
+
+INTERPRETED = ["everything", "latent-128"]
+SLOW = ["pages-16", "pages-128", "window", "chunk", "empty-rows"]
+
+
+@pytest.mark.parametrize(
+    "name", [*INTERPRETED, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)]
+)
+def test_kernels_are_the_definition(name):
+    case = cases.NAMED[name]
+    arguments, arrays = case.arrays("bfloat16")
+    attend, merge = kernels_of(case)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = merge(arguments, arrays, *attend(arguments, arrays))
+    assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+def test_a_wrong_weight_of_a_part_is_caught():
+    case = cases.PagedCase(name="", lengths=(300,), K=1, size=64)
+    arguments, arrays = case.arrays("bfloat16")
+    want = cases.expected(case, arguments, arrays)
+    attend, merge = kernels_of(case)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        out, lse = attend(arguments, arrays)
+        assert_within_rounding(merge(arguments, arrays, out, lse), want)
+        # Two teams have parts of the row; one's counts 10% too much.
+        lse = lse.at[0].add(np.float32(np.log2(1.1)))
+        wrong = merge(arguments, arrays, out, lse)
+    with pytest.raises(AssertionError, match="are rounding"):
+        assert_within_rounding(wrong, want)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("num_heads", "in_teams"), [(8, True), (32, True), (8, False), (5, True)])
+def test_a_plan_gives_every_tile_to_one_team(num_heads, in_teams, window):
+    rng = np.random.default_rng(num_heads)
+    lengths = rng.integers(0, 5000, 9).astype(np.int32)
+    lengths[[0, 4, 8]] = 0, 1, 0
+    counts = np.minimum(rng.integers(0, 6, 9), lengths).astype(np.int32)
+    shape = (9, 5, 8 * num_heads, 64)
+    config = PagedConfig(teams=in_teams)
+    pool = jnp.zeros((1, 64, num_heads, 64), jnp.bfloat16)
+    call = make_call(
+        jnp.zeros(shape, jnp.bfloat16), pool, pool, np.zeros((9, 80), np.int32), lengths,
+        query_lengths=counts, value_width=None, window=window, soft_cap=None, sinks=None,
+        scale=None,
+    )  # fmt: skip
+    layout = QueryLayout.of(call)
+    before, entry = map(np.asarray, plan_pages(call, layout, config))
+    head_blocks = num_heads // config.team(layout)
+    tiles = np.diff(before) // head_blocks
+    for e, count in enumerate(tiles):
+        row, tile = divmod(e, layout.num_q_tiles)
+        tokens = range(tile * layout.tokens, min((tile + 1) * layout.tokens, counts[row]))
+        seen = set()
+        for t in tokens:
+            position = lengths[row] - counts[row] + t
+            first = 0 if window is None else max(0, position - window + 1)
+            seen |= set(range(first // 64, position // 64 + 1))
+        assert count == len(seen)
+    total, num_teams = int(before[-1]), config.num_teams(layout)
+    teams = jnp.arange(num_teams + 1, dtype=jnp.int32)
+    starts = np.asarray(piece_start(teams, jnp.int32(total), num_teams))
+    assert starts[0] == 0
+    assert starts[-1] == total
+    assert set(np.diff(starts)) <= {total // num_teams, total // num_teams + 1}
+    tiles = jnp.arange(total, dtype=jnp.int32)
+    owners = np.asarray(team_of(tiles, jnp.int32(total), num_teams))
+    np.testing.assert_array_equal(owners, np.repeat(np.arange(num_teams), np.diff(starts)))
+    has_tiles = starts[:-1] < total
+    want = np.searchsorted(before[1:], starts[:-1], side="right")
+    np.testing.assert_array_equal(entry[has_tiles], want[has_tiles])
+
+
+def test_a_tile_sees_nothing_before_its_row_begins():
+    layout = QueryLayout(B=1, T=8, N=8, K=1, H=64, V=64, size=16, latent=False)
+    got = extent_of(1000, layout, None, jnp.int32(3), jnp.int32(8), jnp.int32(0))
+    assert (int(got.position), int(got.tokens), int(got.end)) == (-5, 8, 3)
+
+
+# (B, T, N, K, H, V, size, options)
+SHAPES = [
+    (64, 1, 32, 8, 128, 128, 64, {}),
+    (128, 1, 32, 32, 128, 128, 16, {"window": 1000, "soft_cap": 30.0}),
+    (1, 1, 64, 8, 128, 128, 128, {"query_lengths": True}),
+    (4, 7, 6, 2, 256, 256, 32, {"sinks": True}),
+    (2, 2, 128, 1, 576, 512, 64, {"value_width": 512}),
+    (8, 300, 24, 8, 64, 64, 256, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(SHAPES[0], jnp.float16), *((shape, jnp.bfloat16) for shape in SHAPES)],
+    ids=lambda x: "-".join(map(str, x[:7])) if isinstance(x, tuple) else x.__name__,
+)
+def test_lowers(shape, dtype):
+    B, T, N, K, H, V, size, options = shape
+    struct, options = jax.ShapeDtypeStruct, dict(options)
+    arguments = [struct((B, T, N, H), dtype), struct((99, size, K, H), dtype)]
+    latent = "value_width" in options
+    arguments += [None if latent else struct((99, size, K, V), dtype)]
+    arguments += [struct((B, 40), jnp.int32), struct((B,), jnp.int32)]
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.zeros(N)
+    if options.pop("query_lengths", False):
+        options["query_lengths"] = jnp.zeros(B, jnp.int32)
+    f = functools.partial(paged_attention, **options)
+    with device.compiling_for(device.H200):
+        text = jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") >= 2  # what reads and what merges
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((1, 8, 2, 64, 64, 16), jnp.float32, "float32 is neither bfloat16 nor float16"),
+        ((1, 8, 2, 64, 64, 48), jnp.bfloat16, "pages of 48 slots are none of 16"),
+        ((1, 8, 2, 80, 80, 16), jnp.bfloat16, "widths 80/80 are not multiples of 64"),
+        ((1, 8, 2, 64, 576, 16), jnp.bfloat16, "values of 576 columns are wider than 512"),
+        ((1, 100, 1, 64, 64, 16), jnp.bfloat16, "100 query heads to a kv head are above 64"),
+        (None, jnp.bfloat16, "it needs a GPU of compute capability 9.0"),
+    ],
+    ids=str,
+)
+def test_refuses(shape, dtype, words):
+    B, N, K, H, V, size = shape or (1, 8, 2, 64, 64, 16)
+    q, k, v = (jnp.zeros(s, dtype) for s in ((B, N, H), (3, size, K, H), (3, size, K, V)))
+    facts = device.H200 if shape else device.facts_of(jax.devices()[0])
+    with device.compiling_for(facts), pytest.raises(UnsupportedError, match=words):
+        paged_attention(
+            q, k, v, jnp.zeros((B, 2), jnp.int32), jnp.zeros(B, jnp.int32), implementation="hopper"
+        )
