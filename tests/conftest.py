@@ -9,12 +9,18 @@ import platform
 
 # A GPU suite sets JAX_PLATFORMS itself; everything else must not touch an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling is what a suite waits for.
 if os.environ["JAX_PLATFORMS"] != "cpu":
-    # Several workers share a GPU, and plain references need no fast matmuls: compiling is what a
-    # GPU suite waits for.
+    # Several workers share a GPU, and plain references need no fast matmuls.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+    quick = "--xla_gpu_autotune_level=0"
+else:
+    # LLVM's passes are two thirds of compiling for a CPU. XLA's own, sharding and fusion among
+    # them, are all here; what rounds differently without LLVM's is within every bound. With them
+    # the numerical suites run in `make numerics`.
+    quick = "--xla_backend_optimization_level=0"
+if quick.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 
 import hypothesis
 import jax
