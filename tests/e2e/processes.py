@@ -19,8 +19,11 @@ import jax
 
 from jaxinfra.cli.main import main
 
-# Small programs that run for a second and compile for several: half of that without LLVM's passes.
-COMPILE_FAST = "--xla_backend_optimization_level=0"
+# Small programs that run for a second and compile for several: as the tests themselves compile.
+COMPILE_FAST = (
+    "--xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [__name__, *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate"))]
