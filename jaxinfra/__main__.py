@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxinfra.cli.main import main
+from jaxinfra.cli.entry import main
 
 sys.exit(main())

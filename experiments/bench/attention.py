@@ -28,9 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
+from experiments.bench import attention_tune
 from experiments.bench.attention_cases import EXTRA, HEADS, PACKED, Case, grid
 from experiments.bench.environment import clocks, environment
-from pallas_kernels.flash_attention import flash_attention, hopper, tune
+from pallas_kernels.flash_attention import flash_attention, hopper
 from pallas_kernels.flash_attention.spec import AttentionMasks, BackwardOperands
 
 NO_MASKS = AttentionMasks()
@@ -364,7 +365,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.tune is not None:
-        tune.main(args.tune)
+        attention_tune.main(args.tune)
         return
     if args.part is not None:
         measure_part(args.part, args.dims, args.iterations, args.out)

@@ -78,7 +78,7 @@ def _parallel_step(values: dict[str, Any]) -> Iterator[Measured]:
             **axes[name],
         )
         yield Measured(
-            name=f"{preset} of {model.num_layers} layers, {name}",
+            name=f"{preset} of {model.config.num_layers} layers, {name}",
             environment={},
             model=model,
             layout=layout,

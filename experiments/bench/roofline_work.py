@@ -132,7 +132,8 @@ def elementwise_work(elements: int, *, streams: int, flops_each: float, itemsize
 
 def prefill_work(model: PlannedModel, device: Device, *, batch: int, length: int) -> Work:
     """Prompts of ``length`` tokens; logits of the last token only."""
-    unread = 2.0 * batch * (length - 1) * model.model_dim * model.vocab_size
+    config = model.config
+    unread = 2.0 * batch * (length - 1) * config.model_dim * config.vocab_size
     phase = prefill(model, device, Serving(), batch=batch, length=length)
     return Work(
         flops=model.forward_flops(length, batch=batch) - unread, memory_bytes=phase.memory_bytes

@@ -31,12 +31,19 @@ class Checkpointer:
         directory: made if absent. What killed saves left there is removed, with a warning.
         config: how many checkpoints to keep.
         identity: plain JSON that must match on restore, such as the model's config.
+        settings: plain JSON that may change, kept with each checkpoint to say what has.
     """
 
     def __init__(
-        self, directory: Path, config: CheckpointConfig, *, identity: dict[str, JSON]
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        *,
+        identity: dict[str, JSON],
+        settings: dict[str, JSON] | None = None,
     ) -> None:
-        self._directory, self._config, self._identity = directory.absolute(), config, identity
+        self._directory, self._config = directory.absolute(), config
+        self.identity, self._settings = identity, settings or {}
         self._lock = None
         self._in_flight: Save | None = None
         self._failure: CheckpointError | None = None
@@ -105,7 +112,8 @@ class Checkpointer:
             step=step,
             data_state=data_state,
             heldout_loss=None if heldout_loss is None else float(heldout_loss),
-            identity=self._identity,
+            identity=self.identity,
+            settings=self._settings,
             tree=metadata.describe(flat),
         ).encode()
         self._num_saves += 1
@@ -165,7 +173,7 @@ class Checkpointer:
             self._directory,
             abstract_state,
             step=step,
-            identity=self._identity,
+            identity=self.identity,
             reject=directory_layout.set_aside,
             subset=False,
         )

@@ -11,7 +11,7 @@ import jax
 
 from jaxinfra.checkpoint import directory_layout, manifest, processes
 from jaxinfra.checkpoint.restoring import load
-from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
@@ -113,6 +113,7 @@ def _model_files(init: InitConfig, config: ModelConfig) -> ParameterSource:
 def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Parameters:
     run, step = RunDirectory(Path(init.path)), init.step
     assert step is not None
+    of_run = identity(run, run.read_config())
     _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
     model = define_model(config, execution_on())
 
@@ -125,7 +126,7 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
 
     # The names of fields of the training state; what else is in there is not read.
     wanted = {"parameters": placed(model.shapes), "model_state": placed(model.state_shapes)}
-    read = load(run.checkpoints, wanted, step=step).state
+    read = load(run.checkpoints, wanted, step=step, identity=of_run).state
     return merged(read["parameters"], read["model_state"])
 
 

@@ -21,9 +21,11 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxinfra.checkpoint import directory_layout
+from jaxinfra.core.errors import CheckpointError
+from jaxinfra.core.files import parse_json, require_type
 
 _FORMAT = 1
 # One thread hashes about 1.6 GB/s on a core with SHA instructions; 1-4 MiB blocks are fastest.
@@ -78,11 +80,13 @@ def verify(directory: Path, step: int) -> list[Problem]:
     """
     checkpoint = directory / directory_layout.step_name(step)
     try:
-        expected = _decode((checkpoint / directory_layout.MANIFEST).read_bytes(), step=step)
         actual = _files(checkpoint)
+        if actual.get(directory_layout.MANIFEST) == -1:
+            raise ValueError("it is no plain file")
+        expected = _decode((checkpoint / directory_layout.MANIFEST).read_bytes(), step=step)
     except OSError as error:
         return [_of_manifest(FileFault.UNREADABLE, _reason(error))]
-    except ValueError as error:
+    except (ValueError, CheckpointError) as error:
         return [_of_manifest(FileFault.MANIFEST, str(error))]
     problems = [
         Problem(file=name, fault=FileFault.MISSING, detail="listed in the manifest, not there")
@@ -164,18 +168,29 @@ def _encode(body: dict[str, Any]) -> bytes:
 
 def _decode(data: bytes, *, step: int) -> dict[str, dict[str, Any]]:
     """The files listed in a manifest; raises ValueError unless every byte is as written."""
-    body = json.loads(data)
-    if not isinstance(body, dict):
-        raise ValueError("not a manifest")
+    body = parse_json(data, where="it", error=CheckpointError)
     checksum = body.pop("checksum", None)
     # Comparing the bytes too: a flip may turn one white space into another, and change no value.
     if checksum != _checksum(json.dumps(body, sort_keys=True)) or data != _encode(body):
         raise ValueError("its own checksum does not match")
-    if body["format"] != _FORMAT:
-        raise ValueError(f"format {body['format']} is not {_FORMAT}, the one this version reads")
+    if body.get("format") != _FORMAT:
+        raise ValueError(
+            f"format {body.get('format')!r} is not {_FORMAT}, the one this version reads"
+        )
+    require_type(body, _Manifest, where="it", error=CheckpointError)
     if body["step"] != step:
         raise ValueError(f"it belongs to step {body['step']}: the directory was renamed")
     return body["files"]
+
+
+class _File(TypedDict):
+    size: int
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    step: int
+    files: dict[str, _File]
 
 
 def _checksum(text: str) -> str:

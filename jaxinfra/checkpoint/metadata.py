@@ -4,17 +4,19 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
 
 from jaxinfra.checkpoint import directory_layout
 from jaxinfra.core.errors import CheckpointError
+from jaxinfra.core.files import read_json, require_type
 
 type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
 
 _FORMAT = 1
+_LATER = ("tokenizer",)  # keys of an identity that first checkpoints of this format lack
 _SHOWN = 5  # differences listed in one error
 
 
@@ -29,6 +31,21 @@ class Leaf:
         return f"{self.dtype}{list(self.shape)}"
 
 
+class _WrittenLeaf(TypedDict):
+    path: str
+    shape: list[int]
+    dtype: str
+
+
+class _Written(TypedDict):
+    step: int
+    data_state: dict[str, Any]
+    heldout_loss: float | None
+    identity: dict[str, Any]
+    settings: NotRequired[dict[str, Any]]
+    tree: list[_WrittenLeaf]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Metadata:
     """Everything in a checkpoint but the arrays."""
@@ -37,6 +54,7 @@ class Metadata:
     data_state: dict[str, JSON]
     heldout_loss: float | None
     identity: dict[str, JSON]
+    settings: dict[str, JSON]  # of the run when it was saved; they may change
     tree: dict[str, Leaf]
 
     def encode(self) -> bytes:
@@ -53,6 +71,7 @@ class Metadata:
                 "step": self.step,
                 "heldout_loss": self.heldout_loss,
                 "identity": self.identity,
+                "settings": self.settings,
                 "data_state": self.data_state,
             },
             indent=1,
@@ -63,17 +82,20 @@ class Metadata:
 
 def read(checkpoint: Path) -> Metadata:
     """The metadata of a verified checkpoint."""
-    values = json.loads((checkpoint / directory_layout.METADATA).read_bytes())
-    if values["format"] != _FORMAT:
+    file = checkpoint / directory_layout.METADATA
+    values = read_json(file, error=CheckpointError)
+    if values.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{checkpoint} has metadata format {values['format']}; this version reads {_FORMAT}. "
-            "Use the version that wrote it"
+            f"{checkpoint} has metadata format {values.get('format')!r}; this version reads "
+            f"{_FORMAT}. Use the version that wrote it"
         )
+    require_type(values, _Written, where=str(file), error=CheckpointError)
     return Metadata(
         step=values["step"],
         data_state=values["data_state"],
         heldout_loss=values["heldout_loss"],
         identity=values["identity"],
+        settings=values.get("settings", {}),
         tree={
             leaf["path"]: Leaf(shape=tuple(leaf["shape"]), dtype=leaf["dtype"])
             for leaf in values["tree"]
@@ -125,13 +147,13 @@ def require_same_tree(
     saved: Mapping[str, Leaf], wanted: Mapping[str, Leaf], *, subset: bool, where: Path
 ) -> None:
     """Raises CheckpointError naming the first leaves that differ; ``subset`` allows fewer."""
-    differences = [
+    wrong = [
         f"{path}: saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"
         for path in {**wanted, **saved}
         if saved.get(path) != wanted.get(path) and not (subset and path not in wanted)
     ]
     _refuse(
-        differences,
+        wrong,
         f"{where} holds another state than the one to restore",
         "restore with the configuration that saved it",
     )
@@ -139,17 +161,22 @@ def require_same_tree(
 
 def require_same_identity(saved: dict[str, JSON], wanted: dict[str, JSON], *, where: Path) -> None:
     """Raises CheckpointError naming the keys that differ, with both values."""
+    wanted = {key: value for key, value in wanted.items() if key in saved or key not in _LATER}
+    _refuse(
+        differences(saved, wanted),
+        f"{where} was saved by another configuration",
+        "use the saved values, or start another run directory",
+    )
+
+
+def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
+    """The keys in which two nested objects differ, with both values."""
     before, now = _by_dotted_key(saved), _by_dotted_key(wanted)
-    differences = [
+    return [
         f"{key}: saved {before.get(key, 'nothing')!r}, now {now.get(key, 'nothing')!r}"
         for key in {**before, **now}
         if (key in before, before.get(key)) != (key in now, now.get(key))
     ]
-    _refuse(
-        differences,
-        f"{where} was saved by another configuration",
-        "use the saved values, or start another run directory",
-    )
 
 
 def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:
@@ -165,8 +192,8 @@ def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:
     return flat
 
 
-def _refuse(differences: list[str], what: str, remedy: str) -> None:
-    if differences:
-        shown = "; ".join(differences[:_SHOWN])
-        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+def _refuse(found: list[str], what: str, remedy: str) -> None:
+    if found:
+        shown = "; ".join(found[:_SHOWN])
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CheckpointError(f"{what}: {shown}{more}. Remedy: {remedy}")

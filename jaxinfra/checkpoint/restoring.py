@@ -13,6 +13,7 @@ from jaxinfra.checkpoint import arrays, directory_layout, manifest, metadata, pr
 from jaxinfra.checkpoint.directory_layout import Rejected
 from jaxinfra.checkpoint.metadata import JSON
 from jaxinfra.core.errors import CheckpointError
+from jaxinfra.weights.finite import require_finite
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class Restored:
     state: PyTree[jax.Array]
     data_state: dict[str, JSON]
     heldout_loss: float | None
+    settings: dict[str, JSON]  # of the run when it was saved; empty where not known
     quarantined: tuple[Rejected, ...]
 
 
@@ -92,11 +94,14 @@ def read_newest(
         raise CheckpointError(
             f"{checkpoint} is as it was written, but reading it failed: {error}"
         ) from error
+    weights = {path: leaf for path, leaf in flat.items() if path.startswith("parameters/")}
+    require_finite(weights, where=checkpoint)
     return Restored(
         step=saved.step,
         state=jax.tree.unflatten(treedef, [flat[path] for path in wanted]),
         data_state=saved.data_state,
         heldout_loss=saved.heldout_loss,
+        settings=saved.settings,
         quarantined=rejected,
     )
 

@@ -16,6 +16,7 @@ recorder/          every rank's flight recorder and, after a hang, all stacks an
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from typing import Any
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_bytes, read_json
 from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _RECORDERS = 3  # of earlier sessions
@@ -152,7 +154,7 @@ class RunDirectory:
     def read_hf_config(self) -> dict[str, Any] | None:
         """The Hugging Face config of the model it started from; None where there is none."""
         file = self.hf_config_file
-        return json.loads(file.read_text()) if file.is_file() else None
+        return read_json(file) if file.exists() else None
 
     def update_config(self, config: RunConfig) -> None:
         """Replaces the config of a run that continues under other settings; the old one stays."""
@@ -163,8 +165,11 @@ class RunDirectory:
         write_atomically(self.config_file, codec.to_json(config))
 
     def read_summary(self) -> dict[str, Any] | None:
-        """The outcome; None before there is one."""
-        return json.loads(self.summary_file.read_text()) if self.summary_file.exists() else None
+        """The outcome; None before there is one, or where it is damaged: it can be made again."""
+        try:
+            return read_json(self.summary_file) if self.summary_file.exists() else None
+        except ConfigError:
+            return None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes the outcome."""
@@ -173,10 +178,7 @@ class RunDirectory:
 
 def read_config(file: Path) -> RunConfig:
     """The config in a file such as a run's config.json; raises ConfigError or OSError."""
-    try:
-        values = json.loads(file.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error})") from error
+    values = read_json(file)
     try:
         return codec.from_dict(RunConfig, values)
     except ConfigError as error:
@@ -186,9 +188,14 @@ def read_config(file: Path) -> RunConfig:
         ) from error
 
 
-def identity(config: RunConfig) -> dict[str, Any]:
-    """What a run's checkpoints are of: those of another model, or adapters of one, do not fit."""
+def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
+    """What a run's checkpoints are of: those of another model, of adapters of one, or of tokens
+    that mean something else, do not fit.
+    """
     values: dict[str, Any] = {"model": codec.to_dict(config.model)}
+    if run.tokenizer_file.exists():
+        data = read_bytes(run.tokenizer_file)
+        values["tokenizer"] = hashlib.sha256(data).hexdigest()
     if config.lora is not None:
         assert config.init is not None, "validate"
         values |= {"lora": codec.to_dict(config.lora), "base": config.init.sha256}

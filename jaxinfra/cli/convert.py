@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.convert import convert
 from jaxinfra.weights.conversion import parse_dtype
+from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.weights.tensor_files import DTYPES
 
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a run that trained adapters: these alone, in the layout of PEFT, not merged",
     )
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="GB", help="of a file (10^9 bytes)"
     )
@@ -34,13 +36,14 @@ def run(args: argparse.Namespace) -> int:
     """Converts and says what was written."""
     if not args.max_shard_gb > 0:
         raise ConfigError(f"--max-shard-gb={args.max_shard_gb} must be positive")
-    result = convert(
-        args.source,
-        args.destination,
-        dtype=None if args.dtype is None else parse_dtype(args.dtype),
-        max_shard_bytes=int(args.max_shard_gb * 10**9),
-        adapters_only=args.adapters_only,
-    )
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        result = convert(
+            args.source,
+            args.destination,
+            dtype=None if args.dtype is None else parse_dtype(args.dtype),
+            max_shard_bytes=int(args.max_shard_gb * 10**9),
+            adapters_only=args.adapters_only,
+        )
     num_bytes = sum(file.stat().st_size for file in args.destination.glob("*.safetensors"))
     print(
         f"{args.destination}: {result.definition.num_parameters:,} parameters in the layout of "

@@ -9,10 +9,12 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from jaxinfra.checkpoint import directory_layout, verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_json
 from jaxinfra.reliability.recorder import describe_events, read_records
 from jaxinfra.reliability.watchdog import REPORT
 
@@ -81,8 +83,9 @@ def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
             print(f"    {problem}")
     set_aside = sorted((directory.checkpoints / directory_layout.QUARANTINE).glob("step_*.json"))
     for note in set_aside:
-        reasons = json.loads(note.read_text())["reasons"]
-        print(f"set aside earlier: {note.with_suffix('')}: {'; '.join(reasons)}")
+        why = read_json(note, holds=dict[str, Any]).get("reasons")
+        reasons = "; ".join(map(str, why)) if isinstance(why, list) else "not said"
+        print(f"set aside earlier: {note.with_suffix('')}: {reasons}")
     if len(good) < len(steps):
         newest = f"step {good[-1]}" if good else "none of them"
         print(

@@ -2,14 +2,16 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 from jaxinfra.cli.train import user_cache
 from jaxinfra.config.mesh import parse_mesh
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
-from jaxinfra.training.evaluate_run import evaluate_run
+from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
 from jaxinfra.training.metrics import finite
+from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.weights.model_directory import is_model_directory
 
 
@@ -22,20 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
     )
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates and prints a table, or JSON."""
-    mesh, cache_dir = parse_mesh(args.mesh), args.cache or user_cache()
-    if is_model_directory(args.run):
-        if args.step is not None:
-            raise ConfigError(f"--step {args.step}: {args.run} is a single model, without steps")
-        result = evaluate_pretrained(args.run, mesh=mesh, cache_dir=cache_dir, source=args.data)
-    else:
-        result = evaluate_run(
-            args.run, mesh=mesh, cache_dir=cache_dir, source=args.data, step=args.step
-        )
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        result = _evaluated(args)
     evaluation, baseline = result.evaluation, result.baseline
     values = {
         "step": result.step,
@@ -51,7 +47,22 @@ def run(args: argparse.Namespace) -> int:
         del values["step"]
     if args.json:
         print(json.dumps(finite(values), allow_nan=False))
-        return 0
-    for name, value in values.items():
-        print(f"{name:20s} {value:,.4f}" if isinstance(value, float) else f"{name:20s} {value:,}")
+    else:
+        for name, value in values.items():
+            shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+            print(f"{name:20s} {shown}")
+    if not math.isfinite(evaluation.loss):
+        raise CheckpointError(
+            f"{args.run}: the loss is {evaluation.loss}; its weights, or what they make of this "
+            "text, are not finite: evaluate an earlier checkpoint with --step, or another precision"
+        )
     return 0
+
+
+def _evaluated(args: argparse.Namespace) -> RunEvaluation:
+    mesh, cache_dir = parse_mesh(args.mesh), args.cache or user_cache()
+    if is_model_directory(args.run):
+        if args.step is not None:
+            raise ConfigError(f"--step {args.step}: {args.run} is a single model, without steps")
+        return evaluate_pretrained(args.run, mesh=mesh, cache_dir=cache_dir, source=args.data)
+    return evaluate_run(args.run, mesh=mesh, cache_dir=cache_dir, source=args.data, step=args.step)

@@ -12,6 +12,7 @@ from jaxinfra.data.chat_template import encode_chat, load_chat_template
 from jaxinfra.serving.generate import generate_text, generate_text_after
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", default="", metavar="AXES", help="devices to spread the model over: tensor=2"
     )
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument(
         "--step", type=int, metavar="N", help="a certain checkpoint; by default the newest"
     )
@@ -54,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     policy = None if args.policy is None else PolicyName(args.policy)
-    model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     num_tokens, first = 0, started
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}

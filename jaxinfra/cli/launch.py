@@ -19,9 +19,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
-from jaxinfra.launch.ending import RESUMABLE
 from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor
 
 
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"-n {args.processes} must be at least 1 and --restarts {args.restarts} not negative"
         )
+    require_within(processes=args.processes)
     run_directory = None
     again = command
     if command[0] == "train":
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     )
     code = supervisor.run()
     # Killed because the grace was too short it can be continued too, from an older checkpoint.
-    if args.requeue and (code == RESUMABLE or (supervisor.was_asked and code > 2)):
+    if args.requeue and (code == RESUMABLE_EXIT or (supervisor.was_asked and code > 2)):
         requeue(os.environ)
     return code
 

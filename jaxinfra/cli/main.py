@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn, override
 
 from jaxinfra.core.errors import JaxinfraError, nearest
+from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -29,6 +30,9 @@ COMMANDS = {
     "trace": "a profiler trace, explained: what delays a step",
 }
 """Name to help; the module of the same name in this package is imported when it is called."""
+
+_RESTARTED = ("train", "launch")
+"""Commands that a scheduler starts again where they end with RESUMABLE_EXIT."""
 
 _REMEDIES = {
     errno.ENOSPC: "free space there, or name another directory",
@@ -63,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"jaxinfra: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    request = process_request()
+    if request is not None and name in _RESTARTED:
+        request.code = RESUMABLE_EXIT
     try:
         command = importlib.import_module(f"jaxinfra.cli.{name}")
         parser = Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)

@@ -19,10 +19,12 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.train import user_cache
+from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.run import Remat, refuse_planned
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.files import read_json
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
@@ -84,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
+    require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
+    require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
     if args.self_check:
         return _self_check(args)
     if args.schedule is not None:
@@ -131,10 +135,7 @@ def _device(args: argparse.Namespace) -> Device:
         raise ConfigError(f"--bench {args.bench} is no directory of jaxinfra bench's results")
     device = with_bench_results(find_device(args.device), directory)
     if args.constants is not None:
-        try:
-            measured = json.loads(args.constants.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--constants {args.constants}: {error}") from error
+        measured = read_json(args.constants)
         device = with_measurements(device, measured, source=str(args.constants))
     changes: dict = {}
     if args.nodes is not None:

@@ -23,6 +23,7 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
 from jaxinfra.launch.connect import leave
 from jaxinfra.serving.generate import generate_text
@@ -33,7 +34,6 @@ from jaxinfra.training.initialize import finetuning_config, require_same_start
 from jaxinfra.training.job import make_job
 from jaxinfra.training.profile import parse_profile_range
 from jaxinfra.training.session import train
-from jaxinfra.training.stop import RESUMABLE_EXIT
 
 _SAMPLE_PROMPT = "def "
 
@@ -131,7 +131,6 @@ def run(args: argparse.Namespace) -> int:
         resume=resume,
         cache_dir=args.cache or user_cache(),
         profile=profile,
-        ends_process=True,
     )
     if outcome.summary is None:
         # All is saved, and threads that read ahead may be waiting for a disk that hangs.

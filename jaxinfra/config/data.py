@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.core.errors import ConfigError
 
 STDLIB = "stdlib"
@@ -76,3 +77,6 @@ class DataConfig:
                 f"num_prefetch_threads={self.num_prefetch_threads} must not be negative and "
                 f"prefetch_batches={self.prefetch_batches} at least 1"
             )
+        require_within(
+            num_threads=self.num_prefetch_threads, prefetch_batches=self.prefetch_batches
+        )

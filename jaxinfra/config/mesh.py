@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError, nearest
 
@@ -25,6 +26,7 @@ class MeshConfig:
         for axis, size in (*self.sizes().items(), (EXPERT, self.expert)):
             if size < 1:
                 raise ConfigError(f"mesh axis {axis}={size} must be at least 1")
+        require_within(devices=self.num_devices)
 
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in mesh order."""

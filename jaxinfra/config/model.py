@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import math
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.core import axes
 from jaxinfra.core.axes import Dims
@@ -103,6 +104,7 @@ class GroupedAttentionConfig:
             )
         if self.head_dim < 1:
             raise ConfigError(f"head_dim={self.head_dim} must be positive")
+        require_within(num_q_heads=q, head_dim=self.head_dim)
         if self.rope is not None:
             check_rope(self.rope, head_dim=self.head_dim)
         _check_window(self.window)
@@ -221,6 +223,7 @@ class MlpConfig:
     def __post_init__(self) -> None:
         if self.hidden_dim < 1:
             raise ConfigError(f"mlp hidden_dim={self.hidden_dim} must be at least 1")
+        require_within(hidden_dim=self.hidden_dim)
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
@@ -329,6 +332,12 @@ class ModelConfig:
         for name in ("vocab_size", "model_dim", "max_positions"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(
+            vocab_size=self.vocab_size,
+            model_dim=self.model_dim,
+            max_positions=self.max_positions,
+            num_layers=self.num_layers,
+        )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ConfigError(f"dropout_rate={self.dropout_rate} must lie in [0, 1)")
         if self.init_std <= 0.0:

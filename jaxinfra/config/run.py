@@ -5,6 +5,7 @@ import enum
 
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
+from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from jaxinfra.config.optimizer import OptimizerConfig
@@ -76,6 +77,13 @@ class TrainingConfig:
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        require_within(
+            steps=self.steps,
+            batch_size=self.batch_size,
+            accumulation=self.accumulation,
+            sequence_length=self.sequence_length,
+            tokens_a_step=self.batch_size * self.sequence_length,
+        )
         if self.evaluate_every is not None and self.evaluate_every < 1:
             raise ConfigError(f"evaluate_every={self.evaluate_every} must be at least 1, or none")
         if self.batch_size % self.accumulation:

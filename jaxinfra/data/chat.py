@@ -8,15 +8,15 @@ in text and in tokens.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import parse_json
 from jaxinfra.data.chat_template import ChatTemplate, Message
-from jaxinfra.data.readers import Document
+from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
 
 ASSISTANT = "assistant"
@@ -141,13 +141,8 @@ def parse_conversation(
 ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
     """The messages of a JSON line and the tools they may call; raises DataError naming it."""
     where = document.name
-    try:
-        row = json.loads(document.text)
-    except ValueError as error:
-        raise DataError(
-            f"{where}: not a JSON line ({error}); each line must be one JSON object"
-        ) from error
-    messages = row.get("messages") if isinstance(row, dict) else None
+    row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
+    messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f'{where}: no messages; each line must be {{"messages": [{{"role": ..., "content": '

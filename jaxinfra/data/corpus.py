@@ -16,6 +16,7 @@ import tokenizers
 
 from jaxinfra.config.data import DataConfig, TokenizerKind
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import read_json
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
 from jaxinfra.data.pretokenized import open_pretokenized
@@ -171,7 +172,7 @@ def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
     heldout = open_token_arrays(directory / "heldout")
     text_path = directory / "heldout.txt"
     try:
-        names = tuple(json.loads((directory / "heldout_names.json").read_text()))
+        names = tuple(read_json(directory / "heldout_names.json", holds=list[str], error=DataError))
         num_bytes = text_path.stat().st_size
     except (OSError, ValueError) as error:
         raise DataError(f"{directory}: cannot be read ({error}); remove it") from error

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,13 @@ import pyarrow.parquet
 import zstandard
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import parse_json
 
 _CHUNK_BYTES = 1 << 20
+_LINE_BYTES = 256 << 20
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _PARQUET = ".parquet"
+EACH_LINE = "each line must be one JSON object"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +89,7 @@ def _json_lines(path: Path, name: str, text_field: str) -> Iterator[Document]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise DataError(
-                f"{where}: not a JSON line ({error}); each line must be one JSON object"
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: a JSON {type(row).__name__}; each line must be an object")
+        row = parse_json(line, where=where, error=DataError, remedy=EACH_LINE)
         if text_field not in row:
             raise DataError(
                 f"{where}: no field {text_field!r} among {sorted(row)}; "
@@ -139,11 +134,23 @@ def _checked(value: object, where: str, text_field: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    pending = b""
-    for chunk in _chunks(path):
-        *lines, pending = (pending + chunk).split(b"\n")
-        yield from lines
-    yield pending
+    pending: list[bytes] = []  # of a line that goes on: joined once, not with every chunk
+    size = 0
+    for number, chunk in enumerate(_chunks(path)):
+        first, *rest = chunk.split(b"\n")
+        pending.append(first)
+        size += len(first)
+        if size > _LINE_BYTES:
+            raise DataError(
+                f"{path}: a line of more than {_LINE_BYTES:,} bytes, around byte "
+                f"{number * _CHUNK_BYTES:,}; cut its document into several"
+            )
+        if rest:
+            yield b"".join(pending)
+            yield from rest[:-1]
+            pending = [rest[-1]]
+            size = len(rest[-1])
+    yield b"".join(pending)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

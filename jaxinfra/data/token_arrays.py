@@ -30,6 +30,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import read_json
 
 FORMAT = "jaxinfra-token-arrays"
 VERSION = 1
@@ -288,13 +289,12 @@ def new_directory(final_path: Path) -> Iterator[Path]:
 def _read_meta(directory: Path) -> dict[str, Any]:
     path = directory / META
     try:
-        meta = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        meta = read_json(path, error=DataError)
+    except DataError as error:
         raise DataError(
-            f"{directory}: no readable {META} ({type(error).__name__}); "
-            "a directory of token arrays is written by write_token_arrays"
+            f"{error}; a directory of token arrays is written by write_token_arrays"
         ) from error
-    if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
+    if (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
         raise DataError(
             f"{path}: not {FORMAT} version {VERSION}; write the arrays with this version's "
             "write_token_arrays"

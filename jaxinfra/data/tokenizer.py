@@ -1,9 +1,9 @@
 """Text to token ids and back, exactly."""
 
+import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -13,6 +13,7 @@ from jaxtyping import Int32
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import parse_json, read_bytes
 
 # Encoding uses all cores. Unset, the library would print a warning whenever the process forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -45,7 +46,12 @@ class Tokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str()
-        self.vocab_size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError("the tokenizer has no tokens at all; copy it again from its source")
+        if len(set(vocabulary.values())) < len(vocabulary):
+            raise DataError(_two_of_one_id(vocabulary))
+        self.vocab_size: int = 1 + max(vocabulary.values())
         eos_id = _first_id(tokenizer, _EOS_NAMES)
         if eos_id is None:
             raise DataError(
@@ -81,7 +87,8 @@ class Tokenizer:
         for text in texts:
             pieces += split_at_lines(text) if self._splits_at_lines else [text]
             ends.append(len(pieces))
-        encoded = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+        with panics():
+            encoded = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
         ids = [np.array(piece.ids, np.int32) for piece in encoded]
         starts = [0, *ends[:-1]]
         return [np.concatenate(ids[a:b]) for a, b in zip(starts, ends, strict=True)]
@@ -89,12 +96,14 @@ class Tokenizer:
     def encode_rendered(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """Token ids of texts in which special tokens are spelled out, as templates do."""
         tokenizer = tokenizers.Tokenizer.from_str(self._json)
-        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with panics():
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, np.int32) for each in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; separators are spelled out."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with panics():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def stream_decoder(self) -> "StreamDecoder":
         """A decoder to feed token by token."""
@@ -108,20 +117,10 @@ class Tokenizer:
     def load(path: Path) -> "Tokenizer":
         """Reads a ``tokenizer.json``; raises DataError if it is not one."""
         try:
-            text = path.read_text(encoding="utf-8")
-            json.loads(text)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"tokenizer {path}: cannot be read ({error}); name a tokenizer.json"
-            ) from error
-        try:
-            return Tokenizer(tokenizers.Tokenizer.from_str(text))
+            with panics():
+                return Tokenizer(read_tokenizer(path))
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-        except Exception as error:  # The library raises bare Exception for a malformed file.
-            raise DataError(
-                f"tokenizer {path}: not a tokenizer.json of the tokenizers library ({error})"
-            ) from error
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -159,6 +158,35 @@ class StreamDecoder:
     def _pending(self) -> str:
         before = self._tokenizer.decode(self._shown)
         return self._tokenizer.decode([*self._shown, *self._held])[len(before) :]
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """What a ``tokenizer.json`` says, for the library itself; raises DataError if it is not one."""
+    data = read_bytes(path, error=DataError)
+    parse_json(data, where=f"tokenizer {path}", error=DataError)
+    try:
+        with panics():
+            return tokenizers.Tokenizer.from_str(data.decode())
+    except DataError:
+        raise
+    except Exception as error:  # The library raises bare Exception for a malformed file.
+        raise DataError(
+            f"tokenizer {path}: not a tokenizer.json of the tokenizers library ({error})"
+        ) from error
+
+
+@contextlib.contextmanager
+def panics() -> Iterator[None]:
+    """Within, a panic of the library, which is no Exception, becomes a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"the tokenizer's rules fail on this text ({' '.join(str(error).split())[:200]}); a "
+            "pattern that backtracks without end, or an empty one, does so: use another tokenizer"
+        ) from error
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -222,6 +250,18 @@ def _byte_characters() -> list[str]:
     return [
         chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)
     ]
+
+
+def _two_of_one_id(vocabulary: Mapping[str, int]) -> str:
+    seen: dict[int, str] = {}
+    for token, number in vocabulary.items():
+        if number in seen:
+            break
+        seen[number] = token
+    return (
+        f"the tokenizer has two tokens of id {number}, {seen[number]!r} and {token!r}; each needs "
+        "one of its own"
+    )
 
 
 def _first_id(tokenizer: tokenizers.Tokenizer, names: Sequence[str]) -> int | None:

@@ -5,16 +5,24 @@ program, which ``training.profile`` writes down beside the trace.
 """
 
 import collections
-import json
 import re
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
+from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.trace import TraceEvent
 from jaxinfra.training.profile import COLLECTIVES_FILE
 
 UNKNOWN = "unknown"
 _KIND = re.compile("all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute")
+
+
+class _Collective(TypedDict):
+    axes: list[str]
+    instruction: str
+    kind: str
+    scope: str
+    sent_bytes: float
 
 
 @final
@@ -54,4 +62,4 @@ def mesh_axes(trace: Path) -> CollectiveAxes | None:
     device, or another program's.
     """
     files = sorted(trace.rglob(COLLECTIVES_FILE), key=lambda file: file.stat().st_mtime)
-    return CollectiveAxes(json.loads(files[-1].read_text())) if files else None
+    return CollectiveAxes(read_json(files[-1], holds=list[_Collective])) if files else None

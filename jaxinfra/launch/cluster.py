@@ -8,13 +8,18 @@ Slurm       SLURM_STEP_NUM_TASKS, SLURM_PROCID, SLURM_STEP_NODELIST (``srun`` se
 OpenMPI     OMPI_COMM_WORLD_SIZE, OMPI_COMM_WORLD_RANK; one node, or MASTER_ADDR for several
 JobSet      JOBSET_NAME, REPLICATED_JOB_NAME, JOB_INDEX, JOB_COMPLETION_INDEX and NUM_PROCESSES
             (the last by hand, the others through Kubernetes' downward API)
+
+Beside any of them: JAXINFRA_TOKEN or JAXINFRA_TOKEN_FILE, a secret that all processes of the job
+know and nobody else does, and JAXINFRA_BIND, the address that process 0 is to listen on.
 """
 
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_bytes
 
 COORDINATOR = "JAXINFRA_COORDINATOR"
 NUM_PROCESSES = "JAXINFRA_NUM_PROCESSES"
@@ -24,7 +29,11 @@ NUM_LOCAL = "JAXINFRA_NUM_LOCAL"
 ATTEMPT = "JAXINFRA_ATTEMPT"
 LAUNCHER = "JAXINFRA_LAUNCHER_PID"
 PORT = "JAXINFRA_PORT"
+BIND = "JAXINFRA_BIND"
+TOKEN = "JAXINFRA_TOKEN"
+TOKEN_FILE = "JAXINFRA_TOKEN_FILE"
 
+_TOKEN_BYTES = 4096
 # Below Linux's ephemeral ports, above those of services; a job's own number keeps two jobs of one
 # node apart.
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
@@ -41,6 +50,8 @@ class Cluster:
     local_id: int  # among the processes of this node
     num_local: int  # processes of this node; 0: not known
     source: str  # which environment said so
+    bind: str | None = None  # address that process 0 listens on; None: its own address by ``host``
+    token: str = ""  # known to the processes of this job alone; empty: there is none
 
     def __post_init__(self) -> None:
         if not 0 <= self.process_id < self.num_processes:
@@ -64,9 +75,25 @@ def detect_cluster(environment: Mapping[str, str]) -> Cluster | None:
     """
     for found in (_plain, _slurm, _open_mpi, _job_set):
         cluster = found(environment)
+        if cluster is not None and cluster.num_processes > 1:
+            return dataclasses.replace(
+                cluster, bind=environment.get(BIND) or None, token=read_token(environment)
+            )
         if cluster is not None:
-            return cluster if cluster.num_processes > 1 else None
+            return None
     return None
+
+
+def read_token(environment: Mapping[str, str]) -> str:
+    """What a process of this job proves that it is one with; empty where nothing was agreed on."""
+    name = environment.get(TOKEN_FILE)
+    if name is None:
+        return environment.get(TOKEN, "")
+    data = read_bytes(Path(name), limit=_TOKEN_BYTES)
+    token = data.decode(errors="replace").strip()
+    if not token:
+        raise ConfigError(f"{TOKEN_FILE}={name!r} is empty; write a random token into it")
+    return token
 
 
 def _plain(environment: Mapping[str, str]) -> Cluster | None:

@@ -5,7 +5,8 @@ import re
 import signal
 from pathlib import Path
 
-RESUMABLE = 75
+from jaxinfra.core.signals import RESUMABLE_EXIT
+
 _FATAL = (1, 2)
 # Where a peer goes, the others end so: by JAX's own abort, or by our word for it. A rank that ended
 # otherwise was there first.
@@ -44,7 +45,7 @@ class Ending:
             1: "failed",
             2: "was used wrongly",
             74: "lost another rank",
-            RESUMABLE: "was asked to stop",
+            RESUMABLE_EXIT: "was asked to stop",
         }.get(self.code, "failed")
         return f"rank {self.rank} {meaning} (exit {self.code})"
 

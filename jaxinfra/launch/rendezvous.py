@@ -7,17 +7,25 @@ which answers all of them alike once everyone has come or time is up.
 
 import contextlib
 import errno
+import hmac
 import json
+import logging
+import queue
 import socket
+import threading
 import time
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from jaxinfra.core.errors import JaxinfraError, LostPeerError
-from jaxinfra.launch.cluster import Cluster
+from jaxinfra.core.errors import ConfigError, JaxinfraError, LostPeerError
+from jaxinfra.core.files import parse_json
+from jaxinfra.launch.cluster import BIND, PORT, TOKEN, Cluster
+
+_log = logging.getLogger(__name__)
 
 TIMEOUT_S = 50.0
-_GREETING = "jaxinfra rendezvous 1"
+_GREETING = "jaxinfra rendezvous 2"
 _RETRY_S = 0.2
+_GREETING_S = 5.0
 
 
 class PortTakenError(JaxinfraError):
@@ -42,36 +50,41 @@ def meet(cluster: Cluster, *, timeout_s: float = TIMEOUT_S) -> int:
 
 
 def _host(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any]:
-    # Process 0 of one node is found through the loopback, of several through any interface.
+    if not cluster.token and not _is_loopback(cluster.host):
+        _log.warning(
+            "no %s is set: whoever reaches %s can join this job, or take a place in it; give all "
+            "of its processes one random token",
+            TOKEN,
+            cluster.coordinator,
+        )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = bind_address(cluster)
         try:
-            server.bind((bind_address(cluster), cluster.port))
+            server.bind((address, cluster.port))
             server.listen(4096)
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
                 raise PortTakenError(
-                    f"process 0 cannot listen on port {cluster.port} of {cluster.host}: "
-                    f"{error.strerror}; free it, or choose another with --port or JAXINFRA_PORT"
+                    f"process 0 cannot listen on port {cluster.port} of {address or 'any address'} "
+                    f"({cluster.host}): {error.strerror}; free it or choose another with --port or "
+                    f"{PORT}, or name an address of this machine with {BIND}"
                 ) from error
             raise
         here: dict[int, socket.socket] = {}
+        greeted: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
         with contextlib.ExitStack() as connections:
+            accepting = threading.Thread(
+                target=_accept, args=(server, cluster, deadline, greeted), daemon=True
+            )
+            accepting.start()
             while len(here) < cluster.num_processes - 1:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    break
-                server.settimeout(left)
                 try:
-                    connection, _ = server.accept()
-                except TimeoutError:
+                    left = max(0.0, deadline - time.monotonic())
+                    process, connection = greeted.get(timeout=left)
+                except queue.Empty:
                     break
-                connections.enter_context(connection)
-                # One that says nothing must not keep the others waiting.
-                connection.settimeout(min(5.0, max(left, 0.1)))
-                process = _greeted_by(connection, cluster)
-                if process is not None:
-                    here[process] = connection
+                here[process] = connections.enter_context(connection)
             absent = sorted(set(range(1, cluster.num_processes)) - here.keys())
             answer: dict[str, Any] = {"greeting": _GREETING, "port": _free_port(cluster)}
             if absent:
@@ -83,22 +96,64 @@ def _host(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any]
             for connection in here.values():
                 with contextlib.suppress(OSError):
                     connection.sendall(json.dumps(answer).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
     return answer
+
+
+def _accept(server: socket.socket, cluster: Cluster, deadline: float, greeted: queue.Queue) -> None:
+    """Greets whoever calls, each in a thread: one that says nothing keeps nobody waiting."""
+
+    def greet(connection: socket.socket, address: tuple[str, int]) -> None:
+        connection.settimeout(_GREETING_S)
+        process = _greeted_by(connection, cluster)
+        if process is None:
+            connection.close()
+            _log.warning("a stranger called from %s and was refused", address[0])
+        else:
+            greeted.put((process, connection))
+
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            connection, address = server.accept()
+        except OSError:  # time is up, or everyone has come and the socket is closed
+            return
+        threading.Thread(target=greet, args=(connection, address), daemon=True).start()
 
 
 def _greeted_by(connection: socket.socket, cluster: Cluster) -> int | None:
     """The number of the process that called; None for a stranger, who is not answered."""
     try:
-        said = json.loads(_line(connection))
-        valid = said["greeting"] == _GREETING and said["of"] == cluster.num_processes
-        process = int(said["process"])
-    except (OSError, ValueError, KeyError, TypeError):
+        said = parse_json(_line(connection), where="a greeting", holds=_Hello)
+    except (OSError, ValueError, ConfigError):
         return None
-    return process if valid and 0 < process < cluster.num_processes else None
+    # All of it in a time that does not tell how much was right.
+    same = hmac.compare_digest(said["token"].encode(), cluster.token.encode())
+    valid = said["greeting"] == _GREETING and said["of"] == cluster.num_processes
+    return said["process"] if same and valid and 0 < said["process"] < said["of"] else None
+
+
+class _Hello(TypedDict):
+    greeting: str
+    process: int
+    of: int
+    token: str
+
+
+class _Answer(TypedDict):
+    greeting: str
+    port: int
+    error: NotRequired[str]
 
 
 def _visit(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any]:
-    hello = {"greeting": _GREETING, "process": cluster.process_id, "of": cluster.num_processes}
+    hello = _Hello(
+        greeting=_GREETING,
+        process=cluster.process_id,
+        of=cluster.num_processes,
+        token=cluster.token,
+    )
     trouble = "nobody listens there"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -106,12 +161,12 @@ def _visit(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any
                 connection.sendall(json.dumps(hello).encode() + b"\n")
                 # Process 0's clock started at another time: it answers when it gives up.
                 connection.settimeout(left + 5.0)
-                answer = json.loads(_line(connection))
+                answer = parse_json(_line(connection), where="an answer", holds=_Answer)
                 if answer["greeting"] == _GREETING:
                     return answer
                 trouble = "another program listens there"
-        except (ValueError, KeyError, TypeError):
-            trouble = "what listens there is not process 0 of this job"
+        except (ValueError, ConfigError):
+            trouble = "what listens there is not process 0 of this job, or has another token"
         except OSError as error:
             trouble = error.strerror or str(error)
         time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
@@ -132,8 +187,35 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def bind_address(cluster: Cluster) -> str:
-    """Loopback only, where process 0 is to be found on the loopback."""
-    return cluster.host if cluster.host in ("127.0.0.1", "localhost") else ""
+    """The address that process 0 listens on: the one it is to be found at, and no other.
+
+    Empty, for all of them, where the name of this machine stands for its loopback only, as some
+    systems have it: others could not come in by that.
+    """
+    if cluster.bind is not None:
+        return "" if cluster.bind == "0.0.0.0" else cluster.bind
+    if cluster.host == "localhost":
+        return cluster.host
+    try:
+        address = socket.gethostbyname(cluster.host)
+    except OSError as error:
+        raise LostPeerError(
+            f"process 0 is to be found at {cluster.host}, which has no address here "
+            f"({error.strerror}); name one with {BIND}"
+        ) from error
+    if _is_loopback(address) and not _is_loopback(cluster.host):
+        _log.warning(
+            "%s is %s here: process 0 listens on all addresses; name one with %s",
+            cluster.host,
+            address,
+            BIND,
+        )
+        return ""
+    return address
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
 
 
 def _free_port(cluster: Cluster) -> int:

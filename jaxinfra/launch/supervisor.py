@@ -8,6 +8,7 @@ started anew, from its newest checkpoint, as often and as fast as the limits say
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,9 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, final
 
+from jaxinfra.core.signals import RESUMABLE_EXIT, handled_elsewhere
 from jaxinfra.launch import cluster
 from jaxinfra.launch.ending import (
-    RESUMABLE,
     Ending,
     count_memory_kills,
     first_failure,
@@ -95,6 +96,10 @@ class Supervisor:
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._tails: list[Tail] = []
         self._attempts: list[dict[str, Any]] = []
+        known = cluster.TOKEN in environment or cluster.TOKEN_FILE in environment
+        # Launchers of other nodes could not know one that is drawn here.
+        is_alone = place.num_ranks in (None, num_processes)
+        self._secret = {cluster.TOKEN: secrets.token_hex(16)} if is_alone and not known else {}
 
     @property
     def was_asked(self) -> bool:
@@ -108,7 +113,8 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
         try:
-            return self._run()
+            with handled_elsewhere():
+                return self._run()
         finally:
             self._kill()
             for number, handler in handlers.items():
@@ -119,7 +125,7 @@ class Supervisor:
         number = 0
         while True:
             code = self._attempt(number)
-            if code in (0, RESUMABLE) or self._asked is not None:
+            if code in (0, RESUMABLE_EXIT) or self._asked is not None:
                 return code
             cause = self._attempts[-1]
             if cause["fatal"]:
@@ -137,7 +143,7 @@ class Supervisor:
             while time.monotonic() < until:
                 time.sleep(_POLL_S)
                 if self._asked is not None:
-                    return RESUMABLE  # nothing runs, the newest checkpoint is whole
+                    return RESUMABLE_EXIT  # nothing runs, the newest checkpoint is whole
 
     def _attempt(self, number: int) -> int:
         """Starts all processes and waits for all of them; returns the job's exit code."""
@@ -170,7 +176,7 @@ class Supervisor:
     def _code(self, endings: list[Ending], failed: Ending | None) -> int:
         asked = () if self._asked is None else (-self._asked, -signal.SIGTERM)
         if failed is not None and failed.code in asked:
-            return RESUMABLE  # asked before it could listen: it had done nothing yet
+            return RESUMABLE_EXIT  # asked before it could listen: it had done nothing yet
         if failed is not None:
             return failed.exit_code
         return 128 + signal.SIGKILL if any(end.killed_by_us for end in endings) else 0
@@ -192,6 +198,7 @@ class Supervisor:
                 cluster.NUM_LOCAL: str(self._num),
                 cluster.ATTEMPT: str(number),
                 cluster.LAUNCHER: str(os.getpid()),
+                **self._secret,
             }
             with out.open("wb") as stdout, err.open("wb") as stderr:
                 self._children[rank] = subprocess.Popen(
@@ -222,9 +229,9 @@ class Supervisor:
                     rank=rank, code=child.returncode, order=len(endings), stopped=rank in halted
                 )
                 endings.append(end)
-                if end.code == RESUMABLE and self._asked is None and self._deadline is None:
+                if end.code == RESUMABLE_EXIT and self._asked is None and self._deadline is None:
                     self._ask_all(signal.SIGTERM)  # it was asked alone, before they could agree
-                elif end.code not in (0, RESUMABLE) and give_up is None:
+                elif end.code not in (0, RESUMABLE_EXIT) and give_up is None:
                     wait_s = _REPORT_S if end.code == 74 else _SETTLE_S
                     give_up = time.monotonic() + wait_s
             for tail in self._tails:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 from jaxinfra.config.model import CacheSpec
 from jaxinfra.ops.cached_attention import Pages
@@ -21,8 +22,8 @@ from jaxinfra.ops.cached_attention import Pages
 class ContiguousCache:
     """A slot is a position: row b's token at position p lies in slot p of row b."""
 
-    arrays: dict[str, jax.Array]  # by the CacheSpec's names, [L, B, S, ...] each
-    layer: jax.Array | None = None  # int32: of the stack, in a layer
+    arrays: dict[str, Shaped[Array, "L B S ..."]]  # by the CacheSpec's names
+    layer: Int[Array, ""] | None = None  # of the stack, in a layer
     # Nothing was cached before the pass at hand: its tokens see each other only.
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
@@ -38,7 +39,9 @@ class ContiguousCache:
         """Positions that each row has room for."""
         return next(iter(self.arrays.values())).shape[2]
 
-    def append(self, new: Mapping[str, jax.Array], positions_BT: jax.Array) -> "ContiguousCache":
+    def append(
+        self, new: Mapping[str, Shaped[Array, "B T ..."]], positions_BT: Int[Array, "B T"]
+    ) -> "ContiguousCache":
         """The cache with new tokens, [B, T, ...] each, at their positions in this layer.
 
         A position below 0 is padding and leaves nothing; nor does one beyond the last slot: who
@@ -66,9 +69,9 @@ class PagedCache:
     ``p % size`` of page ``tables_BM[b, p // size]``. Rows may share pages that they only read.
     """
 
-    arrays: dict[str, jax.Array]  # by the CacheSpec's names, [L, P, size, ...] each
-    tables_BM: jax.Array  # int32; below 0 where a row has no page yet
-    layer: jax.Array | None = None  # as in ContiguousCache
+    arrays: dict[str, Shaped[Array, "L P size ..."]]  # by the CacheSpec's names
+    tables_BM: Int[Array, "B M"]  # below 0 where a row has no page yet
+    layer: Int[Array, ""] | None = None  # as in ContiguousCache
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
     @classmethod
@@ -79,7 +82,7 @@ class PagedCache:
         num_layers: int,
         num_pages: int,
         page_size: int,
-        tables_BM: jax.Array,
+        tables_BM: Int[Array, "B M"],
         dtype: jnp.dtype,
     ) -> "PagedCache":
         """An empty pool, and who has which of its pages."""
@@ -96,7 +99,9 @@ class PagedCache:
         """Positions that each row's table has room for."""
         return self.tables_BM.shape[1] * self.page_size
 
-    def append(self, new: Mapping[str, jax.Array], positions_BT: jax.Array) -> "PagedCache":
+    def append(
+        self, new: Mapping[str, Shaped[Array, "B T ..."]], positions_BT: Int[Array, "B T"]
+    ) -> "PagedCache":
         """The cache with the new tokens; those before 0 or without a page leave nothing."""
         num_pages, size = next(iter(self.arrays.values())).shape[1:3]
         places_BT, slots_BT = jnp.divmod(positions_BT, size)
@@ -124,7 +129,7 @@ type Cache = ContiguousCache | PagedCache
 """The cache of all layers of one kind, or of one of them: append(new, positions) and view()."""
 
 
-def in_layer(cache: Cache, arrays: dict[str, jax.Array], layer: jax.Array) -> Cache:
+def in_layer(cache: Cache, arrays: dict[str, Shaped[Array, "..."]], layer: Int[Array, ""]) -> Cache:
     """The cache as one layer of the stack sees it.
 
     Args:
@@ -133,7 +138,7 @@ def in_layer(cache: Cache, arrays: dict[str, jax.Array], layer: jax.Array) -> Ca
     return dataclasses.replace(cache, arrays=arrays, layer=layer)
 
 
-def after_pass(cache: Cache, arrays: dict[str, jax.Array]) -> Cache:
+def after_pass(cache: Cache, arrays: dict[str, Shaped[Array, "..."]]) -> Cache:
     """The cache once all layers have appended to its arrays."""
     return dataclasses.replace(cache, arrays=arrays, layer=None, is_empty=False)
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from jaxinfra.numerics.recipe import Recipe
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
@@ -9,12 +10,12 @@ from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 def multiply(
     spec: str,
-    x: jax.Array,
-    weight: jax.Array,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
-) -> jax.Array:
+) -> Float[Array, "..."]:
     """``einsum(spec, x, weight)`` as the recipe says: what ``Execution.multiply`` is by default.
 
     Gradients: the cotangent and both operands in ``recipe.compute``, sums in ``recipe.accum``; dx

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxinfra.core.devices import device_peak
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.files import require_type
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,6 +93,10 @@ def with_measurements(device: Device, measured: Mapping[str, Any], *, source: st
     unknown = sorted(set(measured) - known)
     if unknown:
         raise ConfigError(f"{source}: unknown constant {unknown[0]!r}{nearest(unknown[0], known)}")
+    for name, value in measured.items():
+        ours = type(getattr(device, name))
+        holds = {str: str, int: float, float: float}.get(ours, dict[str, float | list[float]])
+        require_type(value, holds, where=f"{source}, {name}", error=ConfigError)
     sources = {**device.sources, **dict.fromkeys(measured, source)}
     changes = {name: _merged(getattr(device, name), value) for name, value in measured.items()}
     return dataclasses.replace(device, **changes, sources=sources)

@@ -98,7 +98,7 @@ def prefill(
     flops = model.forward_flops(length, batch=batch)
     read = _read_weights(model, serving, tokens=batch * length)
     written = kv_bytes(model, batch=batch, context=length, cache_format=serving.cache)
-    activations = 2.0 * 12 * model.num_layers * batch * length * model.model_dim
+    activations = 2.0 * 12 * model.config.num_layers * batch * length * model.config.model_dim
     return _phase(device, serving, flops, read + written + activations)
 
 

@@ -40,7 +40,7 @@ def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str
 
 def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
     """This model's cache, and what it would be with other numbers of heads and other formats."""
-    layers, mixer = model.num_layers, model.layers[0].mixer
+    layers, mixer = model.config.num_layers, model.layers[0].mixer
     heads, kv_heads = mixer.num_q_heads, mixer.num_kv_heads
     one = layers * 2.0 * mixer.value_width / heads
     forms = {"MHA": heads * one, "MQA": one}

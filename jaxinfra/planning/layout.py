@@ -10,13 +10,7 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.formats import RECIPES, TrainingRecipe
 from jaxinfra.planning.model import PlannedModel
 
-BY_STRENGTH = (
-    Remat.NONE,
-    Remat.DOTS,
-    Remat.MLP,
-    Remat.NAMED,
-    Remat.FULL,
-)
+BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 """Forms of recomputation, those that keep most first."""
 
 
@@ -167,9 +161,9 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
         return f"unknown recipe {layout.recipe!r}; known: {', '.join(RECIPES)}"
     if not 0 <= layout.zero <= 3:
         return f"zero={layout.zero}: the stages are 0 to 3"
-    if model.num_layers < mesh.pipe * layout.chunks:
+    if model.config.num_layers < mesh.pipe * layout.chunks:
         return (
-            f"{mesh.pipe} stages of {layout.chunks} chunks for {model.num_layers} layers; "
+            f"{mesh.pipe} stages of {layout.chunks} chunks for {model.config.num_layers} layers; "
             "a stage needs at least one layer a chunk"
         )
     if mesh.pipe == 1 and layout.chunks > 1:
@@ -203,7 +197,9 @@ def _widths(model: PlannedModel, layout: Layout) -> str | None:
     mesh, tensor = layout.mesh, layout.mesh.tensor
     sizes = [(name, size, "tensor", tensor) for name, size in model.tensor_sizes]
     sizes.append(("num_experts", model.num_experts, EXPERT, mesh.expert))
-    sizes.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1))
+    sizes.append(
+        ("model_dim", model.config.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1)
+    )
     for name, size, axis, shards in sizes:
         if size % shards:
             return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"

@@ -25,8 +25,8 @@ def loss_form(model: PlannedModel, layout: Layout) -> LossForm:
     """Which form the loss takes, and in how many chunks."""
     tokens, vocab, ids = (
         layout.micro_tokens,
-        model.vocab_size,
-        model.vocab_size // layout.mesh.tensor,
+        model.config.vocab_size,
+        model.config.vocab_size // layout.mesh.tensor,
     )
     if not layout.traits.fused_loss:
         return LossForm(
@@ -46,7 +46,7 @@ def loss_operations(model: PlannedModel, layout: Layout) -> list[Operation]:
     """Logits, their gradients and the cross entropy of one micro-batch, forward and backward."""
     form = loss_form(model, layout)
     tokens, tensor = float(layout.micro_tokens), layout.mesh.tensor
-    width, vocab = model.model_dim, model.vocab_size / tensor
+    width, vocab = model.config.model_dim, model.config.vocab_size / tensor
     logits = tokens * vocab
     found: list[Operation] = [
         PlannedMatmul("logits", tokens, vocab, width, out=2 if form.kernel else 4),

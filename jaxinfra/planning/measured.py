@@ -1,12 +1,11 @@
 """Constants that ``jaxinfra bench`` measured on the user's own GPUs, in place of ours."""
 
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import is_of_type, read_json
 from jaxinfra.planning.devices import Device, with_measurements
 
 _LARGEST_BYTES = 2**28  # of a training step's collectives; larger ones run somewhat faster
@@ -22,29 +21,45 @@ def with_bench_results(device: Device, directory: Path) -> Device:
         ConfigError: a file is no JSON, or holds a constant of another name.
     """
     for file in sorted(directory.glob("*.json"), key=lambda file: file.stat().st_mtime):
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(
-                f"{file}: {error}; remove it, or name another directory with --bench"
-            ) from error
-        measured = constants_of(values, device) if isinstance(values, dict) else {}
+        values = read_json(file, holds=Any, remedy="remove it, or choose others with --bench DIR")
+        measured = constants_of(values, device)
         if measured:
             device = with_measurements(device, measured, source=str(file))
     return device
 
 
-def constants_of(values: Mapping[str, Any], device: Device) -> dict[str, Any]:
+class _Environment(TypedDict):
+    device: str
+
+
+class _Constants(TypedDict):
+    environment: _Environment
+    constants: dict[str, Any]
+
+
+class _Collective(TypedDict):
+    collective: str
+    implementation: str
+    size_bytes: int
+    inside_us: float
+
+
+class _Collectives(TypedDict):
+    environment: _Environment
+    num_processes: int
+    num_devices: int
+    rows: list[_Collective]
+
+
+def constants_of(values: Any, device: Device) -> dict[str, Any]:
     """What a benchmark's result says of this device's cost model; empty where nothing."""
-    if values.get("environment", {}).get("device") != device.kind:
+    known = next((kind for kind in (_Constants, _Collectives) if is_of_type(values, kind)), None)
+    if known is None or values["environment"]["device"] != device.kind:
         return {}
-    if "constants" in values:
+    if known is _Constants:
         return dict(values["constants"])
-    rows = values.get("rows")
-    if isinstance(rows, list) and rows and "collective" in rows[0]:
-        # Started on one process: all of its GPUs share a node.
-        return _links(values, device) if values.get("num_processes") == 1 else {}
-    return {}
+    # Started on one process: all of its GPUs share a node.
+    return _links(values, device) if values["rows"] and values["num_processes"] == 1 else {}
 
 
 def _links(values: Mapping[str, Any], device: Device) -> dict[str, float]:

@@ -68,10 +68,9 @@ def micro_batches_in_flight(layout: Layout) -> float:
     p of them in 1F1B (flat in the number of micro-batches), 1 + (p-1)/(p v) times as many
     interleaved.
     """
-    held = min(layout.mesh.pipe, layout.accumulation) if layout.mesh.pipe > 1 else 1
-    extra = (
-        (layout.mesh.pipe - 1) / (layout.mesh.pipe * layout.chunks) if layout.chunks > 1 else 0.0
-    )
+    pipe, chunks = layout.mesh.pipe, layout.chunks
+    held = min(pipe, layout.accumulation) if pipe > 1 else 1
+    extra = (pipe - 1) / (pipe * chunks) if chunks > 1 else 0.0
     return held * (1 + extra)
 
 
@@ -88,7 +87,7 @@ def _buffers(model: PlannedModel, layout: Layout, gradients: float) -> float:
     a chunk of logits and their gradient, the table's gradient and its 16-bit copy.
     """
     layer = max(_working_set(layer, layout) for layer in model.layers)
-    table = 6.0 * model.vocab_size * model.model_dim / layout.mesh.tensor
+    table = 6.0 * model.config.vocab_size * model.config.model_dim / layout.mesh.tensor
     loss = loss_form(model, layout).chunk_bytes + table
     held = gradients if layout.accumulation > 1 else 0.0
     return max(layer, loss + held - gradients)

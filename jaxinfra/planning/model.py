@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 from jaxinfra.config.model import (
@@ -17,6 +16,7 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.core import axes
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.files import read_json
 from jaxinfra.models import flops
 from jaxinfra.models.definition import ParameterInfo, define_model
 from jaxinfra.models.hf import from_hf_config
@@ -77,21 +77,6 @@ class PlannedModel:
     ends: tuple[ParameterInfo, ...]  # tables and the final norm
 
     @functools.cached_property
-    def num_layers(self) -> int:
-        """Layers of all kinds."""
-        return self.config.num_layers
-
-    @property
-    def model_dim(self) -> int:
-        """Width of the residual stream."""
-        return self.config.model_dim
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the token table."""
-        return self.config.vocab_size
-
-    @functools.cached_property
     def num_experts(self) -> int:
         """Routed experts of the layers that have fewest; 0 where none routes."""
         counts = [
@@ -104,7 +89,7 @@ class PlannedModel:
     @functools.cached_property
     def tensor_sizes(self) -> tuple[tuple[str, int], ...]:
         """Names and sizes that tensor parallelism divides."""
-        sizes = {("vocab_size", self.vocab_size): None}
+        sizes = {("vocab_size", self.config.vocab_size): None}
         for layer in self.layers:
             for part in (layer.mixer, layer.feed_forward):
                 sizes |= dict.fromkeys(part.tensor_sizes.items())
@@ -165,16 +150,13 @@ def active_parameters(model: PlannedModel, *, with_embedding: bool = True) -> in
 
 def parameters_by_role(model: PlannedModel) -> dict[str, int]:
     """Elements of attention, mlp, experts, shared experts, router, norms and tables."""
-    roles = dict.fromkeys(_ROLES, 0)
+    roles: dict[str, int] = dict.fromkeys(_ROLES.split(), 0)
     for each, count in model.rows:
         roles[_role(each)] += each.size * count
     return {role: count for role, count in roles.items() if count}
 
 
-_ROLES = (
-    *("attention", "mlp", "expert", "router", "shared", "norm"),
-    *("embedding", "positions", "unembedding"),
-)
+_ROLES = "attention mlp expert router shared norm embedding positions unembedding"
 
 
 def _role(parameter: ParameterInfo) -> str:
@@ -225,15 +207,5 @@ def find_model(name: str) -> PlannedModel:
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" or path.is_file():
-        return plan_model(from_hf_config(_read(path)), name=name)
+        return plan_model(from_hf_config(read_json(path)), name=name)
     raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
-
-
-def _read(path: Path) -> dict:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}; name a config.json or a preset") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}; a config is an object")
-    return values

@@ -324,8 +324,8 @@ def _megatron_saved(layer: LayerKind, layout: Layout) -> float:
 def embedding_operations(model: PlannedModel, layout: Layout) -> Iterator[Operation]:
     """Rows looked up, and their gradient scattered, one micro-batch."""
     tokens = float(layout.micro_tokens)
-    yield MemoryPass("lookup", (4 + layout.activation_bytes) * tokens * model.model_dim)
-    yield MemoryPass("scatter", 12.0 * tokens * model.model_dim)
+    yield MemoryPass("lookup", (4 + layout.activation_bytes) * tokens * model.config.model_dim)
+    yield MemoryPass("scatter", 12.0 * tokens * model.config.model_dim)
     if layout.mesh.tensor > 1:
-        size = layout.activation_bytes * tokens * model.model_dim
+        size = layout.activation_bytes * tokens * model.config.model_dim
         yield PlannedCollective("lookup", "all-reduce", "tensor", size)

@@ -149,17 +149,15 @@ def search(
     ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
     winner = make_plan(model, ranked[0].layout, device)
     others = [make_plan(model, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
-    alternatives = [
-        (choice, value, make_plan(model, each.layout, device))
-        for choice, value, each in ranking.other_than(winner.layout)
-    ]
+    alternatives = []
+    for choice, value, each in ranking.other_than(winner.layout):
+        plan = make_plan(model, each.layout, device)
+        why = why_slower(plan, winner)
+        alternatives.append(Alternative(choice=choice, value=value, plan=plan, why=why))
     return Found(
         best=winner,
         runners_up=tuple((plan, why_slower(plan, winner)) for plan in others[1:]),
-        alternatives=tuple(
-            Alternative(choice=choice, value=value, plan=plan, why=why_slower(plan, winner))
-            for choice, value, plan in alternatives
-        ),
+        alternatives=tuple(alternatives),
         pareto=_front(ranking.by_size),
         tried=ranking.tried,
         fitting=ranking.fitting,
@@ -223,7 +221,7 @@ def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator
     experts = max(model.num_experts, 1)
     shortest = max(question.length // 2048, 1)  # a smaller shard would not hide the ring's turns
     for tensor in sizes("tensor", devices, device.node_devices):
-        for pipe in sizes("pipe", devices // tensor, model.num_layers):
+        for pipe in sizes("pipe", devices // tensor, model.config.num_layers):
             for context in sizes("context", devices // tensor // pipe, shortest):
                 data, left = divmod(devices, tensor * pipe * context)
                 for fsdp in sizes("fsdp", data, data) if not left else ():
@@ -251,10 +249,8 @@ def _variants(
     zeros = (
         [question.zero] if question.zero is not None else ([1, 2, 3] if base.mesh.fsdp > 1 else [0])
     )
-    layers = model.num_layers // base.mesh.pipe
-    chunk_counts = (
-        [1] if base.mesh.pipe == 1 else [v for v in (1, 2, 4) if layers % v == 0 or v == 1]
-    )
+    layers = model.config.num_layers // base.mesh.pipe
+    chunk_counts = [v for v in (1, 2, 4) if v == 1 or (base.mesh.pipe > 1 and layers % v == 0)]
     rows_and_chunks = [
         (rows, chunks)
         for rows in _MICRO_ROWS

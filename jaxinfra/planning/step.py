@@ -164,7 +164,9 @@ def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedColle
     """What a stage sends in so many turns; of a tensor shard its own part (scatter/gather
     optimization, arXiv 2104.04473, section 4.1).
     """
-    size = layout.activation_bytes * layout.micro_tokens * model.model_dim / layout.mesh.tensor
+    size = (
+        layout.activation_bytes * layout.micro_tokens * model.config.model_dim / layout.mesh.tensor
+    )
     return PlannedCollective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
 
 
@@ -258,10 +260,10 @@ def _sharded_weights(
     micro, table = layout.accumulation, 0.0
     found: list[PlannedCollective] = []
     if not experts:
-        table = float(model.vocab_size * model.model_dim / layout.mesh.tensor)
+        table = float(model.config.vocab_size * model.config.model_dim / layout.mesh.tensor)
         tables = 1 if model.config.tie_embeddings or layout.mesh.pipe > 1 else 2
         elements -= tables * table
-        rows = layout.activation_bytes * layout.micro_tokens * model.model_dim
+        rows = layout.activation_bytes * layout.micro_tokens * model.config.model_dim
         found.append(PlannedCollective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     gathered = _gathered_bytes(layout)
     calls = 2 * _calls(model, layout, gathered, experts=experts) + (table > 0)

@@ -109,11 +109,9 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
         tables.append(f"Hidden behind compute: {hidden}")
     roles = [(role, f"{count:,}") for role, count in parameters_by_role(model).items()]
     tables.append(grid("Parameters", ("role", "elements"), roles))
-    sources = [(name, text) for name, text in device.sources.items()]
-    constants = Table(title=f"Constants of {device.name}", box=box.SIMPLE_HEAD, pad_edge=False)
-    constants.add_column("constant")
-    constants.add_column("from")
-    for row in sources:
+    title = f"Constants of {device.name}"
+    constants = Table("constant", "from", title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in device.sources.items():
         constants.add_row(*row)
     tables.append(constants)
     return tables

@@ -19,7 +19,6 @@ Nothing else in the system knows of faults; without the variable nothing is wrap
 import ctypes
 import functools
 import importlib
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import parse_json
 
 VARIABLE = "JAXINFRA_FAULTS"
 
@@ -39,7 +39,7 @@ def arm(environment: Mapping[str, str], *, rank: int, attempt: int) -> int:
     if not text:
         return 0
     try:
-        plans = json.loads(text)
+        plans = parse_json(text, where=VARIABLE, holds=list[dict[str, Any]])
         mine = [
             plan
             for plan in plans

@@ -13,7 +13,9 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
+
+from jaxinfra.core.json_lines import read_log
 
 # The recorder's phases; what is not here is "other".
 _CAUSES = {
@@ -82,16 +84,18 @@ class Goodput:
             return
 
 
+class _Snapshot(TypedDict):
+    session: int
+    began: float
+    time: float
+    step: int
+    seconds: dict[str, float]
+
+
 def read_sessions(file: Path) -> list[dict[str, Any]]:
-    """The last snapshot of every session, in order; lines cut short by a kill are left out."""
-    sessions: dict[int, dict[str, Any]] = {}
-    if file.exists():
-        for text in file.read_text().splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            sessions[line["session"]] = line
+    """The last snapshot of every session, in order; damaged lines are left out."""
+    lines, _ = read_log(file, holds=_Snapshot)
+    sessions = {line["session"]: line for line in lines if set(line["seconds"]) <= set(CAUSES)}
     return [sessions[number] for number in sorted(sessions)]
 
 

@@ -1,16 +1,17 @@
 """What went wrong in a run and what was done: ``incidents.jsonl``, one line each.
 
-Kept over resumptions and roll-backs. Batches that were taken out of the order are read from here,
-so that a resumed run leaves them out again.
+Kept over resumptions and roll-backs. Batches that were taken out of the order since the newest
+checkpoint are read from here, so that a resumed run leaves them out again; a checkpoint has those
+of before.
 """
 
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from jaxinfra.core.json_lines import drop_cut_line, read_json_lines
+from jaxinfra.core.json_lines import drop_cut_line, read_log
 
 EXCLUDED = "batch excluded"
 
@@ -27,4 +28,10 @@ def record_incident(file: Path, kind: str, *, step: int, text: str, **details: A
 
 def excluded_steps(file: Path) -> set[int]:
     """Steps whose batches were taken out of the order."""
-    return {found["step"] for found in read_json_lines(file) if found["kind"] == EXCLUDED}
+    lines, _ = read_log(file, holds=_Incident)
+    return {line["step"] for line in lines if line["kind"] == EXCLUDED}
+
+
+class _Incident(TypedDict):
+    kind: str
+    step: int

@@ -60,6 +60,11 @@ def convert(
         max_shard_bytes: of elements in a file of the destination.
         adapters_only: a run's adapters instead, in the layout of PEFT.
     """
+    inside = destination.resolve()
+    if inside == source.resolve() or source.resolve() in inside.parents:
+        raise ConfigError(
+            f"{destination} lies in {source}, which is only read: name a directory elsewhere"
+        )
     options = {
         "tokenizer_directory": source,
         "dtype": dtype,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import jax
 import numpy as np
 from flax import nnx
+from jaxtyping import Int32
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.rope import LongRopeScaling
@@ -131,8 +132,8 @@ class _Request:
     eos_ids: frozenset[int]
 
     @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each row, int32 [B]."""
+    def lengths(self) -> Int32[np.ndarray, "B"]:
+        """Tokens of each row."""
         return np.array([len(row.ids) for row in self.rows], np.int32)
 
     @property
@@ -146,8 +147,8 @@ class _Request:
         """Cache slots that hold every row to its end."""
         return bucket(int(np.max(self.lengths + self.budgets)) - 1, limit=self.max_positions)
 
-    def padded(self) -> np.ndarray:
-        """The prompts padded on the right with zeros, int32 [B, T]."""
+    def padded(self) -> Int32[np.ndarray, "B T"]:
+        """The prompts padded on the right with zeros."""
         length = bucket(int(self.lengths.max()), limit=self.max_positions)
         padded = [np.pad(row.ids, (0, length - len(row.ids))) for row in self.rows]
         return np.stack(padded).astype(np.int32)

@@ -4,19 +4,19 @@ directory of safetensors.
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 import jax
 
 from jaxinfra import checkpoint
 from jaxinfra.checkpoint.initial import place_initial
-from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
+from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
@@ -157,7 +157,9 @@ def load_run(
         raise CheckpointError(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
-    restored = checkpoint.load(checkpoints, placed, step=step)
+    restored = checkpoint.load(
+        checkpoints, placed, step=step, identity=identity(RunDirectory(path), config)
+    )
     return LoadedModel(
         definition=definition,
         parameters=functools.reduce(merged, restored.state.values(), frozen),
@@ -177,12 +179,7 @@ def _read_config(path: Path) -> RunConfig:
             f"{path} {found}; name a run directory, one that `jaxinfra train` has written, "
             "or one with a Hugging Face model"
         )
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds a {type(values).__name__}, not a run's config")
+    values = read_json(file)
     if "model_type" in values:
         raise ConfigError(f"{file} is of a Hugging Face model, not of a run; name a run directory")
     try:

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int, Key
 
 from jaxinfra.core import axes
 from jaxinfra.models.decoder import Decoder, KVCache
@@ -29,13 +30,13 @@ class DecodeState:
     """What a step consumes; donate it."""
 
     cache: KVCache
-    positions_B: jax.Array  # int32, where each row's next token goes
-    keys_B: jax.Array  # typed PRNG keys, one per row
+    positions_B: Int[Array, "B"]  # where each row's next token goes
+    keys_B: Key[Array, "B"]  # one per row
     sampling: SamplingRows
 
 
 def empty_state(
-    model: Decoder, *, num_slots: int, keys_B: jax.Array, sampling: SamplingRows
+    model: Decoder, *, num_slots: int, keys_B: Key[Array, "B"], sampling: SamplingRows
 ) -> DecodeState:
     """Rows without a token yet.
 
@@ -53,14 +54,14 @@ def empty_state(
 @functools.partial(jax.jit, static_argnames=("config", "num_slots"))
 def prefill(
     parameters: nnx.State,
-    ids_BT: jax.Array,
-    lengths_B: jax.Array,
-    keys_B: jax.Array,
+    ids_BT: Int[Array, "B T"],
+    lengths_B: Int[Array, "B"],
+    keys_B: Key[Array, "B"],
     sampling: SamplingRows,
     *,
     config: StepConfig,
     num_slots: int,
-) -> tuple[jax.Array, DecodeState]:
+) -> tuple[Int[Array, "B"], DecodeState]:
     """``extend`` of empty rows by whole prompts; no cache is read, or copied into the program.
 
     Args:
@@ -75,12 +76,12 @@ def prefill(
 def extend(
     parameters: nnx.State,
     state: DecodeState,
-    ids_BT: jax.Array,
-    counts_B: jax.Array,
-    contexts_B: jax.Array,
+    ids_BT: Int[Array, "B T"],
+    counts_B: Int[Array, "B"],
+    contexts_B: Int[Array, "B"],
     *,
     config: StepConfig,
-) -> tuple[jax.Array, DecodeState]:
+) -> tuple[Int[Array, "B"], DecodeState]:
     """Appends a chunk of tokens to every row; returns the token after each, int32 [B].
 
     What is drawn after a chunk that does not end its prompt means nothing.
@@ -97,8 +98,8 @@ def extend(
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
 def decode(
-    parameters: nnx.State, state: DecodeState, tokens_B: jax.Array, *, config: StepConfig
-) -> tuple[jax.Array, DecodeState]:
+    parameters: nnx.State, state: DecodeState, tokens_B: Int[Array, "B"], *, config: StepConfig
+) -> tuple[Int[Array, "B"], DecodeState]:
     """Appends one token to every row; returns the next one, int32 [B], and the new state.
 
     Rows that are through go on, at no extra cost and to no effect: one that is full stays so.
@@ -112,11 +113,11 @@ def decode(
 def _extend(
     model: Decoder,
     state: DecodeState,
-    ids_BT: jax.Array,
-    counts_B: jax.Array,
-    contexts_B: jax.Array,
+    ids_BT: Int[Array, "B T"],
+    counts_B: Int[Array, "B"],
+    contexts_B: Int[Array, "B"],
     config: StepConfig,
-) -> tuple[jax.Array, DecodeState]:
+) -> tuple[Int[Array, "B"], DecodeState]:
     offsets_T = jnp.arange(ids_BT.shape[1])
     positions_BT = state.positions_B[:, None] + offsets_T[None]
     positions_BT = jnp.where(offsets_T[None] < counts_B[:, None], positions_BT, -1)

@@ -60,7 +60,7 @@ def evaluate_run(
             model_state=job.abstract_state().model_state,
         ),
         step=step,
-        identity=identity(config),
+        identity=identity(run, config),
     )
     result = evaluate_heldout(job, restored.state.tree, corpus.heldout)
     return RunEvaluation(

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 
-import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.heldout import heldout_batches
@@ -54,7 +54,7 @@ def evaluate_heldout(
 
 
 def evaluate(
-    step: Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]],
+    step: Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]],
     tree: Parameters,
     batches: Iterable[Batch],
     arrays: TokenArrays,
@@ -71,7 +71,7 @@ def evaluate(
         stop: asked between batches; raises Interrupted where it says so.
     """
     total, count = 0.0, 0.0
-    pending: list[tuple[jax.Array, jax.Array]] = []
+    pending: list[tuple[Float[Array, ""], Float[Array, ""]]] = []
 
     def drain(keep: int) -> None:
         nonlocal total, count

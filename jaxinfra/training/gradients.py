@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
@@ -28,15 +29,15 @@ class GradientFunction(Protocol):
         state: Parameters,
         batch: Batch,
         *,
-        key: jax.Array,
-        loss_scale: jax.Array,
+        key: Key[Array, ""],
+        loss_scale: Float[Array, ""],
     ) -> Gradients:
         """Of the mean objective of the whole batch (nll, smoothed, z-loss, and what layers add).
 
         Args:
             state: of the model.
             key: of this step; dropout folds its own from it.
-            loss_scale: fp32 scalar.
+            loss_scale: what the objective is multiplied with.
         """
         ...
 
@@ -46,8 +47,8 @@ class GradientFunction(Protocol):
 class BatchSums:
     """Sums over a batch's counted targets; divide by their number for means."""
 
-    objective: jax.Array  # fp32 []: what is differentiated
-    nll: jax.Array  # fp32 []
+    objective: Float[Array, ""]  # what is differentiated
+    nll: Float[Array, ""]
     layers: Any  # what layers emit, as ``Gradients.sums``
 
 
@@ -58,7 +59,7 @@ def batch_loss(
     *,
     z_loss: float,
     label_smoothing: float = 0.0,
-    dropout_key: jax.Array | None = None,
+    dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
     """The objective of a batch; ``tree`` has parameters and state."""
     out = model.bind(tree).run(
@@ -77,7 +78,7 @@ def batch_loss(
 def hidden_loss(
     model: ModelDefinition,
     parameters: Parameters,
-    hidden_BTD: jax.Array,
+    hidden_BTD: Float[Array, "B T D"],
     batch: Batch,
     *,
     z_loss: float,
@@ -177,15 +178,15 @@ def make_gradient(
         state: Parameters,
         batch: Batch,
         *,
-        key: jax.Array,
-        loss_scale: jax.Array,
+        key: Key[Array, ""],
+        loss_scale: Float[Array, ""],
     ) -> Gradients:
         return total(parameters, batch, state, key, loss_scale, count_targets(batch))
 
     return of_batch
 
 
-def count_targets(batch: Batch) -> jax.Array:
+def count_targets(batch: Batch) -> Float[Array, ""]:
     """Counted targets of a batch, at least 1: what its sums are divided by."""
     return jnp.maximum(jnp.sum(batch.weights), 1.0)
 
@@ -203,10 +204,12 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 
 def make_evaluation_step(
     model: ModelDefinition,
-) -> Callable[[Parameters, Batch], tuple[jax.Array, jax.Array]]:
+) -> Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
     """(parameters and state, batch) -> (sum of nll in nats, number of counted targets)."""
 
-    def evaluation_step(tree: Parameters, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def evaluation_step(
+        tree: Parameters, batch: Batch
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         return batch_loss(model, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
 
     return evaluation_step

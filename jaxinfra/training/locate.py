@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.core.axes import BATCH, LAYERS
 from jaxinfra.data.batch import Batch
@@ -62,8 +63,8 @@ def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: in
 
 
 def _gradient_of(
-    job: Job, state: State, batch: Batch, part: jax.Array, parts: int, key: jax.Array
-) -> tuple[jax.Array, Parameters]:
+    job: Job, state: State, batch: Batch, part: Int[Array, ""], parts: int, key: Key[Array, ""]
+) -> tuple[Float[Array, ""], Parameters]:
     num_rows = batch.tokens.shape[0]
     mine = jnp.arange(num_rows) // (num_rows // parts) == part
     kept = jax.tree.map(

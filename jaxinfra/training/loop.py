@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any, final
@@ -121,6 +122,7 @@ class Trainer:
         except DivergedError:
             self._draw()
             raise
+        self._stop.hold()  # what is left takes a moment
         self._watch.phase("finish", self._step)
         self._draw()
         self._watch.snapshot(step=self._step, now=True)
@@ -165,15 +167,15 @@ class Trainer:
             self._record(keep=0)
             self._watch.probe(self._step)
         began = time.perf_counter()
-        with self._stop.with_unsaved(steps=self.has_trained):
-            self._pending.append(self._next())
-            if not self.has_trained:
-                jax.block_until_ready(self._pending[-1].metrics)
+        self._pending.append(self._next())
+        if not self.has_trained:
+            jax.block_until_ready(self._pending[-1].metrics)
         self._step += 1
         if not self.has_trained and self._pending[-1].metrics is not None:
             self._progress.message(f"compiled in {time.perf_counter() - began:.1f} s")
             self._record(keep=0)
             self.has_trained = True
+            self._stop.hold()
         self._record(keep=1)  # the device works on this step while the host reads the last
         self._watch_copies()
         self._evaluate_and_save()
@@ -183,8 +185,10 @@ class Trainer:
         self._profiler.before_step(step)
         self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            with self._stop.interrupting():
-                batch = next(self._batches)
+            # Made ahead it is there at once; the readers of a disk that hangs may never make it.
+            ready = self._batches.num_ready > 0
+            make = functools.partial(next, self._batches)
+            batch = make() if ready else self._stop.wait_for(make)
             input_s = self._watch.phase("place", step + 1)
             samples = self._batches.sample_ids(self._batches.step - 1)
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
@@ -377,7 +381,11 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state={**self._batches.state(), "step": self._step},
+                data_state={
+                    **self._batches.state(),
+                    "step": self._step,
+                    "excluded": [*sorted(self._watch.excluded)],
+                },
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:

@@ -8,15 +8,25 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypedDict, final
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore  (made at import)
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
-from jaxinfra.core.json_lines import read_json_lines
+from jaxinfra.core.files import is_of_type
+from jaxinfra.core.json_lines import read_log
 
 _LOG = logging.getLogger(__name__)
+
+
+class _Record(TypedDict):
+    step: int
+
+
+def _is_flat(record: dict[str, Any]) -> bool:
+    kinds = float | str | list[float] | list[str] | None
+    return all(is_of_type(value, kinds) for value in record.values())
 
 
 @final
@@ -35,7 +45,9 @@ class MetricsLog:
     def __init__(self, file: Path, tensorboard: Path, *, after_step: int, writes: bool = True):
         self._paths = (file, tensorboard)
         self._writes = writes
-        self.records = read_json_lines(file)
+        found, damaged = read_log(file, holds=_Record)
+        self.records = [record for record in found if _is_flat(record)]
+        self.damaged = len(damaged) + len(found) - len(self.records)  # lines that are kept aside
         self.undone = self._keep(after_step)
         if writes:
             self._open(after_step)
@@ -57,6 +69,10 @@ class MetricsLog:
         file, tensorboard = self._paths
         partial = file.with_name(file.name + ".partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        if self.damaged:
+            number = 1 + len(list(file.parent.glob(f"{file.stem}.damaged-*{file.suffix}")))
+            file.rename(file.with_name(f"{file.stem}.damaged-{number}{file.suffix}"))
+            self.damaged = 0
         partial.rename(file)
         tensorboard.mkdir(exist_ok=True)
         self._lines = _Appender(file)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.run import TrainingConfig
@@ -48,9 +49,9 @@ class _Micro:
     """One micro-batch, or with a leading m dim all of them."""
 
     batch: Batch
-    key: jax.Array | None  # of dropout
-    scale: jax.Array  # fp32 []: of the objective
-    weight: jax.Array  # fp32 []: of the loss
+    key: Key[Array, ""] | None  # of dropout
+    scale: Float[Array, ""]  # of the objective
+    weight: Float[Array, ""]  # of the loss
 
 
 @jax.tree_util.register_dataclass
@@ -59,10 +60,10 @@ class _Context:
     """What the layers of one micro-batch read besides their weights and input."""
 
     ropes: list[RopeTable | None]
-    positions: jax.Array  # [B, T]
-    segment_ids: jax.Array | None  # [B, T]
+    positions: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"] | None
     keys: jax.Array | None  # [repetitions, blocks]; [blocks] for one layer
-    scale: jax.Array  # fp32 []: of the objective
+    scale: Float[Array, ""]  # of the objective
 
 
 def make_pipeline_gradient(
@@ -109,8 +110,8 @@ def make_pipeline_gradient(
         state: Parameters,
         batch: Batch,
         *,
-        key: jax.Array,
-        loss_scale: jax.Array,
+        key: Key[Array, ""],
+        loss_scale: Float[Array, ""],
     ) -> Gradients:
         weight = 1.0 / count_targets(batch)
         key = jax.random.split(key, micro_batches) if micro_batches > 1 else key[None]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, final
 
 import jax
+from jaxtyping import Array, Float
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
@@ -83,7 +84,7 @@ class Profiler:
             jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True)
             self._running = True
 
-    def after_step(self, step: int, result: jax.Array) -> None:
+    def after_step(self, step: int, result: Float[Array, ""]) -> None:
         """Call after step number ``step`` was dispatched; waits for it where the range ends."""
         if self._running and self._steps is not None and step + 1 >= self._steps.stop:
             jax.block_until_ready(result)

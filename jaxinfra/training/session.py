@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint import directory_layout, processes
+from jaxinfra.checkpoint import directory_layout, metadata, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.manifest import verify
 from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import (
     CheckpointError,
@@ -22,6 +24,8 @@ from jaxinfra.core.errors import (
     JaxinfraError,
     LostPeerError,
 )
+from jaxinfra.core.files import require_type
+from jaxinfra.core.signals import StopRequest, noted_signals
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
@@ -40,7 +44,7 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.state import State
-from jaxinfra.training.stop import Agreement, Stopped, StopRequest, stop_on_signals
+from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.watch import Watch, attempt, compute_s
 
 
@@ -51,7 +55,6 @@ def train(
     resume: bool,
     cache_dir: Path,
     profile: ProfileRange | None = None,
-    ends_process: bool = False,
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
@@ -63,28 +66,25 @@ def train(
     Args:
         cache_dir: where tokenized corpora and compiled programs are kept between runs.
         profile: steps to trace.
-        ends_process: the caller exits next, so that a signal after the end changes nothing.
 
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
     """
     began = time.perf_counter()
-    with stop_on_signals(ends_process=ends_process) as stop, contextlib.ExitStack() as resources:
-        try:
-            with stop.at_once(nothing_to_save=True):
-                cluster = connect()
-                rank = 0 if cluster is None else cluster.process_id
-                faults.arm(os.environ, rank=rank, attempt=attempt())
-                keep_compiled_programs(cache_dir)
-        except Stopped:
-            return Outcome(summary=None, step=0)
+    with noted_signals() as stop, contextlib.ExitStack() as resources:
+        run = RunDirectory(directory)
+        stop.words = functools.partial(_nothing_lost, run)
+        cluster = connect()
+        rank = 0 if cluster is None else cluster.process_id
+        faults.arm(os.environ, rank=rank, attempt=attempt())
+        keep_compiled_programs(cache_dir)
         progress = resources.enter_context(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
             config=config,
-            run=RunDirectory(directory),
+            run=run,
             resume=resume,
             cache_dir=cache_dir,
             profile=profile,
@@ -129,8 +129,7 @@ class _Session:
             return Outcome(summary=summary, step=steps, was_complete=True, together=True)
         trainer = None
         try:
-            with self.stop.at_once(nothing_to_save=True):
-                trainer = self._set_up()
+            trainer = self._set_up()
             return dataclasses.replace(trainer.run(), together=True)
         except jax.errors.JaxRuntimeError as error:
             if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
@@ -142,11 +141,8 @@ class _Session:
                 ) from error
             raise
         except Stopped:
-            assert self.stop.signal is not None
-            progress.message(
-                f"stopped by {self.stop.signal.name} before a step was done, nothing was lost; "
-                f"continue with jaxinfra train --resume {run.path}"
-            )
+            assert self.stop.asked is not None
+            progress.message(f"stopped by {self.stop.asked.name}{_nothing_lost(run)}")
             step = max(directory_layout.steps(run.checkpoints), default=0)
             return Outcome(summary=None, step=step)
 
@@ -183,6 +179,8 @@ class _Session:
         progress.message(describe_corpus(start.corpus))
         if start.saved:
             progress.message(f"resumed at step {start.batches.step}")
+        if start.changes:
+            progress.message(f"settings changed since it was saved: {'; '.join(start.changes)}")
         log = resources.enter_context(
             MetricsLog(
                 run.metrics_file,
@@ -216,8 +214,18 @@ class _Session:
                 progress=progress,
                 began=time.time() - (time.perf_counter() - self.began),
                 lost_s=compute_s(log.undone),
+                excluded=start.excluded,
             ),
         )
+
+
+def _nothing_lost(run: RunDirectory) -> str:
+    how = (
+        f"continue with jaxinfra train --resume {run.path}"
+        if run.config_file.is_file()
+        else "start it again"
+    )
+    return f" before a step was done, nothing was lost; {how}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -256,12 +264,16 @@ def _record_and_watch(
 def _final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
     """The outcome of a run that has no step left to do; None while there is one."""
     summary, steps = run.read_summary(), config.training.steps
-    done = summary is not None and summary["steps"] == steps
-    return (
-        summary
-        if done and max(directory_layout.steps(run.checkpoints), default=0) == steps
-        else None
-    )
+    if summary is None or max(directory_layout.steps(run.checkpoints), default=0) != steps:
+        return None
+    # Its last state is what the run was for: damaged, it is made again from the one before.
+    damaged = processes.on_first(lambda: bool(verify(run.checkpoints, steps)))
+    if damaged or summary.get("steps") != steps:
+        return None
+    newest = run.checkpoints / directory_layout.step_name(steps)
+    saved = metadata.read(newest).identity
+    metadata.require_same_identity(saved, identity(run, config), where=newest)
+    return summary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,6 +285,8 @@ class _Start:
     saver: Checkpointer
     state: State
     saved: bool  # whether the state is that of a checkpoint
+    changes: tuple[str, ...] = ()  # of settings since that checkpoint
+    excluded: frozenset[int] = frozenset()  # steps whose batches are left out
 
 
 def _new(
@@ -305,6 +319,10 @@ def _resumed(
     profile: ProfileRange | None,
 ) -> _Start:
     saver = _open_checkpoints(job, run, resources)
+    if saver.latest() is not None and not run.tokenizer_file.exists():
+        raise ConfigError(
+            f"{run.path} has no tokenizer.json; restore the one that the run was trained with"
+        )
     restored = _restore(job, run, saver)
     if profile is not None:
         first = restored.step if restored else 0
@@ -317,13 +335,28 @@ def _resumed(
     processes.on_first(lambda: run.update_config(job.config))
     if saved is None:
         processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+        saver.identity = identity(run, job.config)
     return _Start(
         corpus=corpus,
         batches=batches,
         saver=saver,
         state=first_state(job) if restored is None else restored.state,
         saved=restored is not None,
+        changes=_changes(restored, job.config),
+        excluded=_excluded(restored),
     )
+
+
+def _changes(restored: Restored | None, config: RunConfig) -> tuple[str, ...]:
+    if restored is None or not restored.settings:
+        return ()
+    return tuple(metadata.differences(restored.settings, codec.to_dict(config)))
+
+
+def _excluded(restored: Restored | None) -> frozenset[int]:
+    steps: Any = restored.data_state.get("excluded", []) if restored else []
+    require_type(steps, list[int], where="the saved data order, excluded", error=CheckpointError)
+    return frozenset(steps)
 
 
 def _open_data(
@@ -363,7 +396,12 @@ def _open_data(
 
 def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:
     return resources.enter_context(
-        Checkpointer(run.checkpoints, job.config.checkpoint, identity=identity(job.config))
+        Checkpointer(
+            run.checkpoints,
+            job.config.checkpoint,
+            identity=identity(run, job.config),
+            settings=codec.to_dict(job.config),
+        )
     )
 
 

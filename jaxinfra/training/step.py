@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
@@ -24,13 +25,13 @@ from jaxinfra.training.state import State, TrainState
 class StepMetrics:
     """What a step reports: fp32 and int32 scalars, and what layers emit."""
 
-    loss: jax.Array  # nats a counted token, without z-loss
-    gradient_norm: jax.Array  # before clipping
-    learning_rate: jax.Array
-    loss_scale: jax.Array
-    tokens: jax.Array  # counted targets
-    skipped: jax.Array  # steps not applied so far
-    skipped_in_a_row: jax.Array
+    loss: Float[Array, ""]  # nats a counted token, without z-loss
+    gradient_norm: Float[Array, ""]  # before clipping
+    learning_rate: Float[Array, ""]
+    loss_scale: Float[Array, ""]
+    tokens: Float[Array, ""]  # counted targets
+    skipped: Int[Array, ""]  # steps not applied so far
+    skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
 
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import jax
@@ -27,6 +27,7 @@ class Watch:
     Args:
         began: wall time of the session's start.
         lost_s: compute that the session before did and this one does again.
+        excluded: steps whose batches a checkpoint says are left out.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Watch:
         progress: Progress,
         began: float,
         lost_s: float,
+        excluded: Iterable[int] = (),
     ):
         self._run = run
         self._recorder = recorder
@@ -50,7 +52,7 @@ class Watch:
         self._stragglers = Stragglers()
         self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
-        self.excluded = {*config.exclude_steps, *excluded_steps(run.incidents_file)}
+        self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
 
     def phase(self, name: str, step: int) -> float:
         """Begins a phase; returns the seconds of the one before."""

@@ -17,6 +17,7 @@ from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path, from_hf_config, to_hf_config, weight_map
 from jaxinfra.models.hf.mapping import Tensor
+from jaxinfra.weights.finite import require_finite_piece
 from jaxinfra.weights.model_directory import config_json
 from jaxinfra.weights.parameter_sources import ParameterSource, assemble_rows
 from jaxinfra.weights.tensor_files import DTYPES
@@ -136,7 +137,10 @@ def describes(hf: Mapping[str, Any], config: ModelConfig) -> bool:
 
 
 def cast(x: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    """Rounds to nearest; raises CheckpointError where a finite number would become infinite."""
+    """Rounds to nearest; raises CheckpointError where a finite number would become infinite, or a
+    number is none.
+    """
+    require_finite_piece(x, name=name)
     if x.dtype == dtype:
         return x
     with np.errstate(over="ignore"):

@@ -9,17 +9,24 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxinfra.config import codec
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_json, require_type
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path, from_hf_config, weight_map
 from jaxinfra.weights.parameter_sources import ParameterSource, mapped_parameters, stored_parameters
 from jaxinfra.weights.tensor_files import open_tensor_files
 
 FORMAT = "jaxinfra"
+
+
+class _Ours(TypedDict):
+    format: str
+    model: dict[str, Any]
+    hf: dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +66,7 @@ def read_model_directory(path: Path) -> ModelDirectory:
     try:
         if "model_type" in values:
             return ModelDirectory(path=path, config=from_hf_config(values), is_hf=True, hf=values)
+        require_type(values, _Ours, where="", error=ConfigError)
         config = codec.from_dict(ModelConfig, values["model"])
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from error
@@ -75,7 +83,4 @@ def _values(path: Path) -> Any:
     file = path / "config.json"
     if not file.is_file():
         return None
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read as JSON ({error})") from error
+    return read_json(file, holds=Any)

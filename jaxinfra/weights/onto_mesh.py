@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxinfra.models.definition import ModelDefinition, Parameters, only
+from jaxinfra.models.hf import by_path
 from jaxinfra.models.hf.tensor_layout import Index
 from jaxinfra.parallel.place import path_name
+from jaxinfra.weights.finite import require_finite
 from jaxinfra.weights.parameter_sources import ParameterSource
 
 _PIECE_BYTES = 256 * 2**20  # of a stacked parameter that are on the host at a time
@@ -29,6 +31,9 @@ def place_parameters(
     Args:
         shardings: of what to read, a part of the structure of ``definition.arrays``.
         piece_bytes: most of a stacked parameter on the host at a time, one layer at least.
+
+    Raises:
+        CheckpointError: a parameter is not finite.
     """
 
     def place(path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
@@ -36,7 +41,9 @@ def place_parameters(
         stacked = name.startswith("blocks/")
         return _place(source, name, leaf, sharding, stacked=stacked, piece_bytes=piece_bytes)
 
-    return jax.tree_util.tree_map_with_path(place, only(definition.arrays, shardings), shardings)
+    placed = jax.tree_util.tree_map_with_path(place, only(definition.arrays, shardings), shardings)
+    require_finite(by_path(placed), where="the model's files")
+    return placed
 
 
 def _place(

@@ -1,16 +1,17 @@
 """Reading a directory of safetensors files, one slice of one tensor at a time."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypedDict
 
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.core.files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -85,6 +86,8 @@ def open_tensor_files(directory: Path) -> TensorFiles:
 
 
 def _open(file: Path):
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no plain file; copy it again from its source")
     try:
         return safetensors.safe_open(file, framework="np")
     except FileNotFoundError as error:
@@ -115,14 +118,17 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
-    try:
-        names = json.loads(file.read_text())["weight_map"]
-        assert isinstance(names, dict)
-    except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
-        raise CheckpointError(
-            f"{file} is no index of safetensors files ({error}); copy it again from its source"
-        ) from error
+    names = read_json(file, holds=_Index, error=CheckpointError)["weight_map"]
+    for name in sorted(set(names.values())):
+        if name != Path(name).name:
+            raise CheckpointError(
+                f"{file}: {name!r} is no name of a file beside it; copy it again from its source"
+            )
     return names
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def _check_index(

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from jaxinfra.core.signals import unfinished
 from jaxinfra.weights.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE
 
 type Pieces = Callable[[], Iterable[np.ndarray]]
@@ -105,7 +106,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        yield partial
+        with unfinished(partial):
+            yield partial
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

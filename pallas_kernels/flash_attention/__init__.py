@@ -7,7 +7,6 @@ from .fp8_operands import quantize_fp8 as quantize_fp8
 from .gradient import flash_attention_gradient as flash_attention_gradient
 from .implementations import LSE_NAME as LSE_NAME
 from .implementations import OUT_NAME as OUT_NAME
-from .merge import merge_partials as merge_partials
 from .spec import AttentionMasks as AttentionMasks
 from .spec import AttentionSpec as AttentionSpec
 from .spec import MeshAxes as MeshAxes

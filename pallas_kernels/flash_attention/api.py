@@ -7,16 +7,15 @@ import functools
 from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.common.varying import vary_alike
 
 from . import cudnn, reference
 from .dispatch import choose
-from .implementations import IMPLEMENTATIONS, OUT_NAME, AttentionPlan, attend, attend_traceable
-from .spec import AttentionCall, MeshAxes
-from .validate import check_qkv, make_masks, make_spec
+from .implementations import OUT_NAME, AttentionPlan, attend, attend_traceable
+from .spec import MeshAxes
+from .validate import make_call
 
 type Window = int | tuple[int | None, int | None] | None
 type ImplementationName = Literal["auto", "hopper", "cudnn", "xla", "reference"]
@@ -138,53 +137,34 @@ def flash_attention(
         UnsupportedError: the named implementation cannot compute this call; the message says why
             and which can (a NotImplementedError).
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    check_qkv(query, key, value)
-    spec = make_spec(
-        query.shape[1],
-        key.shape[1],
-        head_width=query.shape[3],
+    call = make_call(
+        query,
+        key,
+        value,
+        bias=bias,
         scale=scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
-        logit_soft_cap=logit_soft_cap,
-    )
-    masks = make_masks(
-        query,
-        key,
-        bias=bias,
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        logit_soft_cap=logit_soft_cap,
         sinks=sinks,
-    )
-    call = AttentionCall(
-        spec=spec,
-        masks=masks,
-        q=query,
-        k=key,
-        v=value,
         backward=backward,
         return_residual=return_residual,
         mesh_axes=mesh_axes,
     )
     chosen = choose(implementation, call)
-    query, key, value, masks = vary_alike((query, key, value, masks))
+    arrays = vary_alike((call.q, call.k, call.v, call.masks))
     if chosen == "cudnn":
         # Its own gradient rule keeps its residuals, unnamed: only the output can be named here.
-        forward = functools.partial(cudnn.forward, spec=spec)
-        (out,) = attend_traceable(forward, query, key, value, masks, results=("out",))
+        forward = functools.partial(cudnn.forward, spec=call.spec)
+        (out,) = attend_traceable(forward, *arrays, results=("out",))
         return checkpoint_name(out, OUT_NAME)
     if chosen == "reference":
-        forward = functools.partial(reference.forward, spec=spec)
-        out, lse = attend_traceable(forward, query, key, value, masks, results=("out", "lse"))
+        forward = functools.partial(reference.forward, spec=call.spec)
+        out, lse = attend_traceable(forward, *arrays, results=("out", "lse"))
     else:
-        plan = AttentionPlan(
-            implementation=IMPLEMENTATIONS[chosen],
-            spec=spec,
-            deterministic=backward == "split",
-            axes=mesh_axes or MeshAxes(),
-        )
-        out, lse = attend(plan, query, key, value, masks)
+        out, lse = attend(AttentionPlan.of(call, chosen), *arrays)
     return (out, lse) if return_residual else out

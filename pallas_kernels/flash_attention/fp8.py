@@ -92,9 +92,7 @@ def why_not_hopper(spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dtype)
 def _choose(name: str, spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dtype) -> str:
     if name not in ("auto", *NAMES):
         raise InputError(f"implementation={name!r} must be auto or {', '.join(NAMES)}")
-    if name not in ("auto", "hopper"):
-        return name
-    reason = why_not_hopper(spec, operands, dtype)
+    reason = why_not_hopper(spec, operands, dtype) if name in ("auto", "hopper") else None
     if name == "auto":
         B, T, N, H = operands.q.shape
         S, K = operands.k.shape[1:3]
@@ -107,7 +105,7 @@ def _choose(name: str, spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dt
             f"implementation='hopper' cannot compute this FP8 attention: {reason}. These can: xla, "
             "reference"
         )
-    return "hopper"
+    return name
 
 
 def _attend(chosen: str, spec: AttentionSpec, dtype: jnp.dtype, axes: MeshAxes):

@@ -18,8 +18,8 @@ from pallas_kernels.common.varying import vary_alike
 from .api import ImplementationName, Window
 from .dispatch import choose
 from .implementations import IMPLEMENTATIONS, AttentionPlan, attend_gradient
-from .spec import AttentionCall, BackwardOperands, MeshAxes
-from .validate import check_qkv, make_masks, make_spec
+from .spec import BackwardOperands, MeshAxes
+from .validate import make_call
 
 
 def flash_attention_gradient(
@@ -64,60 +64,39 @@ def flash_attention_gradient(
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation has no such gradient.
     """
-    query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    check_qkv(query, key, value)
-    wanted = (*query.shape[:3], value.shape[3])
+    call = make_call(
+        query,
+        key,
+        value,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        logit_soft_cap=logit_soft_cap,
+        return_residual=True,
+        mesh_axes=mesh_axes,
+    )
+    wanted = (*call.q.shape[:3], call.v.shape[3])
     if out.shape != wanted or d_out.shape != wanted or lse.shape != wanted[:3]:
         raise InputError(
             f"out {out.shape}, d_out {d_out.shape} and lse {lse.shape} must be {wanted}, {wanted} "
             f"and {wanted[:3]}, after the query and the value"
         )
-    if out.dtype != query.dtype or d_out.dtype != query.dtype or lse.dtype != jnp.float32:
+    if out.dtype != call.q.dtype or d_out.dtype != call.q.dtype or lse.dtype != jnp.float32:
         raise InputError(
-            f"out {out.dtype} and d_out {d_out.dtype} must be of the query's dtype {query.dtype}, "
+            f"out {out.dtype} and d_out {d_out.dtype} must be of the query's dtype {call.q.dtype}, "
             f"and lse {lse.dtype} float32"
         )
-    spec = make_spec(
-        query.shape[1],
-        key.shape[1],
-        head_width=query.shape[3],
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        logit_soft_cap=logit_soft_cap,
-    )
-    masks = make_masks(
-        query,
-        key,
-        bias=None,
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        query_seq_lengths=None,
-        key_value_seq_lengths=None,
-        sinks=None,
-    )
-    call = AttentionCall(
-        spec=spec,
-        masks=masks,
-        q=query,
-        k=key,
-        v=value,
-        backward="fused",
-        return_residual=True,
-        mesh_axes=mesh_axes,
-    )
     chosen = choose(implementation, call)
     if chosen not in IMPLEMENTATIONS:
         raise UnsupportedError(
             f"implementation={implementation!r} has no gradient from (out, lse); choose hopper, "
             "xla or auto"
         )
-    plan = AttentionPlan(
-        implementation=IMPLEMENTATIONS[chosen], spec=spec, axes=mesh_axes or MeshAxes()
-    )
-    query, key, value, masks, out, lse = vary_alike((query, key, value, masks, out, lse))
+    q, k, v, masks, out, lse = vary_alike((call.q, call.k, call.v, call.masks, out, lse))
     d_out, d_lse = vary_alike((d_out, jnp.zeros_like(lse)))
     operands = BackwardOperands(
-        q=query, k=key, v=value, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=d_lse
+        q=q, k=k, v=v, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=d_lse
     )
-    return attend_gradient(plan, operands)[:3]
+    return attend_gradient(AttentionPlan.of(call, chosen), operands)[:3]

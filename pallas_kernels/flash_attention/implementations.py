@@ -10,8 +10,15 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from . import hopper, xla
-from .sharding import Operands, call_opaque, call_traceable
-from .spec import AttentionGradients, AttentionMasks, AttentionSpec, BackwardOperands, MeshAxes
+from .sharding import Compute, Operands, call_opaque, call_traceable
+from .spec import (
+    AttentionCall,
+    AttentionGradients,
+    AttentionMasks,
+    AttentionSpec,
+    BackwardOperands,
+    MeshAxes,
+)
 
 OUT_NAME = "attention_out"
 LSE_NAME = "attention_lse"
@@ -36,23 +43,14 @@ class Implementation:
 
     forward: Forward
     backward: Backward
-    opaque: bool  # custom calls, which JAX cannot look into
-
-    def call(
-        self,
-        compute: Callable[[Operands], tuple[jax.Array, ...]],
-        operands: Operands,
-        results: tuple[str, ...],
-        axes: MeshAxes,
-    ) -> tuple[jax.Array, ...]:
-        """Lifts a pass, of operands and results by name, to batches and meshes."""
-        lifted = call_opaque if self.opaque else call_traceable
-        return lifted(compute, operands, results, axes)
+    lift: Callable[[Compute, Operands, tuple[str, ...], MeshAxes], tuple[jax.Array, ...]]
+    """``call_opaque`` for custom calls, which JAX cannot look into, or ``call_traceable``: brings
+    a pass, of operands and results by name, to batches and meshes."""
 
 
 IMPLEMENTATIONS = {
-    "xla": Implementation(forward=xla.forward, backward=xla.backward, opaque=False),
-    "hopper": Implementation(forward=hopper.forward, backward=hopper.backward, opaque=True),
+    "xla": Implementation(forward=xla.forward, backward=xla.backward, lift=call_traceable),
+    "hopper": Implementation(forward=hopper.forward, backward=hopper.backward, lift=call_opaque),
 }
 """By name. cuDNN differentiates itself, and JAX the reference."""
 
@@ -65,6 +63,16 @@ class AttentionPlan:
     spec: AttentionSpec
     deterministic: bool = False  # the gradient repeats bit for bit
     axes: MeshAxes = MeshAxes()
+
+    @classmethod
+    def of(cls, call: AttentionCall, chosen: str) -> "AttentionPlan":
+        """A validated call's, computed by one of ``IMPLEMENTATIONS``."""
+        return cls(
+            implementation=IMPLEMENTATIONS[chosen],
+            spec=call.spec,
+            deterministic=call.backward == "split",
+            axes=call.mesh_axes or MeshAxes(),
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -82,7 +90,7 @@ def attend(
     """
     compute = _by_name(functools.partial(plan.implementation.forward, spec=plan.spec))
     operands = {"q": q, "k": k, "v": v, **masks.arrays()}
-    out, lse = plan.implementation.call(compute, operands, ("out", "lse"), plan.axes)
+    out, lse = plan.implementation.lift(compute, operands, ("out", "lse"), plan.axes)
     return out, lse
 
 
@@ -119,7 +127,7 @@ def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> Attentio
         return tuple(getattr(gradients, name) for name in results)
 
     arrays = {name: getattr(operands, name) for name in _RESIDUALS} | masks.arrays()
-    found = plan.implementation.call(compute, arrays, results, plan.axes)
+    found = plan.implementation.lift(compute, arrays, results, plan.axes)
     return AttentionGradients(**dict(zip(results, found, strict=True)))
 
 
@@ -137,7 +145,7 @@ def attend_traceable(
     return call_traceable(_by_name(forward), operands, results, MeshAxes())
 
 
-def _by_name(forward: Forward) -> Callable[[Operands], tuple[jax.Array, ...]]:
+def _by_name(forward: Forward) -> Compute:
     return lambda block: forward(block["q"], block["k"], block["v"], _masks(block))
 
 

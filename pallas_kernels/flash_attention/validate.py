@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.common.errors import InputError
 
-from .spec import AttentionMasks, AttentionSpec
+from .spec import AttentionCall, AttentionMasks, AttentionSpec, MeshAxes
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -114,32 +114,60 @@ def _window(
     return left, right
 
 
-def make_masks(
-    q: jax.Array,
-    k: jax.Array,
+def make_call(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
     *,
-    bias: jax.Array | None,
+    bias: jax.Array | None = None,
+    scale: float | None,
+    is_causal: bool,
+    local_window_size: int | tuple[int | None, int | None] | None,
     q_segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
-    query_seq_lengths: jax.Array | None,
-    key_value_seq_lengths: jax.Array | None,
-    sinks: jax.Array | None,
-) -> AttentionMasks:
-    """The array part of a call, from the arguments of ``flash_attention``."""
-    B, T, N, _ = q.shape
-    S = k.shape[1]
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    logit_soft_cap: float | None,
+    sinks: jax.Array | None = None,
+    backward: str = "fused",
+    return_residual: bool,
+    mesh_axes: MeshAxes | None,
+) -> AttentionCall:
+    """The call that the arguments of ``flash_attention`` ask for."""
+    q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    check_qkv(q, k, v)
+    (B, T, N, H), S = q.shape, k.shape[1]
+    spec = make_spec(
+        T,
+        S,
+        head_width=H,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        logit_soft_cap=logit_soft_cap,
+    )
     if (q_segment_ids is None) != (kv_segment_ids is None):
         raise InputError(
             "q_segment_ids and kv_segment_ids come together: only one was given; self-attention "
             "passes the same array twice"
         )
-    return AttentionMasks(
+    masks = AttentionMasks(
         q_segment_ids=_integers("q_segment_ids", q_segment_ids, (B, T)),
         kv_segment_ids=_integers("kv_segment_ids", kv_segment_ids, (B, S)),
         q_lengths=_integers("query_seq_lengths", query_seq_lengths, (B,)),
         kv_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, (B,)),
         sinks=_sinks(sinks, N),
         bias=_bias(bias, (B, N, T, S)),
+    )
+    return AttentionCall(
+        spec=spec,
+        masks=masks,
+        q=q,
+        k=k,
+        v=v,
+        backward=backward,
+        return_residual=return_residual,
+        mesh_axes=mesh_axes,
     )
 
 

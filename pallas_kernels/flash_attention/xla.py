@@ -17,7 +17,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.common import device
@@ -96,16 +95,6 @@ class _Tiles:
     kv_ids_JBs: jax.Array | None
     bias_BKGTS: jax.Array | None  # padded to whole chunks in the dims it does not broadcast
 
-    def positions(self) -> np.ndarray:
-        """int32 [P, 2]: the visible tiles."""
-        return visible_tiles(
-            self.spec,
-            q_length=self.q_length,
-            kv_length=self.kv_length,
-            q_tile=self.q_chunk,
-            kv_tile=self.kv_chunk,
-        )
-
     def visible(self, i: jax.Array | int, j: jax.Array | int) -> jax.Array | None:
         """bool [B or 1, t, s] of tile (i, j); None where nothing is hidden."""
         q_positions = i * self.q_chunk + jnp.arange(self.q_chunk)
@@ -132,17 +121,14 @@ class _Tiles:
                 result = inside if result is None else result & inside
         return result
 
-    def bias_start(self, i: jax.Array | int, j: jax.Array | int) -> tuple[jax.Array | int, ...]:
-        """Where the bias of tile (i, j) starts in ``bias_BKGTS``."""
+    def bias_slice(
+        self, i: jax.Array | int, j: jax.Array | int
+    ) -> tuple[tuple[jax.Array | int, ...], tuple[int, ...]]:
+        """Where the bias of tile (i, j) starts in ``bias_BKGTS``, and its shape."""
         assert self.bias_BKGTS is not None
-        t, s = self.bias_BKGTS.shape[3:]
-        return (0, 0, 0, i * self.q_chunk if t > 1 else 0, j * self.kv_chunk if s > 1 else 0)
-
-    def bias_sizes(self) -> tuple[int, ...]:
-        """Shape of one tile's bias."""
-        assert self.bias_BKGTS is not None
-        b, k, g, t, s = self.bias_BKGTS.shape
-        return (b, k, g, min(t, self.q_chunk), min(s, self.kv_chunk))
+        *outer, t, s = self.bias_BKGTS.shape
+        start = (0, 0, 0, i * self.q_chunk if t > 1 else 0, j * self.kv_chunk if s > 1 else 0)
+        return start, (*outer, min(t, self.q_chunk), min(s, self.kv_chunk))
 
     def scores(
         self,
@@ -159,7 +145,7 @@ class _Tiles:
             s_BKGts = self.spec.logit_soft_cap * tanh_BKGts
             slope_BKGts = 1.0 - tanh_BKGts * tanh_BKGts
         if self.bias_BKGTS is not None:
-            bias = lax.dynamic_slice(self.bias_BKGTS, self.bias_start(i, j), self.bias_sizes())
+            bias = lax.dynamic_slice(self.bias_BKGTS, *self.bias_slice(i, j))
             s_BKGts += jnp.broadcast_to(bias, s_BKGts.shape)
         visible = self.visible(i, j)
         if visible is not None:
@@ -177,10 +163,9 @@ def _cut(
     bias = None
     if masks.bias is not None:
         bias = grouped_bias(masks.bias, K)
-        padding = [(0, 0)] * 3
-        for size, chunk in zip(bias.shape[3:], (q_chunk, kv_chunk), strict=True):
-            padding.append((0, -size % chunk if size > 1 else 0))
-        bias = jnp.pad(bias, padding)
+        ends = zip(bias.shape[3:], (q_chunk, kv_chunk), strict=True)
+        padding = [(0, -size % chunk if size > 1 else 0) for size, chunk in ends]
+        bias = jnp.pad(bias, [(0, 0)] * 3 + padding)
     ids_q, ids_kv = masks.q_segment_ids, masks.kv_segment_ids
     return _Tiles(
         spec=spec,
@@ -217,8 +202,15 @@ def _join_kv(x_JBKsH: jax.Array, tiles: _Tiles) -> jax.Array:
     return _join(jnp.moveaxis(x_JBKsH, 3, 2), dim=1, length=tiles.kv_length)
 
 
-def _loop[C](body: Callable[[C, tuple], C], carry: C, positions: np.ndarray) -> C:
-    """Runs ``body`` over the tiles: without a loop where there is but one."""
+def _loop[C](body: Callable[[C, tuple], C], carry: C, tiles: _Tiles) -> C:
+    """Runs ``body`` over the visible tiles: without a loop where there is but one."""
+    positions = visible_tiles(
+        tiles.spec,
+        q_length=tiles.q_length,
+        kv_length=tiles.kv_length,
+        q_tile=tiles.q_chunk,
+        kv_tile=tiles.kv_chunk,
+    )
     if len(positions) == 1:
         i, j = positions[0]
         return body(carry, (int(i), int(j)))
@@ -274,39 +266,13 @@ def forward(
         )
         l_IBKGt = zero_IBKGt + 1.0
     acc_IBKGtV = jnp.broadcast_to(zero_IBKGt[..., None], (*zero_IBKGt.shape, v_BSKV.shape[-1]))
-    m_IBKGt, l_IBKGt, acc_IBKGtV = _loop(merge, (m_IBKGt, l_IBKGt, acc_IBKGtV), tiles.positions())
+    m_IBKGt, l_IBKGt, acc_IBKGtV = _loop(merge, (m_IBKGt, l_IBKGt, acc_IBKGtV), tiles)
 
     empty = (l_IBKGt == 0.0) | jnp.isneginf(m_IBKGt)
     l_IBKGt = jnp.where(empty, 1.0, l_IBKGt)
     out_BTNV = _join_q((acc_IBKGtV / l_IBKGt[..., None]).astype(q_BTNH.dtype), tiles)
     lse_IBKGt = jnp.where(empty, -jnp.inf, m_IBKGt + jnp.log(l_IBKGt))
     return out_BTNV, _join_q(lse_IBKGt[..., None], tiles)[..., 0]
-
-
-def _tile_gradients(
-    tiles: _Tiles,
-    i: jax.Array | int,
-    j: jax.Array | int,
-    q_BKGtH: jax.Array,
-    d_out_BKGtV: jax.Array,
-    lse_BKGt1: jax.Array,
-    delta_BKGt1: jax.Array,
-    k_BKsH: jax.Array,
-    v_BKsV: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Float32 parts of dq and dk (still without the scale), of dv, and of the scores' gradient."""
-    s_BKGts, slope_BKGts = tiles.scores(q_BKGtH, k_BKsH, i, j)
-    p_BKGts = jnp.exp(s_BKGts - lse_BKGt1)
-    dp_BKGts = einsum_f32("BKGtV,BKsV->BKGts", d_out_BKGtV, v_BKsV)
-    ds_BKGts = p_BKGts * (dp_BKGts - delta_BKGt1)
-    inner_BKGts = ds_BKGts if slope_BKGts is None else ds_BKGts * slope_BKGts
-    inner_BKGts, p_BKGts = (x.astype(q_BKGtH.dtype) for x in (inner_BKGts, p_BKGts))
-    return (
-        einsum_f32("BKGts,BKsH->BKGtH", inner_BKGts, k_BKsH),
-        einsum_f32("BKGts,BKGtH->BKsH", inner_BKGts, q_BKGtH),
-        einsum_f32("BKGts,BKGtV->BKsV", p_BKGts, d_out_BKGtV),
-        ds_BKGts,
-    )
 
 
 def backward(
@@ -336,19 +302,20 @@ def backward(
     def add(carry, pair):
         i, j = pair
         dq_IBKGtH, dk_JBKsH, dv_JBKsV, d_bias = carry
-        dq_BKGtH, dk_BKsH, dv_BKsV, ds_BKGts = _tile_gradients(
-            tiles,
-            i,
-            j,
-            _at(q_IBKGtH, i),
-            _at(d_out_IBKGtV, i),
-            _at(lse_IBKGt1, i),
-            _at(delta_IBKGt1, i),
-            _at(k_JBKsH, j),
-            _at(v_JBKsV, j),
-        )
+        q_BKGtH, d_out_BKGtV = _at(q_IBKGtH, i), _at(d_out_IBKGtV, i)
+        lse_BKGt1, delta_BKGt1 = _at(lse_IBKGt1, i), _at(delta_IBKGt1, i)
+        k_BKsH, v_BKsV = _at(k_JBKsH, j), _at(v_JBKsV, j)
+        s_BKGts, slope_BKGts = tiles.scores(q_BKGtH, k_BKsH, i, j)
+        p_BKGts = jnp.exp(s_BKGts - lse_BKGt1)
+        dp_BKGts = einsum_f32("BKGtV,BKsV->BKGts", d_out_BKGtV, v_BKsV)
+        ds_BKGts = p_BKGts * (dp_BKGts - delta_BKGt1)
+        inner_BKGts = ds_BKGts if slope_BKGts is None else ds_BKGts * slope_BKGts
+        inner_BKGts, p_BKGts = (x.astype(q_BKGtH.dtype) for x in (inner_BKGts, p_BKGts))
+        dq_BKGtH = einsum_f32("BKGts,BKsH->BKGtH", inner_BKGts, k_BKsH)  # without the scale, as dk
+        dk_BKsH = einsum_f32("BKGts,BKGtH->BKsH", inner_BKGts, q_BKGtH)
+        dv_BKsV = einsum_f32("BKGts,BKGtV->BKsV", p_BKGts, d_out_BKGtV)
         if d_bias is not None:
-            sizes, start = tiles.bias_sizes(), tiles.bias_start(i, j)
+            start, sizes = tiles.bias_slice(i, j)
             summed = tuple(d for d, size in enumerate(sizes) if size < ds_BKGts.shape[d])
             update = lax.dynamic_slice(d_bias, start, sizes)
             update += jnp.sum(ds_BKGts, axis=summed, keepdims=True)
@@ -363,7 +330,7 @@ def backward(
     f32_zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
     d_bias = None if tiles.bias_BKGTS is None else f32_zeros(tiles.bias_BKGTS)
     carry = (f32_zeros(q_IBKGtH), f32_zeros(k_JBKsH), f32_zeros(v_JBKsV), d_bias)
-    dq_IBKGtH, dk_JBKsH, dv_JBKsV, d_bias = _loop(add, carry, tiles.positions())
+    dq_IBKGtH, dk_JBKsH, dv_JBKsV, d_bias = _loop(add, carry, tiles)
 
     dq = (_join_q(dq_IBKGtH, tiles) * spec.scale).astype(q_BTNH.dtype)
     dk = (_join_kv(dk_JBKsH, tiles) * spec.scale).astype(k_BSKH.dtype)

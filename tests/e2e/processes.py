@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 
 from jaxinfra.cli.main import main
+from jaxinfra.core.signals import guard_process
 
 # Small programs that run for a second and compile for several: as the tests themselves compile.
 COMPILE_FAST = (
@@ -126,4 +127,5 @@ def _child(
     jax.config.update("jax_compilation_cache_max_size", 1 << 30)
     if before is not None:
         before()
+    guard_process()
     sys.exit(main(arguments))

@@ -17,6 +17,7 @@ from pallas_kernels.flash_attention.implementations import (
     Implementation,
     attend,
 )
+from pallas_kernels.flash_attention.sharding import call_opaque
 from pallas_kernels.flash_attention.spec import AttentionGradients
 
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
@@ -44,7 +45,7 @@ def attention_backward(operands, *, spec, deterministic):
     return AttentionGradients(total[...], *grads)
 
 
-STAND_IN = Implementation(forward=attention_forward, backward=attention_backward, opaque=True)
+STAND_IN = Implementation(forward=attention_forward, backward=attention_backward, lift=call_opaque)
 XLA = IMPLEMENTATIONS["xla"]
 BOTH = {"xla": XLA, "custom-call": STAND_IN}
 

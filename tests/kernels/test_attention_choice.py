@@ -15,7 +15,7 @@ from pallas_kernels.flash_attention import (
     dispatch,
 )
 from pallas_kernels.flash_attention.spec import AttentionCall
-from pallas_kernels.flash_attention.workloads import WORKLOADS, AttentionWorkload
+from tests.kernels.attention_workloads import WORKLOADS, AttentionWorkload
 
 BY_NAME = {workload.name: workload for workload in WORKLOADS}
 PLAIN = BY_NAME["llama-3-8b"]

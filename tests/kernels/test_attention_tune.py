@@ -7,9 +7,9 @@ import logging
 import jax
 import pytest
 
+from experiments.bench import attention_tune as tune
 from pallas_kernels import InputError, UnsupportedError, flash_attention_fp8
 from pallas_kernels.common import device, tables, tuned
-from pallas_kernels.flash_attention import tune
 from pallas_kernels.flash_attention.hopper import config as tiles
 from pallas_kernels.flash_attention.hopper.config import TUNED, BackwardConfig
 from pallas_kernels.hopper.machine import SMEM_BYTES

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
 
-from pallas_kernels import InputError, flash_attention
-from pallas_kernels.flash_attention import merge_partials
+from pallas_kernels import InputError, flash_attention, merge_partials
 
 ROWS, WIDTH = 5, 3
 # One shape throughout, so that the merge compiles once.

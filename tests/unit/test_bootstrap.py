@@ -301,4 +301,4 @@ def test_wheel_holds_both_packages_with_their_data(tmp_path):
         for path in (ROOT / package).rglob("*"):
             if path.suffix in (".py", ".json"):
                 assert path.relative_to(ROOT).as_posix() in held
-    assert b"jaxinfra = jaxinfra.cli.main:main" in entry
+    assert b"jaxinfra = jaxinfra.cli.entry:main" in entry

@@ -105,9 +105,9 @@ def damage_meta(directory: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda d: (d / "meta.json").unlink(), "no readable meta.json"),
-        (lambda d: (d / "meta.json").write_text("{"), "no readable meta.json"),
-        (lambda d: (d / "meta.json").write_text("[]"), "not jaxinfra-token-arrays version 1"),
+        (lambda d: (d / "meta.json").unlink(), "meta.json cannot be read: No such file"),
+        (lambda d: (d / "meta.json").write_text("{"), "meta.json: not JSON"),
+        (lambda d: (d / "meta.json").write_text("[]"), r"meta.json: \[\] is no object"),
         (lambda d: damage_meta(d, version=0), "not jaxinfra-token-arrays version 1"),
         (lambda d: damage_meta(d, dtype="flat"), "unreadable token arrays"),
         (lambda d: damage_meta(d, num_documents=None), "unreadable token arrays"),

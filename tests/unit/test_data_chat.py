@@ -96,7 +96,7 @@ def test_the_prompt_is_tokenized_as_it_will_be_asked(tokenizer):
 
 
 BAD = {
-    "not a JSON line": "{",
+    "not JSON": "{",
     "no messages": '{"text": "x"}',
     "message 1 has no role": '{"messages": [{"content": "x"}]}',
     "message 2 (assistant) has content NoneType": json.dumps(

@@ -161,8 +161,8 @@ def test_the_first_binary_file_is_named(tmp_path: Path, data: bytes, what: str):
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{", "rows.jsonl:2: not a JSON line"),
-        ("[1]", "rows.jsonl:2: a JSON list"),
+        ("{", "rows.jsonl:2: not JSON"),
+        ("[1]", "rows.jsonl:2: [1] is no object; each line"),
         ('{"body": "x", "a": 1}', "rows.jsonl:2: no field 'text' among ['a', 'body']"),
         ('{"text": 3}', "rows.jsonl:2: field 'text' holds int"),
         ('{"text": null}', "rows.jsonl:2: field 'text' holds NoneType"),
@@ -177,7 +177,7 @@ def test_a_bad_json_line_is_named_by_its_number(tmp_path: Path, line: str, what:
 
 def test_json_lines_in_another_encoding(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "\xe9"}\n')
-    assert "rows.jsonl:1: not a JSON line" in error(tmp_path)
+    assert "rows.jsonl:1: not JSON" in error(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.99, -1])

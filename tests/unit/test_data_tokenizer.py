@@ -1,6 +1,7 @@
 """Tokenizers round-trip exactly, through files too, and stream whole characters."""
 
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -205,3 +206,37 @@ def test_a_tokenizer_that_marks_starts_sees_texts_whole_and_streams():
     assert not any("\ufffd" in piece for piece in shown)
     long_text = "a b\n" * 80_000
     assert tokenizer.decode(tokenizer.encode(long_text)) == long_text
+
+
+def edited(path: Path, **changes: object) -> Path:
+    """A tokenizer.json of bytes with other values at its top."""
+    values = json.loads(bytes_tokenizer_text())
+    path.write_text(json.dumps(values | changes))
+    return path
+
+
+def bytes_tokenizer_text() -> str:
+    return bytes_tokenizer()._tokenizer.to_str()
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "", "(?:a|aa)+$", "(.*)*x"])
+def test_hostile_patterns_end_in_one_line(tmp_path, pattern):
+    """Those that backtrack without end make the library panic, which is no Exception."""
+    rule = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
+    path = edited(tmp_path / "tokenizer.json", pre_tokenizer=rule | {"invert": False})
+    said = ""
+    try:
+        Tokenizer.load(path).encode("a" * 3000 + "!")
+    except DataError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def test_two_tokens_of_one_id_are_refused(tmp_path):
+    values = json.loads(bytes_tokenizer_text())
+    vocab = values["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[second] = vocab[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"two tokens of id|no readable|not a tokenizer"):
+        Tokenizer.load(tmp_path / "tokenizer.json")

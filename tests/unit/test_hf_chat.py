@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.data import chat_template
 from jaxinfra.data.chat_template import ChatTemplate, encode_chat, load_chat_template
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/hf/chat.json").read_text())
@@ -34,6 +35,32 @@ def test_render(name):
 
 def write(path, **settings):
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+HOSTILE = {
+    "{% for i in range(9999) %}{% for j in range(9999) %}"
+    "{% endfor %}{% endfor %}": "not end within",
+    "{% set x = 'a' * 2000000000 %}{{ x | length }}": "it takes more than 1,073,741,824 bytes",
+    "{{ messages[0].role * 25000000 }}": "it makes 100,000,000 characters",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "it calls itself without end",
+    "{{ 1 / 0 }}": "ZeroDivisionError",
+    "{{ messages[0].content.nothing.more }}": "has no attribute",
+    "{{ 10.0 ** 400 }}": "OverflowError",
+    "{{ messages | map(attribute=5) | list | sum }}": "the chat template refuses",
+    "{{ ().__class__.__base__.__subclasses__() }}": "unsafe",
+}
+
+
+@pytest.mark.parametrize("program", HOSTILE)
+def test_hostile_templates_end_in_one_line(program, monkeypatch):
+    if "not end within" in HOSTILE[program]:
+        monkeypatch.setattr(chat_template, "_RENDER_S", 1.0)
+    with pytest.raises(DataError) as caught:
+        ChatTemplate(program, variables={}).render(HELLO)
+    assert HOSTILE[program] in str(caught.value)
+    assert "\n" not in str(caught.value)
+    # The next one is served as if nothing had been.
+    assert ChatTemplate("{{ messages[0].role }}", variables={}).render(HELLO) == HELLO[0]["role"]
 
 
 def test_where_templates_are_found(tmp_path):

@@ -105,18 +105,21 @@ def test_node_lists(text, nodes):
     assert expand_nodes(text) == nodes
 
 
-def meet_all(present: list[int], *, of: int, port: int, timeout_s: float) -> dict[int, object]:
+def meet_all(
+    present: list[int], *, of: int, port: int, timeout_s: float, host: str = "127.0.0.1"
+) -> dict[int, object]:
     outcomes: dict[int, object] = {}
 
     def come(process: int) -> None:
         cluster = Cluster(
-            host="127.0.0.1",
+            host=host,
             port=port,
             num_processes=of,
             process_id=process,
             local_id=0,
             num_local=0,
             source="plain",
+            token="a secret",
         )
         try:
             outcomes[process] = meet(cluster, timeout_s=timeout_s)
@@ -160,6 +163,80 @@ def test_a_taken_port_is_named_at_once():
     assert isinstance(outcomes[0], PortTakenError)
     assert str(port) in str(outcomes[0])
     assert time.monotonic() - began < 5
+
+
+def hello(token: str) -> bytes:
+    said = {"greeting": "jaxinfra rendezvous 2", "process": 1, "of": 3, "token": token}
+    return json.dumps(said).encode() + b"\n"
+
+
+def test_who_does_not_know_the_token_gets_no_place_and_no_answer():
+    port = free_port()
+    answers: list[bytes] = []
+
+    def pretend() -> None:
+        for token in ("", "a guess", "a secret "):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(hello(token))
+                stranger.settimeout(5)
+                answers.append(stranger.recv(100))
+
+    timer = threading.Timer(0.3, pretend)
+    timer.start()
+    late = threading.Timer(1.5, lambda: outcomes.update(meet_all([1, 2], of=3, port=port, **when)))
+    when = {"timeout_s": 20}
+    outcomes: dict[int, object] = {}
+    late.start()
+    outcomes |= meet_all([0], of=3, port=port, **when)
+    late.join()
+    timer.join()
+    assert answers == [b"", b"", b""]
+    assert len(outcomes) == 3
+    assert len({*outcomes.values()}) == 1, outcomes
+
+
+def test_callers_that_say_nothing_keep_nobody_waiting():
+    port = free_port()
+    silent: list[socket.socket] = []
+
+    def call() -> None:
+        silent.extend(socket.create_connection(("127.0.0.1", port)) for _ in range(20))
+
+    timer = threading.Timer(0.2, call)
+    timer.start()
+    began = time.monotonic()
+    late = threading.Timer(0.6, lambda: outcomes.update(meet_all([1], of=2, port=port, **when)))
+    when = {"timeout_s": 30}
+    outcomes: dict[int, object] = {}
+    late.start()
+    outcomes |= meet_all([0], of=2, port=port, **when)
+    late.join()
+    assert time.monotonic() - began < 5
+    assert isinstance(outcomes[1], int)
+    for each in silent:
+        each.close()
+
+
+def test_only_the_named_address_listens():
+    port = free_port()
+    found: list[OSError | None] = []
+
+    def knock() -> None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+            found.append(None)
+        except OSError as error:
+            found.append(error)
+
+    timer = threading.Timer(0.5, knock)
+    timer.start()
+    late = threading.Timer(1.0, lambda: meet_all([1], of=2, port=port, **at))
+    at = {"timeout_s": 20, "host": "127.0.0.2"}
+    late.start()
+    assert isinstance(meet_all([0], of=2, port=port, **at)[0], int)
+    late.join()
+    timer.join()
+    assert isinstance(found[0], ConnectionRefusedError)
 
 
 def test_strangers_at_the_port_change_nothing():

@@ -75,7 +75,7 @@ def test_what_devices_that_share_the_vocabulary_tell_each_other():
     """Of the kernel, 20 bytes a token, and dx once in 16 bits; of XLA's form, dx in fp32."""
     model = llama(262_144)
     layout = lay_out(batch=4, length=4096, tensor=2)
-    tokens, width = layout.micro_tokens, model.model_dim
+    tokens, width = layout.micro_tokens, model.config.model_dim
 
     def sent(layout):
         return sum(

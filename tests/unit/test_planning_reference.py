@@ -40,9 +40,10 @@ def test_published_mixtures_have_their_published_sizes():
 
 def test_gpt_layer():
     model = find_model("gpt3_175b")
-    table = (model.vocab_size + model.config.max_positions) * model.model_dim
-    layers = total_parameters(model) - table - 2 * model.model_dim
-    assert layers == model.num_layers * (12 * model.model_dim**2 + 13 * model.model_dim)
+    config = model.config
+    table = (config.vocab_size + config.max_positions) * config.model_dim
+    layers = total_parameters(model) - table - 2 * config.model_dim
+    assert layers == config.num_layers * (12 * config.model_dim**2 + 13 * config.model_dim)
 
 
 def brute_pairs(length, window, start):
@@ -81,10 +82,10 @@ def test_training_is_three_forwards_and_splits_over_tokens():
 
 def test_a_tied_table_is_multiplied_and_an_untied_one_looked_up():
     tied, untied = find_model("llama32_1b"), find_model("llama3_8b")
-    norms = (2 * tied.num_layers + 1) * tied.model_dim
+    norms = (2 * tied.config.num_layers + 1) * tied.config.model_dim
     assert tied.matmul_parameters == total_parameters(tied) - norms
-    table = untied.vocab_size * untied.model_dim
-    norms = (2 * untied.num_layers + 1) * untied.model_dim
+    table = untied.config.vocab_size * untied.config.model_dim
+    norms = (2 * untied.config.num_layers + 1) * untied.config.model_dim
     assert untied.matmul_parameters == total_parameters(untied) - norms - table
 
 

@@ -79,7 +79,7 @@ def test_parameters_of_all_stages_add_up():
     whole = memory(EIGHT_B, layout(), H200).weights
     half = memory(EIGHT_B, layout(pipe=2, accumulation=2), H200).weights
     assert whole == 4 * total_parameters(EIGHT_B)
-    assert half == (whole - 4 * EIGHT_B.model_dim) / 2
+    assert half == (whole - 4 * EIGHT_B.config.model_dim) / 2
 
 
 def test_stronger_recomputation_keeps_less_and_costs_more():
@@ -253,7 +253,7 @@ def test_caches():
     assert kv_bytes(model, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(model)
     (block,) = model.config.blocks
     mha = dataclasses.replace(block.mixer, num_kv_heads=block.mixer.num_q_heads)
-    stacks = stacked(dataclasses.replace(block, mixer=mha), num_layers=model.num_layers)
+    stacks = stacked(dataclasses.replace(block, mixer=mha), num_layers=model.config.num_layers)
     wide = plan_model(dataclasses.replace(model.config, stacks=stacks))
     assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(model) == 2.5 * 2**20
     # A windowed layer keeps its window: half of Gemma-2's layers see 4,096 tokens.

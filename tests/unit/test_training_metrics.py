@@ -7,7 +7,6 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from jaxinfra.core.errors import CheckpointError
 from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.layers.passes import Sums
 from jaxinfra.training.loss_picture import draw_loss
@@ -49,10 +48,24 @@ def test_a_resumed_log_drops_what_will_be_repeated(open_log, tmp_path):
     assert [r.get("loss") for r in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, None, 3.5]
 
 
-def test_a_broken_line_is_named(tmp_path, open_log):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
-    with pytest.raises(CheckpointError, match=r"metrics.jsonl, line 2 is not JSON"):
-        open_log()
+SPOILT = (b"nonsense\n", b"\xff\xfe\n", b"[[[\n", b"null\n", b'{"step": "3"}\n', b'{"loss": 1}\n')
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_spoilt_lines_stop_nothing_and_are_kept(tmp_path, open_log, spoilt):
+    """They only tell what happened: the run goes on, and what was there is there."""
+    data = b'{"step": 1}\n' + spoilt + b'{"step": 3}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(data)
+    with open_log(after_step=3) as log:
+        assert [record["step"] for record in log.records] == [1, 3]
+    assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes() == data
+
+
+def test_a_line_that_a_kill_cut_short_is_no_damage(tmp_path, open_log):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": \xff')
+    with open_log(after_step=3) as log:
+        assert [record["step"] for record in log.records] == [1]
+    assert not list(tmp_path.glob("metrics.damaged*"))
 
 
 def test_what_is_not_finite_is_null(open_log, tmp_path):

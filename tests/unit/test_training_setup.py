@@ -1,11 +1,7 @@
 """Signals, profile ranges, descriptions, clock and the run directory, each alone."""
 
-import contextlib
 import dataclasses
 import math
-import os
-import signal
-import threading
 import time
 
 import jax
@@ -24,67 +20,6 @@ from jaxinfra.training.describe import describe_ranking, placement_table
 from jaxinfra.training.job import make_job
 from jaxinfra.training.profile import ProfileRange, parse_profile_range
 from jaxinfra.training.progress import duration
-from jaxinfra.training.stop import Stopped, stop_on_signals
-
-
-def test_a_signal_is_noted_and_the_handlers_return():
-    before = signal.getsignal(signal.SIGTERM)
-    with stop_on_signals() as stop:
-        assert not stop
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal is signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_after_the_end_does_not_change_the_exit():
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with stop_on_signals(ends_process=True) as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.signal is signal.SIGTERM
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def signal_self(number: signal.Signals) -> None:
-    """Nothing that catches failures catches the request to stop."""
-    with contextlib.suppress(Exception):
-        os.kill(os.getpid(), number)
-
-
-def test_during_set_up_a_signal_ends_it_at_once():
-    with stop_on_signals() as stop, stop.at_once(), pytest.raises(Stopped):
-        signal_self(signal.SIGINT)
-    assert stop.signal is signal.SIGINT
-
-
-def test_a_signal_before_set_up_is_not_forgotten():
-    with stop_on_signals() as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(Stopped), stop.at_once():
-            pytest.fail("went on")
-
-
-def test_a_second_interrupt_does_not_wait():
-    with stop_on_signals() as stop:
-        signal_self(signal.SIGINT)
-        assert stop
-        with pytest.raises(KeyboardInterrupt):
-            signal_self(signal.SIGINT)
-
-
-def test_a_signal_that_interrupts_no_wait_is_obeyed():
-    """Taken by another thread, or come just before the wait: Python's handler has not run."""
-    taken = threading.Timer(0.1, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
-    never = threading.Lock()
-    never.acquire()
-    begun = time.monotonic()
-    with stop_on_signals() as stop:
-        taken.start()
-        with pytest.raises(Stopped), stop.at_once():
-            never.acquire(timeout=20)
-    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "a:b", "-1:2", "1:2:3"])

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.core.errors import ConfigError
 
 _MISSING = object()
@@ -45,6 +46,9 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
+_BOUNDED = {"num_hidden_layers": "num_layers", "n_layer": "num_layers"}
+
+
 class Keys:
     """The entries of one config, with a note of which have been read.
 
@@ -59,8 +63,11 @@ class Keys:
         self._read: set[str] = set()
 
     def integer(self, name: str, default: Any = _MISSING) -> Any:
-        """A whole number; the default may be None."""
-        return self._typed(name, default, (int,))
+        """A whole number; the default may be None. Sizes that lists are made of are bounded."""
+        value = self._typed(name, default, (int,))
+        if name in _BOUNDED and value is not None:
+            require_within(**{_BOUNDED[name]: value})
+        return value
 
     def require(self, *names: str) -> None:
         """Refuses a config that does not name these, if only as null: where releases of the

@@ -4,22 +4,19 @@ Dims: B batch, T query position, S key position, N query heads, K key/value head
 query and key, Hv head width of value.
 """
 
-import abc
-import types
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import BackwardOperands
 from pallas_kernels.hopper.tile import LOG2E
 
-from .kernel import COMPILER_PARAMS, AttentionKernel
-from .tiles import TileRange, key_tile_of, pad_rows, query_tiles
-from .token_ids import tile_ranges, token_ids
+from .kernel import AttentionKernel
+from .tiles import TileRange, geometry_of, key_tile_of, pad_rows, query_tiles
+from .token_ids import token_ids
 
 
 def kernel_operands(
@@ -33,19 +30,11 @@ def kernel_operands(
         by_keys: whether a block owns a key tile and visits ``ranges`` of query tiles, or the other
             way round.
     """
-    (B, T), S = o.q.shape[:2], o.k.shape[1]
-    lse2, delta = row_statistics(o, -(-T // q_tile) * q_tile)
+    g = geometry_of(o.q, o.v)
+    lse2, delta = row_statistics(o, -(-g.T // q_tile) * q_tile)
     q, k, v, d_out = (pad_rows(x) for x in (o.q, o.k, o.v, o.d_out))
     operands = {"q": q, "k": k, "v": v, "do": d_out, "lse": lse2, "delta": delta}
-    ids = token_ids(o.masks, B=B, T=T, S=S, q_tile=q_tile, kv_tile=kv_tile)
-    if ids is None:
-        return operands
-    q_ids, kv_ids = ids
-    if by_keys:
-        ranges = tile_ranges(kv_ids, q_ids, kv_tile, q_tile)
-    else:
-        ranges = tile_ranges(q_ids, kv_ids, q_tile, kv_tile)
-    return operands | {"q_ids": q_ids, "kv_ids": kv_ids, "ranges": ranges}
+    return operands | token_ids(o.masks, g, q_tile=q_tile, kv_tile=kv_tile, by_keys=by_keys)
 
 
 def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Array]:
@@ -65,13 +54,8 @@ def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Arr
     return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
 
 
-class FusedKernel(AttentionKernel, abc.ABC):
+class FusedKernel(AttentionKernel):
     """A kernel whose blocks own key tiles and add to dQ in global memory."""
-
-    @property
-    @abc.abstractmethod
-    def num_threads(self) -> int:
-        """Warpgroups of a block."""
 
     def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
         """Batch entry, key/value head and key tile of this block, and the query tiles it visits."""
@@ -88,7 +72,9 @@ class FusedKernel(AttentionKernel, abc.ABC):
         else:
             plgpu.copy_smem_to_gmem(buffer, gmem.dq.at[index], reduction_op="add")
 
-    def gradients(self, operands: dict[str, Any]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def gradients(
+        self, operands: dict[str, Any], *, num_threads: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """dQ, dK and dV in the operands' dtype.
 
         An interpretable kernel cannot add to global memory: it writes a dQ for each key tile.
@@ -99,30 +85,15 @@ class FusedKernel(AttentionKernel, abc.ABC):
         # one fusion before the first, 2 GiB at once in a step of 16 layers.
         zero, _ = jax.lax.optimization_barrier((jnp.float32(0.0), operands["do"]))
         dq = jax.new_ref(jnp.full((*copies, *q.shape), zero, jnp.float32))
-        operands = {**operands, "dq": dq}
-        names = tuple(operands)
-
-        def body(*refs):
-            gmem = dict(zip((*names, "dk", "dv"), refs, strict=True))
-            pl.run_scoped(
-                lambda **scratch: self.run(
-                    types.SimpleNamespace(**gmem), types.SimpleNamespace(**scratch)
-                ),
-                **self.scratch(),
-                collective_axes="wg",
-            )
-
-        call: Any = pl.kernel(
-            body,
-            out_type=(jax.typeof(k), jax.typeof(v)),  # as they vary inside shard_map, too
-            mesh=plgpu.Mesh(
-                grid=(self.num_k_tiles * g.B * g.K,),
-                grid_names=("tile",),
-                num_threads=self.num_threads,
-                thread_name="wg",
-            ),
-            compiler_params=COMPILER_PARAMS,
+        found = self.launch(
+            {**operands, "dq": dq},
+            {"dk": jax.typeof(k), "dv": jax.typeof(v)},  # as they vary inside shard_map, too
+            num_tiles=self.num_k_tiles * g.B * g.K,
+            num_threads=num_threads,
         )
-        dk, dv = call(*operands.values())
         total = dq[...].sum(axis=0) if self.interpretable else dq[...]
-        return (total[:, : g.T] * self.spec.scale).astype(q.dtype), dk[:, : g.S], dv[:, : g.S]
+        return (
+            (total[:, : g.T] * self.spec.scale).astype(q.dtype),
+            found["dk"][:, : g.S],
+            found["dv"][:, : g.S],
+        )

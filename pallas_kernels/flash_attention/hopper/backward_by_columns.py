@@ -33,20 +33,15 @@ def backward(
     """As ``backward_by_keys.backward``, for equal widths of 192 or 256."""
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
     kernel = _ByColumns(
-        g=geometry_of(operands.q, operands.k, operands.v), spec=spec, dtype=operands.q.dtype,
+        g=geometry_of(operands.q, operands.v), spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
     )  # fmt: skip
-    return kernel.gradients(arrays)
+    return kernel.gradients(arrays, num_threads=3)  # two compute, one loads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _ByColumns(FusedKernel):
     """The kernel of one call."""
-
-    @property
-    def num_threads(self) -> int:
-        """Warpgroups of a block: two compute, one loads."""
-        return 3
 
     @property
     def half(self) -> int:

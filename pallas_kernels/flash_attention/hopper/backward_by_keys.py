@@ -55,11 +55,12 @@ def backward(
     """
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
     kernel = _ByKeys(
-        g=geometry_of(operands.q, operands.k, operands.v), spec=spec, c=config,
+        g=geometry_of(operands.q, operands.v), spec=spec, c=config,
         dtype=operands.q.dtype, q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays,
         interpretable=interpretable,
     )  # fmt: skip
-    return kernel.gradients(arrays)
+    loading = 2 if config.dq_warpgroup else 1  # and one for dQ
+    return kernel.gradients(arrays, num_threads=NUM_WARPGROUPS + loading)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +68,6 @@ class _ByKeys(FusedKernel):
     """The kernel of one call."""
 
     c: BackwardConfig
-
-    @property
-    def num_threads(self) -> int:
-        """Warpgroups of a block: those that compute, one that loads, one for dQ."""
-        return NUM_WARPGROUPS + (2 if self.c.dq_warpgroup else 1)
 
     @property
     def dq_shape(self) -> tuple[int, int]:
@@ -119,13 +115,12 @@ class _ByKeys(FusedKernel):
         """One block: its tile's coordinates, then a role for each warpgroup."""
         c, wg = self.c, lax.axis_index("wg")
         b, kv_head, k_tile, queries = self.place(gmem)
-        registers = c.registers()
 
         # Written out per warpgroup: addresses that depend on it are constants, and the loop has the
         # registers for the rest.
         @pl.when(wg < NUM_WARPGROUPS)
         def _():
-            plgpu.set_max_registers(registers.compute, action="increase")
+            plgpu.set_max_registers(208 if c.dq_warpgroup else 240, action="increase")
             for w in range(NUM_WARPGROUPS):
 
                 @pl.when(wg == w)
@@ -134,14 +129,14 @@ class _ByKeys(FusedKernel):
 
         @pl.when(wg == NUM_WARPGROUPS)
         def _():
-            plgpu.set_max_registers(registers.load, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             self.load(gmem, smem, b, kv_head, k_tile, queries)
 
         if c.dq_warpgroup:
 
             @pl.when(wg == NUM_WARPGROUPS + 1)
             def _():
-                plgpu.set_max_registers(registers.dq, action="decrease")
+                plgpu.set_max_registers(72, action="decrease")
                 self.query_gradients(gmem, smem, b, kv_head, k_tile, queries)
 
     def load(self, gmem, smem, b, kv_head, k_tile, queries: TileRange) -> None:

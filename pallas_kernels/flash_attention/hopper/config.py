@@ -20,8 +20,8 @@ NUM_DS = 2  # dS tiles in shared memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardConfig:
-    """Tiles of the forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+class BlockTiles:
+    """Tiles of a forward kernel: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
 
     block_kv: int
     num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
@@ -34,22 +34,18 @@ class ForwardConfig:
         """Query rows of one block."""
         return 64 * self.num_warpgroups
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardConfig(BlockTiles):
+    """Tiles of the forward kernel for 16-bit operands."""
+
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Shared memory of one block, 16-bit operands."""
+        """Shared memory of one block."""
         q_or_out = self.block_q * max(head_dim, value_dim)
         kv = self.num_stages * self.block_kv * (head_dim + value_dim)
         row_bytes = 4 * (1 + 8 + 1)  # logsumexp, pin, id
         ids = 4 * self.num_stages * self.block_kv
         return 2 * (q_or_out + kv) + row_bytes * self.block_q + ids + BARRIER_BYTES
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Registers:
-    """Registers of a thread, by the role of its warpgroup."""
-
-    compute: int
-    load: int
-    dq: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +68,6 @@ class BackwardConfig:
                 " leave both False"
             )
 
-    def registers(self) -> Registers:
-        """Registers a thread of each role; all that a multiprocessor has."""
-        if not self.dq_warpgroup:
-            return Registers(compute=240, load=24, dq=0)
-        return Registers(compute=208, load=24, dq=72)
-
     def smem_bytes(self, head_dim: int, value_dim: int) -> int:
         """Shared memory of one block, 16-bit operands."""
         operands = (BACKWARD_KEYS + self.num_stages * BACKWARD_QUERIES) * (head_dim + value_dim)
@@ -88,20 +78,11 @@ class BackwardConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Config:
-    """Tiles of the FP8 forward: ``num_warpgroups * 64`` query rows against ``block_kv`` keys."""
+class Fp8Config(BlockTiles):
+    """Tiles of the FP8 forward."""
 
     block_kv: int = 128
-    num_warpgroups: int = 2  # compute warpgroups, 64 query rows each; one more feeds them
-    num_stages: int = 2  # K and V tiles in flight
-    overlap: bool = True  # keeps the softmax under the value product of the tile before
-    ping_pong: bool = True  # warpgroups take turns at the tensor cores
     promote_every: int = 4  # tiles after which the tensor cores' sum is added to one in fp32
-
-    @property
-    def block_q(self) -> int:
-        """Query rows of one block."""
-        return 64 * self.num_warpgroups
 
     @property
     def granule(self) -> int:
@@ -140,17 +121,20 @@ def unsupported(
         return f"head widths {widths} of query and value are none of {', '.join(WIDTHS)}"
     if masks.bias is not None:
         return "an additive bias is not implemented in these kernels"
+    return unsupported_sizes(spec, q.shape[1], k.shape[1])
+
+
+def unsupported_sizes(spec: AttentionSpec, T: int, S: int) -> str | None:
+    """Why no forward kernel, of 16 or 8 bits, can compute these scores; None if one can."""
     if spec.scale <= 0:
         return f"scale={spec.scale} is not positive, so the largest score is not the largest logit"
-    if min(q.shape[1], k.shape[1]) == 0:
-        return f"lengths T={q.shape[1]} S={k.shape[1]} leave nothing to load"
-    return None
+    return f"lengths T={T} S={S} leave nothing to load" if min(T, S) == 0 else None
 
 
-def refuse(reason: str | None) -> None:
+def refuse(reason: str | None, kernels: str = "Hopper attention") -> None:
     """Raises UnsupportedError for a reason, if there is one."""
     if reason is not None:
-        raise UnsupportedError(f"Hopper attention: {reason}")
+        raise UnsupportedError(f"{kernels}: {reason}")
 
 
 def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> str | None:

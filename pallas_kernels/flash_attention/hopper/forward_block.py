@@ -38,6 +38,7 @@ class ForwardBlock(AttentionKernel):
     """A block: 64 queries a compute warpgroup, over the key tiles that they see."""
 
     OPERAND_BYTES: ClassVar[int]  # of an element of keys and values
+    TRANSPOSED_VALUES: ClassVar[bool]
 
     c: ForwardConfig | Fp8Config
 
@@ -75,10 +76,6 @@ class ForwardBlock(AttentionKernel):
         """The running sum in an accumulator."""
         raise NotImplementedError
 
-    def staged_sum(self, smem) -> StagedValueSum:
-        """The running sum for the interpreter."""
-        raise NotImplementedError
-
     def out_buffer(self, smem, wg):
         """Where a warpgroup's output leaves from."""
         raise NotImplementedError
@@ -87,11 +84,26 @@ class ForwardBlock(AttentionKernel):
         """The factor of the output's rows, and their maxima and sums, a sink's with them."""
         raise NotImplementedError
 
+    # What they share.
+
+    def rows_and_barriers(self, *, copies: int) -> dict[str, Any]:
+        """Buffers of each row and barriers; ``copies`` bring the queries, and as many the keys."""
+        c = self.c
+        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
+        return {
+            "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
+            "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
+            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * copies),
+            "k_full": ring(num_arrivals=copies),
+            "v_full": ring(),
+            "k_empty": ring(num_arrivals=c.num_warpgroups),
+            "v_empty": ring(num_arrivals=c.num_warpgroups),
+            "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
+        }
+
     def log2_total(self, peak, total):
         """The logsumexp in units of log2."""
-        raise NotImplementedError
-
-    # What they share.
+        return peak + jnp.log2(total)
 
     def attend_all(
         self, operands: dict[str, jax.Array], *, padded_queries: int
@@ -185,7 +197,8 @@ class ForwardBlock(AttentionKernel):
 
         def attend():
             if self.interpretable:
-                return self.attend(smem, row0, keys, self.staged_sum(smem))
+                staged = StagedValueSum(smem, self.g.Hv, transposed=self.TRANSPOSED_VALUES)
+                return self.attend(smem, row0, keys, staged)
             return pl.run_scoped(
                 lambda acc: self.attend(smem, row0, keys, self.value_sum(smem, acc)),
                 plgpu.ACC((64, self.g.Hv), jnp.float32),

@@ -5,7 +5,6 @@ query and key, Hv head width of value. The block and its loops are those of ``fo
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from pallas_kernels.hopper.tile import LOG2E, ROW, sum_strips, swizzle_bytes, ti
 from .config import ForwardConfig, exceeds_shared_memory, forward_config, refuse, unsupported
 from .forward_block import ForwardBlock
 from .tiles import geometry_of, pad_rows
-from .token_ids import tile_ranges, token_ids
-from .value_sum import StagedValueSum, ValueSum
+from .token_ids import token_ids
+from .value_sum import ValueSum
 
 # A row's reference maximum may lag by 2**8: its probabilities stay far from overflow in fp16.
 RESCALE_ABOVE = 8.0
@@ -55,18 +54,15 @@ def forward(
     refuse(unsupported(spec, masks, q, k, v))
     config = config or forward_config(q.shape[3], v.shape[3])
     refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
-    g = geometry_of(q, k, v)
+    g = geometry_of(q, v)
     q, k, v = (pad_rows(x) for x in (q, k, v))
-    ids = token_ids(masks, B=g.B, T=g.T, S=g.S, q_tile=config.block_q, kv_tile=config.block_kv)
-    operands = {"q": q, "k": k, "v": v}
-    if ids is not None:
-        operands |= {"q_ids": ids[0], "kv_ids": ids[1]}
-        operands["ranges"] = tile_ranges(*ids, config.block_q, config.block_kv)
+    ids = token_ids(masks, g, q_tile=config.block_q, kv_tile=config.block_kv)
+    operands = {"q": q, "k": k, "v": v, **ids}
     if masks.sinks is not None:
         operands["sinks"] = masks.sinks.astype(jnp.float32) * LOG2E
     kernel = _Forward(
         g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
-        segmented=ids is not None, sinks=masks.sinks is not None, interpretable=interpretable,
+        segmented=bool(ids), sinks=masks.sinks is not None, interpretable=interpretable,
     )  # fmt: skip
     return kernel.attend_all(operands, padded_queries=q.shape[1])
 
@@ -76,6 +72,7 @@ class _Forward(ForwardBlock):
     """The kernel of one call."""
 
     OPERAND_BYTES = 2
+    TRANSPOSED_VALUES = False
 
     c: ForwardConfig
     sinks: bool
@@ -83,8 +80,6 @@ class _Forward(ForwardBlock):
     def scratch(self) -> dict:
         g, c = self.g, self.c
         tile = tiled(swizzle_bytes(g.H, g.Hv, c.block_kv))
-        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
-        with_ids = 2 if self.segmented else 1
         buffers = {
             # The output takes the queries' space at the end, each warpgroup its own: rows are added
             # to the narrower of the two so that warpgroups are equally far apart in both.
@@ -100,15 +95,7 @@ class _Forward(ForwardBlock):
             ),
             "k": plgpu.SMEM((c.num_stages, c.block_kv, g.H), self.dtype, transforms=tile),
             "v": plgpu.SMEM((c.num_stages, c.block_kv, g.Hv), self.dtype, transforms=tile),
-            "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
-            "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * with_ids),
-            "k_full": ring(num_arrivals=with_ids),
-            "v_full": ring(),
-            "k_empty": ring(num_arrivals=c.num_warpgroups),
-            "v_empty": ring(num_arrivals=c.num_warpgroups),
-            "turn": plgpu.Barrier(num_barriers=c.num_warpgroups),
-        }
+        } | self.rows_and_barriers(copies=2 if self.segmented else 1)
         if self.segmented:
             buffers["q_ids"] = plgpu.SMEM((c.num_warpgroups, 64), jnp.int32)
             buffers["kv_ids"] = plgpu.SMEM((c.num_stages, c.block_kv), jnp.int32)
@@ -166,10 +153,6 @@ class _Forward(ForwardBlock):
         """The running sum in an accumulator."""
         return ValueSum(smem, acc)
 
-    def staged_sum(self, smem) -> StagedValueSum:
-        """The running sum for the interpreter."""
-        return StagedValueSum(smem, self.g.Hv, transposed=False)
-
     def out_buffer(self, smem, wg):
         """The place of the warpgroup's queries."""
         return smem.q_out[1].at[wg, pl.ds(0, 64)]
@@ -182,12 +165,6 @@ class _Forward(ForwardBlock):
             return factor, peak, total
         sink = gmem.sinks[n]
         top = jnp.maximum(peak, sink)
-        total, shrink = (
-            total * jnp.exp2(peak - top) + jnp.exp2(sink - top),
-            jnp.exp2(peak - top),
-        )
+        total = total * jnp.exp2(peak - top) + jnp.exp2(sink - top)
+        shrink = jnp.exp2(peak - top)
         return jnp.where(total == 0.0, 0.0, shrink / total), top, total
-
-    def log2_total(self, peak, total):
-        """The logsumexp in units of log2."""
-        return peak + jnp.log2(total)

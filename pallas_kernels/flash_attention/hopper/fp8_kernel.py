@@ -19,7 +19,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.e4m3 import E4M3
-from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.flash_attention.fp8_operands import KEYS_PER_SCALE, Fp8Operands, natural
 from pallas_kernels.flash_attention.spec import AttentionSpec
 from pallas_kernels.hopper.tile import (
@@ -32,11 +31,11 @@ from pallas_kernels.hopper.tile import (
     tiled,
 )
 
-from .config import Fp8Config, exceeds_shared_memory, fp8_config
+from .config import Fp8Config, exceeds_shared_memory, fp8_config, refuse, unsupported_sizes
 from .forward_block import ForwardBlock
 from .fp8_registers import as_operand
 from .tiles import Geometry, pad_rows
-from .value_sum import Fp8ValueSum, StagedValueSum
+from .value_sum import Fp8ValueSum
 
 WIDTHS = ("64/64", "128/128")
 LEAST_RATIO = 2.0**-60
@@ -49,19 +48,17 @@ RESCALE_ABOVE = 3.0
 # The copy engine writes at multiples of 128 bytes.
 SCALES_PER_TILE = 32
 
+_refuse = functools.partial(refuse, kernels="Hopper FP8 attention")
+
 
 def unsupported_fp8(spec: AttentionSpec, operands: Fp8Operands) -> str | None:
     """Why the kernel cannot compute this call; None if it can."""
     widths = f"{operands.q.shape[3]}/{operands.v_t.shape[2]}"
     if widths not in WIDTHS:
         return f"head widths {widths} of query and value are none of {', '.join(WIDTHS)}"
-    if spec.scale <= 0:
-        return f"scale={spec.scale} is not positive, so the largest score is not the largest logit"
     if spec.logit_soft_cap is not None:
         return "a logit soft cap is not implemented in this kernel"
-    if min(operands.q.shape[1], operands.k.shape[1]) == 0:
-        return f"lengths T={operands.q.shape[1]} S={operands.k.shape[1]} leave nothing to load"
-    return None
+    return unsupported_sizes(spec, operands.q.shape[1], operands.k.shape[1])
 
 
 def forward_fp8(
@@ -126,22 +123,17 @@ def _value_scales(operands: Fp8Operands, config: Fp8Config) -> tuple[jax.Array, 
     return scales.reshape(*scales.shape[:2], -1, 4 * blocks), largest
 
 
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise UnsupportedError(f"Hopper FP8 attention: {reason}")
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Fp8Forward(ForwardBlock):
     """The kernel of one call."""
 
     OPERAND_BYTES = 1
+    TRANSPOSED_VALUES = True
 
     c: Fp8Config
 
     def scratch(self) -> dict:
         g, c = self.g, self.c
-        ring = functools.partial(plgpu.Barrier, num_barriers=c.num_stages)
         by_head = tiled(swizzle_bytes(g.H, itemsize=1), itemsize=1)
         # The copy engine's tiles must divide the values' keys, which come in blocks of 64.
         values = -(-g.S // KEYS_PER_SCALE) * KEYS_PER_SCALE
@@ -159,15 +151,7 @@ class _Fp8Forward(ForwardBlock):
             "q_scale": plgpu.SMEM((wgs, 64), jnp.float32),
             # Read after their key tile's slot is free: so each lives for two turns of the ring.
             "scales": plgpu.SMEM((2 * c.num_stages, SCALES_PER_TILE), jnp.float32),
-            "lse": plgpu.SMEM((wgs, 64), jnp.float32),
-            "pin": plgpu.SMEM((wgs, 64, 8), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=2 * wgs),
-            "k_full": ring(num_arrivals=2),
-            "v_full": ring(),
-            "k_empty": ring(num_arrivals=wgs),
-            "v_empty": ring(num_arrivals=wgs),
-            "turn": plgpu.Barrier(num_barriers=wgs),
-        }
+        } | self.rows_and_barriers(copies=2)
         if self.interpretable:
             buffers["p"] = plgpu.SMEM((wgs, 64, c.block_kv), E4M3, transforms=by_keys)
         return buffers
@@ -211,10 +195,6 @@ class _Fp8Forward(ForwardBlock):
         smem.sum = smem.sum_out[0]
         return Fp8ValueSum(smem, acc, self.c.promote_every)
 
-    def staged_sum(self, smem) -> StagedValueSum:
-        """The running sum for the interpreter."""
-        return StagedValueSum(smem, self.g.Hv, transposed=True)
-
     def out_buffer(self, smem, wg):
         """The place of the warpgroup's sum."""
         return smem.sum_out[1].at[wg, 0]
@@ -225,8 +205,8 @@ class _Fp8Forward(ForwardBlock):
         return factor, peak, total
 
     def log2_total(self, peak, total):
-        """The logsumexp in units of log2."""
-        return peak - P_SHIFT + jnp.log2(total)
+        """As in bf16, of probabilities that are stored 2**P_SHIFT times as large."""
+        return ForwardBlock.log2_total(self, peak - P_SHIFT, total)
 
     def softmax(self, smem, i, s, peak, total, of_rows):
         """Probabilities relative to the running maximum, and what the maximum's growth costs."""

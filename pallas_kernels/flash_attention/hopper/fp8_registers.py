@@ -7,8 +7,6 @@ keys are numbered likewise (``fp8_operands.ordered``). FlashAttention-3 (Shah et
 3.3) permutes for the same reason.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -29,10 +27,7 @@ def as_operand(p: jax.Array, *, natural: bool) -> jax.Array:
     """
     if natural:
         return p.astype(E4M3)
-    return _relabelled(p)
 
-
-def _relabelled(p: jax.Array) -> jax.Array:
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,),
         return_type=plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=plgpu.Layout.WGMMA_8BIT),
@@ -44,14 +39,11 @@ def _relabelled(p: jax.Array) -> jax.Array:
         pairs = small.registers.reshape(-1, 2, 2)  # 16 columns, which 8 of them, which 8 rows
         registers = np.empty((len(pairs), 2), dtype=object)
         for i, rows in np.ndindex(registers.shape):
-            registers[i, rows] = _join(pairs[i, 0, rows], pairs[i, 1, rows])
+            low, high = pairs[i, :, rows]
+            registers[i, rows] = vector.shuffle(low, high, [0, 1, 2, 3])
         shape = layout.registers_shape(p.shape)
         return mgpu.FragmentedArray(
             _registers=registers.reshape(shape), _layout=layout, _is_signed=None
         )
 
     return relabel(p)
-
-
-def _join(low: Any, high: Any) -> Any:
-    return vector.shuffle(low, high, [0, 1, 2, 3])

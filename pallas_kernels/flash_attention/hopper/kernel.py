@@ -62,20 +62,27 @@ class AttentionKernel:
         """One block."""
         raise NotImplementedError
 
-    def launch_by_queries(
-        self, operands: dict[str, Any], results: dict[str, Any], *, num_threads: int
+    def launch(
+        self, operands: dict[str, Any], results: dict[str, Any], *, num_tiles: int, num_threads: int
     ) -> dict[str, jax.Array]:
-        """Runs a block for each query tile of each head."""
+        """Runs a block for each tile."""
         return launch(
             self.run,
             operands=operands,
             results=results,
             scratch=dict(sorted(self.scratch().items())),
-            grid=(self.g.B * self.g.N * self.num_q_tiles,),
+            grid=(num_tiles,),
             grid_names=("tile",),
             num_threads=num_threads,
             compiler_params=COMPILER_PARAMS,
         )
+
+    def launch_by_queries(
+        self, operands: dict[str, Any], results: dict[str, Any], *, num_threads: int
+    ) -> dict[str, jax.Array]:
+        """Runs a block for each query tile of each head."""
+        num_tiles = self.g.B * self.g.N * self.num_q_tiles
+        return self.launch(operands, results, num_tiles=num_tiles, num_threads=num_threads)
 
     def probabilities(self, s, lse, *, lse_dim: int):
         """P from scores before their scale; and the soft cap's derivative, None without one."""

@@ -37,7 +37,7 @@ def query_gradient(
     """dQ [B, T, N, H], in the same order of additions each time."""
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=False)
     kernel = _QueryGradient(
-        g=geometry_of(operands.q, operands.k, operands.v), spec=spec, dtype=operands.q.dtype,
+        g=geometry_of(operands.q, operands.v), spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
     )  # fmt: skip
     q = arrays["q"]

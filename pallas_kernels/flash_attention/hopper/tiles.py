@@ -41,10 +41,9 @@ class Geometry:
         return self.S - self.T
 
 
-def geometry_of(q: jax.Array, k: jax.Array, v: jax.Array) -> Geometry:
+def geometry_of(q: jax.Array, v: jax.Array) -> Geometry:
     """Reads the sizes off the operands."""
     (B, T, N, H), (_, S, K, Hv) = q.shape, v.shape
-    del k
     return Geometry(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv)
 
 

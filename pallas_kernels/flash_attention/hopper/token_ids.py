@@ -8,27 +8,28 @@ import jax.numpy as jnp
 
 from pallas_kernels.flash_attention.spec import AttentionMasks
 
+from .tiles import Geometry
+
 PADDED_QUERY, PADDED_KEY = -1, -2  # different, so that padding never matches padding
 
 
 def token_ids(
-    masks: AttentionMasks, *, B: int, T: int, S: int, q_tile: int, kv_tile: int
-) -> tuple[jax.Array, jax.Array] | None:
-    """Ids of queries [B, T'] and keys [B, S'], padded to whole tiles; equal ids see each other.
+    masks: AttentionMasks, g: Geometry, *, q_tile: int, kv_tile: int, by_keys: bool = False
+) -> dict[str, jax.Array]:
+    """Operands by name; {} where the call has neither segments nor lengths.
 
-    None where the call has neither segments nor lengths.
+    "q_ids" [B, T'] and "kv_ids" [B, S'] are padded to whole tiles, and equal ids see each other;
+    "ranges" are those of each query tile, or of each key tile if ``by_keys``.
     """
-    if all(
-        x is None
-        for x in (masks.q_segment_ids, masks.kv_segment_ids, masks.q_lengths, masks.kv_lengths)
-    ):
-        return None
+    B, T, S = g.B, g.T, g.S
+    if not masks.arrays().keys() & {"q_segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths"}:
+        return {}
     q = _ids(masks.q_segment_ids, masks.q_lengths, (B, T), PADDED_QUERY)
     kv = _ids(masks.kv_segment_ids, masks.kv_lengths, (B, S), PADDED_KEY)
-    return (
-        jnp.pad(q, ((0, 0), (0, -T % q_tile)), constant_values=PADDED_QUERY),
-        jnp.pad(kv, ((0, 0), (0, -S % kv_tile)), constant_values=PADDED_KEY),
-    )
+    q = jnp.pad(q, ((0, 0), (0, -T % q_tile)), constant_values=PADDED_QUERY)
+    kv = jnp.pad(kv, ((0, 0), (0, -S % kv_tile)), constant_values=PADDED_KEY)
+    sides = (kv, q, kv_tile, q_tile) if by_keys else (q, kv, q_tile, kv_tile)
+    return {"q_ids": q, "kv_ids": kv, "ranges": tile_ranges(*sides)}
 
 
 def _ids(

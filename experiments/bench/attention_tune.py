@@ -1,6 +1,6 @@
 """Finds the fastest tiles on this GPU and keeps them where the kernels look for them.
 
-    python -m pallas_kernels.flash_attention.tune --widths 128/128 --directions forward backward
+    python -m experiments.bench.attention_tune --widths 128/128 --directions forward backward
 
 Every candidate of a small declared space is run on a full and a causal call, checked against the
 shipped tiles' values, and timed beside them in one process. ``--folder`` (or the environment
@@ -22,10 +22,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import device, tables, timing
 from pallas_kernels.common.errors import InputError, UnsupportedError
-
-from . import hopper
-from .fp8_operands import quantize_fp8
-from .hopper.config import (
+from pallas_kernels.flash_attention import hopper
+from pallas_kernels.flash_attention.fp8_operands import quantize_fp8
+from pallas_kernels.flash_attention.hopper.config import (
     TUNED,
     UNGROUPED,
     WIDTHS,
@@ -35,8 +34,8 @@ from .hopper.config import (
     TileConfig,
     exceeds_shared_memory,
 )
-from .hopper.gradients import WIDEST_BY_KEYS
-from .spec import AttentionMasks, AttentionSpec, BackwardOperands
+from pallas_kernels.flash_attention.hopper.gradients import WIDEST_BY_KEYS
+from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec, BackwardOperands
 
 SPACE: dict[str, dict[str, tuple[Any, ...]]] = {
     "forward": {

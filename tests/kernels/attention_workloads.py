@@ -1,4 +1,4 @@
-"""Attention calls of real models, shared by tests, benchmark and tuner.
+"""Attention calls of real models, that are chosen for and checked.
 
 Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width, V value width.
 """
@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,24 +29,6 @@ class AttentionWorkload:
     soft_cap: float | None = None
     sinks: bool = False
     dtype: str = "bfloat16"
-
-    def visible_scores(self) -> int:
-        """Scores that are not masked, over all batch rows and heads: the work, counted exactly."""
-        position = np.arange(self.T) + self.S - self.T
-        document = self.S // self.documents
-        first = position // document * document
-        last = position if self.causal else first + document - 1
-        if self.window is not None:
-            first = np.maximum(first, position - self.window)
-        return int(np.sum(last - first + 1)) * self.B * self.N
-
-    def forward_flops(self) -> int:
-        """Multiplications and additions of the two products of the forward pass."""
-        return 2 * self.visible_scores() * (self.H + self.V)
-
-    def backward_flops(self) -> int:
-        """Those of the five products of the backward pass: 2.5 times the forward's if H = V."""
-        return 2 * self.visible_scores() * (3 * self.H + 2 * self.V)
 
     def options(self) -> dict[str, Any]:
         """The static arguments of ``flash_attention``."""

@@ -12,7 +12,7 @@ The operation is associative and commutative; its identity is (0, -inf).
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError
+from .errors import InputError
 
 
 def merge_partials(

@@ -1,0 +1,42 @@
+"""Sizes beyond which a number is taken for a slip: refused before work begins with it."""
+
+import os
+
+from jaxinfra.core.errors import ConfigError
+
+VARIABLE = "JAXINFRA_LIMITS"
+"""Set to ``off`` in the environment, there are none."""
+
+LIMITS = {
+    "steps": 10**9,
+    "batch_size": 1 << 24,
+    "tokens_a_step": 1 << 28,
+    "accumulation": 1 << 16,
+    "sequence_length": 1 << 28,
+    "max_positions": 1 << 31,
+    "vocab_size": 1 << 24,
+    "model_dim": 1 << 20,
+    "hidden_dim": 1 << 22,
+    "num_layers": 1 << 14,
+    "num_experts": 1 << 14,
+    "num_q_heads": 1 << 14,
+    "head_dim": 1 << 14,
+    "num_threads": 1 << 10,
+    "prefetch_batches": 1 << 12,
+    "devices": 1 << 20,
+    "processes": 1 << 10,  # of one node
+    "stages": 1 << 10,
+    "micro_batches": 1 << 16,
+}
+
+
+def require_within(**sizes: int) -> None:
+    """Raises ConfigError naming the first of these sizes that is above its limit."""
+    if os.environ.get(VARIABLE) == "off":
+        return
+    for name, size in sizes.items():
+        if size > LIMITS[name]:
+            raise ConfigError(
+                f"{name}={size:,} is above the limit of {LIMITS[name]:,}, where a slip is likelier "
+                f"than a wish; make it smaller, or set {VARIABLE}=off in the environment"
+            )

@@ -1,0 +1,182 @@
+"""SIGINT and SIGTERM: handlers that raise nothing, and a thread that obeys.
+
+An exception from a handler comes up wherever the main thread is, in a callback of the garbage
+collector too, where Python ignores it; and none comes up while a compiler runs. So handlers only
+note. A process that has nothing to save is ended by a thread of its own, within a second in every
+phase; one that has says so with ``hold``, and looks at ``asked`` where it can save.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import final
+
+RESUMABLE_EXIT = 75
+"""Exit code of a run that was asked to stop and can be started again (EX_TEMPFAIL)."""
+
+_ASKING = (signal.SIGINT, signal.SIGTERM)
+_LAST_WORDS_S = 0.5
+
+
+@final
+class StopRequest:
+    """Which signal asked this process to stop, if one did.
+
+    Args:
+        code: of the exit where nothing is held; 128 + the signal's number where it is None.
+        words: said before that exit, after "stopped by SIGINT"; with a space or a comma in front.
+    """
+
+    def __init__(self, *, code: int | None = None, words: Callable[[], str] = str):
+        self.asked: signal.Signals | None = None
+        self.code, self.words = code, words
+        self._held = False
+        self._elsewhere = False
+        self._unfinished: set[Path] = set()
+
+    def __bool__(self) -> bool:
+        return self.asked is not None
+
+    def hold(self) -> None:
+        """From now on a signal is noted, and whoever called this obeys it; a second SIGINT still
+        ends the process at once: somebody does not want to wait for the save.
+        """
+        self._held = True
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Within, signals are left to handlers of the caller's own."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
+
+    @contextlib.contextmanager
+    def unfinished(self, path: Path) -> Iterator[None]:
+        """Within, a stop removes this file or directory."""
+        self._unfinished.add(path)
+        try:
+            yield
+        finally:
+            self._unfinished.discard(path)
+
+    def note(self, number: int) -> None:
+        """Called in a thread of its own, or by a handler, for each signal that comes."""
+        asked = signal.Signals(number)
+        if self._elsewhere:
+            return
+        again = self.asked is not None
+        self.asked = self.asked or asked
+        if not self._held:
+            self._end(asked, self.code or 128 + number)
+        elif again and asked is signal.SIGINT:
+            self._end(asked, 128 + number)
+
+    def _end(self, asked: signal.Signals, code: int) -> None:
+        # In a thread that may be left behind: the main one may hold the lock of a stream whose
+        # reader stands still.
+        speaking = threading.Thread(target=self._say, args=(asked,), daemon=True)
+        speaking.start()
+        for path in list(self._unfinished):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        speaking.join(_LAST_WORDS_S)
+        os._exit(code)
+
+    def _say(self, asked: signal.Signals) -> None:
+        if sys.stdout.isatty():
+            sys.stdout.write("\x1b[?25h")  # a live panel hides the cursor
+        sys.stdout.write(f"stopped by {asked.name}{self.words()}\n")
+        sys.stdout.flush()
+
+
+_of_process: StopRequest | None = None
+
+
+def guard_process() -> StopRequest:
+    """Obeys signals from now until the process ends; to be called first of all.
+
+    Raises nothing, and returns the request that ``process_request`` will return too.
+    """
+    global _of_process
+    if _of_process is not None:
+        return _of_process
+    _of_process = StopRequest()
+    noticed, notice = os.pipe()
+    os.set_blocking(notice, False)  # as signal.set_wakeup_fd asks
+    for number in _ASKING:
+        signal.signal(number, _nothing)
+    # Written by the handler in C, in whichever thread, whatever the main thread does.
+    signal.set_wakeup_fd(notice, warn_on_full_buffer=False)
+    threading.Thread(
+        target=_watch, args=(noticed, _of_process), name="signals", daemon=True
+    ).start()
+    return _of_process
+
+
+def process_request() -> StopRequest | None:
+    """The request of ``guard_process``; None in a process that is not guarded."""
+    return _of_process
+
+
+@contextlib.contextmanager
+def noted_signals() -> Iterator[StopRequest]:
+    """Within, SIGINT and SIGTERM are noted by a process that is not guarded, and held.
+
+    For a caller's own program: a second SIGINT raises KeyboardInterrupt as Python does. Where the
+    process is guarded, this is its request, as it is.
+    """
+    if _of_process is not None:
+        yield _of_process
+        return
+    request = StopRequest()
+    request.hold()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        if request and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        request.asked = request.asked or signal.Signals(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # Python lets only the main thread set handlers
+        return
+    before = {number: signal.signal(number, note) for number in _ASKING}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def handled_elsewhere() -> Iterator[None]:
+    """Within, signals are left to handlers that the caller has set."""
+    with _of_process.elsewhere() if _of_process is not None else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def unfinished(path: Path) -> Iterator[None]:
+    """Within, a signal that ends this process removes ``path`` first."""
+    with _of_process.unfinished(path) if _of_process is not None else contextlib.nullcontext():
+        yield
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """A handler, so that the signal does not end the process by itself."""
+
+
+def _watch(noticed: int, request: StopRequest) -> None:
+    while number := os.read(noticed, 1):
+        if number[0] in _ASKING:
+            request.note(number[0])

@@ -1,0 +1,115 @@
+"""The process that runs chat templates: Jinja programs that came with somebody's weights.
+
+``python -m jaxinfra.data.template_program`` reads requests and writes answers, a line of JSON each.
+It is a process of its own because no sandbox within one bounds time or memory: a template may loop
+for ever or fill the memory with a few characters. Its parent (``chat_template``) kills it then.
+"""
+
+import datetime
+import json
+import resource
+import sys
+from typing import Any, NoReturn, override
+
+import jinja2
+from jinja2 import ext, nodes, parser, sandbox
+
+MEMORY_BYTES = 1 << 30
+TEXT_CHARACTERS = 1 << 26
+# Around what generation blocks enclose. Unicode reserves them for such uses: no text has them.
+BEGIN, END = "\ufdd0", "\ufdd1"
+
+
+class Generation(ext.Extension):
+    """``{% generation %}`` encloses the model's turns: it is rendered between two marks."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
+
+    def __init__(self, environment: jinja2.Environment):
+        super().__init__(environment)
+        self.is_used = False  # until a template has such a block
+
+    @override
+    def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        self.is_used = True
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (BEGIN, END))
+        return [begin, *body, end]
+
+
+def compiled(source: str) -> tuple[jinja2.Template, bool]:
+    """A template, and whether it marks the model's turns; raises jinja2.TemplateError."""
+    # As the reference implementation sets it up: templates depend on every one of these.
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    functions = {"raise_exception": _refuse, "strftime_now": _now}
+    template = environment.from_string(source, globals=functions)
+    generation = environment.extensions[Generation.identifier]
+    assert isinstance(generation, Generation)
+    return template, generation.is_used
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)
+
+
+def _answer(request: dict[str, Any], known: dict[str, tuple[jinja2.Template, bool]]) -> Any:
+    source = request["source"]
+    if source not in known:
+        known[source] = compiled(source)
+    template, marks = known[source]
+    if "variables" not in request:
+        return marks
+    text = template.render(**request["variables"])
+    if len(text) > TEXT_CHARACTERS:
+        raise jinja2.TemplateError(f"it makes {len(text):,} characters of one conversation")
+    return text
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    known: dict[str, tuple[jinja2.Template, bool]] = {}
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        try:
+            said = json.dumps({"value": _answer(json.loads(line), known)})
+        except MemoryError:
+            said = json.dumps({"error": f"it takes more than {MEMORY_BYTES:,} bytes"})
+        except RecursionError:
+            said = json.dumps({"error": "it calls itself without end"})
+        except Exception as error:
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            said = json.dumps({"error": f"{kind}{error}"})
+        answers.write(said + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
