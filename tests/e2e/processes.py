@@ -27,7 +27,12 @@ COMPILE_FAST = (
 )
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    [__name__, *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate"))]
+    [
+        __name__,
+        *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate")),
+        # What drawing the loss imports at the end of a run.
+        *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+    ]
 )
 # Generous: these tests share two cores with others.
 _TIMEOUT_S = 240
