@@ -238,8 +238,10 @@ def stepped(remat: Remat, unroll: int = 1):
     "remat",
     [
         Remat.FULL,
-        Remat.NAMED,
-        *(pytest.param(remat, marks=pytest.mark.slow) for remat in (Remat.DOTS, Remat.MLP)),
+        *(
+            pytest.param(remat, marks=pytest.mark.slow)
+            for remat in (Remat.NAMED, Remat.DOTS, Remat.MLP)
+        ),
     ],
 )
 def test_recomputation_changes_no_bit(remat):
