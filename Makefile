@@ -1,7 +1,12 @@
-# Every target makes the environment first, or finds it made. ENV_PYTHON=python3 uses your own instead.
-ENV_PYTHON ?= .venv/bin/python
+# Every target makes the environment first, or finds it made: .venv, or with JAX=0.12 one beside it.
+# ENV_PYTHON=python3 uses your own instead.
+JAX := 0.11
+ENV_PYTHON ?= .venv$(if $(filter-out 0.11,$(JAX)),-jax$(JAX))/bin/python
 BIN := $(if $(findstring /,$(ENV_PYTHON)),$(dir $(ENV_PYTHON)))
-SETUP := $(if $(filter .venv/bin/python,$(ENV_PYTHON)),setup)
+SETUP := $(if $(filter file,$(origin ENV_PYTHON)),setup)
+ifeq ($(SETUP)$(origin JAX),command line)
+$(error JAX=$(JAX) names an environment that make sets up, ENV_PYTHON=$(ENV_PYTHON) your own: give one of them)
+endif
 PYTEST := $(ENV_PYTHON) -m pytest
 # Whole files go to one worker, because tests of a file share what they compile; in the order of
 # their names, which begins with the longest, those of processes, and ends with short ones. One file
@@ -15,14 +20,15 @@ unexport PYTHONDONTWRITEBYTECODE
 GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-full nightly numerics test-gpu check format lock clean
+.PHONY: help setup train test test-full nightly numerics fuzz test-gpu check format lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "  ARGS=... goes to the command; FLAVOUR=cpu|cuda|auto and BASE_PYTHON=... to the set-up"
+	@echo "  ARGS=... goes to the command; FLAVOUR=cpu|cuda|auto and BASE_PYTHON=... to the set-up;"
+	@echo "  JAX=0.12 runs any of them with JAX 0.12, in an environment of its own"
 
 setup: ## Make .venv from the lock: CUDA where there is an NVIDIA GPU, else CPU
-	@python3 tools/bootstrap.py $(if $(FLAVOUR),--flavour $(FLAVOUR)) $(if $(BASE_PYTHON),--python $(BASE_PYTHON))
+	@python3 tools/bootstrap.py --jax $(JAX) $(if $(FLAVOUR),--flavour $(FLAVOUR)) $(if $(BASE_PYTHON),--python $(BASE_PYTHON))
 
 train: $(SETUP) ## Train a language model: make train ARGS="small --steps 100"
 	$(BIN)jaxinfra train $(ARGS)
@@ -33,13 +39,18 @@ test: $(SETUP) ## The tests, without the slow ones
 test-full: $(SETUP) ## The tests, with the slow ones
 	$(PYTEST) $(PARALLEL) -m "not gpu" $(ARGS)
 
-nightly: $(SETUP) ## Every fault of the gym, all other tests with 60 random kills, then numerics
+nightly: $(SETUP) ## Every fault of the gym, all other tests with 60 random kills, numerics, fuzzer, newer JAX
 	$(ENV_PYTHON) -m jaxinfra gym --all --jobs $(GYM_JOBS)
 	$(PYTEST) $(PARALLEL) -m "not gpu" --deselect tests/e2e/test_launch.py::test_fault $(ARGS)
 	$(ENV_PYTHON) tools/numerics.py
+	$(ENV_PYTHON) tools/fuzz.py
+	$(if $(SETUP),$(MAKE) test JAX=0.12)
 
 numerics: $(SETUP) ## The numerical tests on every instruction set of this CPU, threads, and 20 more seeds
 	$(ENV_PYTHON) tools/numerics.py $(ARGS)
+
+fuzz: $(SETUP) ## 2,000 spoilt files and command lines, given to every command: make fuzz ARGS="--seed 3"
+	$(ENV_PYTHON) tools/fuzz.py $(ARGS)
 
 test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
 	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n auto --maxprocesses 14 -m gpu $(ARGS)
@@ -58,6 +69,6 @@ lock: ## Renew requirements/*.lock: ARGS=--upgrade for newer versions
 	@python3 tools/lock.py $(ARGS)
 
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf .venv .bootstrap build dist *.egg-info
+	rm -rf .venv .venv-jax* .bootstrap build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache .jax_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

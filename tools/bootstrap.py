@@ -1,8 +1,9 @@
-"""Makes `.venv`: finds a Python, installs the lock with its hashes, then the project itself.
+"""Makes `.venv`, or for another JAX one beside it: finds a Python, installs the lock with its
+hashes, then the project itself.
 
 Standard library only, under any Python >= 3.8. The environment is built beside the old one and
 takes its place when it is whole, so an interrupted set-up leaves nothing half-made. uv lives in
-`.bootstrap` and not in `.venv`: where no Python is new enough, uv must be there first to fetch one.
+`.bootstrap` and not in there: where no Python is new enough, uv must be there first to fetch one.
 """
 
 from __future__ import annotations  # this file runs under any Python >= 3.8
@@ -35,7 +36,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 STAMP = ".jaxinfra-setup.json"
 RECIPE = "1"  # raised when this file starts to build a different environment
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
-MIN_CUDA_DRIVER = 580  # of CUDA 13, which the CUDA lock installs
+MIN_CUDA_DRIVER = 580  # of CUDA 13, which the CUDA locks install
+JAX_SERIES = ("0.11", "0.12")  # each has its locks; the first is what .venv gets
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Request:
     python: str = ""  # the interpreter to build on; empty: the best one found
 
 
+def series_suffix(jax: str) -> str:
+    """What tells the environment and the locks of a series of JAX from those of the first."""
+    return "" if jax == JAX_SERIES[0] else f"-jax{jax}"
+
+
 @dataclass(frozen=True)
 class Setup:
     """One checkout and what its environment is to be made from."""
@@ -53,11 +60,12 @@ class Setup:
     root: pathlib.Path
     request: Request
     flavour: str  # cpu | cuda
+    jax: str = JAX_SERIES[0]
 
     @property
     def venv(self) -> pathlib.Path:
         """Where the environment is."""
-        return self.root / ".venv"
+        return self.root / f".venv{series_suffix(self.jax)}"
 
     @property
     def work(self) -> pathlib.Path:
@@ -67,7 +75,7 @@ class Setup:
     @property
     def lock(self) -> pathlib.Path:
         """The versions and hashes of everything installed."""
-        return self.root / "requirements" / f"{self.flavour}.lock"
+        return self.root / "requirements" / f"{self.flavour}{series_suffix(self.jax)}.lock"
 
     def keys(self) -> dict[str, str]:
         """Digests of what the environment, and the project's entry in it, are made from."""
@@ -266,7 +274,7 @@ def build_environment(setup: Setup) -> None:
     draft = setup.work / f"venv-{os.getpid()}"
     command = [str(uv), "venv", "--clear", "--relocatable", "--no-project", "--prompt", "jaxinfra"]
     command += ["--python", str(python), str(draft)]
-    run(command, uv_settings(), setup.root, doing="making .venv")
+    run(command, uv_settings(), setup.root, doing=f"making {setup.venv.name}")
     command = [str(uv), "pip", "sync", "--require-hashes", "--python", str(draft / "bin/python")]
     command += bootstrap_index.uv_arguments(os.environ, pathlib.Path.home())
     run(
@@ -285,7 +293,7 @@ def build_environment(setup: Setup) -> None:
     shutil.rmtree(str(retired), ignore_errors=True)
     with contextlib.suppress(FileNotFoundError):
         (setup.work / "failure.log").unlink()
-    say(f".venv is ready ({time.monotonic() - started:.0f} s)")
+    say(f"{setup.venv.name} is ready ({time.monotonic() - started:.0f} s)")
 
 
 def install_project(setup: Setup, uv: pathlib.Path, venv: pathlib.Path) -> None:
@@ -295,35 +303,42 @@ def install_project(setup: Setup, uv: pathlib.Path, venv: pathlib.Path) -> None:
     run(command, uv_settings(), setup.root, doing="installing jaxinfra itself")
 
 
-def ensure(root: pathlib.Path, *, flavour: str | None, python: str | None) -> None:
-    """Makes or renews the environment of `root`; quick and silent when nothing has changed."""
+def ensure(
+    root: pathlib.Path, *, flavour: str | None, python: str | None, jax: str = JAX_SERIES[0]
+) -> None:
+    """Makes or renews an environment of `root`; quick and silent when nothing has changed."""
     with exclusive(root / ".bootstrap"):
-        stamp = read_stamp(root / ".venv")
-        if not stamp and os.path.lexists(str(root / ".venv")):
+        venv = Setup(root, Request(), "cpu", jax).venv
+        stamp = read_stamp(venv)
+        if not stamp and os.path.lexists(str(venv)):
             raise SetupError(
-                f"{root / '.venv'} was not made by this set-up, which replaces only its own; "
-                "remove it, or keep it and run make with ENV_PYTHON=.venv/bin/python"
+                f"{venv} was not made by this set-up, which replaces only its own; remove it, or "
+                f"keep it and run make with ENV_PYTHON={venv.name}/bin/python"
             )
         request = Request(
             flavour=flavour or stamp.get("flavour", "auto"),
             python=stamp.get("python", "") if python is None else python,
         )
         chosen = detect_flavour() if request.flavour == "auto" else request.flavour
-        setup = Setup(root=root, request=request, flavour=chosen)
+        setup = Setup(root=root, request=request, flavour=chosen, jax=jax)
         if not environment_is_current(setup, stamp):
             build_environment(setup)
         elif stamp.get("project") != setup.keys()["project"]:
             write_stamp(setup.venv, setup, project="")
             install_project(setup, obtain_uv(setup, [pathlib.Path(sys.executable)]), setup.venv)
             write_stamp(setup.venv, setup)
-            say("pyproject.toml changed: jaxinfra's entry in .venv is renewed")
+            say(f"pyproject.toml changed: jaxinfra's entry in {setup.venv.name} is renewed")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="bootstrap.py", description="Makes .venv.")
+    parser = argparse.ArgumentParser(prog="bootstrap.py", description="Makes the environment.")
     parser.add_argument("--flavour", choices=("auto", "cpu", "cuda"), help="default: auto")
     parser.add_argument("--python", help="the interpreter to build on; 'auto': the best one found")
+    parser.add_argument(
+        "--jax", choices=JAX_SERIES, default=JAX_SERIES[0],
+        help="which series of JAX; each has an environment of its own (default: %(default)s)",
+    )  # fmt: skip
     return parser.parse_args(arguments)
 
 
@@ -335,14 +350,14 @@ def main(arguments: list[str]) -> int:
     if python is not None:
         python = "" if python == "auto" else os.path.abspath(shutil.which(python) or python)
     try:
-        ensure(ROOT, flavour=options.flavour, python=python)
+        ensure(ROOT, flavour=options.flavour, python=python, jax=options.jax)
     except SetupError as error:
         print(f"setup: error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = (
-            disk_full(ROOT) if full else f"{error}; set-up writes .venv and .bootstrap in {ROOT}"
+            disk_full(ROOT) if full else f"{error}; set-up writes .venv* and .bootstrap in {ROOT}"
         )
         print(f"setup: error: {reason}", file=sys.stderr)
         return 1

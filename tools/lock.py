@@ -10,7 +10,7 @@ import re
 import sys
 
 import bootstrap_index
-from bootstrap import ROOT, Request, Setup, obtain_uv
+from bootstrap import JAX_SERIES, ROOT, Request, Setup, obtain_uv, series_suffix
 from bootstrap_run import SetupError, run, say
 
 FORM = ["--universal", "--generate-hashes", "--no-header", "--no-annotate"]
@@ -24,17 +24,28 @@ def lowest_python() -> str:
     return re.findall(r'^requires-python = ">=([\d.]+)"', text, re.MULTILINE)[0]
 
 
+def locks_of(jax: str, python: list[str]) -> dict[str, list[str]]:
+    """The inputs of a series' locks; the CUDA lock first, so that the CPU lock agrees with it."""
+    suffix = series_suffix(jax)
+    held = ROOT / ".bootstrap" / f"jax{jax}.in"  # uv takes constraints from files only
+    held.parent.mkdir(exist_ok=True)
+    held.write_text(f"jax=={jax}.*\n", "utf-8")
+    inputs = [*python, *GROUP, "--constraint", str(held)]
+    return {
+        f"cuda{suffix}": [*inputs, "--extra", "cuda"],
+        f"cpu{suffix}": [*inputs, "--constraint", f"requirements/cuda{suffix}.lock"],
+    }
+
+
 def main(arguments: list[str]) -> int:
-    """Writes the three locks; the CUDA lock first, so that the CPU lock agrees with it."""
+    """Writes the locks."""
     env = bootstrap_index.uv_environment(os.environ, pathlib.Path.home())
     for name in ("UV_INDEX", "UV_FIND_LINKS", "UV_INDEX_STRATEGY"):
         env.pop(name, None)
     python = ["--python-version", lowest_python()]
-    locks = {
-        "cuda": [*python, "--extra", "cuda", *GROUP],
-        "cpu": [*python, "--constraint", "requirements/cuda.lock", *GROUP],
-        "bootstrap": ["--python-version", "3.8", "requirements/bootstrap.in"],
-    }
+    locks = {"bootstrap": ["--python-version", "3.8", "requirements/bootstrap.in"]}
+    for jax in JAX_SERIES:
+        locks.update(locks_of(jax, python))
     try:
         uv = obtain_uv(Setup(ROOT, Request(), "cpu"), [pathlib.Path(sys.executable)])
         for name, inputs in locks.items():

@@ -15,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
+from pallas_kernels.hopper.registers import write_registers
 
 from .threads import PARAMS, TILED, Tiling
 
@@ -37,7 +38,8 @@ def every_nth(x: jax.Array, *, stride: int) -> jax.Array:
 
     def body(x_gmem, out_gmem):
         rows = pl.ds(lax.axis_index("chunk") * chunk, chunk)
-        out_gmem[rows] = plgpu.load(x_gmem.at[rows, 0], layout=A_NUMBER_EACH, optimized=False)
+        loaded = plgpu.load(x_gmem.at[rows, 0], layout=A_NUMBER_EACH, optimized=False)
+        write_registers(loaded, out_gmem.at[rows])
 
     return _kernel(body, n, grid=n // chunk)(x.reshape(n, stride))
 
@@ -53,7 +55,8 @@ def copy(x: jax.Array, *, width: int) -> jax.Array:
 
     def body(x_gmem, out_gmem):
         part = pl.ds(lax.axis_index("chunk") * chunk, chunk)
-        out_gmem[part] = plgpu.load(x_gmem.at[part], layout=_wide(width), optimized=False)
+        loaded = plgpu.load(x_gmem.at[part], layout=_wide(width), optimized=False)
+        write_registers(loaded, out_gmem.at[part])
 
     return _kernel(body, x.size, grid=x.size // chunk)(x)
 
@@ -78,7 +81,8 @@ def copy_with_few_warps(x: jax.Array, *, blocks: int, in_flight: int) -> jax.Arr
         @plgpu.nd_loop((x.size // chunk,), collective_axes="block")
         def _(loop: plgpu.NDLoopInfo):
             part = pl.ds(loop.index[0] * chunk, chunk)
-            out_gmem[part] = plgpu.load(x_gmem.at[part], layout=_wide(4), optimized=False)
+            loaded = plgpu.load(x_gmem.at[part], layout=_wide(4), optimized=False)
+            write_registers(loaded, out_gmem.at[part])
 
     scratch = (plgpu.SMEM((unused,), jnp.int8),)
     return _kernel(body, x.size, grid=NUM_PROCESSORS * blocks, scratch=scratch)(x)

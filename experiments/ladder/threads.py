@@ -14,6 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.registers import write_registers
+
 from .shapes import check_operands
 
 PARAMS = plgpu.CompilerParams(
@@ -58,7 +60,8 @@ def _element_a_thread(a_MK, b_KN, *, layout, tile: tuple[int, int]) -> jax.Array
         def step(k, acc_MN):
             return multiply_add(acc_MN, a_gmem.at[rows, k], b_gmem.at[k, columns], layout)
 
-        c_gmem[rows, columns] = lax.fori_loop(0, K, step, zeros(tile, layout)).astype(a_MK.dtype)
+        acc_MN = lax.fori_loop(0, K, step, zeros(tile, layout))
+        write_registers(acc_MN.astype(a_MK.dtype), c_gmem.at[rows, columns])
 
     return plgpu.kernel(
         body,
@@ -97,9 +100,11 @@ def shared(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
         def step(i, acc_MN):
             k = i * depth
             # A is stored by columns: that is how it is read.
-            a_smem.T[mine] = widened(a_gmem.at[my_rows, pl.ds(k, depth)], ALONG)
+            a = widened(a_gmem.at[my_rows, pl.ds(k, depth)], ALONG)
+            write_registers(a, a_smem.T.at[mine])
             b_rows = pl.ds(k + lax.axis_index("group") * share, share)
-            b_smem[mine] = widened(b_gmem.at[b_rows, pl.ds(column, tile)], ALONG)
+            b = widened(b_gmem.at[b_rows, pl.ds(column, tile)], ALONG)
+            write_registers(b, b_smem.at[mine])
             meet(filled)
             for k in range(depth):
                 acc_MN = multiply_add(acc_MN, a_smem.at[k, mine], b_smem.at[k], ALONG)
@@ -107,7 +112,7 @@ def shared(a_MK: jax.Array, b_KN: jax.Array) -> jax.Array:
             return acc_MN
 
         acc_MN = lax.fori_loop(0, K // depth, step, zeros((share, tile), ALONG))
-        c_gmem[my_rows, pl.ds(column, tile)] = acc_MN.astype(a_MK.dtype)
+        write_registers(acc_MN.astype(a_MK.dtype), c_gmem.at[my_rows, pl.ds(column, tile)])
 
     staged = ((depth, tile), (depth, tile))
     return _staged(body, a_MK, b_KN, tile=(tile, tile), staged=staged, num_groups=num_groups)
@@ -194,8 +199,8 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             )
 
         def stage(slot, a, b):
-            a_smem.at[slot].T[mine] = a
-            b_smem[slot, pl.ds(group * share, share)] = b
+            write_registers(a, a_smem.at[slot].T.at[mine])
+            write_registers(b, b_smem.at[slot, pl.ds(group * share, share)])
             meet(filled)
 
         def multiply(slot, acc_MN):
@@ -223,7 +228,7 @@ def _patch_a_thread(a_MK, b_KN, *, layouts, num_stages: int) -> jax.Array:
             acc_MN = lax.fori_loop(0, num_steps, step, acc_MN)
         else:
             acc_MN, *_ = lax.fori_loop(0, num_steps, step_ahead, (acc_MN, *fetch(0)))
-        c_gmem[my_rows, my_columns] = acc_MN.astype(a_MK.dtype)
+        write_registers(acc_MN.astype(a_MK.dtype), c_gmem.at[my_rows, my_columns])
 
     staged = ((num_stages, depth, tile_m), (num_stages, depth, columns))
     return _staged(body, a_MK, b_KN, tile=(tile_m, columns), staged=staged, num_groups=num_groups)

@@ -136,5 +136,5 @@ def failed(target: SaveTarget, error: Exception) -> CheckpointError:
     remedy = " Free some space there, or keep fewer checkpoints." if full else ""
     return CheckpointError(
         f"step {target.step} was not saved to {target.final}: {cause.rstrip('. ')}. "
-        f"Earlier checkpoints are untouched and training can go on.{remedy}"
+        f"Earlier checkpoints are untouched.{remedy}"
     )

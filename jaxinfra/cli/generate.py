@@ -9,7 +9,7 @@ from jaxinfra.cli.terminal import printable
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
-from jaxinfra.serving.generate import generate_text, generate_text_after
+from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
 from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    num_tokens, first = 0, started
+    num_tokens, first, finish = 0, started, None
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     if args.chat:
         text = load_chat_template(args.run).render([{"role": "user", "content": prompt}])
@@ -68,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         pieces = generate_text(model, prompt, **options)
     for piece in pieces:
         num_tokens += 1
+        finish = piece.finish
         if num_tokens == 1:
             first = time.perf_counter()
         # Elsewhere than on a terminal, the text is what was drawn, to the last character.
@@ -82,4 +83,10 @@ def run(args: argparse.Namespace) -> int:
         f"(loading and compiling){speed}",
         file=sys.stderr,
     )
+    if finish is FinishReason.CONTEXT:
+        print(
+            f"stopped there: the model has {model.definition.config.max_positions} positions, "
+            f"fewer than the prompt and --max-new-tokens {args.max_new_tokens} need",
+            file=sys.stderr,
+        )
     return 0

@@ -40,6 +40,16 @@ def read_bytes(
     return data
 
 
+def require_plain(path: Path, *, error: type[JaxinfraError] = ConfigError) -> None:
+    """Raises ``error`` for a directory, pipe or device: whoever opened it might wait for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as failure:
+        raise error(f"{path} cannot be read: {failure.strerror or failure}") from failure
+    if not stat.S_ISREG(mode):
+        raise error(f"{path} is {_kind(mode)}; a plain file is needed")
+
+
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")

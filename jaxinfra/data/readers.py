@@ -11,7 +11,7 @@ import pyarrow.parquet
 import zstandard
 
 from jaxinfra.core.errors import DataError
-from jaxinfra.core.files import parse_json
+from jaxinfra.core.files import parse_json, require_plain
 
 _CHUNK_BYTES = 1 << 20
 _LINE_BYTES = 256 << 20
@@ -30,6 +30,7 @@ class Document:
 
 def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Document]:
     """The documents of a file, by its suffix; a row of many is named ``name:number``."""
+    require_plain(path, error=DataError)
     try:
         if name.endswith(_JSON_LINES):
             yield from _json_lines(path, name, text_field)
@@ -48,6 +49,7 @@ def read_lines(path: Path, *, name: str) -> Iterator[Document]:
             f"{path}: conversations are read from {', '.join(_JSON_LINES)}; convert it, or name "
             "the files by a glob"
         )
+    require_plain(path, error=DataError)
     try:
         for number, line in enumerate(_lines(path), start=1):
             text = decode(line)

@@ -20,6 +20,10 @@ _CAUSES = {
 }
 
 
+_PROBES = 4  # a rank, at least
+_PROBE_MARGIN_S = 0.001
+
+
 @final
 class Stragglers:
     """Names a rank once, when its median over the window exceeds the other ranks' by a margin.
@@ -54,14 +58,20 @@ class Stragglers:
         ]
         if not all(times):
             return []
-        medians = [statistics.median(values) for values in times]
+        if name == "probe_s":
+            if min(map(len, times)) < _PROBES:
+                return []
+            # Other work on a core makes some probes slow, a slow device makes all of them so.
+            medians = [min(values) for values in times]
+        else:
+            medians = [statistics.median(values) for values in times]
         found = []
         for rank, mine in enumerate(medians):
             others = statistics.median(medians[:rank] + medians[rank + 1 :])
             whole = others if name == "probe_s" else statistics.median(self._steps)
             excess = mine - others
-            # A probe takes milliseconds: there the ratio alone tells.
-            margin = 0.0 if name == "probe_s" else self._margin_s
+            # A probe takes milliseconds, so that a smaller excess tells.
+            margin = _PROBE_MARGIN_S if name == "probe_s" else self._margin_s
             share = 0.5 if name == "probe_s" else self._share
             if excess <= max(margin, share * whole):
                 self._named.discard((rank, name))
@@ -70,7 +80,7 @@ class Stragglers:
                 cause, where = _CAUSES[name]
                 text = (
                     f"rank {rank} is slow, cause {cause}: {1e3 * mine:.0f} ms where the others "
-                    f"take {1e3 * others:.0f} ms (median of {len(times[rank])}); look at {where}"
+                    f"take {1e3 * others:.0f} ms (of {len(times[rank])}); look at {where}"
                 )
                 found.append((rank, cause, text))
         return found

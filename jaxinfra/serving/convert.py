@@ -15,7 +15,7 @@ from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.tokenizer import Tokenizer, read_tokenizer
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.hf import by_path, to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
@@ -70,6 +70,8 @@ def convert(
         "dtype": dtype,
         "max_shard_bytes": max_shard_bytes,
     }
+    if (source / "tokenizer.json").exists():
+        read_tokenizer(source / "tokenizer.json")  # it is copied: damaged, it would be there too
     if not is_model_directory(source):
         return _convert_run(source, destination, options, adapters_only=adapters_only)
     if adapters_only:

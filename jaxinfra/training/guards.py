@@ -200,6 +200,15 @@ def require_progress(config: RunConfig, values: StepMetrics, *, step: int, path:
         )
 
 
+def require_applied(last: dict[str, Any] | None, *, steps: int) -> None:
+    """Raises DivergedError where no step of a run, whose last record this is, changed anything."""
+    if last is not None and last["skipped"] >= steps:
+        raise DivergedError(
+            f"none of {steps} steps was applied: each had a loss or a gradient that is not finite; "
+            "see what it starts from, optimizer.learning_rate and the data"
+        )
+
+
 def same_program(
     job: Job, state: State, batch: Batch, *, record: Callable[[str], None]
 ) -> Callable[..., Any]:

@@ -20,12 +20,14 @@ from jaxinfra.reliability.exchange import ProcessTable
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.evaluation import Interrupted, evaluate_heldout
+from jaxinfra.training.finished import Outcome
 from jaxinfra.training.guards import (
     DivergedError,
     Doubt,
     Guards,
     is_due,
     judge_loss,
+    require_applied,
     require_progress,
     same_program,
 )
@@ -41,16 +43,6 @@ from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.summary import summarize
 from jaxinfra.training.watch import Watch
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How a call of ``train`` ended."""
-
-    summary: dict[str, Any] | None  # None where it was asked to stop before the end
-    step: int
-    was_complete: bool = False  # before the call, which did nothing
-    together: bool = False  # all processes of the job end here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +125,7 @@ class Trainer:
                 f"jaxinfra train --resume {self._run.path}"
             )
             return Outcome(summary=None, step=self._step)
+        require_applied(self._log.find("skipped"), steps=self._training.steps)
         return Outcome(summary=processes.on_first(self._summarize), step=self._step)
 
     def _draw(self) -> None:
@@ -381,11 +374,8 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state={
-                    **self._batches.state(),
-                    "step": self._step,
-                    "excluded": [*sorted(self._watch.excluded)],
-                },
+                data_state=self._batches.state()
+                | {"step": self._step, "excluded": [*sorted(self._watch.excluded)]},
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:

@@ -6,25 +6,20 @@ import functools
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from jaxinfra.checkpoint import directory_layout, metadata, processes
+from jaxinfra.checkpoint import directory_layout, processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
-from jaxinfra.checkpoint.manifest import verify
-from jaxinfra.checkpoint.restoring import Restored
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import (
-    CheckpointError,
     ConfigError,
     DeviceMemoryError,
     JaxinfraError,
     LostPeerError,
 )
-from jaxinfra.core.files import require_type
 from jaxinfra.core.signals import StopRequest, noted_signals
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.tokenizer import Tokenizer
@@ -37,12 +32,14 @@ from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
+from jaxinfra.training.finished import Outcome, final_summary
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
-from jaxinfra.training.loop import Outcome, Trainer
+from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
+from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
 from jaxinfra.training.state import State
 from jaxinfra.training.stop import Agreement, Stopped
 from jaxinfra.training.watch import Watch, attempt, compute_s
@@ -120,7 +117,7 @@ class _Session:
     def outcome(self) -> Outcome:
         """Sets up and trains."""
         config, run, progress = self.config, self.run, self.progress
-        if self.resume and (summary := _final_summary(config, run)) is not None:
+        if self.resume and (summary := final_summary(config, run)) is not None:
             progress.message(
                 f"{run.path} is complete: all of its {config.training.steps} steps are done; to "
                 "train on, raise training.steps"
@@ -261,21 +258,6 @@ def _record_and_watch(
     return recorder
 
 
-def _final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
-    """The outcome of a run that has no step left to do; None while there is one."""
-    summary, steps = run.read_summary(), config.training.steps
-    if summary is None or max(directory_layout.steps(run.checkpoints), default=0) != steps:
-        return None
-    # Its last state is what the run was for: damaged, it is made again from the one before.
-    damaged = processes.on_first(lambda: bool(verify(run.checkpoints, steps)))
-    if damaged or summary.get("steps") != steps:
-        return None
-    newest = run.checkpoints / directory_layout.step_name(steps)
-    saved = metadata.read(newest).identity
-    metadata.require_same_identity(saved, identity(run, config), where=newest)
-    return summary
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Start:
     """What a run's steps start from."""
@@ -323,7 +305,7 @@ def _resumed(
         raise ConfigError(
             f"{run.path} has no tokenizer.json; restore the one that the run was trained with"
         )
-    restored = _restore(job, run, saver)
+    restored = restore_newest(job, run, saver)
     if profile is not None:
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
@@ -342,21 +324,9 @@ def _resumed(
         saver=saver,
         state=first_state(job) if restored is None else restored.state,
         saved=restored is not None,
-        changes=_changes(restored, job.config),
-        excluded=_excluded(restored),
+        changes=changed_settings(restored, job.config),
+        excluded=excluded_batches(restored),
     )
-
-
-def _changes(restored: Restored | None, config: RunConfig) -> tuple[str, ...]:
-    if restored is None or not restored.settings:
-        return ()
-    return tuple(metadata.differences(restored.settings, codec.to_dict(config)))
-
-
-def _excluded(restored: Restored | None) -> frozenset[int]:
-    steps: Any = restored.data_state.get("excluded", []) if restored else []
-    require_type(steps, list[int], where="the saved data order, excluded", error=CheckpointError)
-    return frozenset(steps)
 
 
 def _open_data(
@@ -403,23 +373,3 @@ def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitSta
             settings=codec.to_dict(job.config),
         )
     )
-
-
-def _restore(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored | None:
-    """The newest good checkpoint; None where a run was stopped before it made one."""
-    if saver.latest() is None:
-        quarantine = run.checkpoints / directory_layout.QUARANTINE
-        if quarantine.exists() and any(quarantine.iterdir()):
-            raise CheckpointError(
-                f"{run.path} has no checkpoint but those set aside as damaged in {quarantine}; "
-                "restore one of them from a copy, or start another run"
-            )
-        return None
-    restored = saver.restore(job.abstract_state())
-    steps = job.config.training.steps
-    if restored.step > steps:
-        raise ConfigError(
-            f"{run.path} is at step {restored.step}, past training.steps={steps}; raise it to "
-            "train on, or start another run"
-        )
-    return restored

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.registers import write_registers
 
 from .config import Blocks, lane_layout, tile_layout
 from .formula import MASK, Formula, Parts, compiler_params, to_columns, to_parts
@@ -75,9 +76,9 @@ def block_rows(
                 totals = (*totals, *formula.again.join(parts, *together(1, numbers)))
             spread = [to_columns(x, shape) for x in totals]
             for out, result in zip(results, formula.finish(load, vector, spread)[0], strict=True):
-                out[first + i] = result.astype(out.dtype)
+                write_registers(result.astype(out.dtype), out.at[first + i])
             for out, total in zip(of_rows, totals[len(totals) - len(of_rows) :], strict=True):
-                out[first + i] = to_parts(total, layout)
+                write_registers(to_parts(total, layout), out.at[first + i])
             return ()
 
         lax.fori_loop(0, turns, turn, ())

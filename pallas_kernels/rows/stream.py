@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS, WARPS
+from pallas_kernels.hopper.registers import write_registers
 
 from .config import Stream, lane_layout, tile_layout
 from .formula import Formula, Parts, RowCall, compiler_params, to_columns
@@ -178,7 +179,7 @@ class _Stream:
         zero = plgpu.layout_cast(jnp.zeros((WARPS, self.slot_shape[1]), jnp.float32), layout)
         sums = lax.fori_loop(0, count, step, (zero,) * f.num_sums)
         for ref, value in zip(gmem.sums, sums, strict=True):
-            ref[first, member] = value
+            write_registers(value, ref.at[first, member])
         plgpu.wait_smem_to_gmem(0)
 
     def fetch_vectors(self, gmem, smem, wg) -> None:

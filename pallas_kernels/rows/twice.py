@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.registers import write_registers
 
 from .clusters import call_clusters
 from .config import Twice, tile_layout
@@ -122,16 +123,19 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
             totals += [to_columns(x, (WARPS, c.tile)) for x in of_row]
         last = of_row[len(of_row) - f.num_row_results :]
         for out, total in zip(gmem.of_rows, last, strict=True):
-            out[worker + i * num_workers, me.rank, me.wg] = to_parts(total, layout)
+            total_A = to_parts(total, layout)
+            write_registers(total_A, out.at[worker + i * num_workers, me.rank, me.wg])
 
         def finish(chunk, _):
             q = first + f.num_turns * c.chunks + chunk
             results, addends = f.finish(arrived(q), vectors(chunk), totals)
             place = (me.rank, me.wg, chunk)
             for out, result in zip(gmem.results, results, strict=True):
-                out[worker + i * num_workers, *place] = result.astype(out.dtype)
+                result = result.astype(out.dtype)
+                write_registers(result, out.at[worker + i * num_workers, *place])
             for out, addend in zip(gmem.sums, addends, strict=True):
-                out[worker, *place] = load(out.at[worker, *place]) + addend
+                mine = out.at[worker, *place]
+                write_registers(load(mine) + addend, mine)
             leave(q)
             return ()
 
@@ -140,7 +144,7 @@ def _run(f: Formula, c: Twice, sizes: tuple[int, int], gmem, smem) -> None:
     def clear(chunk, _):
         zero = plgpu.layout_cast(jnp.zeros((WARPS, c.tile), jnp.float32), layout)
         for out in gmem.sums:
-            out[worker, me.rank, me.wg, chunk] = zero
+            write_registers(zero, out.at[worker, me.rank, me.wg, chunk])
         return ()
 
     for q in range(c.slots):

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.registers import write_registers
 
 from .clusters import call_clusters
 from .config import Wide, tile_layout
@@ -155,7 +156,8 @@ class _Wide:
                 totals += [to_columns(x, (WARPS, c.tile)) for x in of_row]
             last = of_row[len(of_row) - f.num_row_results :]
             for out, total in zip(gmem.of_rows, last, strict=True):
-                out[place(i * c.chunks)[0], me.rank, me.wg] = to_parts(total, layout)
+                total_A = to_parts(total, layout)
+                write_registers(total_A, out.at[place(i * c.chunks)[0], me.rank, me.wg])
             kept = []
             for chunk in range(c.chunks):
                 q = i * c.chunks + chunk
@@ -167,7 +169,8 @@ class _Wide:
                     mine = sums[len(kept) : len(kept) + f.num_sums]
                     kept += [s + a for s, a in zip(mine, addends, strict=True)]
                     for out, result in zip(gmem.results, results, strict=True):
-                        out[row, me.rank, me.wg, chunk, tile] = result.astype(out.dtype)
+                        part = out.at[row, me.rank, me.wg, chunk, tile]
+                        write_registers(result.astype(out.dtype), part)
                 plgpu.commit_smem()  # all warps have read the slot
                 fetch_if_any(q + c.slots)
             return tuple(kept)
@@ -202,7 +205,8 @@ class _Wide:
                 plgpu.barrier_wait(smem.full.at[me.wg * c.slots + slot])
         for k, value in enumerate(sums):
             tile, j = divmod(k, f.num_sums)
-            gmem.sums[j][worker, me.rank, me.wg, *divmod(tile, c.tiles)] = value
+            part = gmem.sums[j].at[worker, me.rank, me.wg, *divmod(tile, c.tiles)]
+            write_registers(value, part)
 
     def fetch_vectors(self, gmem, smem, me) -> None:
         @pl.when(me.wg == 0)

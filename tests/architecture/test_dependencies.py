@@ -7,12 +7,14 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
+import bootstrap
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("jaxinfra", "pallas_kernels")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = sorted((ROOT / "requirements").glob("*.lock"))
+BY_JAX = pytest.mark.parametrize("jax", bootstrap.JAX_SERIES)
 
 
 def canonical(requirement: str) -> str:
@@ -31,8 +33,9 @@ def imported_packages(package: str) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-def locked(lock: pathlib.Path) -> dict[str, str]:
+def locked(flavour: str, jax: str) -> dict[str, str]:
     """Version by distribution; a version that differs by platform is listed with its marker."""
+    lock = bootstrap.Setup(ROOT, bootstrap.Request(), flavour, jax).lock
     pins = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(), re.MULTILINE)
     return dict(pins)
 
@@ -47,20 +50,21 @@ def test_imports_are_declared(package):
         assert names & declared, f"{package} imports {module}: declare it in pyproject.toml"
 
 
+@BY_JAX
 @pytest.mark.parametrize("flavour", ["cpu", "cuda"])
-def test_declared_is_locked(flavour):
+def test_declared_is_locked(flavour, jax):
     wanted = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]]
     wanted += PROJECT["build-system"]["requires"]
-    missing = {canonical(entry) for entry in wanted} - set(
-        locked(ROOT / "requirements" / f"{flavour}.lock")
-    )
+    missing = {canonical(entry) for entry in wanted} - set(locked(flavour, jax))
     assert not missing, "run `make lock`"
 
 
-def test_flavours_agree():
-    cpu, cuda = (locked(ROOT / "requirements" / f"{name}.lock") for name in ("cpu", "cuda"))
+@BY_JAX
+def test_flavours_agree(jax):
+    cpu, cuda = (locked(name, jax) for name in ("cpu", "cuda"))
     assert cpu.items() <= cuda.items()
     assert cuda["jax-cuda13-plugin"] == cuda["jax"] == cuda["jaxlib"]
+    assert cuda["jax"].startswith(f"{jax}.")
 
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)

@@ -209,6 +209,7 @@ def checkout(tmp_path, monkeypatch) -> pathlib.Path:
     (root / "requirements").mkdir(parents=True)
     (root / "requirements/cpu.lock").write_text("jax==1\n")
     (root / "requirements/cuda.lock").write_text("jax==1\nnvidia==1\n")
+    (root / "requirements/cpu-jax0.12.lock").write_text("jax==2\n")
     (root / "pyproject.toml").write_text("[project]\n")
     script = FAKE_UV.format(log=root / "uv.log", root=root, python=os.path.realpath(sys.executable))
     uv = program(tmp_path / "uv", script)
@@ -224,8 +225,8 @@ def calls(root: pathlib.Path) -> list[str]:
     return [" ".join(line.split()[:2]) for line in lines]
 
 
-def ensure(root: pathlib.Path, flavour: str | None = None) -> list[str]:
-    bootstrap.ensure(root, flavour=flavour, python=sys.executable)
+def ensure(root: pathlib.Path, flavour: str | None = None, jax: str = "0.11") -> list[str]:
+    bootstrap.ensure(root, flavour=flavour, python=sys.executable, jax=jax)
     return calls(root)
 
 
@@ -242,6 +243,19 @@ def test_set_up_runs_once_and_again_when_something_changed(checkout):
     assert ensure(checkout, "auto") == full
     (checkout / ".venv/bin/python").unlink()
     assert ensure(checkout) == full
+    assert ensure(checkout) == []
+
+
+def test_another_jax_has_an_environment_of_its_own(checkout):
+    ensure(checkout)
+    assert "pip sync" in ensure(checkout, jax="0.12")
+    (checkout / "requirements/cpu-jax0.12.lock").write_text("jax==3\n")
+    assert ensure(checkout) == []
+    assert "pip sync" in ensure(checkout, jax="0.12")
+    assert ensure(checkout, jax="0.12") == []
+    (checkout / ".venv-jax0.12" / bootstrap.STAMP).unlink()
+    with pytest.raises(bootstrap.SetupError, match=r"\.venv-jax0\.12 was not made by this set-up"):
+        ensure(checkout, jax="0.12")
     assert ensure(checkout) == []
 
 

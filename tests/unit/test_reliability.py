@@ -133,6 +133,18 @@ def test_slow_ranks_are_named_once_with_their_cause():
     assert (rank, cause) == (0, "device")
 
 
+def test_a_contended_core_is_no_slow_device():
+    """Some probes of every rank take twice as long where other work shares its core."""
+    stragglers = Stragglers()
+    for step in range(40):
+        busy = step % 3
+        rows = [
+            ProcessRow(input_s=0.001, host_s=0.004, probe_s=0.007 if rank == busy else 0.003)
+            for rank in range(2)
+        ]
+        assert stragglers.add(rows, step_s=0.05) == []
+
+
 def test_a_little_slower_is_not_slow():
     row = ProcessRow(input_s=0.01, host_s=0.004)
     assert find_slow([row, dataclasses.replace(row, input_s=0.05)]) == [], "less than 50 ms"

@@ -1,0 +1,37 @@
+"""How a call of ``train`` ended, and whether a run has ended already."""
+
+import dataclasses
+from typing import Any
+
+from jaxinfra.checkpoint import directory_layout, metadata, processes
+from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config.run import RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a call of ``train`` ended."""
+
+    summary: dict[str, Any] | None  # None where it was asked to stop before the end
+    step: int
+    was_complete: bool = False  # before the call, which did nothing
+    together: bool = False  # all processes of the job end here
+
+
+def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:
+    """The outcome of a run that has no step left to do; None while there is one.
+
+    Raises CheckpointError where its last checkpoint is of another model than its config.
+    """
+    summary, steps = run.read_summary(), config.training.steps
+    if summary is None or max(directory_layout.steps(run.checkpoints), default=0) != steps:
+        return None
+    # Its last state is what the run was for: damaged, it is made again from the one before.
+    damaged = processes.on_first(lambda: bool(verify(run.checkpoints, steps)))
+    if damaged or summary.get("steps") != steps:
+        return None
+    newest = run.checkpoints / directory_layout.step_name(steps)
+    saved = metadata.read(newest).identity
+    metadata.require_same_identity(saved, identity(run, config), where=newest)
+    return summary

@@ -1,0 +1,387 @@
+"""Spoils real artefacts at random and gives them to every command: what must not happen.
+
+python tools/fuzz.py --count 2000 --seed 0
+
+Every case is a copy of a small run, a model directory, a text or a command line with one thing
+spoilt, and one command that reads it. A case fails on a traceback, on more than 20 s or 2 GB, on an
+exit code that no command has, on exit 0 where the format's own reader refuses the file, and where a
+file outside the named output has changed. Failures keep their directory; their line says how to
+repeat them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import tokenizers
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S, LIMIT_BYTES = 20.0, 2 << 30
+_PATIENCE = 3
+_CODES = (0, 1, 2, 74, 75)
+_CONTEXT = multiprocessing.get_context("forkserver")
+_SETTINGS = (
+    "training.steps=4",
+    "training.batch_size=4",
+    "training.sequence_length=32",
+    "checkpoint.every=2",
+    "optimizer.warmup_steps=1",
+    "optimizer.muon=none",
+    "data.tokenizer.kind=bytes",
+    "data.heldout_fraction=0.3",
+    "model.vocab_size=300",
+    "model.model_dim=32",
+    "model.stacks.0.repeats=1",
+    "model.stacks.0.pattern.0.mixer.head_dim=8",
+    "model.stacks.0.pattern.0.feed_forward.hidden_dim=64",
+)
+
+
+def _train(where: Path) -> list[str]:
+    options = [f"--set={setting}" for setting in _SETTINGS]
+    return ["train", "tiny", "--no-sample", "--run", str(where), *options]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """What is spoilt, and the commands that read it."""
+
+    name: str
+    files: str  # glob of what may be spoilt
+    commands: Callable[[Path, Path], list[list[str]]]  # of the copy and of a new output
+
+
+def _of_run(copy: Path, out: Path) -> list[list[str]]:
+    run = str(copy / "run")
+    return [
+        ["generate", run, "--prompt", "a", "--max-new-tokens", "2"],
+        ["evaluate", run],
+        ["convert", run, str(out)],
+        ["train", "--resume", run, "--no-sample"],
+        ["doctor", "checkpoint", run],
+        ["doctor", "recorder", run],
+        ["trace", run],
+    ]
+
+
+def _of_model(copy: Path, out: Path) -> list[list[str]]:
+    model = str(copy / "model")
+    return [
+        ["generate", model, "--prompt", "a", "--max-new-tokens", "2"],
+        ["convert", model, str(out)],
+        ["plan", model],
+        ["generate", model, "--chat", "--prompt", "a", "--max-new-tokens", "2"],
+    ]
+
+
+def _of_text(copy: Path, out: Path) -> list[list[str]]:
+    return [[*_train(out), "--data", str(copy / "text")]]
+
+
+def _of_arguments(copy: Path, out: Path) -> list[list[str]]:
+    return [
+        [*_train(out), "--data", str(copy / "none")],
+        ["plan", "llama32_1b", "--devices", "8"],
+        ["launch", "-n", "2", "--logs", str(out), "--", "x"],
+    ]
+
+
+TARGETS = (
+    Target(name="run", files="run/**/*", commands=_of_run),
+    Target(name="model", files="model/*", commands=_of_model),
+    Target(name="text", files="text/*", commands=_of_text),
+    Target(name="arguments", files="none/*", commands=_of_arguments),
+)
+
+
+def make_seeds(place: Path) -> None:
+    """Small good artefacts, from which every case is a copy."""
+    text = place / "source"
+    text.mkdir(parents=True)
+    for number in range(12):
+        words = random.Random(number).choices(["the", "loss", "of", "a", "step"], k=90)
+        (text / f"{number}.txt").write_text(" ".join(words) + "\n")
+    run = place / "run-seed" / "run"
+    code, said, _ = call([*_train(run), "--data", str(text)], place, limit_s=120)
+    assert code == 0, said
+    model = place / "model-seed" / "model"
+    code, said, _ = call(["convert", str(run), str(model)], place)
+    assert code == 0, said
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    rows = [json.dumps({"text": " ".join(["row", str(number)] * 50)}) for number in range(20)]
+    for name, data in (("rows.jsonl", "\n".join(rows)), ("words.txt", "some words " * 400)):
+        seed = place / f"text-seed-{name}" / "text"
+        seed.mkdir(parents=True)
+        (seed / name).write_text(data)
+    shutil.copytree(text, place / "arguments-seed" / "none")
+
+
+def call(
+    arguments: list[str], place: Path, *, limit_s: float = LIMIT_S
+) -> tuple[int | None, str, int]:
+    """Exit code (None: not within the time), what was said, and the most memory it took."""
+    log = place / "said.txt"
+    process = _CONTEXT.Process(target=_child, args=(arguments, log))
+    process.start()
+    peak, began = 0, time.monotonic()
+    while process.is_alive() and peak < LIMIT_BYTES:
+        process.join(0.02)
+        peak = max(peak, _resident(process))
+        # By its own clock too, since other work may share the cores; a wait uses none of that.
+        waited = time.monotonic() - began
+        if _cpu_s(process) > limit_s or waited > _PATIENCE * limit_s:
+            break
+    late = process.is_alive()
+    if late:
+        process.kill()
+    process.join()
+    code = None if late and peak < LIMIT_BYTES else process.exitcode
+    return code, log.read_text(errors="replace"), peak
+
+
+def _resident(process: BaseProcess) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        pages = Path(f"/proc/{process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGESIZE")
+    return 0
+
+
+def _cpu_s(process: BaseProcess) -> float:
+    with contextlib.suppress(OSError, IndexError):
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def _child(arguments: list[str], log: Path) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(log.parent)
+    os.environ["XDG_CACHE_HOME"] = str(log.parent.parent / "cache")
+    from jaxinfra.cli.main import main
+    from jaxinfra.core.signals import guard_process
+
+    guard_process()
+    sys.exit(main(arguments))
+
+
+_VALUES: tuple[Any, ...] = (
+    None, True, [], {}, [[]], "", "x", "\ud800", 0, -1, 1, 5, 1 << 40, 10**30, 1.5, 1e308, math.nan,
+    math.inf, "9" * 400,
+)  # fmt: skip
+
+
+def spoil_json(text: str, rng: random.Random) -> str:
+    """One value of a JSON text replaced, removed, doubled or nested."""
+    values = json.loads(text)
+    node, steps = values, rng.randrange(1, 8)
+    parent: Any = None
+    key: Any = None
+    for _ in range(steps):
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        if not keys:
+            break
+        parent, key = node, rng.choice(keys)
+        node = parent[key]
+        if not isinstance(node, dict | list):
+            break
+    if parent is None:
+        return json.dumps(rng.choice(_VALUES))
+    what = rng.randrange(4)
+    if what == 0:
+        del parent[key]
+    elif what == 1:
+        depth = rng.choice((3, 1000, 100_000))
+        return json.dumps(values).replace(json.dumps(node), "[" * depth + "]" * depth, 1)
+    elif what == 2 and isinstance(parent, dict):
+        return json.dumps(values).replace("{", '{"' + str(key) + '": 0, ', 1)
+    else:
+        parent[key] = rng.choice(_VALUES)
+    return json.dumps(values)
+
+
+def spoil_file(path: Path, rng: random.Random) -> str:
+    """Spoils a file in one way, and says which."""
+    data = path.read_bytes()
+    if path.suffix == ".json" and rng.random() < 0.5:
+        with contextlib.suppress(ValueError):
+            path.write_bytes(spoil_json(data.decode(), rng).encode(errors="surrogatepass"))
+            return "json"
+    way = rng.choice(("flip", "cut", "grow", "empty", "gone", "folder", "link", "pipe", "lines"))
+    if way == "flip" and data:
+        changed = bytearray(data)
+        for _ in range(rng.choice((1, 1, 1, 20))):
+            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bytes(changed))
+    elif way == "cut":
+        path.write_bytes(data[: rng.randrange(len(data) + 1)])
+    elif way == "grow":
+        path.write_bytes(data + rng.randbytes(rng.randrange(1, 200)))
+    elif way == "lines":
+        lines = data.split(b"\n")
+        rng.shuffle(lines)
+        path.write_bytes(b"\n".join(lines))
+    elif way == "empty":
+        path.write_bytes(b"")
+    else:
+        path.unlink()
+        if way == "folder":
+            path.mkdir()
+        elif way == "link":
+            path.symlink_to(rng.choice(("/dev/zero", "/nowhere", str(path), "/etc/passwd")))
+        elif way == "pipe":
+            os.mkfifo(path)
+    return way
+
+
+def spoil_arguments(words: list[str], rng: random.Random) -> list[str]:
+    """One word of a command line replaced, doubled or left out."""
+    words = list(words)
+    at = rng.randrange(1, len(words))
+    word = words[at]
+    if "=" in word:
+        name = word.rpartition("=")[0]
+        words[at] = f"{name}={rng.choice((json.dumps(rng.choice(_VALUES)), 'x', '', '1e99'))}"
+    elif rng.random() < 0.5:
+        words[at] = rng.choice(
+            ("", "-1", "0", "999999999999", "nan", "1e20", "\x00", "--", "x" * 9999)
+        )
+    elif rng.random() < 0.5:
+        del words[at]
+    else:
+        words.insert(at, word)
+    return [each.replace("\x00", "?") for each in words]
+
+
+def refused_by_reference(path: Path) -> bool:
+    """Whether a format's own reader refuses a file; False where there is none."""
+    if not path.is_file():
+        return False
+    try:
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+        if path.name == "tokenizer.json":
+            tokenizers.Tokenizer.from_file(str(path))
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, framework="np"):
+                pass
+    except BaseException:  # the tokenizers' panics are no Exceptions
+        return True
+    return False
+
+
+def _sums(place: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(place.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+# Commands that are to change what they are given.
+_WRITES = ("train", "launch")
+# What may be damaged without a reader's loss: logs, and outcomes that can be made again.
+_LOGS = ("summary.json", "metrics.jsonl", "goodput.jsonl", "incidents.jsonl", "hf_config.json")
+
+
+def run_case(place: Path, number: int, seed: int) -> str | None:
+    """Runs one case; returns what was wrong, or None."""
+    rng = random.Random(f"{seed} {number}")
+    target = TARGETS[number % len(TARGETS)]
+    seeds = sorted(place.glob(f"{target.name}-seed*"))
+    case = place / f"case-{number}"
+    shutil.copytree(rng.choice(seeds), case, symlinks=True)
+    files = sorted(path for path in case.glob(target.files) if path.is_file())
+    spoilt, way = None, ""
+    if files:
+        spoilt = rng.choice(files)
+        way = spoil_file(spoilt, rng)
+    command = rng.choice(target.commands(case, case / "out"))
+    if target.name == "arguments":
+        command = spoil_arguments(command, rng)
+    what = f"{way} {spoilt and spoilt.relative_to(case)}: jaxinfra {' '.join(command)[:300]}"
+    before = _sums(case)
+    code, said, peak = call(command, case)
+    wrong = None
+    if code is None:
+        wrong = f"not ended after {LIMIT_S:g} s"
+    elif peak > LIMIT_BYTES:
+        wrong = f"took {peak / 2**30:.1f} GiB"
+    elif "Traceback" in said or "PanicException" in said:
+        wrong = f"a traceback: {said[-600:]}"
+    elif code not in _CODES:
+        wrong = f"exit code {code}"
+    elif code == 0 and spoilt and spoilt.name not in _LOGS and _is_read(command, spoilt):
+        wrong = (
+            "accepted what its format's own reader refuses"
+            if refused_by_reference(spoilt)
+            else None
+        )
+    if wrong is None and command[0] not in _WRITES:
+        after = {k: v for k, v in _sums(case).items() if not k.startswith(("out", "said.txt"))}
+        if after != before:
+            wrong = f"changed {sorted(set(after.items()) ^ set(before.items()))[0][0]}"
+    if wrong is None:
+        shutil.rmtree(case)
+        return None
+    return f"case {number} of seed {seed}: {what}: {wrong}"
+
+
+def _is_read(command: list[str], spoilt: Path) -> bool:
+    """Whether a command reads a file: a plan needs no weights, doctor no tokenizer."""
+    if command[0] in ("doctor", "trace", "plan"):
+        return False
+    if "checkpoints" in spoilt.parts:
+        return False  # an older good one is used
+    return spoilt.name in ("config.json", "tokenizer.json") or spoilt.suffix == ".safetensors"
+
+
+def cases(place: Path, *, count: int, seed: int, first: int = 0) -> Iterator[str]:
+    """What was wrong, case by case."""
+    _CONTEXT.set_forkserver_preload(
+        [__name__, *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate", "plan"))]
+    )
+    make_seeds(place)
+    for number in range(first, first + count):
+        found = run_case(place, number, seed)
+        if found is not None:
+            yield found
+
+
+def main() -> int:
+    """Runs the cases, prints each failure, and how many there were."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--place", type=Path, default=Path("fuzz"))
+    args = parser.parse_args()
+    if args.place.exists():
+        parser.error(f"{args.place} exists: remove it, or name another --place")
+    failures = 0
+    for found in cases(args.place.absolute(), count=args.count, seed=args.seed, first=args.first):
+        failures += 1
+        print(found, flush=True)
+    print(f"{args.count - failures} of {args.count} cases passed (seed {args.seed})")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
