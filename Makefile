@@ -8,10 +8,11 @@ ifeq ($(SETUP)$(origin JAX),command line)
 $(error JAX=$(JAX) names an environment that make sets up, ENV_PYTHON=$(ENV_PYTHON) your own: give one of them)
 endif
 PYTEST := $(ENV_PYTHON) -m pytest
-# Whole files go to one worker, because tests of a file share what they compile. One file alone
-# starts soonest without workers.
+# Whole files go to one worker, because tests of a file share what they compile; in the order of
+# their names, which begins with the longest, those of processes, and ends with short ones. One file
+# alone starts soonest without workers.
 FILES := $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
-PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile)
+PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 # A suite is a hundred processes: without bytecode each compiles all that it imports, which takes
 # thrice as long as importing it.
 unexport PYTHONDONTWRITEBYTECODE

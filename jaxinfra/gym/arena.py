@@ -41,7 +41,11 @@ SETTINGS = (
     "sharding.zero=3",
     "sharding.sequence_parallel=false",
 )
-_COMPILE_FAST = "--xla_backend_optimization_level=0"
+# XLA's older code generator and none of LLVM's passes.
+_COMPILE_FAST = (
+    "--xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 _TIMEOUT_S = 900.0
 _TIMES = ("step_s", "stall_s", "elapsed_s")
 # Phases of a step, which the watchdog bounds.

@@ -20,11 +20,19 @@ import jax
 from jaxinfra.cli.main import main
 from jaxinfra.core.signals import guard_process
 
-# Small programs that run for a second and compile for several: half of that without LLVM's passes.
-COMPILE_FAST = "--xla_backend_optimization_level=0"
+# Small programs that run for a second and compile for several: as the tests themselves compile.
+COMPILE_FAST = (
+    "--xla_backend_optimization_level=0"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    [__name__, *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate"))]
+    [
+        __name__,
+        *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate")),
+        # What drawing the loss imports at the end of a run.
+        *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+    ]
 )
 # Generous: these tests share two cores with others.
 _TIMEOUT_S = 240

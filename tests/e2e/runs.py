@@ -1,5 +1,6 @@
 """One small run, and how to compare two runs."""
 
+import functools
 import hashlib
 import json
 import random
@@ -12,6 +13,7 @@ from e2e.processes import Ended, run
 
 from jaxinfra.checkpoint import load, verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.run import RunConfig
 from jaxinfra.training.job import make_job
 
 STEPS = 20
@@ -105,13 +107,19 @@ def state_sums(directory: Path, step: int) -> dict[str, str]:
     """SHA-256 of every array of a checkpoint, and its data state."""
     run = RunDirectory(directory)
     assert verify(run.checkpoints, step) == []
-    restored = load(run.checkpoints, make_job(run.read_config()).abstract_state(), step=step)
+    restored = load(run.checkpoints, _abstract_state(run.read_config()), step=step)
     leaves = jax.tree_util.tree_leaves_with_path(restored.state)
     sums = {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
         for path, leaf in leaves
     }
     return sums | {"data": json.dumps(restored.data_state, sort_keys=True)}
+
+
+@functools.cache
+def _abstract_state(config: RunConfig) -> Any:
+    """Of the runs of one config, traced once."""
+    return make_job(config).abstract_state()
 
 
 def assert_same_run(got: Path, want: Path) -> None:

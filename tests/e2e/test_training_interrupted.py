@@ -167,12 +167,12 @@ def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
     assert spent == pytest.approx(sessions[-1]["time"] - sessions[0]["began"], abs=0.5)
 
 
-@pytest.mark.parametrize("num_runs", [1, pytest.param(25, marks=pytest.mark.slow)])
-def test_killed_at_random_moments(bench, whole, num_runs):
+@pytest.mark.slow
+def test_killed_at_random_moments(bench, whole):
     seed = random.SystemRandom().randrange(2**32)
     rng = random.Random(seed)
     print(f"seed {seed}")
-    for number in range(num_runs):
+    for number in range(25):
         name = f"run{number}"
         for _ in range(2):
             after_lines, delay_s = rng.randrange(STEPS + 5), rng.uniform(0, 0.1)

@@ -101,8 +101,18 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, epsilon, form):
     assert_within_rounding(got, exact(*case, **form))
 
 
-@pytest.mark.parametrize("shape", [(8, 32), (2, 2048)], ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        pytest.param(dtype, shape, marks=[pytest.mark.slow] * slow, id=f"{dtype.__name__}-{shape}")
+        for dtype, shape, slow in (
+            (jnp.float16, (8, 32), False),
+            (jnp.float32, (2, 2048), False),
+            (jnp.float16, (2, 2048), True),
+            (jnp.float32, (8, 32), True),
+        )
+    ],
+)
 def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
     case = inputs(shape, dtype=dtype)
     with interpreted_hopper():
@@ -114,7 +124,9 @@ def test_other_dtypes_are_no_worse_than_the_plain_form(shape, dtype):
 @pytest.mark.parametrize(
     "config",
     [
-        Wide(tile=32, chunks=4, slots=5, vector=1, in_memory=4),
+        pytest.param(
+            Wide(tile=32, chunks=4, slots=5, vector=1, in_memory=4), marks=pytest.mark.slow
+        ),
         Twice(tile=64, chunks=2, slots=2, vector=2),
     ],
     ids=["kept", "read twice"],
@@ -165,8 +177,19 @@ def test_a_large_mean_cancels_nothing(shape):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("form", FORMS, ids=NAMES)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        pytest.param(
+            dtype,
+            form,
+            id=f"{dtype.__name__}-{name}",
+            marks=[pytest.mark.slow] * (dtype == jnp.float32 and name not in (NAMES[0], NAMES[-1])),
+        )
+        for dtype in (jnp.bfloat16, jnp.float32)
+        for form, name in zip(FORMS, NAMES, strict=True)
+    ],
+)
 def test_portable_forms_are_the_formula(dtype, form, implementation):
     xs, vectors, ds = inputs((5, 77))
     case = tuple(x.astype(dtype) for x in xs), vectors, tuple(d.astype(dtype) for d in ds)

@@ -110,17 +110,24 @@ def asked(monkeypatch):
     return asked
 
 
-# A dtype decides by its bytes: those of float16 are bfloat16's.
-OF_BOTH_SIZES = [
-    pytest.param(dtype, marks=[pytest.mark.slow] * (dtype == jnp.float16), id=dtype.__name__)
-    for dtype in DTYPES
-]
+def of_both_sizes(*cases):
+    """A dtype decides by its bytes: those of float16 are bfloat16's, and of float32 the longest
+    rows say most. The others run with the slow tests.
+    """
+    return [
+        pytest.param(
+            *case,
+            dtype,
+            marks=[pytest.mark.slow]
+            * (dtype == jnp.float16 or (dtype == jnp.float32 and case[-1] != 262144)),
+            id="-".join([*(getattr(x, "__name__", str(x)) for x in case), dtype.__name__]),
+        )
+        for case in cases
+        for dtype in DTYPES
+    ]
 
 
-@pytest.mark.parametrize(
-    ("f", "columns"), LOWERED, ids=[f"{f.__name__} {columns}" for f, columns in LOWERED]
-)
-@pytest.mark.parametrize("dtype", OF_BOTH_SIZES)
+@pytest.mark.parametrize(("f", "columns", "dtype"), of_both_sizes(*LOWERED))
 def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, dtype):
     x = jax.ShapeDtypeStruct((152, columns), dtype)
     vector = jax.ShapeDtypeStruct((columns,), jnp.float32)
@@ -142,8 +149,9 @@ def test_kernels_ask_for_the_shared_memory_that_was_counted(asked, f, columns, d
     assert max(asked) <= SMEM_BYTES
 
 
-@pytest.mark.parametrize("columns", [32768, 131072, 262144, 126976])
-@pytest.mark.parametrize("dtype", OF_BOTH_SIZES)
+@pytest.mark.parametrize(
+    ("columns", "dtype"), of_both_sizes((32768,), (131072,), (262144,), (126976,))
+)
 def test_masked_kernels_ask_for_the_shared_memory_that_was_counted(asked, columns, dtype):
     x, where = (jax.ShapeDtypeStruct((152, columns), of) for of in (dtype, jnp.bool))
     assert num_kernels(lambda x, m: softmax(x, where=m, implementation="hopper"), x, where) == 1

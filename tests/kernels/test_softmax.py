@@ -5,6 +5,7 @@ here; longer ones lower here and are checked by the benchmark on a GPU, and by `
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +69,28 @@ def test_kernels_are_no_worse_than_the_plain_form(shape, f):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("shape", [(8, 32), (3, 2048)], ids=str)
-@pytest.mark.parametrize("f", [softmax, log_softmax])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+# Each dtype, form and length; all together run with the slow ones.
+OTHERS = {
+    (jnp.float16, softmax, (8, 32)),
+    (jnp.float16, log_softmax, (3, 2048)),
+    (jnp.float32, softmax, (3, 2048)),
+    (jnp.float32, log_softmax, (8, 32)),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "f", "shape"),
+    [
+        pytest.param(
+            *case,
+            marks=[pytest.mark.slow] * (case not in OTHERS),
+            id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}",
+        )
+        for case in itertools.product(
+            (jnp.float16, jnp.float32), (softmax, log_softmax), ((8, 32), (3, 2048))
+        )
+    ],
+)
 def test_other_dtypes_are_no_worse_than_the_plain_form(shape, f, dtype):
     x, d_y = inputs(shape, dtype)
     with interpreted_hopper():
@@ -107,8 +127,20 @@ def test_long_rows_are_no_worse_than_the_plain_form(monkeypatch, config):
     assert_within_rounding(got, oracle)
 
 
-@pytest.mark.parametrize("shape", [(4, 96), (2, 2048)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        pytest.param(
+            dtype,
+            shape,
+            # Each dtype with one length.
+            marks=[pytest.mark.slow] * ((dtype == jnp.bfloat16) == (shape == (4, 96))),
+            id=f"{dtype.__name__}-{shape}",
+        )
+        for dtype in DTYPES
+        for shape in ((4, 96), (2, 2048))
+    ],
+)
 def test_where(dtype, shape):
     """Columns that do not count give 0, and so does their gradient; a row of no others is 0."""
     x, d_y = inputs(shape, dtype)

@@ -77,21 +77,25 @@ _changed.defvjp(
 def _sampled(function):
     """``function(config, parameters, batch, rounding)`` exactly, then with sampled roundings."""
 
+    @functools.cache
+    def program(config: ModelConfig, **options):
+        def run(parameters, batch, changes):
+            return function(config, parameters, batch, _Roundings(changes), **options)
+
+        options_of_xla = {"xla_backend_optimization_level": 0}
+        return jax.jit(jax.vmap(run, in_axes=(None, None, 0)), compiler_options=options_of_xla)
+
     @functools.wraps(function)
     def sampled(config: ModelConfig, parameters: Any, batch: Batch, **options) -> list[Any]:
         rng = np.random.default_rng(0)
         signs = rng.integers(0, 2, (NUM_SAMPLES + 1, _NUM_SIGNS), np.int8) * 2.0 - 1.0
         changes = signs * UNIT * np.sqrt(np.size(batch.tokens))
         changes[0] = 0.0
-
-        def run(parameters, changes):
-            return function(config, parameters, batch, _Roundings(changes), **options)
-
+        batch = jax.tree.map(np.asarray, batch)
         with double_precision():
             parameters = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), parameters)
-            lowered = jax.jit(jax.vmap(run, in_axes=(None, 0))).lower(parameters, changes)
-            compiled = lowered.compile({"xla_backend_optimization_level": 0})
-            results = jax.tree.map(np.asarray, compiled(parameters, changes))
+            results = program(config, **options)(parameters, batch, changes)
+            results = jax.tree.map(np.asarray, results)
         return [jax.tree.map(lambda x, i=i: x[i], results) for i in range(NUM_SAMPLES + 1)]
 
     return sampled
@@ -139,8 +143,8 @@ def samples(
         lse = largest + jnp.log(jnp.sum(jnp.exp(logits_BTV - largest[..., None]), axis=-1))
         lse = rounding(lse)
         rows, columns = np.indices(np.shape(batch.targets))
-        nll = lse - logits_BTV[rows, columns, np.asarray(batch.targets)]
-        weights = np.asarray(batch.weights, np.float64)
+        nll = lse - logits_BTV[rows, columns, batch.targets]
+        weights = batch.weights.astype(jnp.float64)
         total = weights.sum()
         smoothed = nll + label_smoothing * (lse - nll - jnp.mean(logits_BTV, axis=-1))
         return jnp.sum(weights * (smoothed + z_loss * lse**2)) / total, jnp.sum(
@@ -152,17 +156,14 @@ def samples(
 
 
 def _logits(config: ModelConfig, parameters: Any, batch: Batch, rounding: _Roundings) -> jax.Array:
-    tokens = np.asarray(batch.tokens)
-    positions = np.asarray(batch.positions)
-    x = parameters["embedding"]["table"][tokens] * config.embedding_scale
+    x = parameters["embedding"]["table"][batch.tokens] * config.embedding_scale
     if config.learned_positions:
-        x = x + parameters["positions"]["table"][positions]
+        x = x + parameters["positions"]["table"][batch.positions]
     x = rounding(x)
     for layer in range(config.num_layers):
         group, i = divmod(layer, len(config.blocks))
         weights = jax.tree.map(lambda w, group=group: w[group], parameters["blocks"][i])
-        segments = np.asarray(batch.segment_ids)
-        x = _block(config.blocks[i], weights, x, positions, segments, rounding)
+        x = _block(config.blocks[i], weights, x, batch.positions, batch.segment_ids, rounding)
     x = _norm(config.final_norm, parameters["final_norm"], x, rounding)
     table = parameters["embedding" if config.tie_embeddings else "unembedding"]["table"]
     return rounding(_cap(rounding(x @ table.T), config.logit_soft_cap))
@@ -248,7 +249,7 @@ def _rotate(x, positions, rope: RopeConfig):
         real, imaginary = x[..., :half], x[..., half:]
     else:
         real, imaginary = x[..., 0::2], x[..., 1::2]
-    turned = (real + 1j * imaginary) * np.exp(1j * angles)
+    turned = (real + 1j * imaginary) * jnp.exp(1j * angles)
     if rope.pairs is RopePairs.HALVES:
         return jnp.concatenate([turned.real, turned.imag], axis=-1)
     return jnp.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)

@@ -180,16 +180,16 @@ def test_what_is_emitted_is_used():
 
 
 CASES = {
-    "accumulated": Case(accumulation=2),
     "fsdp": Case(mesh=MeshConfig(fsdp=2), accumulation=2),
     "tensor": Case(mesh=MeshConfig(tensor=2), remat=Remat.DOTS),
     "context": Case(mesh=MeshConfig(context=2)),
-    "1f1b": Case(mesh=MeshConfig(pipe=2), accumulation=4),
     "interleaved": Case(
         mesh=MeshConfig(pipe=2), accumulation=4, schedule=INTERLEAVED, remat=Remat.DOTS
     ),
 }
 MORE = {
+    "accumulated": Case(accumulation=2),
+    "1f1b": Case(mesh=MeshConfig(pipe=2), accumulation=4),
     "replicas": Case(mesh=MeshConfig(replica=2), accumulation=2),
     "fsdp and tensor": Case(mesh=MeshConfig(fsdp=2, tensor=2), accumulation=2, remat=Remat.FULL),
     "context and fsdp": Case(mesh=MeshConfig(fsdp=2, context=2), accumulation=2),

@@ -1,5 +1,6 @@
 """Presets have the published sizes, and are what published configs translate into."""
 
+import functools
 import re
 
 import pytest
@@ -197,11 +198,15 @@ PUBLISHED = {
 }
 
 
+@functools.cache
+def defined(name: str):
+    return define_model(MODELS[name](), execution_on())
+
+
 @pytest.mark.parametrize("name", COUNTED)
 def test_number_of_parameters(name):
     stated = re.search(r"([\d,]+) parameters", MODELS[name].__doc__)
-    definition = define_model(MODELS[name](), execution_on())
-    assert definition.num_parameters == int(stated.group(1).replace(",", ""))
+    assert defined(name).num_parameters == int(stated.group(1).replace(",", ""))
 
 
 def test_every_published_size_is_counted():
@@ -223,4 +228,4 @@ def test_every_preset_has_an_architecture(name):
         return
     written = to_hf_config(config)
     assert from_hf_config(written) == config
-    weight_map(written["model_type"], config, define_model(config, execution_on()).arrays)
+    weight_map(written["model_type"], config, defined(name).arrays)
