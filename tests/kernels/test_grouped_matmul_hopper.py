@@ -133,7 +133,7 @@ def test_lowers(f, shape, dtype):
         ({"N": 64}, "N=64 is not a multiple of 64 and at least 128"),
         ({"facts": device.facts_of}, "is not a Hopper GPU"),
     ],
-    ids=str,
+    ids=["fp32", "odd depth", "narrow", "another device"],
 )
 def test_refuses(change, words):
     k, n = change.get("K", 128), change.get("N", 128)
