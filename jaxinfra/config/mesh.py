@@ -53,11 +53,9 @@ class MeshConfig:
 
     def _shared_by_experts(self) -> tuple[int, tuple[str, ...]]:
         """The part of fsdp, and the other axes that experts take as they are."""
-        context, replica = MeshAxis.CONTEXT.value, MeshAxis.REPLICA.value
-        for whole in ((), (context,), (replica,), (replica, context)):
-            rest, left = divmod(self.expert, math.prod(getattr(self, axis) for axis in whole))
-            if not left and rest >= 1 and self.fsdp % rest == 0:
-                return rest, whole
+        found = shared_by_experts(self.expert, self.fsdp, self.context, self.replica)
+        if found is not None:
+            return found
         raise ConfigError(
             f"expert={self.expert} does not fit fsdp={self.fsdp}, context={self.context}, replica="
             f"{self.replica}: experts take a divisor of fsdp, times the whole of context, of "
@@ -73,6 +71,21 @@ class MeshConfig:
     def num_data_shards(self) -> int:
         """Shards of the batch dim: replica x fsdp."""
         return self.replica * self.fsdp
+
+
+def shared_by_experts(
+    expert: int, fsdp: int, context: int, replica: int
+) -> tuple[int, tuple[str, ...]] | None:
+    """The part of fsdp that so many expert shards take, and the axes that they take as they are;
+    None where they do not fit.
+    """
+    sizes = {MeshAxis.CONTEXT.value: context, MeshAxis.REPLICA.value: replica}
+    near, far = sizes
+    for whole in ((), (near,), (far,), (far, near)):
+        rest, left = divmod(expert, math.prod(sizes[axis] for axis in whole))
+        if not left and rest >= 1 and fsdp % rest == 0:
+            return rest, whole
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
-from jaxinfra.config.mesh import EXPERT, MeshConfig
+from jaxinfra.config.mesh import EXPERT, MeshConfig, shared_by_experts
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError, nearest
@@ -229,14 +229,16 @@ def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator
                     if left or fixed.get("replica", replica) != replica:
                         continue
                     for expert in sizes("expert", math.gcd(data * context, experts), experts):
-                        yield MeshConfig(
-                            pipe=pipe,
-                            replica=replica,
-                            fsdp=fsdp,
-                            context=context,
-                            tensor=tensor,
-                            expert=expert,
-                        )
+                        taken = expert, fsdp, context, replica
+                        if fixed.get("expert") == expert or shared_by_experts(*taken) is not None:
+                            yield MeshConfig(
+                                pipe=pipe,
+                                replica=replica,
+                                fsdp=fsdp,
+                                context=context,
+                                tensor=tensor,
+                                expert=expert,
+                            )
 
 
 def _variants(
