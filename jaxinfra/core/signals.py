@@ -38,10 +38,16 @@ class StopRequest:
         self.code, self.words = code, words
         self._held = False
         self._elsewhere = False
+        self._num_seen = 0
         self._unfinished: set[Path] = set()
 
     def __bool__(self) -> bool:
         return self.asked is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a signal leaves the process to whoever called ``hold``."""
+        return self._held
 
     def hold(self) -> None:
         """From now on a signal is noted, and whoever called this obeys it; a second SIGINT still
@@ -68,15 +74,20 @@ class StopRequest:
             self._unfinished.discard(path)
 
     def note(self, number: int) -> None:
-        """Called in a thread of its own, or by a handler, for each signal that comes."""
-        asked = signal.Signals(number)
+        """Called by a handler: what is held can be obeyed at the next step."""
+        if not self._elsewhere:
+            self.asked = self.asked or signal.Signals(number)
+
+    def obey(self, number: int) -> None:
+        """Called in a thread of its own for each signal that comes."""
         if self._elsewhere:
             return
-        again = self.asked is not None
-        self.asked = self.asked or asked
+        self.note(number)
+        self._num_seen += 1
+        asked = signal.Signals(number)
         if not self._held:
             self._end(asked, self.code or 128 + number)
-        elif again and asked is signal.SIGINT:
+        elif self._num_seen > 1 and asked is signal.SIGINT:
             self._end(asked, 128 + number)
 
     def _end(self, asked: signal.Signals, code: int) -> None:
@@ -114,7 +125,7 @@ def guard_process() -> StopRequest:
     noticed, notice = os.pipe()
     os.set_blocking(notice, False)  # as signal.set_wakeup_fd asks
     for number in _ASKING:
-        signal.signal(number, _nothing)
+        signal.signal(number, _note)
     # Written by the handler in C, in whichever thread, whatever the main thread does.
     signal.set_wakeup_fd(notice, warn_on_full_buffer=False)
     threading.Thread(
@@ -172,11 +183,14 @@ def unfinished(path: Path) -> Iterator[None]:
         yield
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler, so that the signal does not end the process by itself."""
+def _note(number: int, frame: FrameType | None) -> None:
+    """The handler, without which the signal would end the process by itself."""
+    del frame
+    if _of_process is not None:
+        _of_process.note(number)
 
 
 def _watch(noticed: int, request: StopRequest) -> None:
     while number := os.read(noticed, 1):
         if number[0] in _ASKING:
-            request.note(number[0])
+            request.obey(number[0])

@@ -309,7 +309,9 @@ def state_sums(run: Path, step: int, mesh: MeshConfig | None = None) -> dict[str
         ).hexdigest()
         for path, leaf in jax.tree_util.tree_leaves_with_path(restored.state)
     }
-    return sums | {"data": json.dumps(restored.data_state, sort_keys=True)}
+    # Batches that a run skipped, or was told to leave out, are those it did not learn from.
+    position = {name: value for name, value in restored.data_state.items() if name != "excluded"}
+    return sums | {"data": json.dumps(position, sort_keys=True)}
 
 
 def combined(sums: Mapping[str, str]) -> str:

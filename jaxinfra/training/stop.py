@@ -54,7 +54,7 @@ class Agreement:
         made: concurrent.futures.Future[T] = concurrent.futures.Future()
         threading.Thread(target=_fulfil, args=(made, make), name="input", daemon=True).start()
         while not concurrent.futures.wait([made], timeout=_LOOK_EVERY_S).done:
-            if self._request:
+            if self._request and self._request.is_held:
                 raise Stopped
         return made.result()
 

@@ -113,7 +113,9 @@ def state_sums(directory: Path, step: int) -> dict[str, str]:
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()
         for path, leaf in leaves
     }
-    return sums | {"data": json.dumps(restored.data_state, sort_keys=True)}
+    # Batches that a run skipped, or was told to leave out, are those it did not learn from.
+    position = {name: value for name, value in restored.data_state.items() if name != "excluded"}
+    return sums | {"data": json.dumps(position, sort_keys=True)}
 
 
 @functools.cache

@@ -115,8 +115,8 @@ def other_text(run: Path, bench: Bench) -> list[object]:
 REFUSALS = {
     "vocabulary": (["--set=model.vocab_size=512"], ["vocab_size", "300", "512"]),
     "shape": (["--set=model.stacks.0.repeats=4"], ["repeats", "2", "4"]),
-    "tokenizer": (other_tokenizer, ["data=", "same data, tokenizer"]),
-    "larger tokenizer": (larger_tokenizer, ["the tokenizer has 3", "vocab_size=300"]),
+    "tokenizer": (other_tokenizer, ["tokenizer: saved", "use the saved values"]),
+    "larger tokenizer": (larger_tokenizer, ["tokenizer: saved", "use the saved values"]),
     "text": (other_text, ["data=", "same data"]),
     "seed": (["--seed", "7"], ["seed=0", "7"]),
     "batch": (["--batch-size", "16"], ["batch_size=8", "16"]),

@@ -14,8 +14,9 @@ import pytest
 
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig, parse_mesh
 from jaxinfra.config.run import ContextMethod, Remat
-from tests.sharded.test_meshes import CASES, assert_as_one_device, run
+from tests.sharded.test_meshes import assert_as_one_device, run
 
+MODELS = ("tied", "untied", "capped")
 # All subsets of four axes that eight devices have room for.
 MESHES = (
     "replica=8",
@@ -60,8 +61,8 @@ def matrix() -> list[tuple[str, str, int]]:
     found = []
     for first, mesh in enumerate(MESHES):
         count = len(hows(parse_mesh(mesh)))
-        for number in range(max(count, len(CASES))):
-            found.append(([*CASES][(first + number) % len(CASES)], mesh, number % count))
+        for number in range(max(count, len(MODELS))):
+            found.append((MODELS[(first + number) % len(MODELS)], mesh, number % count))
     return found
 
 

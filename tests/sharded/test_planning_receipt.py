@@ -154,7 +154,7 @@ def test_a_reduce_scatter_counts_what_was_there_before():
     [
         ({"pipe": 3, "accumulation": 3}, "pipe=1"),
         ({"fsdp": 2, "zero": 0}, "replica axis"),
-        ({"expert": 2, "fsdp": 2}, "no expert axis"),
+        ({"expert": 2, "fsdp": 2}, "expert=2"),
     ],
 )
 def test_a_step_that_cannot_be_compared_is_refused(sizes, words):

@@ -140,7 +140,7 @@ def test_missing_and_empty_sources(tmp_path: Path):
     assert "the glob matches no file" in error(tmp_path / "*.txt")
     assert "the directory holds no files" in error(tmp_path)
     (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
-    assert "link.txt: cannot be read" in error(tmp_path)
+    assert "link.txt cannot be read" in error(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.weights.conversion import cast, write_hf, write_ours
+from jaxinfra.weights.finite import nonfinite_allowed
 from jaxinfra.weights.model_directory import read_model_directory
 from jaxinfra.weights.onto_mesh import place_parameters
 from jaxinfra.weights.parameter_sources import LiveParameters
@@ -161,9 +162,12 @@ def test_layers_of_different_dtypes_need_one_named(copy, tmp_path, capsys):
     assert_same_tensors(tensors(back), want)
 
 
-def test_infinities_that_were_there_stay():
+def test_infinities_that_were_there_stay_where_that_is_asked_for():
     x = np.array([np.inf, 1.0], np.float32)
-    np.testing.assert_array_equal(cast(x, np.dtype("float16"), "x"), x.astype(np.float16))
+    with pytest.raises(CheckpointError, match="tensor x holds numbers that are not finite"):
+        cast(x, np.dtype("float16"), "x")
+    with nonfinite_allowed():
+        np.testing.assert_array_equal(cast(x, np.dtype("float16"), "x"), x.astype(np.float16))
 
 
 def test_nothing_is_overwritten(copy, capsys):
