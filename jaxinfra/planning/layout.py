@@ -183,11 +183,6 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
             f"pipe={mesh.pipe} x context={mesh.context} with a window of {min(windows)} is "
             "trained by context_method=ulysses alone, which is not planned; use one of the axes"
         )
-    if mesh.expert > 1 and layout.data * mesh.context % mesh.expert:
-        return (
-            f"expert={mesh.expert} does not divide replica x fsdp x context = "
-            f"{layout.data * mesh.context}; experts live on the data axes"
-        )
     if mesh.expert > 1 and not model.num_experts:
         return f"expert={mesh.expert}, but {model.name} has no experts"
     return _widths(model, layout)

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from jaxinfra.core.files import is_of_type, read_json
 from jaxinfra.planning.devices import Device, with_measurements
@@ -32,9 +32,9 @@ class _Environment(TypedDict):
     device: str
 
 
-class _Constants(TypedDict):
+class _Result(TypedDict):
     environment: _Environment
-    constants: dict[str, Any]
+    constants: NotRequired[dict[str, Any]]
 
 
 class _Collective(TypedDict):
@@ -53,13 +53,13 @@ class _Collectives(TypedDict):
 
 def constants_of(values: Any, device: Device) -> dict[str, Any]:
     """What a benchmark's result says of this device's cost model; empty where nothing."""
-    known = next((kind for kind in (_Constants, _Collectives) if is_of_type(values, kind)), None)
-    if known is None or values["environment"]["device"] != device.kind:
+    if not is_of_type(values, _Result) or values["environment"]["device"] != device.kind:
         return {}
-    if known is _Constants:
+    if "constants" in values:
         return dict(values["constants"])
     # Started on one process: all of its GPUs share a node.
-    return _links(values, device) if values["rows"] and values["num_processes"] == 1 else {}
+    is_read = is_of_type(values, _Collectives) and values["num_processes"] == 1
+    return _links(values, device) if is_read else {}
 
 
 def _links(values: Mapping[str, Any], device: Device) -> dict[str, float]:

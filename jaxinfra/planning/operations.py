@@ -165,9 +165,10 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
         forward: list[Operation] = [Core("attention", flops, width, length, False)]
         backward: list[Operation] = [Core("attention gradient", 2.5 * flops, width, length, True)]
         if layout.mesh.context > 1:
-            there, back = _keys_of_others(layer, layout)
-            forward.append(there)
-            backward.append(back)
+            for found, sent in zip(
+                (forward, backward), _context_exchange(layer, layout), strict=True
+            ):
+                found.append(sent)
         return forward, backward
     length = layout.length
     count = rows * heads
@@ -190,12 +191,8 @@ def _core(layer: LayerKind, layout: Layout) -> tuple[list[Operation], list[Opera
     return forward, backward
 
 
-def _keys_of_others(
-    layer: LayerKind, layout: Layout
-) -> tuple[PlannedCollective, PlannedCollective]:
-    """What devices of the context axis exchange, and of its gradients: keys and values in a ring,
-    or latents, of which every device of the tensor axis has all.
-    """
+def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollective, ...]:
+    """Of a pass and of its gradients: keys and values in a ring, or latents, whole on each."""
     mixer, num_shards = layer.mixer, layout.mesh.context
     latents = isinstance(mixer, LatentAttentionConfig)
     heads = min(layout.mesh.tensor, mixer.num_kv_heads)
@@ -208,22 +205,13 @@ def _keys_of_others(
         itemsize=layout.activation_bytes,
         is_packed=True,
     )
-    if latents:
-        # A collective's size is that of the whole array, of which a share is sent.
-        whole = num_shards / (num_shards - 1)
-        return (
-            PlannedCollective("latents", "all-gather", "context", sent.forward * whole),
-            PlannedCollective(
-                "latent gradients", "reduce-scatter", "context", sent.backward * whole
-            ),
-        )
     turns = num_shards - 1
-    return (
-        PlannedCollective("ring", "permute", "context", sent.forward / turns, True, turns),
-        PlannedCollective(
-            "ring gradient", "permute", "context", sent.backward / turns, True, turns
-        ),
-    )
+    names = ("latents", "latent gradients") if latents else ("ring", "ring gradient")
+    kinds = ("all-gather", "reduce-scatter") if latents else ("permute", "permute")
+    # A gather's size is that of the whole array, of which a share is sent; a ring's that of a turn.
+    share, form = (turns / num_shards, (False, 1)) if latents else (turns, (True, turns))
+    each = zip(names, kinds, (sent.forward / share, sent.backward / share), strict=True)
+    return tuple(PlannedCollective(name, kind, "context", size, *form) for name, kind, size in each)
 
 
 def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[MemoryPass]]:

@@ -228,17 +228,11 @@ def _meshes(model: PlannedModel, question: Question, device: Device) -> Iterator
                     replica, left = divmod(data, fsdp)
                     if left or fixed.get("replica", replica) != replica:
                         continue
+                    at = {"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}
                     for expert in sizes("expert", math.gcd(data * context, experts), experts):
-                        taken = expert, fsdp, context, replica
-                        if fixed.get("expert") == expert or shared_by_experts(*taken) is not None:
-                            yield MeshConfig(
-                                pipe=pipe,
-                                replica=replica,
-                                fsdp=fsdp,
-                                context=context,
-                                tensor=tensor,
-                                expert=expert,
-                            )
+                        fits = shared_by_experts(expert, fsdp, context, replica) is not None
+                        if fits or EXPERT in fixed:
+                            yield MeshConfig(**at, context=context, expert=expert)
 
 
 def _variants(
