@@ -114,8 +114,8 @@ def _accept(server: socket.socket, cluster: Cluster, deadline: float, greeted: q
             greeted.put((process, connection))
 
     while (left := deadline - time.monotonic()) > 0:
-        server.settimeout(left)
         try:
+            server.settimeout(left)
             connection, address = server.accept()
         except OSError:  # time is up, or everyone has come and the socket is closed
             return
