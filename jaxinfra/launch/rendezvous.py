@@ -126,10 +126,10 @@ def _greeted_by(connection: socket.socket, cluster: Cluster) -> int | None:
     """The number of the process that called; None for a stranger, who is not answered."""
     try:
         said = parse_json(_line(connection), where="a greeting", holds=_Hello)
+        # All of it in a time that does not tell how much was right.
+        same = hmac.compare_digest(said["token"].encode(), cluster.token.encode())
     except (OSError, ValueError, ConfigError):
         return None
-    # All of it in a time that does not tell how much was right.
-    same = hmac.compare_digest(said["token"].encode(), cluster.token.encode())
     valid = said["greeting"] == _GREETING and said["of"] == cluster.num_processes
     return said["process"] if same and valid and 0 < said["process"] < said["of"] else None
 

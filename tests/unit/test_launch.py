@@ -175,7 +175,7 @@ def test_who_does_not_know_the_token_gets_no_place_and_no_answer():
     answers: list[bytes] = []
 
     def pretend() -> None:
-        for token in ("", "a guess", "a secret "):
+        for token in ("", "a guess", "a secret ", "\ud800"):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(hello(token))
                 stranger.settimeout(5)
@@ -190,7 +190,7 @@ def test_who_does_not_know_the_token_gets_no_place_and_no_answer():
     outcomes |= meet_all([0], of=3, port=port, **when)
     late.join()
     timer.join()
-    assert answers == [b"", b"", b""]
+    assert answers == [b""] * 4
     assert len(outcomes) == 3
     assert len({*outcomes.values()}) == 1, outcomes
 
