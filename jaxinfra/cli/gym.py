@@ -24,6 +24,7 @@ from pathlib import Path
 from jaxinfra.cli import train
 from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.signals import raised_signals
 from jaxinfra.gym import damage, deaths, own_config, wrong_or_slow  # entered by import
 from jaxinfra.gym.arena import Arena
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{place} holds an earlier call's runs; choose another --logs")
     arena = Arena(place.absolute(), options=options, processes=2)
     failed = 0
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+    with raised_signals(), concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         waiting = [pool.submit(judge, number, arena) for number in chosen]
         try:
             for done in concurrent.futures.as_completed(waiting):

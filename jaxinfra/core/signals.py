@@ -177,6 +177,18 @@ def handled_elsewhere() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def raised_signals() -> Iterator[None]:
+    """Within, SIGINT and SIGTERM raise KeyboardInterrupt: for a command that has jobs to end."""
+    with handled_elsewhere():
+        before = {number: signal.signal(number, signal.default_int_handler) for number in _ASKING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def unfinished(path: Path) -> Iterator[None]:
     """Within, a signal that ends this process removes ``path`` first."""
     with _of_process.unfinished(path) if _of_process is not None else contextlib.nullcontext():

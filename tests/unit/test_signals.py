@@ -127,6 +127,19 @@ def test_handlers_of_a_supervisor_are_left_alone():
     assert (process.returncode, said) == (3, "mine\n")
 
 
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_command_with_jobs_ends_them_first(number):
+    program = (
+        "guard_process()\ntry:\n    with raised_signals():\n"
+        "        print('ready', flush=True)\n        time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    print('ended them'); sys.exit(130)"
+    )
+    with begin(program) as process:
+        process.send_signal(number)
+        said, errors = process.communicate(timeout=10)
+    assert (process.returncode, said, errors) == (130, "ended them\n", "")
+
+
 def test_a_caller_s_own_program_notes_and_gets_its_handlers_back():
     before = signal.getsignal(TERM), signal.getsignal(INT)
     with noted_signals() as stop:
