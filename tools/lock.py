@@ -15,7 +15,7 @@ from bootstrap_run import SetupError, run, say
 
 FORM = ["--universal", "--generate-hashes", "--no-header", "--no-annotate"]
 NO_HOSTS = ["--no-emit-index-url", "--no-emit-find-links"]
-GROUP = ["--group", "pyproject.toml:dev", "pyproject.toml"]
+GROUP = ["--group", "pyproject.toml:dev", "--extra", "serve", "pyproject.toml"]
 
 
 def lowest_python() -> str:
