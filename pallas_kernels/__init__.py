@@ -19,5 +19,6 @@ from .paged_attention import paged_attention as paged_attention
 from .quantize import quantize as quantize
 from .quantize import quantize_both_ways as quantize_both_ways
 from .scaled_matmul import scaled_matmul as scaled_matmul
+from .skinny_matmul import skinny_matmul as skinny_matmul
 from .softmax import log_softmax as log_softmax
 from .softmax import softmax as softmax
