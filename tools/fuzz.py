@@ -26,6 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import jax
 import safetensors
 import tokenizers
 
@@ -175,6 +176,13 @@ def _child(arguments: list[str], log: Path) -> None:
     os.dup2(file, 2)
     os.chdir(log.parent)
     os.environ["XDG_CACHE_HOME"] = str(log.parent.parent / "cache")
+    # Programs run for a moment and compile for longer: as little of that as there can be.
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    )
+    jax.config.update("jax_compilation_cache_dir", str(log.parent.parent / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     from jaxinfra.cli.main import main
     from jaxinfra.core.signals import guard_process
 

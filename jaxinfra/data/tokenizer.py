@@ -182,11 +182,13 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def panics() -> Iterator[None]:
-    """Within, a panic of the library, which is no Exception, becomes a DataError."""
+    """Within, what the library itself raises becomes a DataError: bare Exceptions, and panics,
+    which are none.
+    """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise DataError(
             f"the tokenizer's rules fail on this text ({' '.join(str(error).split())[:200]}); a "

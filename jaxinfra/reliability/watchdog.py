@@ -19,7 +19,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Self, final
 
-from jaxinfra.core.errors import LostPeerError
+from jaxinfra.core.errors import ConfigError, LostPeerError
+from jaxinfra.core.files import read_bytes
 from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.absence import ENDED, find_absent
 from jaxinfra.reliability.recorder import (
@@ -33,6 +34,7 @@ from jaxinfra.reliability.recorder import (
 
 HUNG_EXIT = LostPeerError.exit_code
 TRIP, REPORT = "trip.json", "report.txt"
+_REPORT_BYTES = 64 << 20
 _POLL_S = 0.5
 _STACKS_S = 4.0  # time for the others to dump
 # What may rightly take long. Several ranks may compile one after another.
@@ -190,6 +192,18 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(HUNG_EXIT)
+
+
+def read_report(directory: Path) -> str | None:
+    """The first line of what a watchdog reported there; None where it did not."""
+    file = directory / REPORT
+    if not file.exists():
+        return None
+    try:
+        lines = read_bytes(file, limit=_REPORT_BYTES).decode(errors="replace").splitlines()
+    except ConfigError as error:
+        return str(error)
+    return lines[0] if lines else "nothing"
 
 
 def stacks_file(directory: Path, rank: int) -> Path:
