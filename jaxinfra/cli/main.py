@@ -26,7 +26,7 @@ COMMANDS = {
     "plan": "what fits, which mesh, how fast, and how sure",
     "launch": "start several processes of one job, and start them again when one fails",
     "gym": "inject faults into small runs, and judge what was lost",
-    "doctor": "what is wrong with a run's checkpoints, and what to do",
+    "doctor": "what is wrong with this machine or a run, and what to do",
     "bench": "ours beside the alternatives, in one process",
     "trace": "a profiler trace, explained: what delays a step",
 }
