@@ -210,6 +210,7 @@ def test_parse_mesh():
         ("fsdp=-1", "'fsdp=-1' needs a whole size"),
         ("fsdp=2.0", "'fsdp=2.0' needs a whole size"),
         ("fsdp=0", "fsdp=0 must be at least 1"),
+        pytest.param(f"fsdp={'9' * 5000}", "needs a whole size", id="5000 digits"),
     ],
 )
 def test_a_wrong_mesh_says_what_is_wrong(text, message):
