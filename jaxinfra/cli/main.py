@@ -27,6 +27,7 @@ COMMANDS = {
     "launch": "start several processes of one job, and start them again when one fails",
     "gym": "inject faults into small runs, and judge what was lost",
     "doctor": "what is wrong with this machine or a run, and what to do",
+    "memory": "where a step's memory goes, and what would fit",
     "bench": "ours beside the alternatives, in one process",
     "trace": "a profiler trace, explained: what delays a step",
 }
