@@ -107,7 +107,7 @@ def generate(
         batch_shards=model.execution.place.batch_shards,
         seed=seed,
     )
-    original = _original_context(model.config)
+    original = original_context(model.config)
     if original is None:
         return run(begun, max_positions=max_positions)
     return _crossing(begun, run, original=original, max_positions=max_positions)
@@ -298,7 +298,7 @@ def bucket(length: int, *, limit: int) -> int:
     return min(max(_MIN_BUCKET, 1 << (length - 1).bit_length()), limit)
 
 
-def _original_context(config: ModelConfig) -> int | None:
+def original_context(config: ModelConfig) -> int | None:
     """Tokens up to which LongRoPE rotates by its short factors; None without it."""
     scalings = [block.mixer.rope and block.mixer.rope.scaling for block in config.blocks]
     found = {each.original_max_positions for each in scalings if type(each) is LongRopeScaling}
