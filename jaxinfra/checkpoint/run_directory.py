@@ -183,6 +183,8 @@ class RunDirectory:
 
 def read_config(file: Path) -> RunConfig:
     """The config in a file such as a run's config.json; raises ConfigError or OSError."""
+    if file.is_dir():
+        raise ConfigError(f"{file} is a directory, a config is a file: name {file / 'config.json'}")
     values = read_json(file)
     try:
         return codec.from_dict(RunConfig, values)

@@ -46,12 +46,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str()
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise DataError("the tokenizer has no tokens at all; copy it again from its source")
-        if len(set(vocabulary.values())) < len(vocabulary):
-            raise DataError(_two_of_one_id(vocabulary))
-        self.vocab_size: int = 1 + max(vocabulary.values())
+        self.vocab_size: int = num_ids(tokenizer)
         eos_id = _first_id(tokenizer, _EOS_NAMES)
         if eos_id is None:
             raise DataError(
@@ -158,6 +153,16 @@ class StreamDecoder:
     def _pending(self) -> str:
         before = self._tokenizer.decode(self._shown)
         return self._tokenizer.decode([*self._shown, *self._held])[len(before) :]
+
+
+def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than a tokenizer's largest id; raises DataError where two tokens have one id."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError("the tokenizer has no tokens at all; copy it again from its source")
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise DataError(_two_of_one_id(vocabulary))
+    return 1 + max(vocabulary.values())
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:

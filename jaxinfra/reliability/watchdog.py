@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self, final
 
 from jaxinfra.core.errors import LostPeerError
+from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.absence import ENDED, find_absent
 from jaxinfra.reliability.recorder import (
     RankRecord,
@@ -202,5 +203,5 @@ def _size(path: Path) -> int:
 
 def launcher_of(environment: Mapping[str, str], name: str) -> int | None:
     """The process that started this one, where it is our launcher and this one its child."""
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() and int(text) == os.getppid() else None
+    number = whole_number(environment.get(name, ""))
+    return number if number == os.getppid() else None

@@ -80,7 +80,7 @@ def empty_pools(
     pools = []
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         cache = PagedCache.zeros(
-            block.mixer.cache,
+            block.mixer.cache.repeated(execution.place.copies),
             num_layers=repeats,
             num_pages=num_pages,
             page_size=page_size,
