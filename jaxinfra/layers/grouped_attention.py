@@ -48,6 +48,7 @@ class GroupedAttention(nnx.Module):
                 std=std,
                 execution=execution,
                 rngs=rngs,
+                repeated=axes.KV_HEADS if heads_dim == axes.KV_HEADS else None,
             )
 
         self.packed = inward(heads + 2 * kv_heads, None) if execution.packed else None

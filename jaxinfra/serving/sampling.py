@@ -4,13 +4,14 @@ Dims: B batch, V vocabulary, K most likely tokens, E biased tokens, W words of 3
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.cuts import kept_tokens
@@ -20,6 +21,9 @@ _TINY = float(np.finfo(np.float32).tiny)
 _BLOCK = 1024  # ids whose most likely are found at a time
 MOST_LOGPROBS = 20
 """Alternatives that a request may ask for, as OpenAI's API bounds them."""
+
+NO_TOKEN = -1
+"""Drawn in place of an id where a row's logits have a NaN, an infinity, or exclude every token."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +182,7 @@ class LogProbabilities:
 class Sampled:
     """One drawn token for each row."""
 
-    ids_B: Int[Array, "B"]  # int32
-    is_sound_B: Bool[Array, "B"]  # the row's largest logit is a number: it has no NaN, and a token
+    ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` where there is nothing to draw from
     logprobs: LogProbabilities | None  # where needed
 
 
@@ -188,7 +191,7 @@ def sample(
     keys_B: Key[Array, "B"],
     *,
     rows: SamplingRows,
-    needs: SamplingNeeds,
+    needs: SamplingNeeds | None = None,
     history: TokenHistory | None = None,
     allowed_BW: UInt32[Array, "B W"] | None = None,
 ) -> Sampled:
@@ -197,41 +200,76 @@ def sample(
     Args:
         logits_BV: fp32; -inf excludes a token.
         keys_B: typed PRNG keys, one per row; not used by a greedy row.
-        needs: at least what the rows ask for; settings beyond it are not looked at.
+        needs: at least what the rows ask for; settings beyond it are not looked at. None: noise
+            and cuts as the rows ask for them, which the host waits for; bias where rows have room
+            for it, penalties where there is a history.
         history: of the rows, where penalties are needed.
         allowed_BW: bit ``i % 32`` of word ``i // 32`` says whether token i may be drawn.
     """
     given_BV = logits_BV
+    if needs is None:
+        has_bias = rows.bias_ids_BE.shape[1] > 0
+        told = SamplingNeeds(noise=True, cuts=True, bias=has_bias, penalties=history is not None)
+    else:
+        told = needs
     if allowed_BW is not None:
         logits_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), logits_BV, -jnp.inf)
-    if needs.bias:
+    if told.bias:
         num_ids = logits_BV.shape[1]
         ids_BE = jnp.where(rows.bias_ids_BE < 0, num_ids, rows.bias_ids_BE)
         rows_B1 = jnp.arange(len(logits_BV))[:, None]
         logits_BV = logits_BV.at[rows_B1, ids_BE].add(rows.bias_BE, mode="drop")
-    if needs.penalties:
+    if told.penalties:
         assert history is not None, "penalties need a history"
         logits_BV = _penalized(logits_BV, rows, history)
-    largest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
-    ids_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    if needs.noise:
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    # A NaN counts as the largest.
+    largest_B1 = jnp.take_along_axis(logits_BV, greedy_B[:, None], axis=-1)
+
+    def drawn(*, cuts: bool) -> jax.Array:
+        return _drawn(logits_BV, largest_B1, greedy_B, keys_B, rows, cuts=cuts)
+
+    if needs is None:
         is_drawn_B = rows.temperature_B > 0
-        # Relative to the largest, so that a small temperature cannot overflow it.
-        divisor_B1 = jnp.where(is_drawn_B, rows.temperature_B, 1.0)[:, None]
-        scaled_BV = (logits_BV - largest_B1) / divisor_B1
-        noisy_BV = scaled_BV + _noise(keys_B, scaled_BV)
-        if needs.cuts:
-            # At least the most likely is left: its logarithm is 0.
-            is_likely_BV = scaled_BV >= jnp.log(rows.min_p_B)[:, None]
-            likely_BV = jnp.where(is_likely_BV, scaled_BV, -jnp.inf)
-            is_kept_BV = is_likely_BV & kept_tokens(likely_BV, rows.top_k_B, rows.top_p_B)
-            noisy_BV = jnp.where(is_kept_BV, noisy_BV, -jnp.inf)
-        drawn_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
-        ids_B = jnp.where(is_drawn_B, drawn_B, ids_B)
+        is_cut_B = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
+        branch = jnp.where(jnp.any(is_drawn_B & is_cut_B), 2, jnp.any(is_drawn_B).astype(jnp.int32))
+        branches = (
+            lambda: greedy_B,
+            functools.partial(drawn, cuts=False),
+            functools.partial(drawn, cuts=True),
+        )
+        ids_B = jax.lax.switch(branch, branches)
+    else:
+        ids_B = drawn(cuts=told.cuts) if told.noise else greedy_B
     logprobs = None
-    if needs.logprobs is not None:
-        logprobs = log_probabilities(given_BV, ids_B, num_top=needs.logprobs)
-    return Sampled(ids_B=ids_B, is_sound_B=jnp.isfinite(largest_B1[:, 0]), logprobs=logprobs)
+    if told.logprobs is not None:
+        logprobs = log_probabilities(given_BV, ids_B, num_top=told.logprobs)
+    is_sound_B = jnp.isfinite(largest_B1[:, 0])
+    return Sampled(ids_B=jnp.where(is_sound_B, ids_B, NO_TOKEN), logprobs=logprobs)
+
+
+def _drawn(
+    logits_BV: jax.Array,
+    largest_B1: jax.Array,
+    greedy_B: jax.Array,
+    keys_B: jax.Array,
+    rows: SamplingRows,
+    *,
+    cuts: bool,
+) -> jax.Array:
+    """Draws of the rows that are not greedy, among the tokens that their settings keep."""
+    is_drawn_B = rows.temperature_B > 0
+    # Relative to the largest, so that a small temperature cannot overflow it.
+    scaled_BV = (logits_BV - largest_B1) / jnp.where(is_drawn_B, rows.temperature_B, 1.0)[:, None]
+    noisy_BV = scaled_BV + _noise(keys_B, scaled_BV)
+    if cuts:
+        # At least the most likely is left: its logarithm is 0.
+        is_likely_BV = scaled_BV >= jnp.log(rows.min_p_B)[:, None]
+        likely_BV = jnp.where(is_likely_BV, scaled_BV, -jnp.inf)
+        is_kept_BV = is_likely_BV & kept_tokens(likely_BV, rows.top_k_B, rows.top_p_B)
+        noisy_BV = jnp.where(is_kept_BV, noisy_BV, -jnp.inf)
+    drawn_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
+    return jnp.where(is_drawn_B, drawn_B, greedy_B)
 
 
 def log_probabilities(

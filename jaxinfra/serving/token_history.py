@@ -65,7 +65,9 @@ class TokenHistory:
         )
 
     def after(self, ids_B: Int[Array, "B"], is_drawn_B: Bool[Array, "B"]) -> "TokenHistory":
-        """The history with a token more in the rows that drew one."""
+        """The history with a token more in the rows that drew one; an id below 0 is none."""
+        ids_B = jnp.where(is_drawn_B & (ids_B >= 0), ids_B, self.drawn_BV.shape[1])
         rows_B = jnp.arange(ids_B.size)
-        counts_B = is_drawn_B.astype(jnp.int32)
-        return dataclasses.replace(self, drawn_BV=self.drawn_BV.at[rows_B, ids_B].add(counts_B))
+        return dataclasses.replace(
+            self, drawn_BV=self.drawn_BV.at[rows_B, ids_B].add(1, mode="drop")
+        )

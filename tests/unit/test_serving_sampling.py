@@ -11,6 +11,7 @@ import pytest
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.sampling import (
     GREEDY,
+    NO_TOKEN,
     SamplingConfig,
     SamplingNeeds,
     SamplingRows,
@@ -42,7 +43,7 @@ def _sample(logits, keys, rows):
 
 @functools.partial(jax.jit, static_argnames="needs")
 def _sample_needed(logits, keys, rows, *, needs):
-    """What is not needed is not computed."""
+    """What is not needed is not computed; None: what the rows ask for, found on the device."""
     return sample(logits, keys, rows=rows, needs=needs).ids_B
 
 
@@ -166,6 +167,7 @@ def test_a_row_depends_on_itself_only():
         needs = SamplingNeeds.of([config])
         of_like = SamplingRows.of([config] * DRAWS)
         alone = np.asarray(_sample_needed(rows, keys, of_like, needs=needs))
+        np.testing.assert_array_equal(alone, _sample_needed(rows, keys, of_like, needs=None))
         mine = np.array([each is config for each in configs])
         assert mine.any()
         np.testing.assert_array_equal(ids[mine], alone[mine])
@@ -238,3 +240,17 @@ def test_settings_that_mean_nothing_are_refused(options):
     ((name, value),) = options.items()
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         SamplingConfig(**options)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_nothing_is_drawn_from_logits_that_are_no_numbers(config):
+    """And the other rows of the batch draw what they would."""
+    spoilt = np.tile(RANDOM, (DRAWS, 1))
+    spoilt[0, 7] = np.nan
+    spoilt[1] = np.nan
+    spoilt[2, 0] = np.inf
+    spoilt[3] = -np.inf
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    ids = np.asarray(_sample(spoilt, keys, SamplingRows.of([config] * DRAWS)))
+    assert ids[:4].tolist() == [NO_TOKEN] * 4
+    np.testing.assert_array_equal(ids[4:], draws(RANDOM, config)[4:])
