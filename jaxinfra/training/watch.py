@@ -15,6 +15,7 @@ from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import excluded_steps, record_incident
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.training.fp8_watch import Fp8Watch
 from jaxinfra.training.guards import is_due
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.stop import Agreement
@@ -50,6 +51,7 @@ class Watch:
         self._is_first = jax.process_index() == 0
         self._goodput = Goodput(run.goodput_file, run.prometheus_file, began=began, lost_s=lost_s)
         self._stragglers = Stragglers()
+        self._fp8 = Fp8Watch()
         self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
@@ -99,6 +101,11 @@ class Watch:
         self._progress.message(f"{kind.upper()}: step {step}: {text}")
         if self._is_first:
             record_incident(self._run.incidents_file, kind, step=step, text=text, **details)
+
+    def look_for_divergence(self, emitted: dict[str, Any], *, step: int) -> None:
+        """Names 8-bit matmuls whose operands outgrow their format."""
+        for text in self._fp8.add(emitted):
+            self.incident("fp8 diverges", step=step, text=text)
 
     def undone(self, records: Sequence[dict[str, Any]]) -> None:
         """These steps are done again."""
