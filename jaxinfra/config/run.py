@@ -178,6 +178,7 @@ def validate(run: RunConfig) -> None:
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    _validate_fp8(run)
     check_divides(model, mesh)
 
 
@@ -224,6 +225,22 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
             "tensor instead"
+        )
+
+
+def _validate_fp8(run: RunConfig) -> None:
+    if run.precision.fp8 is None:
+        return
+    if run.sharding.keep_gathered:
+        raise ConfigError(
+            "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
+            "leave one of them out"
+        )
+    latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
+    if latent and run.mesh.context > 1:
+        raise ConfigError(
+            f"fp8 with latent attention and context={run.mesh.context}: what rebuilds heads of the "
+            "latents that devices exchange is not in 8 bits; use fsdp in place of context"
         )
 
 

@@ -242,6 +242,7 @@ class Trainer:
                 )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
+                self._watch.look_for_divergence(values.fp8, step=step)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _require_undoubted(self, step: int, loss: float) -> None:
