@@ -21,6 +21,7 @@ from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
 COMMANDS = {
     "train": "train a model, or continue a run",
     "generate": "sample from a run",
+    "serve": "serve a model to clients of OpenAI's API",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
     "plan": "what fits, which mesh, how fast, and how sure",

@@ -15,7 +15,7 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import SchedulerLimits
-from jaxinfra.serving.engine.requests import GenerationRequest, Stream
+from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
 from jaxinfra.serving.engine.scheduler import Scheduler
 
 POISON = 9
@@ -92,7 +92,9 @@ def run(scheduler, arrivals, *, cancels=(), delay=1):
     for step in range(5000):
         while waiting and waiting[0][1][0] <= step:
             number, (_, request) = waiting.pop(0)
-            stream = Stream(number=number, request=request, tokens=[*request.prompt_ids], limit=0)
+            stream = RequestStream(
+                number=number, request=request, tokens=[*request.prompt_ids], limit=0
+            )
             scheduler.add(stream)
             alive[number] = stream
         for _ in range(cancels.pop(step, 0)):
@@ -246,7 +248,7 @@ def test_equal_prompts_are_computed_once():
     scheduler = Scheduler(LIMITS)
     prompt = tuple(n % 4 for n in range(14))
     run(scheduler, [(0, request(*prompt))])
-    stream = Stream(number=1, request=request(*prompt), tokens=[*prompt], limit=0)
+    stream = RequestStream(number=1, request=request(*prompt), tokens=[*prompt], limit=0)
     scheduler.add(stream)
     plan = scheduler.plan()
     # All but the last token, within a page that was copied.
@@ -259,7 +261,9 @@ def test_requests_of_one_step_that_begin_alike_wait_for_the_first():
     scheduler = Scheduler(dataclasses.replace(LIMITS, num_pages=30))
     prompt = tuple(n % 4 for n in range(14))
     for number in range(3):
-        scheduler.add(Stream(number=number, request=request(*prompt), tokens=[*prompt], limit=0))
+        scheduler.add(
+            RequestStream(number=number, request=request(*prompt), tokens=[*prompt], limit=0)
+        )
     computed = sum(scheduler.plan().num_tokens for _ in range(4))
     assert computed < 3 * 14
 

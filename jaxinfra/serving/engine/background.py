@@ -8,7 +8,7 @@ from typing import final
 
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, Progress
+from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Ticket:
     """A request that was handed over."""
 
     request: GenerationRequest
-    listen: Callable[[Progress], None]
+    listen: Callable[[RequestProgress], None]
     number: int | None = None  # the engine's; None before it has seen it
     is_cancelled: bool = False
 
@@ -66,7 +66,7 @@ class EngineThread:
         return not self._is_draining and self.failure is None
 
     def submit(
-        self, requests: list[GenerationRequest], listen: Callable[[int, Progress], None]
+        self, requests: list[GenerationRequest], listen: Callable[[int, RequestProgress], None]
     ) -> list[Ticket]:
         """Hands requests over, all of them or none.
 
@@ -146,13 +146,13 @@ class EngineThread:
                 self.engine.cancel(ticket.number)
         for ticket in arrived:
             if ticket.is_cancelled:
-                self._end(ticket, Progress(request=-1, end=EndReason.CANCELLED))
+                self._end(ticket, RequestProgress(request=-1, end=EndReason.CANCELLED))
                 continue
             ticket.number = self.engine.submit(ticket.request)
             self._open[ticket.number] = ticket
         return not self._is_closed or self.engine.is_busy
 
-    def _tell(self, progress: Progress) -> None:
+    def _tell(self, progress: RequestProgress) -> None:
         ticket = self._open[progress.request]
         if progress.end is None:
             ticket.listen(progress)
@@ -160,7 +160,7 @@ class EngineThread:
             del self._open[progress.request]
             self._end(ticket, progress)
 
-    def _end(self, ticket: Ticket, progress: Progress) -> None:
+    def _end(self, ticket: Ticket, progress: RequestProgress) -> None:
         ticket.listen(progress)
         with self._changed:
             self._num_open -= 1
@@ -173,4 +173,4 @@ class EngineThread:
             self._open, self._arrived = {}, []
         for ticket in tickets:
             told = f"the engine failed: {type(error).__name__}"
-            self._end(ticket, Progress(request=-1, end=EndReason.ERROR, error=told))
+            self._end(ticket, RequestProgress(request=-1, end=EndReason.ERROR, error=told))

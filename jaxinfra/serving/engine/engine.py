@@ -15,7 +15,12 @@ from jaxinfra.serving.engine.detokenize import TextStream
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import StepPlan
-from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, Progress, Stream
+from jaxinfra.serving.engine.requests import (
+    EndReason,
+    GenerationRequest,
+    RequestProgress,
+    RequestStream,
+)
 from jaxinfra.serving.engine.runner import Dispatched, Drawn, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.generate import original_context
@@ -45,7 +50,7 @@ class EngineCounts:
 class _Told:
     """What the engine remembers of a request beside what the scheduler does."""
 
-    stream: Stream
+    stream: RequestStream
     text: TextStream | None
     is_admitted: bool = False
 
@@ -105,7 +110,7 @@ class Engine:
         self._numbers = itertools.count()
         self._requests: dict[int, _Told] = {}
         self._unread: collections.deque[tuple[Dispatched, StepPlan]] = collections.deque()
-        self._ended: list[Progress] = []
+        self._ended: list[RequestProgress] = []
         self.counts = EngineCounts()
 
     @classmethod
@@ -176,7 +181,9 @@ class Engine:
         """
         self.check(request)
         number = next(self._numbers)
-        stream = Stream(number=number, request=request, tokens=[*request.prompt_ids], limit=0)
+        stream = RequestStream(
+            number=number, request=request, tokens=[*request.prompt_ids], limit=0
+        )
         text = None
         if self.tokenizer is not None:
             text = TextStream(self.tokenizer, request.prompt_ids, request.stop)
@@ -191,7 +198,7 @@ class Engine:
         if told is not None:
             self._ended.append(self._end(told, EndReason.CANCELLED))
 
-    def step(self) -> list[Progress]:
+    def step(self) -> list[RequestProgress]:
         """Gives the device the next step, and says what the one before brought.
 
         The device has a step to do while the host reads and plans, as long as requests allow it.
@@ -216,15 +223,15 @@ class Engine:
                     result.append(progress)
         return result
 
-    def run(self, requests: Sequence[GenerationRequest]) -> list[list[Progress]]:
+    def run(self, requests: Sequence[GenerationRequest]) -> list[list[RequestProgress]]:
         """All of these to their ends: what came of each."""
         places = {self.submit(request): place for place, request in enumerate(requests)}
-        result: list[list[Progress]] = [[] for _ in requests]
+        result: list[list[RequestProgress]] = [[] for _ in requests]
         for progress in self._until_idle():
             result[places[progress.request]].append(progress)
         return result
 
-    def _until_idle(self) -> Iterator[Progress]:
+    def _until_idle(self) -> Iterator[RequestProgress]:
         while self.is_busy:
             yield from self.step()
 
@@ -237,7 +244,7 @@ class Engine:
                 told.is_admitted = True
                 self.counts.cached_tokens += row.stream.num_cached
 
-    def _take(self, drawn: Drawn) -> Progress | None:
+    def _take(self, drawn: Drawn) -> RequestProgress | None:
         """What a row's draws mean for its request; None for one that has ended."""
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
@@ -257,7 +264,7 @@ class Engine:
             text += piece
             if end is not None:
                 return self._end(told, end, tokens=tuple(tokens), text=text)
-        return Progress(
+        return RequestProgress(
             request=stream.number, tokens=tuple(tokens), text=text, num_cached=stream.num_cached
         )
 
@@ -295,7 +302,7 @@ class Engine:
         text: str = "",
         error: str | None = None,
         poisoned: bool = False,
-    ) -> Progress:
+    ) -> RequestProgress:
         stream = told.stream
         del self._requests[stream.number]
         self._scheduler.end(stream, poisoned=poisoned)
@@ -304,7 +311,7 @@ class Engine:
             text += told.text.flush()
             if told.text.is_stopped and end is EndReason.LENGTH:
                 end = EndReason.STOP
-        return Progress(
+        return RequestProgress(
             request=stream.number,
             tokens=tokens,
             text=text,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import final
 
-from jaxinfra.serving.engine.requests import Stream
+from jaxinfra.serving.engine.requests import RequestStream
 
 _LONGEST, _SHORTEST = 4, 2
 _LOOKED_BACK = 4096  # tokens
@@ -19,7 +19,7 @@ class NgramLookup:
     def __init__(self, *, num_drafts: int):
         self._num_drafts = num_drafts
 
-    def __call__(self, stream: Stream) -> Sequence[int]:
+    def __call__(self, stream: RequestStream) -> Sequence[int]:
         """Up to ``num_drafts`` tokens; none where the last ones have not come before."""
         tokens = stream.tokens[-_LOOKED_BACK:]
         for length in range(_LONGEST, _SHORTEST - 1, -1):

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.engine.requests import Stream
+from jaxinfra.serving.engine.requests import RequestStream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class SchedulerLimits:
 class PlannedRow:
     """Tokens of one request that a step takes in."""
 
-    stream: Stream
+    stream: RequestStream
     slot: int
     pages: tuple[int, ...]
     start: int  # position of the first

@@ -13,15 +13,15 @@ from jaxinfra.serving.engine.pages import PageAllocator
 
 _LOOKED_AT = 64  # children, the newest, that may share a part of a page
 
-type Block = tuple[int, ...]
+type TokenBlock = tuple[int, ...]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Node:
-    block: Block
+    block: TokenBlock
     page: int
     parent: "_Node | None"
-    children: dict[Block, "_Node"] = dataclasses.field(default_factory=dict)
+    children: dict[TokenBlock, "_Node"] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +134,7 @@ class PrefixTree:
         self._allocator.uncache(node.page)
 
 
-def _nearest(node: _Node, rest: Block) -> tuple[_Node | None, int]:
+def _nearest(node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
     """The child whose block begins most like ``rest``, and by how many tokens; None at 0."""
     best, most = None, 0
     for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):

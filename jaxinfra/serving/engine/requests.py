@@ -59,7 +59,7 @@ class GenerationRequest:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RequestProgress:
     """What one step of the engine brought for one request."""
 
     request: int  # the number that ``submit`` gave
@@ -71,7 +71,7 @@ class Progress:
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
-class Stream:
+class RequestStream:
     """A request on its way, as the scheduler sees it: no arrays, no text."""
 
     number: int  # order of arrival

@@ -15,7 +15,7 @@ from typing import final
 from jaxinfra.serving.engine.pages import PageAllocator
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.radix import PrefixTree
-from jaxinfra.serving.engine.requests import Stream
+from jaxinfra.serving.engine.requests import RequestStream
 
 
 @final
@@ -28,19 +28,22 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, *, propose: Callable[[Stream], Sequence[int]] | None = None
+        self,
+        limits: SchedulerLimits,
+        *,
+        propose: Callable[[RequestStream], Sequence[int]] | None = None,
     ):
         self.limits = limits
         self.allocator = PageAllocator(limits.num_pages)
         self.tree = PrefixTree(self.allocator, page_size=limits.page_size)
-        self.waiting: list[Stream] = []
-        self.running: list[Stream] = []
+        self.waiting: list[RequestStream] = []
+        self.running: list[RequestStream] = []
         self.num_preemptions = 0
         self._slots = [*range(limits.max_running)]
         self._propose = propose
-        self._planned: set[Stream] = set()
+        self._planned: set[RequestStream] = set()
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: RequestStream) -> None:
         """One more request; the limit on its tokens is set here."""
         prompt = len(stream.request.prompt_ids)
         # The last token drawn is not fed back, so it needs no position.
@@ -78,7 +81,7 @@ class Scheduler:
             self._register(row.stream)
         return plan
 
-    def _is_ready(self, stream: Stream, copies: list[tuple[int, int]]) -> bool:
+    def _is_ready(self, stream: RequestStream, copies: list[tuple[int, int]]) -> bool:
         """Whether a running request can take part in the next step."""
         if stream.total >= stream.limit:
             return False  # it draws its last token already
@@ -99,11 +102,11 @@ class Scheduler:
     def _speculates(self) -> bool:
         return self._propose is not None or self.limits.num_drafts > 0
 
-    def _kind(self, stream: Stream) -> str:
+    def _kind(self, stream: RequestStream) -> str:
         long = self.limits.long_context
         return "short" if long is None or stream.total <= long else "long"
 
-    def _plan_answer(self, stream: Stream, plan: StepPlan) -> None:
+    def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
         """One token of a request that is past its prompt, and drafts after it."""
         room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
         if stream.request.constraint is None:
@@ -123,7 +126,7 @@ class Scheduler:
             )
         (plan.verifies if num_drafts else plan.decodes).append(row)
 
-    def _row(self, stream: Stream, *, count: int, draws: bool) -> PlannedRow:
+    def _row(self, stream: RequestStream, *, count: int, draws: bool) -> PlannedRow:
         assert stream.slot is not None
         self._planned.add(stream)
         return PlannedRow(
@@ -137,7 +140,7 @@ class Scheduler:
             context=stream.total,
         )
 
-    def _plan_prompts(self, plan: StepPlan, prompts: list[Stream], budget: int) -> StepPlan:
+    def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
         """Chunks of prompts under way, then of those that can be admitted, in one call."""
         length, rows = 0, []
         source = iter(prompts)
@@ -180,7 +183,7 @@ class Scheduler:
         ]
         return fitting[-1] if fitting else 1
 
-    def _admit(self, copies: list[tuple[int, int]]) -> Stream | None:
+    def _admit(self, copies: list[tuple[int, int]]) -> RequestStream | None:
         """The first waiting request, with pages for its tokens; None if it has to wait."""
         if not self.waiting or not self._slots:
             return None
@@ -195,7 +198,7 @@ class Scheduler:
         bisect.insort(self.running, stream, key=lambda each: each.number)
         return stream
 
-    def _begin(self, stream: Stream, copies: list[tuple[int, int]]) -> bool:
+    def _begin(self, stream: RequestStream, copies: list[tuple[int, int]]) -> bool:
         """Gives a request without pages those of its tokens; False, and none, if there are too
         few, or if another request is about to compute the same.
         """
@@ -227,7 +230,7 @@ class Scheduler:
             stream.num_cached = cached
         return True
 
-    def _is_computed_elsewhere(self, stream: Stream, cached: int) -> bool:
+    def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
         """Whether a running request's prompt begins as this one, further than pages know it."""
         if not self.limits.share_prefixes:
             return False
@@ -254,7 +257,7 @@ class Scheduler:
             self.tree.evict()
         return self.allocator.allocate()
 
-    def _reserve(self, stream: Stream, num_tokens: int) -> bool:
+    def _reserve(self, stream: RequestStream, num_tokens: int) -> bool:
         """Pages for a request's first tokens; False if it had to give up its own for others."""
         needed = -(-num_tokens // self.limits.page_size) - len(stream.pages)
         while needed > self._num_available:
@@ -265,26 +268,26 @@ class Scheduler:
         stream.pages += [self._take_page() for _ in range(needed)]
         return True
 
-    def _preempt(self, stream: Stream) -> None:
+    def _preempt(self, stream: RequestStream) -> None:
         """Takes a request's pages; it waits at its place to compute its tokens again."""
         self.num_preemptions += 1
         self._give_up_pages(stream)
         self._leave(stream)
         bisect.insort(self.waiting, stream, key=lambda each: each.number)
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: RequestStream) -> None:
         assert stream.slot is not None
         self.running.remove(stream)
         heapq.heappush(self._slots, stream.slot)
         stream.slot = None
 
-    def _give_up_pages(self, stream: Stream) -> None:
+    def _give_up_pages(self, stream: RequestStream) -> None:
         self._register(stream)
         self.allocator.release_all(stream.pages)
         stream.pages = []
         stream.computed = stream.num_registered = 0
 
-    def _register(self, stream: Stream) -> None:
+    def _register(self, stream: RequestStream) -> None:
         """Puts a request's full pages into the prefix tree."""
         size = self.limits.page_size
         known = min(stream.computed, len(stream.tokens))
@@ -295,7 +298,7 @@ class Scheduler:
         )
         stream.num_registered = known // size
 
-    def end(self, stream: Stream, *, poisoned: bool = False) -> None:
+    def end(self, stream: RequestStream, *, poisoned: bool = False) -> None:
         """Takes a request out, wherever it is.
 
         Args:
