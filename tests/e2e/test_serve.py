@@ -305,6 +305,13 @@ def test_the_key_is_asked_for(running, client):
     assert [model.id for model in client.models.list()] == ["letters"]
 
 
+def test_the_page_needs_nothing_from_elsewhere(running):
+    with urllib.request.urlopen(f"{running.server.address}/") as answer:
+        page = answer.read().decode()
+    assert "/v1/chat/completions" in page
+    assert not re.search(r"""(?:src|href)=|https?:|@import""", page)
+
+
 def test_tokens_are_counted(running):
     _, answer, _ = post(running, "/tokenize", {"prompt": "abc"})
     assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": [256, 97, 98, 99]}
