@@ -26,7 +26,7 @@ from jaxinfra.diagnostics.machine.finding import Grade, worst
 from jaxinfra.diagnostics.machine.links import link_findings, measure_links
 from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
 from jaxinfra.reliability.recorder import describe_events, read_records
-from jaxinfra.reliability.watchdog import REPORT
+from jaxinfra.reliability.watchdog import REPORT, read_report
 
 _OF_A_RUN = ("checkpoint", "recorder")
 
@@ -87,19 +87,18 @@ def _recorder(args: argparse.Namespace) -> int:
     if not records:
         there = sorted(path.name for path in args.run.glob("recorder*"))
         raise ConfigError(f"{place} holds no recorder; there are {', '.join(there) or 'none'}")
-    report = place / REPORT
+    report = read_report(place)
     if args.json:
         shown = [dataclasses.asdict(record) for record in records]
-        said = report.read_text().splitlines()[0] if report.exists() else None
-        print(json.dumps({"report": said, "ranks": shown}))
-        return 1 if report.exists() else 0
+        print(json.dumps({"report": report, "ranks": shown}))
+        return 0 if report is None else 1
     for record in records:
         where = f"{record.phase} of step {record.step}"
         print(f"rank {record.rank} on {record.host}, process {record.pid}: {where}")
         for line in describe_events(record, last=args.last):
             print(f"    {line}")
-    if report.exists():
-        print(f"ended by the watchdog: {report.read_text().splitlines()[0]}; all of it: {report}")
+    if report is not None:
+        print(f"ended by the watchdog: {report}; all of it: {place / REPORT}")
         return 1
     return 0
 
@@ -128,11 +127,20 @@ def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
         why = read_json(note, holds=dict[str, Any]).get("reasons")
         reasons = "; ".join(map(str, why)) if isinstance(why, list) else "not said"
         print(f"set aside earlier: {note.with_suffix('')}: {reasons}")
-    if len(good) < len(steps):
-        newest = f"step {good[-1]}" if good else "none of them"
-        print(
-            f"jaxinfra train --resume {args.run} would set the damaged ones aside and use {newest};"
-            " copies of the named files from a backup would make them good again"
-        )
+    if len(good) == len(steps):
+        return 0
+    print("copies of the named files from a backup would make the damaged ones good again")
+    if not good:
+        print("without them this run cannot go on: start another")
         return 1
-    return 0
+    damaged = [step for step in steps if step not in good]
+    if max(damaged) > good[-1]:
+        print(
+            f"without them, this sets aside what is damaged after step {good[-1]}, and goes on "
+            f"from there: jaxinfra train --resume {args.run}"
+        )
+    older = [directory.checkpoints / directory_layout.step_name(step) for step in damaged]
+    older = [path for path, step in zip(older, damaged, strict=True) if step < good[-1]]
+    if older:
+        print(f"nothing needs what is older and damaged: rm -r {' '.join(map(str, older))}")
+    return 1
