@@ -190,6 +190,7 @@ class Trainer:
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
+                self._watch.note_shapes(placed, step + 1)
                 host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
                 if not self.has_trained:
                     self._train_step = same_program(

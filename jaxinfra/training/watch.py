@@ -13,7 +13,7 @@ from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.exchange import ProcessRow, ProcessTable
 from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
-from jaxinfra.reliability.incidents import excluded_steps, record_incident
+from jaxinfra.reliability.incidents import RECOMPILED, excluded_steps, record_incident
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.stragglers import Stragglers
 from jaxinfra.training.fp8_watch import Fp8Watch
@@ -57,6 +57,7 @@ class Watch:
         self._fp8 = Fp8Watch()
         self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
+        self._shapes: dict[str, str] = {}  # of the last batch
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
 
     def phase(self, name: str, step: int) -> float:
@@ -67,6 +68,21 @@ class Watch:
         """Begins the wait for a batch, of which so many are ready."""
         self.phase("input", step)
         self._recorder.event("batches ready", step=step, value=num_ready)
+
+    def note_shapes(self, batch: Any, step: int) -> None:
+        """Records which arrays of a batch have another shape than before: the step recompiles."""
+        shapes = {
+            jax.tree_util.keystr(path, simple=True): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        before, self._shapes = self._shapes, shapes
+        changed = [
+            f"batch.{name} was {before[name]} and is {shape}"
+            for name, shape in shapes.items()
+            if name in before and before[name] != shape
+        ]
+        if changed:
+            self.incident(RECOMPILED, step=step, text="; ".join(changed))
 
     def program(self, fingerprint: str) -> None:
         """Records which program of the training step this is."""
