@@ -31,6 +31,15 @@ class MuonConfig:
             )
 
 
+class MomentFormat(enum.StrEnum):
+    """What a moment of Adam's is kept in between steps."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # rounded stochastically
+    FP16 = "fp16"  # with a scale for each array
+    FP8 = "fp8"  # e4m3 with a scale for each array, rounded stochastically
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019), or Muon beside it; decay applies to matrices only."""
@@ -45,6 +54,8 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    first_moment: MomentFormat = MomentFormat.FP32
+    second_moment: MomentFormat = MomentFormat.FP32
     muon: MuonConfig | None = None  # None: AdamW for every parameter
 
     def __post_init__(self) -> None:
@@ -56,6 +67,12 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.muon is not None and self.keeps_short_moments:
+            raise ConfigError(
+                f"first_moment={self.first_moment.value} and second_moment="
+                f"{self.second_moment.value} with muon: only AdamW keeps moments in other formats "
+                "than fp32; leave muon out"
+            )
         if self.epsilon <= 0 or self.weight_decay < 0 or not 0 <= self.final_fraction <= 1:
             raise ConfigError(
                 f"epsilon={self.epsilon} must be positive, weight_decay={self.weight_decay} not "
@@ -65,3 +82,8 @@ class OptimizerConfig:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or none")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ConfigError(f"decay_steps={self.decay_steps} must be at least 1, or none")
+
+    @property
+    def keeps_short_moments(self) -> bool:
+        """Whether some moment is kept in fewer bits than it is computed in."""
+        return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2

@@ -16,7 +16,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.pipeline import PipelineConfig
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -179,6 +179,7 @@ def validate(run: RunConfig) -> None:
     _validate_pipeline(run)
     _validate_lora(run)
     _validate_fp8(run)
+    _validate_stored_weights(run)
     check_divides(model, mesh)
 
 
@@ -225,6 +226,14 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
             "tensor instead"
+        )
+
+
+def _validate_stored_weights(run: RunConfig) -> None:
+    if run.precision.weights is StoredWeights.BF16 and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"weights=bf16 with pipe={run.mesh.pipe}: stages sum gradients of micro-batches in the "
+            "format of the weights; use fsdp and tensor, or weights=fp32"
         )
 
 

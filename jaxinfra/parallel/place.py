@@ -207,12 +207,17 @@ class Placement:
         """Shardings of the optimizer's state: a moment for each parameter, counters replicated."""
         return optax.tree_utils.tree_map_params(
             optimizer.init,
-            lambda moment, sharding: moment if _is_absent(moment) else sharding,
+            lambda moment, sharding: self._of_moment(moment, sharding),
             jax.eval_shape(optimizer.init, model.shapes),
             self.updates(model),
             transform_non_params=lambda _: self.replicated,
             is_leaf=_is_absent,
         )
+
+    def _of_moment(self, moment: Any, sharding: NamedSharding) -> Any:
+        if _is_absent(moment):
+            return moment
+        return sharding if moment.ndim else self.replicated  # the scale of one
 
     def constraint(self) -> "ActivationPlacement":
         """What ``Execution.place`` should be on this mesh."""

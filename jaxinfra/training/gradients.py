@@ -15,6 +15,7 @@ from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.models.gradients import Gradients, added, nothing_added
+from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
@@ -155,7 +156,8 @@ def make_gradient(
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
             part = gradient(parameters, micro[0], state, micro[1], loss_scale, num_targets)
-            return added(sums, part), None
+            # Summed in fp32, whatever the weights are kept in.
+            return added(sums, dataclasses.replace(part, gradients=exact(part.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
@@ -164,7 +166,8 @@ def make_gradient(
             gradient, parameters, first[0], state, first[1], loss_scale, num_targets
         )
         start = dataclasses.replace(
-            nothing_added(shapes), gradients=placed(jax.tree.map(jnp.zeros_like, parameters))
+            nothing_added(shapes),
+            gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),
         )
         return jax.lax.scan(add, start, (micro_batches, keys))[0]
 
