@@ -20,6 +20,7 @@ from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "presets": "models and runs that have a name: sizes, and what for",
     "generate": "sample from a run",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",

@@ -2,6 +2,7 @@
 
 jaxinfra train ... --profile 20:23
 jaxinfra trace runs/small-1
+jaxinfra trace --example
 """
 
 import argparse
@@ -11,15 +12,22 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.trace_axes import mesh_axes
-from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
+from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw, explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="a run, or any directory with a trace in it")
+    parser.add_argument(
+        "directory", nargs="?", type=Path, help="a run, or any directory with a trace in it"
+    )
+    parser.add_argument(
+        "--example", action="store_true", help="one of four H200s (fsdp=2,tensor=2), shipped"
+    )
     parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
     parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
@@ -29,8 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the newest trace and prints a table, or JSON."""
-    events = device_events(args.directory, device=args.device)
-    found = explain(events, steps=args.steps, axes=mesh_axes(args.directory))
+    if args.example == (args.directory is not None):
+        raise ConfigError("name a run, or give --example: one of them")
+    if args.example:
+        found = Waterfall.of_json(read_json(EXAMPLE))
+    else:
+        events = device_events(args.directory, device=args.device)
+        found = explain(events, steps=args.steps, axes=mesh_axes(args.directory))
     if args.picture is not None:
         draw(found, args.picture)
     if args.json:

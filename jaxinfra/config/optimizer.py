@@ -35,16 +35,16 @@ class MuonConfig:
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019), or Muon beside it; decay applies to matrices only."""
 
-    learning_rate: float
-    schedule: LearningRateSchedule = LearningRateSchedule.COSINE
-    warmup_steps: int = 0
+    learning_rate: float  # its peak
+    schedule: LearningRateSchedule = LearningRateSchedule.COSINE  # its shape after the warm-up
+    warmup_steps: int = 0  # steps in which it rises
     decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
     final_fraction: float = 0.1  # learning rate at the end, over its peak
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    epsilon: float = 1e-8  # added to the update's divisor
+    weight_decay: float = 0.1  # of matrices, times the rate
+    clip_norm: float | None = 1.0  # of all gradients together; None: no clipping
     muon: MuonConfig | None = None  # None: AdamW for every parameter
 
     def __post_init__(self) -> None:

@@ -50,6 +50,12 @@ def device_events(trace: Path, *, device: int = 0) -> list[TraceEvent]:
         raise DataError(f"{trace} holds no trace (*.xplane.pb); make one with --profile START:STOP")
     profile = jax.profiler.ProfileData.from_file(str(files[-1]))
     plane = next((p for p in profile.planes if p.name.startswith(f"/device:GPU:{device}")), None)
+    if plane is None and not any(p.name.startswith("/device:") for p in profile.planes):
+        raise DataError(
+            f"{files[-1]} is of a CPU, whose operations a profile does not tell apart; profile a "
+            f"step on a GPU, or open this trace with: tensorboard --logdir {trace}. What a GPU's "
+            "looks like, jaxinfra trace --example shows"
+        )
     if plane is None:
         names = ", ".join(p.name for p in profile.planes)
         raise DataError(f"{files[-1]} has no plane /device:GPU:{device}, only {names}")
