@@ -26,6 +26,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import jax
 import safetensors
 import tokenizers
 
@@ -49,6 +50,10 @@ _SETTINGS = (
     "model.stacks.0.pattern.0.mixer.head_dim=8",
     "model.stacks.0.pattern.0.feed_forward.hidden_dim=64",
 )
+
+
+# What a run that starts from a model has from there.
+_OF_MODEL = ("model.", "data.tokenizer", "training.sequence_length")
 
 
 def _train(where: Path) -> list[str]:
@@ -88,6 +93,17 @@ def _of_model(copy: Path, out: Path) -> list[list[str]]:
     ]
 
 
+def _of_start(copy: Path, out: Path) -> list[list[str]]:
+    start = ["train", "--init", str(copy / "model"), "--no-sample", "--run", str(out)]
+    settings = [f"--set={setting}" for setting in _SETTINGS if not setting.startswith(_OF_MODEL)]
+    settings.append("--set=training.sequence_length=64")
+    chats = ["--chat", "--data", str(copy / "text" / "chats.jsonl")]
+    return [
+        [*start, *settings, *chats],
+        [*start, *settings, *chats, "--lora", "rank=2,alpha=4,targets=query"],
+    ]
+
+
 def _of_text(copy: Path, out: Path) -> list[list[str]]:
     return [[*_train(out), "--data", str(copy / "text")]]
 
@@ -100,9 +116,13 @@ def _of_arguments(copy: Path, out: Path) -> list[list[str]]:
     ]
 
 
+# Their layouts differ: fused projections, experts, latents, quantization, several files.
+_FAMILIES = ("gpt2", "phi3_longrope", "mixtral", "deepseek_v3", "gpt_oss", "qwen3")
+
 TARGETS = (
     Target(name="run", files="run/**/*", commands=_of_run),
     Target(name="model", files="model/*", commands=_of_model),
+    Target(name="start", files="*/*", commands=_of_start),
     Target(name="text", files="text/*", commands=_of_text),
     Target(name="arguments", files="none/*", commands=_of_arguments),
 )
@@ -116,7 +136,8 @@ def make_seeds(place: Path) -> None:
         words = random.Random(number).choices(["the", "loss", "of", "a", "step"], k=90)
         (text / f"{number}.txt").write_text(" ".join(words) + "\n")
     run = place / "run-seed" / "run"
-    code, said, _ = call([*_train(run), "--data", str(text)], place, limit_s=120)
+    words = [*_train(run), "--profile", "2:3", "--data", str(text)]
+    code, said, _ = call(words, place, limit_s=120)
     assert code == 0, said
     model = place / "model-seed" / "model"
     code, said, _ = call(["convert", str(run), str(model)], place)
@@ -124,12 +145,28 @@ def make_seeds(place: Path) -> None:
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name in _FAMILIES:
+        family = place / f"model-seed-{name}" / "model"
+        shutil.copytree(ROOT / "tests" / "golden" / "hf" / name, family)
+        (family / "golden.npz").unlink()
+        words = {word: number for number, word in enumerate(("<unk>", "</s>", "<s>", "a", "b"))}
+        known = tokenizers.models.WordLevel(words, unk_token="<unk>")
+        tokenizers.Tokenizer(known).save(str(family / "tokenizer.json"))
+    start = place / "start-seed"
+    shutil.copytree(model, start / "model")
+    (start / "text").mkdir()
+    (start / "text" / "chats.jsonl").write_text("\n".join(_chat(number) for number in range(12)))
     rows = [json.dumps({"text": " ".join(["row", str(number)] * 50)}) for number in range(20)]
     for name, data in (("rows.jsonl", "\n".join(rows)), ("words.txt", "some words " * 400)):
         seed = place / f"text-seed-{name}" / "text"
         seed.mkdir(parents=True)
         (seed / name).write_text(data)
     shutil.copytree(text, place / "arguments-seed" / "none")
+
+
+def _chat(number: int) -> str:
+    asked = {"role": "user", "content": f"what is {number}?"}
+    return json.dumps({"messages": [asked, {"role": "assistant", "content": f"it is {number}"}]})
 
 
 def call(
@@ -175,6 +212,13 @@ def _child(arguments: list[str], log: Path) -> None:
     os.dup2(file, 2)
     os.chdir(log.parent)
     os.environ["XDG_CACHE_HOME"] = str(log.parent.parent / "cache")
+    # Programs run for a moment and compile for longer: as little of that as there can be.
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    )
+    jax.config.update("jax_compilation_cache_dir", str(log.parent.parent / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     from jaxinfra.cli.main import main
     from jaxinfra.core.signals import guard_process
 
@@ -220,7 +264,7 @@ def spoil_json(text: str, rng: random.Random) -> str:
 def spoil_file(path: Path, rng: random.Random) -> str:
     """Spoils a file in one way, and says which."""
     data = path.read_bytes()
-    if path.suffix == ".json" and rng.random() < 0.5:
+    if path.suffix == ".json" and rng.random() < 0.7:
         with contextlib.suppress(ValueError):
             path.write_bytes(spoil_json(data.decode(), rng).encode(errors="surrogatepass"))
             return "json"

@@ -1,13 +1,16 @@
 """Where a process of the command line begins: signals first, then everything else."""
 
+import signal
 import sys
-
-from jaxinfra.core.signals import guard_process
 
 
 def main() -> int:
     """Runs the command that the arguments name; returns its exit code."""
+    # Python's own handler would show where a SIGINT came, which is nobody's business yet.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from jaxinfra.core.signals import guard_process  # these take their time
+
     guard_process()
-    from jaxinfra.cli.main import main as run  # after the guard: it takes its time
+    from jaxinfra.cli.main import main as run
 
     return run(sys.argv[1:])

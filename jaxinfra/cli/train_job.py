@@ -2,18 +2,20 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.terminal import printable
 from jaxinfra.cli.train import new_directory
 from jaxinfra.config import codec
 from jaxinfra.config.data import STDLIB
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
@@ -65,13 +67,18 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
     preset = args.config.stem if args.config else args.preset or "tiny"
     name = args.init.resolve().name if args.init else preset
     directory = args.resume or args.run or new_directory(name)
-    outcome = train(
-        config,
-        directory,
-        resume=resume,
-        cache_dir=args.cache or user_cache(),
-        profile=profile,
-    )
+    try:
+        outcome = train(
+            config,
+            directory,
+            resume=resume,
+            cache_dir=args.cache or user_cache(),
+            profile=profile,
+        )
+    except DeviceMemoryError as error:
+        if cluster is None or cluster.process_id == 0:
+            print(explain_out_of_memory(config, directory, error), file=sys.stderr)
+        raise
     if outcome.summary is None:
         # All is saved, and threads that read ahead may be waiting for a disk that hangs.
         return leave(RESUMABLE_EXIT, together=outcome.together, wait=False)

@@ -16,6 +16,7 @@ from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeScaling
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.parts import find_part, part_name
+from jaxinfra.core.text import whole_number
 
 
 def _converter() -> cattrs.Converter:
@@ -61,9 +62,13 @@ def _configure_layers(converter: cattrs.Converter, alias: Any, own: type) -> Non
 def _exactly(value: Any, scalar: type) -> Any:
     if scalar is float and type(value) in (int, float):
         # NaN passes every comparison that a range check makes.
-        if not math.isfinite(value):
-            raise ConfigError(f"{value!r} is not a finite number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ConfigError(f"{str(value)[:40]} is not a finite number")
+        return number
     if type(value) is not scalar:
         raise ConfigError(f"{value!r} is a {type(value).__name__}, expected {scalar.__name__}")
     return value
@@ -128,8 +133,10 @@ def override[C](config: C, settings: typing.Sequence[str]) -> C:
 def _child(node: Any, name: str, path: str) -> Any:
     if isinstance(node, dict) and name in node:
         return node[name]
-    if isinstance(node, list | tuple) and name.isdecimal() and int(name) < len(node):
-        return node[int(name)]
+    if isinstance(node, list | tuple):
+        number = whole_number(name)
+        if number is not None and number < len(node):
+            return node[number]
     known = list(node) if isinstance(node, dict) else [str(i) for i in range(len(node or ()))]
     raise ConfigError(f"no setting {path!r}: unknown name {name!r}{nearest(name, known)}")
 
@@ -139,5 +146,5 @@ def _value(text: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text

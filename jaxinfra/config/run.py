@@ -201,6 +201,8 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
             sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
     _check_experts(model, mesh)
     for name, size, axis, shards in sharded:
+        if name == "num_kv_heads" and shards % size == 0:
+            continue  # each device has a copy of one
         if size % shards:
             raise ConfigError(
                 f"{name}={size} does not divide over {axis}={shards}; "
@@ -345,15 +347,10 @@ def _validate_context_of_latents(run: RunConfig) -> None:
 
 def _validate_context_of_stages(run: RunConfig) -> None:
     """Stages do different things at a time, and a permutation would wait for all of them."""
-    mesh, method, length = run.mesh, run.training.context_method, run.training.sequence_length
-    if mesh.context == 1 or method is ContextMethod.ULYSSES:
-        return
-    windows = [w for block in run.model.blocks if (w := block.mixer.window) is not None]
-    if method is ContextMethod.RING or any(window < length for window in windows):
+    if run.mesh.context > 1 and run.training.context_method is ContextMethod.RING:
         raise ConfigError(
-            f"context_method={method.value} with windows {windows or 'none'} is not "
-            f"supported with pipe={mesh.pipe}: stages would wait for each other's sends; choose "
-            "context_method=ulysses, or all_gather for a model without windows"
+            f"context_method=ring is not supported with pipe={run.mesh.pipe}: stages would wait "
+            "for each other's sends; choose context_method=all_gather or ulysses"
         )
 
 

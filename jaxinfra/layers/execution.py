@@ -218,6 +218,12 @@ class Place(Protocol):
         """x, summed over devices that run apart, each on its own rows of the batch."""
         ...
 
+    def copies(self, dim: str | None, size: int) -> int:
+        """How many copies of each element a dim of this size has, one for each device that shards
+        it: above 1 where key/value heads are fewer than these devices.
+        """
+        ...
+
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, placed as a tensor of these dims."""
         ...
@@ -241,6 +247,11 @@ class Anywhere:
     def over_batch(self, x: jax.Array) -> jax.Array:
         """x itself."""
         return x
+
+    def copies(self, dim: str | None, size: int) -> int:
+        """One of each."""
+        del dim, size
+        return 1
 
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x itself."""

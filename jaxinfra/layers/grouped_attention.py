@@ -48,6 +48,7 @@ class GroupedAttention(nnx.Module):
                 std=std,
                 execution=execution,
                 rngs=rngs,
+                repeated=axes.KV_HEADS if heads_dim == axes.KV_HEADS else None,
             )
 
         self.query = inward("BTD,DNH->BTNH", heads, axes.Q_HEADS)

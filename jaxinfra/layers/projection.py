@@ -32,6 +32,8 @@ class Projection(nnx.Module):
         whole: of a weight that no device of the tensor axis has a part of. Left to the compiler,
             such a weight may be permuted among the devices of a pipeline's stage, which then waits
             for all other stages; so it is brought together before its product.
+        repeated: a dim of weight and result whose elements are too few for the devices that shard
+            it: each then computes with its own copy of one, and their gradients are summed.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Projection(nnx.Module):
         name: str = PROJECTION,
         site: Site = Site.PROJECTION,
         whole: bool = False,
+        repeated: str | None = None,
     ):
         self.name = name
         self.spec = spec
@@ -55,7 +58,10 @@ class Projection(nnx.Module):
         self.multiply = execution.multiply
         self.recipe = execution.policy.recipe(site)
         self.gather = execution.gather
-        self.place = execution.place if whole else None
+        at = len(shape) if repeated is None else dims.index(repeated)
+        self.copies = execution.place.copies(repeated, shape[at]) if repeated else 1
+        self.copied_axis = at - len(shape)  # of weight, bias and result alike
+        self.place = execution.place if whole or self.copies > 1 else None
         param = execution.policy.param
         self.weight = nnx.Param(
             std * jax.random.normal(rngs.params(), shape, param), axes=dims, matmul=True
@@ -84,14 +90,27 @@ class Projection(nnx.Module):
             weight = self.place(weight, (None,) * weight.ndim)
         return weight
 
+    def _repeated(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
+
+    @property
+    def _multiplied(self) -> Float[Array, "..."]:
+        """The weight as devices multiply with it."""
+        weight = self._repeated(self._used)
+        if self.place is None or self.copies == 1:
+            return weight
+        copied = range(weight.ndim)[self.copied_axis]
+        dims = (dim if at == copied else None for at, dim in enumerate(self.dims))
+        return self.place(weight, tuple(dims))
+
     def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
-        y = self.multiply(self.spec, x, self._used, recipe=self.recipe)
+        y = self.multiply(self.spec, x, self._multiplied, recipe=self.recipe)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
-            bias = self.policy.to_accum(self.bias[...])
+            bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         if self.adapter is not None:
-            y = self.policy.to_compute(self.policy.to_accum(y) + self.adapter(x))
+            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(self.adapter(x)))
         return checkpoint_name(y, self.name)

@@ -133,7 +133,7 @@ class Decoder(nnx.Module):
         """A contiguous cache of ``num_slots`` positions per row, in the compute dtype."""
 
         def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
-            spec = block.mixer.cache
+            spec = block.mixer.cache.repeated(self.execution.place.copies)
             cache = ContiguousCache.zeros(
                 spec,
                 num_layers=repeats,

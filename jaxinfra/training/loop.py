@@ -133,8 +133,8 @@ class Trainer:
             draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
-        causes = self._watch.totals(step=self._step)
-        summary = summarize(self._job, self._corpus, self._log, self._clock, causes=causes)
+        spent = {"causes": self._watch.totals(step=self._step), "stall_s": self._stall_s}
+        summary = summarize(self._job, self._corpus, self._log, self._clock, **spent)
         self._run.write_summary(summary)
         return summary
 
@@ -387,7 +387,8 @@ class Trainer:
         try:
             self._saver.wait()
         except CheckpointError as error:
-            self._progress.message(f"WARNING: {error}")
+            if self._saved_step != self._step:  # else it is tried again, and says so itself
+                self._progress.message(f"WARNING: {error}")
         if not processes.on_first(lambda: self._step in self._saver.steps()):
             self._require_equal_copies()
             self._save()

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.text import whole_number
 from jaxinfra.data.batch import Batch
 from jaxinfra.parallel.program import collectives
 from jaxinfra.training.job import Job
@@ -51,10 +52,11 @@ class ProfileRange:
 
 def parse_profile_range(text: str) -> ProfileRange:
     """Parses "10:13"."""
-    start, separator, stop = text.partition(":")
-    if not (separator and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+    start, _, stop = text.partition(":")
+    first, last = whole_number(start), whole_number(stop)
+    if first is None or last is None or first >= last:
         raise ConfigError(f"--profile {text!r}: write START:STOP, whole steps with START < STOP")
-    return ProfileRange(start=int(start), stop=int(stop))
+    return ProfileRange(start=first, stop=last)
 
 
 @final

@@ -166,6 +166,7 @@ class _Session:
         job = with_frozen(job)
         if self.resume:
             run.read_config()  # raises where this is no run, before anything is written
+            processes.on_first(run.set_aside_odd_logs)
         else:
             if profile is not None:
                 profile.require_within(first=0, steps=config.training.steps)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.reliability import ReliabilityConfig
+from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.exchange import ProcessRow, ProcessTable
 from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import excluded_steps, record_incident
@@ -49,7 +50,9 @@ class Watch:
         self._progress = progress
         self._is_first = jax.process_index() == 0
         self._goodput = Goodput(run.goodput_file, run.prometheus_file, began=began, lost_s=lost_s)
-        self._stragglers = Stragglers()
+        # A CPU is shared with all else that runs there: a few milliseconds say nothing of it.
+        is_shared = jax.default_backend() == "cpu"
+        self._stragglers = Stragglers(probe_margin_s=0.05 if is_shared else 0.001)
         self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
@@ -150,5 +153,4 @@ class DeviceProbe:
 
 def attempt(environment: Any = os.environ) -> int:
     """Which start of its job this is, from 0, as its launcher says."""
-    text = environment.get("JAXINFRA_ATTEMPT", "0")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(environment.get("JAXINFRA_ATTEMPT", "0")) or 0
