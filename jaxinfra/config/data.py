@@ -13,7 +13,7 @@ class DataFormat(enum.StrEnum):
     """What a document is."""
 
     TEXT = "text"
-    CHAT = "chat"  # a JSON line {"messages": [{"role": ..., "content": ...}, ...]}
+    CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
 
 
 class TokenizerKind(enum.StrEnum):
@@ -44,9 +44,10 @@ class DataConfig:
     """A corpus and its split.
 
     ``source`` is ``"stdlib"`` (the standard library source of the running Python), a directory, a
-    glob, a ``.txt``/``.jsonl``/``.jsonl.gz``/``.jsonl.zst``/``.parquet`` file, or a directory of
-    pre-tokenized arrays written by this package. ``heldout_source`` names separate held-out text;
-    without it ``heldout_fraction`` of the documents is set aside, chosen by a hash of their names.
+    glob, a ``.txt``, ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``, ``.parquet`` or ``.arrow`` file, a
+    directory saved by Hugging Face's ``datasets``, or one of pre-tokenized arrays written by this
+    package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
+    documents is set aside, chosen by a hash of their names.
     """
 
     source: str = STDLIB  # text to train on
