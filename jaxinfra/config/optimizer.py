@@ -15,6 +15,16 @@ class LearningRateSchedule(enum.StrEnum):
     WSD = "wsd"  # warm-up, stable, decay (Hu et al. 2024)
 
 
+class OptimizerKind(enum.StrEnum):
+    """What makes a step of a gradient."""
+
+    ADAMW = "adamw"  # two moments of each parameter (Loshchilov and Hutter 2019)
+    LION = "lion"  # the sign of one moment (Chen et al. 2023): a third to a tenth of AdamW's rate
+    # A matrix's second moment as a row and a column (Shazeer and Stern 2018); constants of its own
+    # in place of the betas and epsilon.
+    ADAFACTOR = "adafactor"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
     """Muon (Jordan et al. 2024), for matrices between hidden widths."""
@@ -33,9 +43,10 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019), or Muon beside it; decay applies to matrices only."""
+    """AdamW, or another kind, or Muon beside AdamW; decay applies to matrices only."""
 
     learning_rate: float  # its peak
+    kind: OptimizerKind = OptimizerKind.ADAMW  # what makes a step of a gradient
     schedule: LearningRateSchedule = LearningRateSchedule.COSINE  # its shape after the warm-up
     warmup_steps: int = 0  # steps in which it rises
     decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
@@ -52,6 +63,11 @@ class OptimizerConfig:
             raise ConfigError(
                 f"learning_rate={self.learning_rate} must be positive and "
                 f"warmup_steps={self.warmup_steps} not negative"
+            )
+        if self.muon is not None and self.kind is not OptimizerKind.ADAMW:
+            raise ConfigError(
+                f"muon beside kind={self.kind.value}: it takes the matrices, and adamw the rest; "
+                "set optimizer.muon=none"
             )
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
