@@ -127,7 +127,8 @@ class GroupedAttention(nnx.Module):
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, without position."""
         if self.packed is None:
-            return self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+            given_BTD = self.query.prepared(x_BTD)
+            return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
         first_key, first_value = self.config.num_q_heads, -self.config.num_kv_heads
         heads_BTNH = self.packed(x_BTD)
         return (

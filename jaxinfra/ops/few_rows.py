@@ -11,8 +11,10 @@ from jaxtyping import Array, Float
 
 import pallas_kernels
 from jaxinfra.config.model import MlpKind
+from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.multiply import multiply
 from pallas_kernels.common import device
 
@@ -21,13 +23,18 @@ MOST_ROWS = 256
 
 def multiply_few_rows(
     spec: str,
-    x: Float[Array, "..."],
+    x: Float[Array, "..."] | Input,
     weight: Float[Array, "..."],
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
+    history: jax.Array | None = None,
+    dims: Dims | None = None,
 ) -> Float[Array, "..."]:
     """``ops.multiply.multiply``, without a gradient where the kernel computes it; on one device."""
+    assert recipe.fp8 is None, "execution_on"
+    del history, dims
+    x = x.x if isinstance(x, Input) else x
     rank = _contracted(spec)
     if rank is None or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
         return multiply(spec, x, weight, recipe=recipe, out=out)

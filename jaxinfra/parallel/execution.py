@@ -1,5 +1,7 @@
 """The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
 
+import functools
+
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
@@ -8,10 +10,11 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
-from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
+from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
-from jaxinfra.parallel.gather import gather_on
+from jaxinfra.parallel.gather import QuantizedWeights, gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.loss import cross_entropy_on
 from jaxinfra.parallel.place import Placement
@@ -42,8 +45,13 @@ def execution_on(
         packed: projections of one input are one weight: for serving, which takes no gradient.
 
     Raises:
-        UnsupportedError: packed weights over a tensor axis.
+        UnsupportedError: packed weights over a tensor axis, or in 8 bits.
     """
+    if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
+        raise UnsupportedError(
+            "packed projections in 8 bits: their scales are those of projections apart; leave "
+            "packed=False, or serve in the policy's 16 bits"
+        )
     if packed and placement is not None and placement.mesh.shape[MeshAxis.TENSOR] > 1:
         raise UnsupportedError(
             f"packed projections over tensor={placement.mesh.shape[MeshAxis.TENSOR]}: a device's "
@@ -52,10 +60,13 @@ def execution_on(
         )
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
+    devices = _devices(placement)
+    multiply_anywhere = functools.partial(multiply, devices=devices)
     return Execution(
         policy=policy,
-        multiply=multiply_few_rows if serves_alone else multiply,
+        multiply=multiply_few_rows if serves_alone else multiply_anywhere,
         swiglu=swiglu_few_rows if serves_alone else None,
+        prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),
         decode=decode_on(placement),
@@ -68,3 +79,10 @@ def execution_on(
         unroll=unroll,
         packed=packed,
     )
+
+
+def _devices(placement: Placement | None) -> Devices:
+    """Over what 8-bit matmuls are spread."""
+    if placement is None or placement.mesh.size == 1:
+        return ONE_DEVICE
+    return Devices(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))
