@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfra.serving.load import load_model as load_model
 
+__version__ = "0.1.0"
+
 # Public names by module, imported at first use: every import within the package runs this file
 # first, so importing them here would make the lowest floor load all of those above it.
 _PUBLIC = {"load_model": "jaxinfra.serving.load"}

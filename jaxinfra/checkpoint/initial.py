@@ -16,6 +16,7 @@ from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.core.files import read_bytes
 from jaxinfra.models.definition import (
     ModelDefinition,
     Parameters,
@@ -143,7 +144,7 @@ def kept_files(path: Path) -> dict[str, bytes]:
     separators and Hugging Face config, but the tokenizer, which a run writes itself.
     """
     found = (path / name for name in TOKENIZER_FILES if name != "tokenizer.json")
-    files = {file.name: file.read_bytes() for file in found if file.is_file()}
+    files = {file.name: read_bytes(file) for file in found if file.is_file()}
     is_model = is_model_directory(path)
     hf = read_model_directory(path).hf if is_model else RunDirectory(path).read_hf_config()
     if hf is not None:

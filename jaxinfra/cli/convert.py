@@ -9,6 +9,8 @@ from jaxinfra.weights.conversion import parse_dtype
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.weights.tensor_files import DTYPES
 
+_MAX_SHARD_GB = 1e6
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
@@ -34,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts and says what was written."""
-    if not args.max_shard_gb > 0:
-        raise ConfigError(f"--max-shard-gb={args.max_shard_gb} must be positive")
+    if not 0 < args.max_shard_gb <= _MAX_SHARD_GB:
+        raise ConfigError(
+            f"--max-shard-gb={args.max_shard_gb} must be above 0 and at most {_MAX_SHARD_GB}"
+        )
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         result = convert(
             args.source,

@@ -66,16 +66,18 @@ def run(args: argparse.Namespace) -> int:
         pieces = generate_text_after(model, encode_chat(args.run, text), **options)
     else:
         pieces = generate_text(model, prompt, **options)
-    for piece in pieces:
-        num_tokens += 1
-        finish = piece.finish
-        if num_tokens == 1:
-            first = time.perf_counter()
-        # Elsewhere than on a terminal, the text is what was drawn, to the last character.
-        text = printable(piece.text) if sys.stdout.isatty() else piece.text
-        print(text, end="", flush=True)
+    try:
+        for piece in pieces:
+            num_tokens += 1
+            finish = piece.finish
+            if num_tokens == 1:
+                first = time.perf_counter()
+            # Elsewhere than on a terminal, the text is what was drawn, to the last character.
+            text = printable(piece.text) if sys.stdout.isatty() else piece.text
+            print(text, end="", flush=True)
+    finally:
+        print()  # what else is said begins a line of its own
     rest_s = time.perf_counter() - first
-    print()
     speed = f", then {(num_tokens - 1) / rest_s:.1f} tokens/s" if num_tokens > 1 else ""
     step = "" if model.step is None else f" of step {model.step}"
     print(

@@ -25,6 +25,7 @@ from jaxinfra.cli import train
 from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.signals import raised_signals
+from jaxinfra.core.text import whole_number
 from jaxinfra.gym import damage, deaths, own_config, wrong_or_slow  # entered by import
 from jaxinfra.gym.arena import Arena
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         for number in sorted(FAULTS):
             print(f"{number:2d}  {FAULTS[number].title}")
         return 0
-    unknown = [word for word in numbers if int(word) not in FAULTS]
+    unknown = [word for word in numbers if whole_number(word) not in FAULTS]
     if not args.all and not numbers:
         unknown = options[:1]
     if unknown or args.all == bool(numbers):

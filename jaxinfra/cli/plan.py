@@ -12,7 +12,6 @@ jaxinfra plan --self-check                                   against published f
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,9 @@ from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
+
+# Of the options that are no counts: beyond these, products of them would not be finite.
+_SMALLEST, _LARGEST = 1e-9, 1e18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
     require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
+    require_within(sequence_length=max(args.length or 1, args.context))
     if args.self_check:
         return _self_check(args)
     if args.schedule is not None:
@@ -124,8 +127,10 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a number from {_SMALLEST:g} to {_LARGEST:g}"
+        )
     return value
 
 
@@ -291,13 +296,16 @@ def _schedule(args: argparse.Namespace) -> int:
     if args.schedule not in list(PipelineSchedule):
         known = nearest(args.schedule, map(str, PipelineSchedule))
         raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
+    # Of the interleaved schedule; the others have one or two.
+    chunks = max(args.chunks, 2)
+    require_within(schedule_boxes=args.p * args.m * chunks)
     directory = args.pictures or Path()
     directory.mkdir(parents=True, exist_ok=True)
     found = report(
         PipelineSchedule(args.schedule),
         stages=args.p,
         micro_batches=args.m,
-        chunks=max(args.chunks, 2),  # of the interleaved schedule; the others have one
+        chunks=chunks,
         out=directory / f"{args.schedule}-p{args.p}-m{args.m}.png",
     )
     print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))

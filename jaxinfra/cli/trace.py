@@ -1,7 +1,8 @@
 """A profiler trace, explained: what delays a step, and which kernels take longest.
 
 jaxinfra train ... --profile 20:23
-jaxinfra trace runs/small-1
+jaxinfra trace runs/small-1                what delays its step, and what to do
+jaxinfra trace runs/small-1 runs/small-2   why the second takes longer or shorter than the first
 """
 
 import argparse
@@ -11,6 +12,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.core.errors import DataError
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.difference import compare_steps
+from jaxinfra.diagnostics.launch_names import read_launches, with_names
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.trace_axes import mesh_axes
 from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
@@ -20,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("directory", type=Path, help="a run, or any directory with a trace in it")
+    parser.add_argument("second", nargs="?", type=Path, help="another, to compare with the first")
     parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
     parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
@@ -28,16 +34,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the newest trace and prints a table, or JSON."""
-    events = device_events(args.directory, device=args.device)
-    found = explain(events, steps=args.steps, axes=mesh_axes(args.directory))
-    if args.picture is not None:
-        draw(found, args.picture)
-    if args.json:
-        print(json.dumps(found.as_json(top=args.top), indent=1))
+    """Reads the newest trace and prints what delays the step, then tables; or JSON."""
+    if args.second is not None:
+        found = compare_steps(_waterfall(args, args.directory), _waterfall(args, args.second))
+        text = json.dumps(found.as_json(), indent=1) if args.json else found.paragraph()
+        print(text)
+        return 0
+    try:
+        waterfall = _waterfall(args, args.directory)
+    except DataError:
+        waterfall = None  # the run's own records may tell; without them the error stands
+        explained = explain_step(None, args.directory)
+        if explained is None or args.picture is not None:
+            raise
     else:
-        _print(found, top=args.top)
+        explained = explain_step(waterfall, args.directory)
+    assert explained is not None, "a trace has a step"
+    if waterfall is not None and args.picture is not None:
+        draw(waterfall, args.picture)
+    if args.json:
+        tables = {} if waterfall is None else waterfall.as_json(top=args.top)
+        print(json.dumps({"explanation": explained.as_json(), **tables}, indent=1))
+        return 0
+    print(explained.paragraph())
+    if waterfall is not None:
+        _print(waterfall, top=args.top)
     return 0
+
+
+def _waterfall(args: argparse.Namespace, directory: Path) -> Waterfall:
+    events = with_names(device_events(directory, device=args.device), read_launches(directory))
+    return explain(events, steps=args.steps, axes=mesh_axes(directory))
 
 
 def _print(found: Waterfall, *, top: int) -> None:

@@ -12,17 +12,19 @@ jaxinfra train --config runs/tiny-1/config.json --seed 2
 import argparse
 import dataclasses
 import os
+import sys
 from pathlib import Path
 
 from jaxinfra.checkpoint.initial import read_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory, read_config
+from jaxinfra.cli.out_of_memory import explain_out_of_memory
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import parse_lora
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError
 from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
 from jaxinfra.launch.connect import leave
@@ -125,13 +127,18 @@ def run(args: argparse.Namespace) -> int:
     preset = args.config.stem if args.config else args.preset or "tiny"
     name = args.init.resolve().name if args.init else preset
     directory = args.resume or args.run or new_directory(name)
-    outcome = train(
-        config,
-        directory,
-        resume=resume,
-        cache_dir=args.cache or user_cache(),
-        profile=profile,
-    )
+    try:
+        outcome = train(
+            config,
+            directory,
+            resume=resume,
+            cache_dir=args.cache or user_cache(),
+            profile=profile,
+        )
+    except DeviceMemoryError as error:
+        if cluster is None or cluster.process_id == 0:
+            print(explain_out_of_memory(config, directory, error), file=sys.stderr)
+        raise
     if outcome.summary is None:
         # All is saved, and threads that read ahead may be waiting for a disk that hangs.
         return leave(RESUMABLE_EXIT, together=outcome.together, wait=False)

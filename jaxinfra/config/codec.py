@@ -12,6 +12,7 @@ from cattrs.strategies import configure_tagged_union
 from jaxinfra.config.model import FeedForwardConfig, MixerConfig
 from jaxinfra.config.rope import RopeScaling
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.text import whole_number
 
 
 def _converter() -> cattrs.Converter:
@@ -29,9 +30,13 @@ def _converter() -> cattrs.Converter:
 def _exactly(value: Any, scalar: type) -> Any:
     if scalar is float and type(value) in (int, float):
         # NaN passes every comparison that a range check makes.
-        if not math.isfinite(value):
-            raise ConfigError(f"{value!r} is not a finite number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ConfigError(f"{str(value)[:40]} is not a finite number")
+        return number
     if type(value) is not scalar:
         raise ConfigError(f"{value!r} is a {type(value).__name__}, expected {scalar.__name__}")
     return value
@@ -96,8 +101,10 @@ def override[C](config: C, settings: typing.Sequence[str]) -> C:
 def _child(node: Any, name: str, path: str) -> Any:
     if isinstance(node, dict) and name in node:
         return node[name]
-    if isinstance(node, list | tuple) and name.isdecimal() and int(name) < len(node):
-        return node[int(name)]
+    if isinstance(node, list | tuple):
+        number = whole_number(name)
+        if number is not None and number < len(node):
+            return node[number]
     known = list(node) if isinstance(node, dict) else [str(i) for i in range(len(node or ()))]
     raise ConfigError(f"no setting {path!r}: unknown name {name!r}{nearest(name, known)}")
 
@@ -107,5 +114,5 @@ def _value(text: str) -> Any:
         return None
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text

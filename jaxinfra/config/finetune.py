@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.core.errors import ConfigError, nearest
 
 PROJECTIONS = (
@@ -35,6 +36,7 @@ class LoraConfig:
             raise ConfigError(
                 f"lora rank={self.rank} must be at least 1 and alpha={self.alpha} positive"
             )
+        require_within(lora_rank=self.rank)
         for name in self.targets:
             if name not in PROJECTIONS:
                 raise ConfigError(

@@ -6,6 +6,7 @@ import math
 from jaxinfra.config.limits import require_within
 from jaxinfra.core.axes import MESH_AXES, MeshAxis
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.text import whole_number
 
 EXPERT = "expert"
 
@@ -120,12 +121,15 @@ def parse_axes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     known = (*MESH_AXES, EXPERT)
     for part in filter(None, text.split(",")):
-        axis, separator, size = part.strip().partition("=")
+        axis, _, size = part.strip().partition("=")
         if axis not in known:
             raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, known)}")
         if axis in sizes:
             raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
-        if not separator or not size.isdecimal():
+        number = whole_number(size)
+        if number is None:
             raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
-        sizes[axis] = int(size)
+        if not number:
+            raise ConfigError(f"mesh axis {part} must be at least 1")
+        sizes[axis] = number
     return sizes

@@ -178,6 +178,7 @@ def validate(run: RunConfig) -> None:
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    _validate_fp8(run)
     check_divides(model, mesh)
 
 
@@ -192,6 +193,8 @@ def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
             sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
     _check_experts(model, mesh)
     for name, size, axis, shards in sharded:
+        if name == "num_kv_heads" and shards % size == 0:
+            continue  # each device has a copy of one
         if size % shards:
             raise ConfigError(
                 f"{name}={size} does not divide over {axis}={shards}; "
@@ -222,6 +225,22 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
             "tensor instead"
+        )
+
+
+def _validate_fp8(run: RunConfig) -> None:
+    if run.precision.fp8 is None:
+        return
+    if run.sharding.keep_gathered:
+        raise ConfigError(
+            "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
+            "leave one of them out"
+        )
+    latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
+    if latent and run.mesh.context > 1:
+        raise ConfigError(
+            f"fp8 with latent attention and context={run.mesh.context}: what rebuilds heads of the "
+            "latents that devices exchange is not in 8 bits; use fsdp in place of context"
         )
 
 
@@ -314,15 +333,10 @@ def _validate_context_of_latents(run: RunConfig) -> None:
 
 def _validate_context_of_stages(run: RunConfig) -> None:
     """Stages do different things at a time, and a permutation would wait for all of them."""
-    mesh, method, length = run.mesh, run.training.context_method, run.training.sequence_length
-    if mesh.context == 1 or method is ContextMethod.ULYSSES:
-        return
-    windows = [w for block in run.model.blocks if (w := block.mixer.window) is not None]
-    if method is ContextMethod.RING or any(window < length for window in windows):
+    if run.mesh.context > 1 and run.training.context_method is ContextMethod.RING:
         raise ConfigError(
-            f"context_method={method.value} with windows {windows or 'none'} is not "
-            f"supported with pipe={mesh.pipe}: stages would wait for each other's sends; choose "
-            "context_method=ulysses, or all_gather for a model without windows"
+            f"context_method=ring is not supported with pipe={run.mesh.pipe}: stages would wait "
+            "for each other's sends; choose context_method=all_gather or ulysses"
         )
 
 

@@ -32,14 +32,16 @@ from jaxinfra.layers.stack import stack
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
+from jaxinfra.ops.fp8 import QUANTIZED
 
 type KVCache = tuple[Cache, ...]
 """One entry for each distinct block, of all its repetitions."""
 
 _ALWAYS = (GATHERED, CHOICE_NAME)
+_OUTPUTS = (QUANTIZED, PROJECTION, OUT_NAME)
 _SAVED_NAMES = {
-    Remat.DOTS: (*_ALWAYS, PROJECTION, HIDDEN, *HIDDEN_NAMES, OUT_NAME, *ATTENTION_NAMES),
-    Remat.MLP: (*_ALWAYS, PROJECTION, OUT_NAME, *ATTENTION_NAMES),
+    Remat.DOTS: (*_ALWAYS, *_OUTPUTS, HIDDEN, *HIDDEN_NAMES, *ATTENTION_NAMES),
+    Remat.MLP: (*_ALWAYS, *_OUTPUTS, *ATTENTION_NAMES),
     Remat.NAMED: (*_ALWAYS, *ATTENTION_NAMES),
     Remat.FULL: _ALWAYS,
 }
@@ -123,7 +125,7 @@ class Decoder(nnx.Module):
         """A contiguous cache of ``num_slots`` positions per row, in the compute dtype."""
 
         def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
-            spec = block.mixer.cache
+            spec = block.mixer.cache.repeated(self.execution.place.copies)
             cache = ContiguousCache.zeros(
                 spec,
                 num_layers=repeats,

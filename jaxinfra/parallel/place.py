@@ -18,6 +18,7 @@ from jaxinfra.core.axes import (
     BATCH,
     EMBED,
     EXPERTS,
+    KV_HEADS,
     LAYERS,
     SEQUENCE,
     STREAM,
@@ -68,6 +69,13 @@ class Placement:
             for axis in rules.get(dim or "", ())
             if self.mesh.shape.get(axis, 1) > 1 and axis not in taken
         )
+
+    def copies(self, dim: str | None, size: int, rules: Rules | None = None) -> int:
+        """Copies of each of ``size`` elements of a dim, so that every device that shards it has
+        one: key/value heads that divide the number of these devices are repeated.
+        """
+        shards = self._count(self.axes(dim, rules))
+        return shards // size if dim == KV_HEADS and size < shards and not shards % size else 1
 
     def gathered_axes(self, dim: str) -> tuple[str, ...]:
         """Mesh axes that shard this dim of a parameter where it is kept, not where it is used."""
@@ -169,7 +177,12 @@ class Placement:
         """Shardings of a tree of arrays with logical dims."""
 
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
-            sharded = self._sharded(leaf.dims, rules)
+            sharded = [
+                () if self.copies(dim, size, rules) > 1 else names
+                for dim, size, names in zip(
+                    leaf.dims, shape.shape, self._sharded(leaf.dims, rules), strict=True
+                )
+            ]
             if LAYERS in leaf.dims:
                 layers = leaf.dims.index(LAYERS)
                 if shape.shape[layers] % self._count(sharded[layers]):
@@ -231,6 +244,10 @@ class ActivationPlacement:
         """Axes of the batch that a ``shard_map`` around this trace has taken."""
         taken = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
+
+    def copies(self, dim: str | None, size: int) -> int:
+        """As ``Placement.copies``."""
+        return self.placement.copies(dim, size)
 
     def places(self, num_tokens: int) -> jax.Array:
         """Places of tokens, in zig-zag order where the context axis shards sequences."""

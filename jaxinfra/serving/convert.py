@@ -15,7 +15,7 @@ from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.data.tokenizer import Tokenizer, read_tokenizer
+from jaxinfra.data.tokenizer import Tokenizer, num_ids, read_tokenizer
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.hf import by_path, to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
@@ -70,13 +70,12 @@ def convert(
         "dtype": dtype,
         "max_shard_bytes": max_shard_bytes,
     }
-    if (source / "tokenizer.json").exists():
-        read_tokenizer(source / "tokenizer.json")  # it is copied: damaged, it would be there too
     if not is_model_directory(source):
         return _convert_run(source, destination, options, adapters_only=adapters_only)
     if adapters_only:
         raise ConfigError(f"{source} is a whole model; a run that trained adapters has them alone")
     directory = read_model_directory(source)
+    _require_good_tokenizer(source / "tokenizer.json", directory.config.vocab_size)
     definition = define_model(directory.config, execution_on())
     parameters = directory.open(definition)
     hf = directory.hf
@@ -87,6 +86,18 @@ def convert(
         hf = None  # the model was changed since
     write_hf(parameters, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)
+
+
+def _require_good_tokenizer(file: Path, vocab_size: int) -> None:
+    """It is copied: damaged, or of another model, it would be there too."""
+    if not file.exists():
+        return
+    num_tokens = num_ids(read_tokenizer(file))
+    if num_tokens > vocab_size:
+        raise ConfigError(
+            f"{file} has {num_tokens} tokens, the model's vocabulary is {vocab_size}; restore the "
+            "tokenizer that the model was trained with"
+        )
 
 
 def _convert_run(

@@ -87,9 +87,10 @@ def load(
         return load_run(path, policy=policy, step=step, mesh=mesh)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
-    tokenizer = _read_tokenizer(path)
+    vocab_size = read_model_directory(path).config.vocab_size
+    tokenizer = _read_tokenizer(path, vocab_size=vocab_size)
+    separators = read_separators(path, vocab_size=vocab_size)
     pretrained = _pretrained(path, policy, mesh)
-    separators = read_separators(path)
     return LoadedModel(
         definition=pretrained.definition,
         parameters=pretrained.parameters,
@@ -124,12 +125,7 @@ def load_run(
         mesh: devices that the model is spread over, the first one by default.
     """
     config = _read_config(path)
-    tokenizer = _read_tokenizer(path)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
-            f"{config.model.vocab_size}; restore the tokenizer that the run was trained with"
-        )
+    tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
     numbers = POLICIES[policy or config.precision.policy]
     placement = serving_placement(config.model, mesh)
     if config.lora is not None:
@@ -158,16 +154,24 @@ def load_run(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
     restored = checkpoint.load(
-        checkpoints, placed, step=step, identity=identity(RunDirectory(path), config)
+        checkpoints,
+        placed,
+        step=step,
+        identity=identity(RunDirectory(path), config),
+        settings=codec.to_dict(config),
     )
+    eos_ids = None
+    if config.init is not None:
+        # A model that comes from elsewhere may end its turns otherwise than documents here end.
+        read = read_separators(path, vocab_size=config.model.vocab_size)
+        eos_ids = (*read.eos_ids, tokenizer.eos_id)
     return LoadedModel(
         definition=definition,
         parameters=functools.reduce(merged, restored.state.values(), frozen),
         tokenizer=tokenizer,
         config=config,
         step=restored.step,
-        # A model that comes from elsewhere may end its turns otherwise than documents here end.
-        eos_ids=None if config.init is None else (*read_separators(path).eos_ids, tokenizer.eos_id),
+        eos_ids=eos_ids,
     )
 
 
@@ -188,11 +192,17 @@ def _read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _read_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     file = RunDirectory(path).tokenizer_file
     if not file.is_file():
         raise ConfigError(
             f"{path} has no tokenizer.json; without it text and tokens cannot be converted: "
             "copy it from where the model was trained"
         )
-    return Tokenizer.load(file)
+    tokenizer = Tokenizer.load(file)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
+            f"{vocab_size}; restore the tokenizer that the model was trained with"
+        )
+    return tokenizer

@@ -17,6 +17,9 @@ from jaxinfra.core.errors import ConfigError
 _TINY = float(np.finfo(np.float32).tiny)
 _FEW = 256  # tokens that are found without a sort
 
+NO_TOKEN = -1
+"""Drawn in place of an id where a row's logits have a NaN, an infinity, or exclude every token."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
@@ -71,6 +74,8 @@ def sample(
 ) -> Int[Array, "B"]:
     """Draws one token id per row, int32; it depends on the row's own logits, key and settings only.
 
+    ``NO_TOKEN`` where there is nothing to draw from.
+
     Noise is drawn only where a row is not greedy, and the vocabulary is sorted only where a row
     cuts it: what no row of the batch asks for is compiled, and not run.
 
@@ -81,6 +86,8 @@ def sample(
     is_drawn_B = rows.temperature_B > 0
     is_cut_B = is_drawn_B & ((rows.top_k_B > 0) | (rows.top_p_B < 1))
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    # A NaN counts as the largest.
+    largest_B = jnp.take_along_axis(logits_BV, greedy_B[:, None], axis=-1)[:, 0]
 
     def greedy() -> jax.Array:
         return greedy_B
@@ -96,7 +103,8 @@ def sample(
 
         return jnp.where(is_drawn_B, jax.lax.cond(jnp.any(is_cut_B), cut, lambda: free_B), greedy_B)
 
-    return jax.lax.cond(jnp.any(is_drawn_B), drawn, greedy)
+    tokens_B = jax.lax.cond(jnp.any(is_drawn_B), drawn, greedy)
+    return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_TOKEN)
 
 
 def _scaled_and_noise(

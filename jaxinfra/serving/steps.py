@@ -82,7 +82,8 @@ def extend(
     *,
     config: StepConfig,
 ) -> tuple[Int[Array, "B"], DecodeState]:
-    """Appends a chunk of tokens to every row; returns the token after each, int32 [B].
+    """Appends a chunk of tokens to every row; returns the token after each, int32 [B]; ``NO_TOKEN``
+    where its logits are not finite.
 
     What is drawn after a chunk that does not end its prompt means nothing.
 
@@ -100,7 +101,8 @@ def extend(
 def decode(
     parameters: nnx.State, state: DecodeState, tokens_B: Int[Array, "B"], *, config: StepConfig
 ) -> tuple[Int[Array, "B"], DecodeState]:
-    """Appends one token to every row; returns the next one, int32 [B], and the new state.
+    """Appends one token to every row; returns the next one, int32 [B], and the new state;
+    ``NO_TOKEN`` where a row's logits are not finite.
 
     Rows that are through go on, at no extra cost and to no effect: one that is full stays so.
     """

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxinfra.checkpoint import directory_layout, metadata, processes
 from jaxinfra.checkpoint.manifest import verify
+from jaxinfra.checkpoint.restoring import require_finite_parameters
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.run import RunConfig
 
@@ -34,4 +35,5 @@ def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None
     newest = run.checkpoints / directory_layout.step_name(steps)
     saved = metadata.read(newest).identity
     metadata.require_same_identity(saved, identity(run, config), where=newest)
+    processes.on_first(lambda: require_finite_parameters(newest))
     return summary

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.models.gradients import Gradients, added, nothing_added
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
@@ -205,11 +205,16 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 def make_evaluation_step(
     model: ModelDefinition,
 ) -> Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets)."""
+    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets).
+
+    No matmul is in 8 bits there, whatever the model trains in.
+    """
+    evaluated = model.unquantized
 
     def evaluation_step(
         tree: Parameters, batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        return batch_loss(model, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
+        tree = only(tree, evaluated.arrays)
+        return batch_loss(evaluated, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
 
     return evaluation_step

@@ -135,8 +135,8 @@ class Trainer:
             draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
-        causes = self._watch.totals(step=self._step)
-        summary = summarize(self._job, self._corpus, self._log, self._clock, causes=causes)
+        spent = {"causes": self._watch.totals(step=self._step), "stall_s": self._stall_s}
+        summary = summarize(self._job, self._corpus, self._log, self._clock, **spent)
         self._run.write_summary(summary)
         return summary
 
@@ -190,6 +190,7 @@ class Trainer:
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
+                self._watch.note_shapes(placed, step + 1)
                 host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
                 if not self.has_trained:
                     self._train_step = same_program(
@@ -242,6 +243,7 @@ class Trainer:
                 )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
+                self._watch.look_for_divergence(values.fp8, step=step)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _require_undoubted(self, step: int, loss: float) -> None:
@@ -389,7 +391,8 @@ class Trainer:
         try:
             self._saver.wait()
         except CheckpointError as error:
-            self._progress.message(f"WARNING: {error}")
+            if self._saved_step != self._step:  # else it is tried again, and says so itself
+                self._progress.message(f"WARNING: {error}")
         if not processes.on_first(lambda: self._step in self._saver.steps()):
             self._require_equal_copies()
             self._save()

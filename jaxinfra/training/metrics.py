@@ -68,6 +68,7 @@ class MetricsLog:
     def _open(self, after_step: int) -> None:
         file, tensorboard = self._paths
         partial = file.with_name(file.name + ".partial")
+        partial.unlink(missing_ok=True)  # written through, a link would lead elsewhere
         partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
         if self.damaged:
             number = 1 + len(list(file.parent.glob(f"{file.stem}.damaged-*{file.suffix}")))

@@ -16,6 +16,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.layers.passes import Sums
 from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.loss_scale import next_loss_scale
+from jaxinfra.training.fp8_watch import emitted_by_site, fp8_record
 from jaxinfra.training.gradients import GradientFunction
 from jaxinfra.training.state import State, TrainState
 
@@ -33,6 +34,7 @@ class StepMetrics:
     skipped: Int[Array, ""]  # steps not applied so far
     skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
+    fp8: dict[str, Float[Array, "..."]]  # what 8-bit matmuls emit, as ``emitted_by_site``
 
 
 type TrainStep = Callable[[State, Batch], tuple[State, StepMetrics]]
@@ -103,6 +105,7 @@ def make_train_step(
             skipped=new_state.skipped,
             skipped_in_a_row=new_state.skipped_in_a_row,
             sums=learned.sums,
+            fp8=emitted_by_site(learned.state),
         )
         return new_state, metrics
 
@@ -126,6 +129,7 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
         "tokens": int(metrics.tokens) if math.isfinite(metrics.tokens) else None,
         "skipped": int(metrics.skipped),
         **_layer_record(metrics),
+        **fp8_record(metrics.fp8),
     }
 
 

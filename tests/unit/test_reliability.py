@@ -133,6 +133,22 @@ def test_slow_ranks_are_named_once_with_their_cause():
     assert (rank, cause) == (0, "device")
 
 
+def test_a_few_milliseconds_of_a_shared_core_are_no_slow_device():
+    row = ProcessRow(host_s=0.004, probe_s=0.003)
+    shared = Stragglers(probe_margin_s=0.05)
+    table = [row, dataclasses.replace(row, probe_s=0.007)]
+    assert [found for _ in range(20) for found in shared.add(table, step_s=0.3)] == []
+
+
+def test_a_slow_device_is_named_by_rare_probes():
+    stragglers, row, found = Stragglers(), ProcessRow(host_s=0.004), []
+    for step in range(1, 210):
+        probed = [0.004, 0.009] if step % 50 == 0 else [0.0, 0.0]
+        rows = [dataclasses.replace(row, probe_s=seconds) for seconds in probed]
+        found += [(step, *each[:2]) for each in stragglers.add(rows, step_s=0.1)]
+    assert found == [(200, 1, "device")]
+
+
 def test_a_contended_core_is_no_slow_device():
     """Some probes of every rank take twice as long where other work shares its core."""
     stragglers = Stragglers()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows, sample
+from jaxinfra.serving.sampling import GREEDY, NO_TOKEN, SamplingConfig, SamplingRows, sample
 
 DRAWS = 20_000
 # All tests draw from 12 logits: few shapes, few compilations.
@@ -208,3 +208,17 @@ def test_settings_that_mean_nothing_are_refused(options):
     ((name, value),) = options.items()
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         SamplingConfig(**options)
+
+
+@pytest.mark.parametrize("config", SETTINGS, ids=str)
+def test_nothing_is_drawn_from_logits_that_are_no_numbers(config):
+    """And the other rows of the batch draw what they would."""
+    spoilt = np.tile(RANDOM, (DRAWS, 1))
+    spoilt[0, 7] = np.nan
+    spoilt[1] = np.nan
+    spoilt[2, 0] = np.inf
+    spoilt[3] = -np.inf
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    ids = np.asarray(_sample(spoilt, keys, SamplingRows.of([config] * DRAWS)))
+    assert ids[:4].tolist() == [NO_TOKEN] * 4
+    np.testing.assert_array_equal(ids[4:], draws(RANDOM, config)[4:])
