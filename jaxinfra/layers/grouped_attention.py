@@ -87,7 +87,10 @@ class GroupedAttention(nnx.Module):
         Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
         """
         place = self.execution.place
-        q_BTNH, k_BTKH, v_BTKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        given_BTD = self.query.prepared(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = (
+            projection(given_BTD) for projection in (self.query, self.key, self.value)
+        )
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.config.rope is not None and given.rope is not None:

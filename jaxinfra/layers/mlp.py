@@ -55,8 +55,9 @@ class Mlp(nnx.Module):
         """[B, T, D] to [B, T, D] in the compute dtype."""
         del given  # each position by itself
         policy = self.execution.policy
-        up_BTF = policy.to_accum(self.up(x_BTD))
-        gate_BTF = None if self.gate is None else policy.to_accum(self.gate(x_BTD))
+        given_BTD = x_BTD if self.gate is None else self.up.prepared(x_BTD)
+        up_BTF = policy.to_accum(self.up(given_BTD))
+        gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
         hidden_BTF = activated(self.config.kind, up_BTF, gate_BTF)
         hidden_BTF = self.execution.place(
             policy.to_compute(hidden_BTF), (axes.BATCH, axes.SEQUENCE, axes.MLP)

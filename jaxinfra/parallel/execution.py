@@ -1,14 +1,17 @@
 """The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
 
+import functools
+
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
+from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
-from jaxinfra.parallel.gather import gather_on
+from jaxinfra.parallel.gather import QuantizedWeights, gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.loss import cross_entropy_on
 from jaxinfra.parallel.place import Placement
@@ -36,9 +39,11 @@ def execution_on(
         remat: what is kept for the backward pass.
         unroll: layers in one body of their loop.
     """
+    devices = _devices(placement)
     return Execution(
         policy=policy,
-        multiply=multiply,
+        multiply=functools.partial(multiply, devices=devices),
+        prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),
         decode=decode_on(placement),
@@ -50,3 +55,10 @@ def execution_on(
         remat=remat,
         unroll=unroll,
     )
+
+
+def _devices(placement: Placement | None) -> Devices:
+    """Over what 8-bit matmuls are spread."""
+    if placement is None or placement.mesh.size == 1:
+        return ONE_DEVICE
+    return Devices(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))
