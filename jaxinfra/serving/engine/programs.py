@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jaxinfra.config.model import MixerConfig, ModelConfig
 from jaxinfra.core import axes
@@ -20,6 +20,8 @@ from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.sampling import SamplingRows, sample
 
 WORD_BITS = 32
+MOST_SCORES = 20
+"""Most likely tokens that can be told at each place, as OpenAI's API bounds them."""
 
 type Pools = tuple[dict[str, Shaped[Array, "_ _ _ ..."]], ...]
 """The pages of each distinct block, by the names of its mixer's ``CacheSpec``."""
@@ -73,6 +75,16 @@ class RowInputs:
     sampling: SamplingRows
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Log-probabilities, fp32, by the model alone: before temperature, cuts and masks."""
+
+    given_N: jax.Array  # of the tokens at hand
+    top_NK: jax.Array  # of the most likely ones
+    ids_NK: jax.Array  # which these are, int32
+
+
 def empty_pools(
     config: ModelConfig, execution: Execution, *, num_pages: int, page_size: int
 ) -> Pools:
@@ -98,13 +110,15 @@ def step(
     *,
     config: ProgramConfig,
     is_fresh: bool,
-) -> tuple[Int[Array, "B"], DeviceState]:
-    """Rows take in their tokens; the token after each row's last one, int32 [B].
+    is_scored: bool,
+) -> tuple[tuple[Int[Array, "B"], Scores | None], DeviceState]:
+    """Rows take in their tokens; the token after each row's last one, int32 [B], and its score.
 
     It is -1 where the row's logits are not finite, and means nothing where the row does not draw.
 
     Args:
         is_fresh: every row begins at position 0, so that its tokens see each other only.
+        is_scored: whether scores are told.
     """
     model = nnx.merge(config.graphdef, weights.model)
     ids_BT = _known_ids(state, rows)
@@ -129,7 +143,44 @@ def step(
         draft_pools=draft_pools,
         last_S=state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop"),
     )
-    return tokens_B, state
+    scores = scored(logits_BV, jnp.maximum(tokens_B, 0)) if is_scored else None
+    return (tokens_B, scores), state
+
+
+def score(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    targets_BT: Int[Array, "B T"],
+    *,
+    config: ProgramConfig,
+) -> tuple[tuple[Int[Array, "B"], Scores, Scores], DeviceState]:
+    """``step`` with scores, and those of the tokens that follow each of the rows' tokens.
+
+    Hidden states are computed once more for all positions: a prompt is scored rarely.
+    """
+    model = nnx.merge(config.graphdef, weights.model)
+    ids_BT = _known_ids(state, rows)
+    positions_BT = _positions(rows, ids_BT.shape[1])
+    x_BTD, _ = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=False)
+    logits_BTV = _logits(model, x_BTD, config)
+    batch, length, num_ids = logits_BTV.shape
+    of_prompt = scored(
+        logits_BTV.reshape(batch * length, num_ids), targets_BT.reshape(batch * length)
+    )
+    (tokens_B, of_draw), state = step(
+        weights, state, rows, config=config, is_fresh=False, is_scored=True
+    )
+    assert of_draw is not None
+    return (tokens_B, of_draw, of_prompt), state
+
+
+def scored(logits_NV: Float[Array, "N V"], ids_N: Int[Array, "N"]) -> Scores:
+    """How likely the model alone says these tokens are, and which are the most likely."""
+    total_N1 = jax.nn.logsumexp(logits_NV, axis=-1, keepdims=True)
+    top_NK, ids_NK = jax.lax.top_k(logits_NV, min(MOST_SCORES, logits_NV.shape[1]))
+    given_N1 = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)
+    return Scores(given_N=(given_N1 - total_N1)[:, 0], top_NK=top_NK - total_N1, ids_NK=ids_NK)
 
 
 def verify(
