@@ -120,31 +120,8 @@ def step(
         is_fresh: every row begins at position 0, so that its tokens see each other only.
         is_scored: whether scores are told.
     """
-    model = nnx.merge(config.graphdef, weights.model)
-    ids_BT = _known_ids(state, rows)
-    positions_BT = _positions(rows, ids_BT.shape[1])
-    x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
-    draft_pools = state.draft_pools
-    if config.draft is not None:
-        draft = nnx.merge(config.draft, weights.draft)
-        _, draft_pools = _run(draft, draft_pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
-    # Only the last token's logits are needed: all of them would be T times as large.
-    last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
-    logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
-    keys_B = _keys(rows, offset=0)
-    is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
-    tokens_B = sample(_allowed(logits_BV, state, rows), keys_B, rows=rows.sampling)
-    tokens_B = jnp.where(is_bad_B, -1, tokens_B)
-    num_slots = state.last_S.shape[0]
-    slots_B = jnp.where(rows.draws_B, rows.slots_B, num_slots)
-    state = dataclasses.replace(
-        state,
-        pools=pools,
-        draft_pools=draft_pools,
-        last_S=state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop"),
-    )
-    scores = scored(logits_BV, jnp.maximum(tokens_B, 0)) if is_scored else None
-    return (tokens_B, scores), state
+    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
+    return _drawn(weights, state, rows, x_BTD, config=config, is_scored=is_scored)
 
 
 def score(
@@ -154,25 +131,13 @@ def score(
     targets_BT: Int[Array, "B T"],
     *,
     config: ProgramConfig,
-) -> tuple[tuple[Int[Array, "B"], Scores, Scores], DeviceState]:
-    """``step`` with scores, and those of the tokens that follow each of the rows' tokens.
-
-    Hidden states are computed once more for all positions: a prompt is scored rarely.
-    """
-    model = nnx.merge(config.graphdef, weights.model)
-    ids_BT = _known_ids(state, rows)
-    positions_BT = _positions(rows, ids_BT.shape[1])
-    x_BTD, _ = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=False)
-    logits_BTV = _logits(model, x_BTD, config)
-    batch, length, num_ids = logits_BTV.shape
-    of_prompt = scored(
-        logits_BTV.reshape(batch * length, num_ids), targets_BT.reshape(batch * length)
-    )
-    (tokens_B, of_draw), state = step(
-        weights, state, rows, config=config, is_fresh=False, is_scored=True
-    )
-    assert of_draw is not None
-    return (tokens_B, of_draw, of_prompt), state
+) -> tuple[tuple[Int[Array, "B"], Scores | None, Scores], DeviceState]:
+    """``step`` with scores, and those of the tokens that follow each of the rows' tokens."""
+    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
+    logits_BTV = _logits(nnx.merge(config.graphdef, weights.model), x_BTD, config)
+    of_prompt = scored(logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1))
+    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_scored=True)
+    return (*drawn, of_prompt), state
 
 
 def scored(logits_NV: Float[Array, "N V"], ids_N: Int[Array, "N"]) -> Scores:
@@ -181,6 +146,52 @@ def scored(logits_NV: Float[Array, "N V"], ids_N: Int[Array, "N"]) -> Scores:
     top_NK, ids_NK = jax.lax.top_k(logits_NV, min(MOST_SCORES, logits_NV.shape[1]))
     given_N1 = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)
     return Scores(given_N=(given_N1 - total_N1)[:, 0], top_NK=top_NK - total_N1, ids_NK=ids_NK)
+
+
+def _taken_in(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    *,
+    config: ProgramConfig,
+    is_fresh: bool,
+) -> tuple[jax.Array, DeviceState]:
+    """Hidden states of the rows' tokens, [B, T, D], and the state with their keys and values."""
+    ids_BT = _known_ids(state, rows)
+    positions_BT = _positions(rows, ids_BT.shape[1])
+    model = nnx.merge(config.graphdef, weights.model)
+    x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
+    state = dataclasses.replace(state, pools=pools)
+    if config.draft is not None:
+        draft = nnx.merge(config.draft, weights.draft)
+        drafts = state.draft_pools
+        _, drafts = _run(draft, drafts, ids_BT, positions_BT, rows, is_fresh=is_fresh)
+        state = dataclasses.replace(state, draft_pools=drafts)
+    return x_BTD, state
+
+
+def _drawn(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    x_BTD: jax.Array,
+    *,
+    config: ProgramConfig,
+    is_scored: bool,
+) -> tuple[tuple[jax.Array, Scores | None], DeviceState]:
+    """The token after each row's last one, its score, and the state that knows it."""
+    model = nnx.merge(config.graphdef, weights.model)
+    # Only the last token's logits are needed: all of them would be T times as large.
+    last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
+    logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
+    keys_B = _keys(rows, offset=0)
+    is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
+    tokens_B = sample(_allowed(logits_BV, state, rows), keys_B, rows=rows.sampling)
+    tokens_B = jnp.where(is_bad_B, -1, tokens_B)
+    slots_B = jnp.where(rows.draws_B, rows.slots_B, state.last_S.shape[0])
+    last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
+    scores = scored(logits_BV, jnp.maximum(tokens_B, 0)) if is_scored else None
+    return (tokens_B, scores), dataclasses.replace(state, last_S=last_S)
 
 
 def verify(

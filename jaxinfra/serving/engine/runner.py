@@ -189,25 +189,10 @@ class ModelRunner:
         result = []
         for rows, (array, *told) in dispatched.rows:
             values = np.asarray(array)
-            of_draw, of_prompt = (*jax.tree.map(np.asarray, told), None, None)[:2]
+            scores = [jax.tree.map(np.asarray, each) for each in told]
             for place, (row, drawn) in enumerate(zip(rows, values, strict=False)):
-                if not row.draws and not row.targets:
-                    continue
-                held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
-                number = row.stream.request.num_scores
-                has_score = number is not None and row.draws and of_draw is not None
-                result.append(
-                    Drawn(
-                        row=row,
-                        tokens=tuple(tokens) if row.draws else (),
-                        num_held=held,
-                        is_bad=held < 0 or tokens[0] < 0,
-                        score=_score(of_draw, place, number or 0) if has_score else None,
-                        prompt_scores=tuple(
-                            _score(of_prompt, at, number or 0) for at in range(len(row.targets))
-                        ),
-                    )
-                )
+                if row.draws or row.targets:
+                    result.append(_of_row(row, place, drawn, scores))
         return result
 
     def _call(
@@ -339,6 +324,28 @@ class ModelRunner:
         donated = 0 if key.name in ("copy", "mask") else 1
         jitted = jax.jit(function, donate_argnums=donated)
         self._compiled[key] = jitted.lower(*arguments).compile()
+
+
+def _of_row(row: PlannedRow, place: int, drawn: np.ndarray, scores: list[Scores]) -> Drawn:
+    """What a call gave for one row.
+
+    Args:
+        scores: of the draws, and of the tokens that follow the row's; none where nobody asked.
+    """
+    held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
+    asked, score, of_prompt = row.stream.request.num_scores, None, ()
+    if asked is not None and row.draws:
+        score = _score(scores[0], place, asked)
+    if asked is not None and row.targets and len(scores) > 1:
+        of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
+    return Drawn(
+        row=row,
+        tokens=tuple(tokens) if row.draws else (),
+        num_held=held,
+        is_bad=held < 0 or tokens[0] < 0,
+        score=score,
+        prompt_scores=of_prompt,
+    )
 
 
 def _score(scores: Scores, place: int, number: int) -> TokenScore:
