@@ -110,12 +110,12 @@ class LossScaling(enum.StrEnum):
 class PrecisionConfig:
     """Policy, matmuls in 8 bits and loss scaling."""
 
-    policy: PolicyName = PolicyName.FP32
-    weights: StoredWeights = StoredWeights.FP32
+    policy: PolicyName = PolicyName.FP32  # compute dtype
+    weights: StoredWeights = StoredWeights.FP32  # what they are kept in between steps
     fp8: Fp8Matmuls | None = None  # None: every matmul computes in the policy's format
-    weight_gradients: WeightGradients = WeightGradients.FP32
-    loss_scaling: LossScaling = LossScaling.NONE
-    initial_loss_scale: float = 2.0**15
+    weight_gradients: WeightGradients = WeightGradients.FP32  # in which dtype they are summed
+    loss_scaling: LossScaling = LossScaling.NONE  # of fp16 gradients
+    initial_loss_scale: float = 2.0**15  # where scaling begins
     growth_interval: int = 2000  # finite steps in a row before the dynamic scale doubles
 
     def __post_init__(self) -> None:

@@ -61,6 +61,12 @@ def device_events(trace: Path, *, device: int = 0) -> list[TraceEvent]:
 
 def _launches(profile: jax.profiler.ProfileData, name: str, *, where: Path) -> list[TraceEvent]:
     plane = next((p for p in profile.planes if p.name.startswith(name)), None)
+    if plane is None and not any(p.name.startswith("/device:") for p in profile.planes):
+        raise DataError(
+            f"{where} is of a CPU, whose operations a profile does not tell apart; profile a "
+            f"step on a GPU, or open this trace with: tensorboard --logdir {where.parent}. What a "
+            "GPU's looks like, jaxinfra trace --example shows"
+        )
     if plane is None:
         names = ", ".join(p.name for p in profile.planes) or "none at all"
         raise DataError(f"{where} has no plane {name}, only {names}")

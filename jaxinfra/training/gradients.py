@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.run import TrainingConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.parts import find_part
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.models.gradients import Gradients, added, nothing_added
@@ -60,16 +62,25 @@ def batch_loss(
     *,
     z_loss: float,
     label_smoothing: float = 0.0,
+    loss: str | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """The objective of a batch; ``tree`` has parameters and state."""
+    """The objective of a batch; ``tree`` has parameters and state.
+
+    Args:
+        loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
+    """
     out = model.bind(tree).run(
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
     )
-    sums = hidden_loss(model, tree, out.x, batch, z_loss=z_loss, label_smoothing=label_smoothing)
+    if loss is None:
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        sums = hidden_loss(model, tree, out.x, batch, **options)
+    else:
+        sums = own_loss(model, tree, out.x, batch, loss=loss)
     objective = sums.total
     for emitted in jax.tree.leaves([block.losses for block in out.sums]):
         objective = objective + jnp.sum(emitted)
@@ -99,6 +110,29 @@ def hidden_loss(
             label_smoothing=label_smoothing,
             logit_soft_cap=model.config.logit_soft_cap,
         )
+
+
+def own_loss(
+    model: ModelDefinition,
+    tree: Parameters,
+    hidden_BTD: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    loss: str,
+) -> CrossEntropySums:
+    """The sum of a user's loss ``(logits [B, T, V], targets [B, T]) -> [B, T]`` in fp32, which sees
+    all logits at once.
+    """
+    with jax.named_scope("loss"):
+        logits_BTV = model.bind(tree).logits(hidden_BTD)
+        each_BT = find_part(loss)(logits_BTV, batch.targets)
+        if each_BT.shape != batch.targets.shape:
+            raise ConfigError(
+                f"loss {loss} returns {each_BT.shape} for targets of {batch.targets.shape}; it "
+                "gives each token's loss, which is weighed and averaged here"
+            )
+        total = jnp.sum(each_BT.astype(batch.weights.dtype) * batch.weights)
+    return CrossEntropySums(total, total)
 
 
 def make_gradient(
@@ -133,6 +167,7 @@ def make_gradient(
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,
+                loss=training.loss,
                 dropout_key=key if drops_out else None,
             )
             aux = sums.nll / num_targets, sums.layers
