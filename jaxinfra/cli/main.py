@@ -20,7 +20,9 @@ from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "presets": "models and runs that have a name: sizes, and what for",
     "generate": "sample from a run",
+    "chat": "talk with a model, which stays loaded",
     "serve": "serve a model to clients of OpenAI's API",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",

@@ -4,7 +4,7 @@ jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
-jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule, drawn here or in --pictures
+jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
 jaxinfra plan formats                                        number formats and recipes
 jaxinfra plan --self-check                                   against published figures
 """
@@ -17,13 +17,14 @@ from typing import Any
 
 import jax
 
-from jaxinfra.cli.train import user_cache
+from jaxinfra.cli.plan_headline import headline
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import read_json
+from jaxinfra.core.places import user_cache
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
@@ -251,6 +252,7 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
         print(json.dumps(values, allow_nan=False))
         return 0
     tables = table.plan_tables(plan, tokens=args.tokens)
+    print("\n".join(headline(plan, searched=found is not None)))  # a command is one line
     table.show(*(table.ranking(found) if found is not None else []), *tables)
     return 0
 
@@ -299,14 +301,16 @@ def _schedule(args: argparse.Namespace) -> int:
     # Of the interleaved schedule; the others have one or two.
     chunks = max(args.chunks, 2)
     require_within(schedule_boxes=args.p * args.m * chunks)
-    directory = args.pictures or Path()
-    directory.mkdir(parents=True, exist_ok=True)
+    out = None
+    if args.pictures is not None:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        out = args.pictures / f"{args.schedule}-p{args.p}-m{args.m}.png"
     found = report(
         PipelineSchedule(args.schedule),
         stages=args.p,
         micro_batches=args.m,
         chunks=chunks,
-        out=directory / f"{args.schedule}-p{args.p}-m{args.m}.png",
+        out=out,
     )
     print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))
     return 0

@@ -15,8 +15,9 @@ from jaxinfra.config.model import (
     ModelConfig,
 )
 from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.pipeline import PipelineConfig
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -59,19 +60,21 @@ LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
 class TrainingConfig:
     """Length, batch and step of a training run."""
 
-    steps: int
+    steps: int  # optimizer steps
     batch_size: int  # sequences a step, over all devices and accumulation
     sequence_length: int  # tokens
     accumulation: int = 1  # micro-batches per step
-    remat: Remat = Remat.NONE
+    remat: Remat = Remat.NONE  # what the backward pass computes again
     memory_budget_gib: float | None = None  # of a device, for remat=auto; None: what it has
     unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop
     xla_options: tuple[str, ...] = ()  # "name=value", on top of what is known to be good here
-    attention: AttentionImplementation = AttentionImplementation.AUTO
+    attention: AttentionImplementation = AttentionImplementation.AUTO  # who computes attention
+    # How a sequence over several devices attends.
     context_method: ContextMethod = ContextMethod.AUTO
+    loss: str | None = None  # your own: a part, (logits, targets) -> loss of each token
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
     label_smoothing: float = 0.0  # of the target's probability, spread over all ids; not evaluated
-    seed: int = 0
+    seed: int = 0  # of initial weights, data order and dropout
     log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step
     evaluate_every: int | None = None  # steps; None: at the end only
     max_bad_steps: int = 20  # non-finite steps in a row before the run stops
@@ -112,6 +115,11 @@ class TrainingConfig:
                 f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat.value}: a "
                 "budget is more than 0, and only remat=auto chooses by it"
             )
+        if self.loss is not None and (self.z_loss or self.label_smoothing):
+            raise ConfigError(
+                f"loss={self.loss!r} with z_loss={self.z_loss} and label_smoothing="
+                f"{self.label_smoothing}: these are of the cross entropy; add them to your own loss"
+            )
         if self.z_loss < 0:
             raise ConfigError(f"z_loss={self.z_loss} must not be negative")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -125,7 +133,7 @@ class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
     every: int | None = None  # steps; None: at the end and on a signal only
-    keep_last: int = 2
+    keep_last: int = 2  # newest checkpoints that stay
     keep_best: int = 1  # by held-out loss
 
     def __post_init__(self) -> None:
@@ -140,17 +148,17 @@ class CheckpointConfig:
 class RunConfig:
     """Everything that decides what a run computes."""
 
-    model: ModelConfig
-    data: DataConfig
-    optimizer: OptimizerConfig
-    training: TrainingConfig
-    precision: PrecisionConfig = PrecisionConfig()
-    mesh: MeshConfig = MeshConfig()
-    sharding: ShardingConfig = ShardingConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    exchange: ExchangeConfig = ExchangeConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    reliability: ReliabilityConfig = ReliabilityConfig()
+    model: ModelConfig  # what is trained
+    data: DataConfig  # what it reads
+    optimizer: OptimizerConfig  # how it learns
+    training: TrainingConfig  # how long, in which batches
+    precision: PrecisionConfig = PrecisionConfig()  # number formats
+    mesh: MeshConfig = MeshConfig()  # devices, by axis
+    sharding: ShardingConfig = ShardingConfig()  # what lies where, where there is a choice
+    pipeline: PipelineConfig = PipelineConfig()  # of stages, with mesh.pipe
+    exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts, with mesh.expert
+    checkpoint: CheckpointConfig = CheckpointConfig()  # when states are saved
+    reliability: ReliabilityConfig = ReliabilityConfig()  # what is watched
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
 
@@ -174,10 +182,13 @@ def validate(run: RunConfig) -> None:
         raise ConfigError(
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
+    _validate_own(run)
     _validate_sharding(run)
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    _validate_fp8(run)
+    _validate_stored_weights(run)
     check_divides(model, mesh)
 
 
@@ -227,6 +238,30 @@ def _validate_lora(run: RunConfig) -> None:
         )
 
 
+def _validate_stored_weights(run: RunConfig) -> None:
+    if run.precision.weights is StoredWeights.BF16 and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"weights=bf16 with pipe={run.mesh.pipe}: stages sum gradients of micro-batches in the "
+            "format of the weights; use fsdp and tensor, or weights=fp32"
+        )
+
+
+def _validate_fp8(run: RunConfig) -> None:
+    if run.precision.fp8 is None:
+        return
+    if run.sharding.keep_gathered:
+        raise ConfigError(
+            "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
+            "leave one of them out"
+        )
+    latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
+    if latent and run.mesh.context > 1:
+        raise ConfigError(
+            f"fp8 with latent attention and context={run.mesh.context}: what rebuilds heads of the "
+            "latents that devices exchange is not in 8 bits; use fsdp in place of context"
+        )
+
+
 def _validate_sharding(run: RunConfig) -> None:
     sharding, mesh, length = run.sharding, run.mesh, run.training.sequence_length
     if sharding.zero < 3 and mesh.fsdp == 1:
@@ -267,6 +302,28 @@ def _validate_keep_gathered(run: RunConfig) -> None:
         raise ConfigError(
             f"keep_gathered multiplies with weights in {precision.policy}, and their gradients "
             "come back in it; say so with --set precision.weight_gradients=compute"
+        )
+
+
+def _validate_own(run: RunConfig) -> None:
+    """What parts of the user's own cannot do."""
+    mesh, training, mixers = run.mesh, run.training, [b.mixer for b in run.model.blocks]
+    functions = [m.function for m in mixers if isinstance(m, GroupedAttentionConfig) and m.function]
+    records = [type(mixer).__name__ for mixer in mixers if isinstance(mixer, OwnMixer)]
+    if mesh.context > 1 and (functions or records):
+        raise ConfigError(
+            f"context={mesh.context} with {', '.join([*functions, *records])}: a device would have "
+            "a part of the sequence, and your own attention sees all of it; use fsdp and tensor"
+        )
+    if functions and training.attention is not AttentionImplementation.AUTO:
+        raise ConfigError(
+            f"attention={training.attention.value} with {functions[0]}, which computes it: leave "
+            "training.attention out"
+        )
+    if mesh.pipe > 1 and training.loss is not None:
+        raise ConfigError(
+            f"pipe={mesh.pipe} with loss={training.loss}: stages take the loss of a part of the "
+            "tokens with the built-in cross entropy; use fsdp and tensor"
         )
 
 

@@ -70,7 +70,7 @@ def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None
 
 
 def load(
-    path: Path,
+    path: str | Path,
     *,
     policy: PolicyName | None = None,
     step: int | None = None,
@@ -83,6 +83,7 @@ def load(
         step: a certain checkpoint of a run.
         mesh: devices that the model is spread over, the first one by default.
     """
+    path = Path(path)
     if not is_model_directory(path):
         return load_run(path, policy=policy, step=step, mesh=mesh)
     if step is not None:
@@ -154,7 +155,11 @@ def load_run(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
     restored = checkpoint.load(
-        checkpoints, placed, step=step, identity=identity(RunDirectory(path), config)
+        checkpoints,
+        placed,
+        step=step,
+        identity=identity(RunDirectory(path), config),
+        settings=codec.to_dict(config),
     )
     eos_ids = None
     if config.init is not None:

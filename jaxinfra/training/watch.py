@@ -16,6 +16,7 @@ from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import RECOMPILED, excluded_steps, record_incident
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.training.fp8_watch import Fp8Watch
 from jaxinfra.training.guards import is_due
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.stop import Agreement
@@ -53,6 +54,7 @@ class Watch:
         # A CPU is shared with all else that runs there: a few milliseconds say nothing of it.
         is_shared = jax.default_backend() == "cpu"
         self._stragglers = Stragglers(probe_margin_s=0.05 if is_shared else 0.001)
+        self._fp8 = Fp8Watch()
         self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
         self._shapes: dict[str, str] = {}  # of the last batch
@@ -118,6 +120,11 @@ class Watch:
         self._progress.message(f"{kind.upper()}: step {step}: {text}")
         if self._is_first:
             record_incident(self._run.incidents_file, kind, step=step, text=text, **details)
+
+    def look_for_divergence(self, emitted: dict[str, Any], *, step: int) -> None:
+        """Names 8-bit matmuls whose operands outgrow their format."""
+        for text in self._fp8.add(emitted):
+            self.incident("fp8 diverges", step=step, text=text)
 
     def undone(self, records: Sequence[dict[str, Any]]) -> None:
         """These steps are done again."""
