@@ -23,6 +23,7 @@ FIGURES = {
     "ablation": (["--steps", "2"], ["full: held-out loss", "windowed: held-out loss"]),
     "learning_rate": (["--steps", "2", "--rates", "1e-3", "1e-2"], ["lowest held-out loss at"]),
     "new_layer": (["--steps", "2"], ["attention: held-out", "decay: held-out"]),
+    "preferences": (["--steps", "6"], ["step 0:", "step 6:"]),
     "long_context": (["--steps", "2", "--length", "64"], ["one: final loss", "difference"]),
     "fine_tune": (["--steps", "4"], ["before", "after"]),
 }

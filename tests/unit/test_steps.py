@@ -12,7 +12,7 @@ from jaxinfra.core.parts import part
 
 
 @part
-def half_cross_entropy(logits, targets):
+def half_cross_entropy(logits, targets, *, weights):
     """Half of each token's nll."""
     import jax
 
