@@ -39,15 +39,25 @@ def load(
     *,
     step: int | None = None,
     identity: dict[str, JSON] | None = None,
+    settings: dict[str, JSON] | None = None,
 ) -> Restored:
     """Reads from a run that may still be training: takes no lock, moves and deletes nothing.
 
     ``abstract_state`` may leave out parts of what was saved, such as the optimizer's. Damaged
     checkpoints are skipped with a warning. For the rest see ``Checkpointer.restore``.
+
+    Args:
+        settings: of the run as they are now; those that are others than when it was saved may
+            change what is done with it, and are said in a warning.
     """
-    return read_newest(
+    restored = read_newest(
         directory, abstract_state, step=step, identity=identity, reject=_skip, subset=True
     )
+    if settings is not None and restored.settings:
+        changes = metadata.differences(restored.settings, settings)
+        if changes:
+            _log.warning("settings changed since it was saved: %s", "; ".join(changes))
+    return restored
 
 
 type Reject = Callable[[Path, int, list[str]], Rejected]

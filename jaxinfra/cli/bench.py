@@ -25,6 +25,7 @@ BENCHMARKS = {
     "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
     "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
     "roofline": "this device's ceilings, and kernels, prefill and decode under them",
+    "serve": "load on a server: throughput, time to the first token and per token, goodput",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
     "context_parallel": "attention over a sharded sequence, beside one device's kernel",
     "constants": "rates of matmuls, attention and memory that jaxinfra plan computes with",

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     config = fixed_remat(train.config_of(args))
     if args.limit is not None and not args.limit > 0:
         raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
-    report = report_memory(lower_step(make_job(config)).compile())
+    report = report_memory(lower_step(make_job(config)))
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
     remedies = _remedies(config, limit) if too_much and limit is not None else []

@@ -31,7 +31,7 @@ def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraErr
     Returns the report in a few lines.
     """
     config = fixed_remat(config)
-    report = report_memory(lower_step(make_job(config)).compile())
+    report = report_memory(lower_step(make_job(config)))
     limit = _limit(str(error))
     remedies = []
     if limit is not None and jax.process_count() == 1:

@@ -41,6 +41,15 @@ class MuonConfig:
             )
 
 
+class MomentFormat(enum.StrEnum):
+    """What a moment of Adam's is kept in between steps."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # rounded stochastically
+    FP16 = "fp16"  # with a scale for each array
+    FP8 = "fp8"  # e4m3 with a scale for each array, rounded stochastically
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW, or another kind, or Muon beside AdamW; decay applies to matrices only."""
@@ -56,6 +65,8 @@ class OptimizerConfig:
     epsilon: float = 1e-8  # added to the update's divisor
     weight_decay: float = 0.1  # of matrices, times the rate
     clip_norm: float | None = 1.0  # of all gradients together; None: no clipping
+    first_moment: MomentFormat = MomentFormat.FP32  # what it is kept in between steps
+    second_moment: MomentFormat = MomentFormat.FP32  # likewise
     muon: MuonConfig | None = None  # None: AdamW for every parameter
     # Decay per step of a running mean of the weights (Polyak and Juditsky 1992), which is then
     # evaluated, generates and is exported; None: the weights themselves.
@@ -77,6 +88,14 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        is_adamw = self.muon is None and self.kind is OptimizerKind.ADAMW
+        if self.keeps_short_moments and not is_adamw:
+            other = self.kind.value if self.muon is None else "muon"
+            raise ConfigError(
+                f"first_moment={self.first_moment.value} and second_moment="
+                f"{self.second_moment.value} with {other}: only AdamW keeps moments in other "
+                "formats than fp32; leave them, or use kind=adamw without muon"
+            )
         if self.epsilon <= 0 or self.weight_decay < 0 or not 0 <= self.final_fraction <= 1:
             raise ConfigError(
                 f"epsilon={self.epsilon} must be positive, weight_decay={self.weight_decay} not "
@@ -86,3 +105,8 @@ class OptimizerConfig:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or none")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ConfigError(f"decay_steps={self.decay_steps} must be at least 1, or none")
+
+    @property
+    def keeps_short_moments(self) -> bool:
+        """Whether some moment is kept in fewer bits than it is computed in."""
+        return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2

@@ -17,7 +17,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.pipeline import PipelineConfig
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -187,6 +187,8 @@ def validate(run: RunConfig) -> None:
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
+    _validate_fp8(run)
+    _validate_stored_weights(run)
     check_divides(model, mesh)
 
 
@@ -233,6 +235,30 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
             "tensor instead"
+        )
+
+
+def _validate_stored_weights(run: RunConfig) -> None:
+    if run.precision.weights is StoredWeights.BF16 and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"weights=bf16 with pipe={run.mesh.pipe}: stages sum gradients of micro-batches in the "
+            "format of the weights; use fsdp and tensor, or weights=fp32"
+        )
+
+
+def _validate_fp8(run: RunConfig) -> None:
+    if run.precision.fp8 is None:
+        return
+    if run.sharding.keep_gathered:
+        raise ConfigError(
+            "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
+            "leave one of them out"
+        )
+    latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
+    if latent and run.mesh.context > 1:
+        raise ConfigError(
+            f"fp8 with latent attention and context={run.mesh.context}: what rebuilds heads of the "
+            "latents that devices exchange is not in 8 bits; use fsdp in place of context"
         )
 
 

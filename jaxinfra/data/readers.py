@@ -19,6 +19,7 @@ from jaxinfra.core.errors import DataError
 from jaxinfra.core.files import parse_json, require_plain
 
 _CHUNK_BYTES = 1 << 20
+_ZSTD_BYTES = 4096  # at a time: each may stand for 32,768
 _LINE_BYTES = 256 << 20
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _PARQUET = ".parquet"
@@ -227,7 +228,7 @@ def _zstd_chunks(path: Path) -> Iterator[bytes]:
     decompressor = zstandard.ZstdDecompressor()
     with path.open("rb") as file:
         frame = decompressor.decompressobj()
-        while data := file.read(_CHUNK_BYTES):
+        while data := file.read(_ZSTD_BYTES):
             while data:
                 if frame.eof:
                     frame = decompressor.decompressobj()

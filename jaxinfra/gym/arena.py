@@ -156,7 +156,8 @@ class Arena:
         mesh = f"replica={processes or self.processes}"
         sets = [f"--set={setting}" for setting in (*SETTINGS, *settings)]
         cache = ["--cache", str(self.place / "cache")]
-        return ["train", *self._options, *sets, "--mesh", mesh, *cache]
+        # Nobody reads a sample, which takes one process longer than all of these steps.
+        return ["train", *self._options, *sets, "--mesh", mesh, *cache, "--no-sample"]
 
     @contextlib.contextmanager
     def launch(

@@ -8,9 +8,11 @@ import optax
 
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig, OptimizerKind
 from jaxinfra.core.axes import Dims
+from jaxinfra.numerics.storage import exact
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
 from jaxinfra.optim.promotion import standard_promotion
+from jaxinfra.optim.stored_adam import scale_by_stored_adam
 
 
 def make_optimizer(
@@ -36,12 +38,26 @@ def make_optimizer(
         chain = optax.chain(clip, _muon(config, config.muon, rate, dims))
     else:
         chain = optax.chain(clip, _CHAINS[config.kind](config, rate, dims))
-    return optax.GradientTransformationExtraArgs(chain.init, standard_promotion(chain.update))
+    # Weights may be kept in fewer bits than moments and updates are computed in.
+    return optax.GradientTransformationExtraArgs(
+        lambda params: chain.init(exact(params)),
+        standard_promotion(
+            lambda updates, state, params=None, **extra: chain.update(
+                exact(updates), state, exact(params), **extra
+            )
+        ),
+    )
 
 
 def _adamw(
     config: OptimizerConfig, rate: optax.Schedule, dims: Any
 ) -> optax.GradientTransformation:
+    if config.keeps_short_moments:
+        return optax.chain(
+            scale_by_stored_adam(config),
+            optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
+            optax.scale_by_learning_rate(rate),
+        )
     return optax.adamw(
         rate,
         b1=config.beta1,

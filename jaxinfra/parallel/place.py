@@ -205,7 +205,7 @@ class Placement:
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
     ) -> optax.OptState:
         """Shardings of the optimizer's state: a moment lies as its parameter; what is of another
-        shape, such as the sums of its rows, is replicated, and so are counters.
+        shape, such as the sums of its rows or a scale, is replicated, and so are counters.
         """
 
         def placed(moment: Any, sharding: NamedSharding, parameter: Any) -> Any:

@@ -156,7 +156,11 @@ def load_run(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
     restored = checkpoint.load(
-        checkpoints, placed, step=step, identity=identity(RunDirectory(path), config)
+        checkpoints,
+        placed,
+        step=step,
+        identity=identity(RunDirectory(path), config),
+        settings=codec.to_dict(config),
     )
     eos_ids = None
     if config.init is not None:

@@ -15,8 +15,9 @@ from jaxinfra.config.run import TrainingConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.parts import find_part
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.models.gradients import Gradients, added, nothing_added
+from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
@@ -190,7 +191,8 @@ def make_gradient(
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
             part = gradient(parameters, micro[0], state, micro[1], loss_scale, num_targets)
-            return added(sums, part), None
+            # Summed in fp32, whatever the weights are kept in.
+            return added(sums, dataclasses.replace(part, gradients=exact(part.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
@@ -199,7 +201,8 @@ def make_gradient(
             gradient, parameters, first[0], state, first[1], loss_scale, num_targets
         )
         start = dataclasses.replace(
-            nothing_added(shapes), gradients=placed(jax.tree.map(jnp.zeros_like, parameters))
+            nothing_added(shapes),
+            gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),
         )
         return jax.lax.scan(add, start, (micro_batches, keys))[0]
 
@@ -240,11 +243,16 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 def make_evaluation_step(
     model: ModelDefinition,
 ) -> Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets)."""
+    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets).
+
+    No matmul is in 8 bits there, whatever the model trains in.
+    """
+    evaluated = model.unquantized
 
     def evaluation_step(
         tree: Parameters, batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        return batch_loss(model, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
+        tree = only(tree, evaluated.arrays)
+        return batch_loss(evaluated, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
 
     return evaluation_step

@@ -188,6 +188,7 @@ class Trainer:
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
+                self._watch.note_shapes(placed, step + 1)
                 host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
                 if not self.has_trained:
                     self._train_step = same_program(
@@ -240,6 +241,7 @@ class Trainer:
                 )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
+                self._watch.look_for_divergence(values.fp8, step=step)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _require_undoubted(self, step: int, loss: float) -> None:

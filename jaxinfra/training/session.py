@@ -159,7 +159,8 @@ class _Session:
         config, run, progress, resources = self.config, self.run, self.progress, self.resources
         profile = self.profile
         _require_all_devices(config)
-        job = make_job(config, traceable=profile is not None)
+        # On one device a trace finds its operations under CUDA graphs (diagnostics/launch_names).
+        job = make_job(config, traceable=profile is not None and config.mesh.num_devices > 1)
         progress.message(describe_job(job))
         if warning := describe_ranking(config.training, config.checkpoint):
             progress.message(warning)

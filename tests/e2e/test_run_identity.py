@@ -67,7 +67,7 @@ def test_what_is_only_a_log_stops_no_run(bench, whole, tmp_path, capsys, damage)
 
 REMEDIED = {
     "newest flipped": of_steps(flip, STEPS),
-    "newest two cut": lambda run: of_steps(cut, *checkpoints(run)[-2:])(run),
+    "newest cut": of_steps(cut, STEPS),
     "newest without its manifest": of_steps(lambda each: (each / "manifest.json").unlink(), STEPS),
 }
 
@@ -107,9 +107,11 @@ def test_no_remedy_is_named_where_there_is_none(bench, whole, tmp_path, capsys):
     assert "jaxinfra train" not in capsys.readouterr().out
 
 
-def test_an_edit_that_is_allowed_is_said(bench, whole, tmp_path, capsys):
+def test_an_edit_that_is_allowed_is_said(bench, whole, tmp_path, capsys, caplog):
     run = shutil.copytree(whole, tmp_path / "run")
     ACCEPTED["another learning rate"](run)
+    load_model(run)
+    assert "settings changed since it was saved: optimizer.learning_rate" in caplog.text
     settings = ["--steps", str(STEPS + 1), "--no-sample", "--cache", str(bench.cache)]
     assert main(["train", "--resume", str(run), *settings]) == 0
     said = " ".join(capsys.readouterr().out.split())

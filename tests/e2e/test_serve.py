@@ -1,10 +1,12 @@
 """The server as clients meet it: OpenAI's own client, raw sockets, and signals."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import http.client
 import json
 import pathlib
+import re
 import threading
 import time
 import urllib.error
@@ -16,6 +18,8 @@ import numpy as np
 import openai
 import pytest
 
+from experiments.bench import serve as bench
+from experiments.pictures.serving import draw
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
@@ -24,6 +28,7 @@ from jaxinfra.config.model import (
     stacked,
 )
 from jaxinfra.config.rope import RopeConfig
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
@@ -289,7 +294,7 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
 def test_refusals_say_why(running, path, body, status, message):
     code, answer, _ = post(running, path, body)
     assert code == status
-    assert __import__("re").search(message, answer["error"]["message"]), answer
+    assert re.search(message, answer["error"]["message"]), answer
 
 
 def test_the_key_is_asked_for(running, client):
@@ -298,6 +303,13 @@ def test_the_key_is_asked_for(running, client):
     with urllib.request.urlopen(f"{running.server.address}/health") as answer:
         assert json.loads(answer.read()) == {"status": "ok"}
     assert [model.id for model in client.models.list()] == ["letters"]
+
+
+def test_the_page_needs_nothing_from_elsewhere(running):
+    with urllib.request.urlopen(f"{running.server.address}/") as answer:
+        page = answer.read().decode()
+    assert "/v1/chat/completions" in page
+    assert not re.search(r"""(?:src|href)=|https?:|@import""", page)
 
 
 def test_tokens_are_counted(running):
@@ -379,3 +391,36 @@ def test_a_stop_lets_open_requests_end(tmp_path):
     ((status, answer, _),) = results
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 200
+
+
+def test_the_load_generator_measures_what_clients_wait(running, tmp_path, capsys):
+    args = argparse.Namespace(
+        api_key=KEY,
+        num_ids=256,
+        rates=[10.0],
+        concurrency=[2],
+        seconds=0.5,
+        seed=0,
+        shared_prefix=8,
+        prompt_tokens=bench.Lengths(text="4:12"),
+        new_tokens=bench.Lengths(text="~6"),
+        first_ms=10_000.0,
+        token_ms=10_000.0,
+    )
+    rows = bench.run(running.server.address, args)
+    assert [row["load"] for row in rows] == ["10 requests/s", "2 clients"]
+    for row in rows:
+        assert row["answered"] + row["refused"] == row["requests"] > 0
+        assert row["failed"] == 0
+        assert row["first_token_ms"]["p50"] <= row["whole_ms"]["p99"]
+        assert row["goodput_requests_s"] == row["requests_s"] > 0
+    assert capsys.readouterr().out.count("tokens/s") == 2
+    document = {
+        "environment": {"device": "cpu"},
+        "lengths": {"prompt": "4:12", "new": "~6"},
+        "rows": rows,
+    }
+    draw(document, tmp_path / "load.svg")
+    assert "2 clients" in (tmp_path / "load.svg").read_text()
+    with pytest.raises(ConfigError, match="write 128, 64:256"):
+        bench.Lengths(text="many").draw(np.random.default_rng(0))

@@ -120,6 +120,7 @@ def is_obeyed(outcome: Outcome) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_signals_are_obeyed_at_any_moment(bench, whole):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")

@@ -228,7 +228,11 @@ def test_lowers(workload):
     assert num_kernels(f, *abstract((workload.rows, workload.columns))) == 2
 
 
-@pytest.mark.parametrize("columns", [1024, 8192, 32768, 131072, 245760])
+@pytest.mark.parametrize(
+    "columns",
+    # The least and the most; ``test_rows_choice`` lowers others.
+    [1024, 245760, *(pytest.param(n, marks=pytest.mark.slow) for n in (8192, 32768, 131072))],
+)
 def test_lowers_with_everything(columns):
     f = functools.partial(evaluate, **FORMS[3], implementation="hopper")
     assert num_kernels(f, *abstract((4096, columns))) == 2

@@ -7,25 +7,14 @@ import pathlib
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.definition import define_model
-from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine import programs
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
@@ -33,14 +22,6 @@ from jaxinfra.weights.load_pretrained import load_pretrained
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
-OPTIONS = EngineOptions(
-    max_running=3,
-    page_size=4,
-    num_pages=17,
-    max_step_tokens=24,
-    chunk_sizes=(8,),
-    max_chunk_rows=1,
-)
 DRAWN = SamplingConfig(temperature=1.3, top_k=40, top_p=0.95)
 
 
@@ -66,7 +47,7 @@ def served(engine, requests, arrivals, cancelled=()):
     return [results[place] for place in range(len(requests))]
 
 
-FAST_CASES = ("phi3_longrope", "deepseek_v3")
+FAST_CASES = ("phi3_longrope",)
 
 
 @pytest.mark.parametrize(
@@ -101,53 +82,12 @@ def test_every_family_as_generated_alone(name):
     assert engine.scheduler.allocator.num_held == 0
 
 
-CONFIG = ModelConfig(
-    vocab_size=300,
-    model_dim=32,
-    max_positions=64,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=32),
-        ),
-        num_layers=2,
-    ),
-    tie_embeddings=False,
-)
-DEFINITION = define_model(CONFIG, execution_on())
-POISON = 299
-PROMPTS = [(5,), (7, 250, 3, 99, 4, 8, 1, 2, 3, 40), (1, 2, 3), (7, 250, 3, 99, 4, 8, 1, 9)]
-
-
-def parameters(seed=0):
-    rng = np.random.default_rng(seed)
-    values = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype), DEFINITION.shapes
-    )
-    values["embedding"]["table"] = values["embedding"]["table"].at[POISON].set(jnp.nan)
-    return values
-
-
-@functools.cache
-def model():
-    return DEFINITION.bind(parameters())
-
-
 @functools.cache
 def plain_engine():
     """One engine for many tests: it keeps nothing of a request but pages."""
     engine = Engine(model(), tokenizer=bytes_tokenizer(), num_ids=257, options=OPTIONS)
     engine.warm_up()
     return engine
-
-
-def alone(prompt, *, new=10, sampling=GREEDY, seed=0):
-    tokens = generate(
-        model(), [prompt], max_new_tokens=new, sampling=sampling, seed=seed, num_ids=257
-    )
-    return [each.token for each in tokens]
 
 
 def request(prompt, *, new=10, **options):

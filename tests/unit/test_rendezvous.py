@@ -1,5 +1,6 @@
 """Processes that meet before JAX starts: who came, who did not, and strangers."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -120,6 +121,32 @@ def test_callers_that_say_nothing_keep_nobody_waiting():
     assert time.monotonic() - began < 5
     assert isinstance(outcomes[1], int)
     for each in silent:
+        each.close()
+
+
+def test_a_crowd_that_says_little_is_sent_away():
+    """More than are heard at a time, each a byte a second: whoever belongs here gets in."""
+    port, crowd = free_port(), []
+
+    def call() -> None:
+        crowd.extend(socket.create_connection(("127.0.0.1", port)) for _ in range(90))
+        for _ in range(8):
+            for each in crowd:
+                with contextlib.suppress(OSError):
+                    each.send(b"{")
+            time.sleep(1)
+
+    caller = threading.Thread(target=call)
+    late = threading.Timer(0.8, lambda: outcomes.update(meet_all([1], of=2, port=port, **when)))
+    when = {"timeout_s": 30}
+    outcomes: dict[int, object] = {}
+    threading.Timer(0.2, caller.start).start()
+    late.start()
+    outcomes |= meet_all([0], of=2, port=port, **when)
+    late.join()
+    caller.join()
+    assert isinstance(outcomes[1], int)
+    for each in crowd:
         each.close()
 
 

@@ -4,12 +4,18 @@ Read from XLA's own records: the module (``hlo.proto``: HloModuleProto) and its 
 (BufferAssignmentProto).
 """
 
+import contextlib
 import dataclasses
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.diagnostics.memory import wire
+from jaxinfra.training.recompute import step_bytes
 
 _TYPES = {
     1: "pred", 2: "s8", 3: "s16", 4: "s32", 5: "s64", 6: "u8", 7: "u16", 8: "u32", 9: "u64",
@@ -75,34 +81,54 @@ class CompiledProgram:
     total_bytes: int  # arguments, results that reuse none, temporaries: what XLA reports
 
 
-def read_program(compiled: jax.stages.Compiled) -> CompiledProgram:
-    """Reads a compiled program.
+def read_program(lowered: jax.stages.Lowered) -> CompiledProgram:
+    """Compiles a program and reads what it was compiled to.
 
-    Raises UnsupportedError where its compiler tells no buffer assignment.
+    The compiler writes its records to a directory that is removed afterwards: compiled programs
+    themselves hand out their buffers on the CPU, and not through CUDA's plugin.
+
+    Raises UnsupportedError where the compiler writes none.
     """
+    with tempfile.TemporaryDirectory(prefix="jaxinfra-memory-") as directory, _no_cache():
+        options = {"xla_dump_to": directory, "xla_dump_hlo_as_proto": True}
+        compiled = lowered.compile(compiler_options=options)
+        module, assignment = _records(Path(directory))
     analysis = compiled.memory_analysis()
-    executable = compiled.runtime_executable()
-    raw = getattr(analysis, "serialized_buffer_assignment_proto", b"")
-    if analysis is None or executable is None or not raw:
+    if analysis is None or not assignment:
         raise UnsupportedError(
-            "this program's compiler tells no buffer assignment, as one read from the compilation "
-            "cache may not: compile it with the cache off (JAX_ENABLE_COMPILATION_CACHE=false)"
+            "this backend's compiler writes no buffer assignment; CPU and CUDA compilers do"
         )
-    module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     entry, computations = _module(module)
-    allocations, buffers = _assignment(raw)
+    allocations, buffers = _assignment(assignment)
     return CompiledProgram(
         entry=entry,
         computations=computations,
         allocations=allocations,
         buffers=buffers,
-        total_bytes=(
-            analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes
-            + analysis.temp_size_in_bytes
-        ),
+        total_bytes=step_bytes(compiled),
     )
+
+
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """Within, programs are compiled: of what is read from the cache nothing is written."""
+    used = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", used)
+        compilation_cache.reset_cache()
+
+
+def _records(directory: Path) -> tuple[bytes, bytes]:
+    """Module and buffer assignment (HloProto) of the one program that has one."""
+    for file in sorted(directory.glob("*after_optimizations.hlo.pb")):
+        record = wire.message(file.read_bytes())
+        if assignment := wire.blob(record, 3):
+            return wire.blob(record, 1), assignment
+    return b"", b""
 
 
 def _module(data: bytes) -> tuple[int, dict[int, Computation]]:

@@ -92,12 +92,12 @@ def gib(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def report_memory(compiled: jax.stages.Compiled) -> MemoryReport:
-    """The memory of a compiled program.
+def report_memory(lowered: jax.stages.Lowered) -> MemoryReport:
+    """The memory of a program, which is compiled to see.
 
-    Raises UnsupportedError where its compiler does not tell.
+    Raises UnsupportedError where the compiler does not tell.
     """
-    program = read_program(compiled)
+    program = read_program(lowered)
     return report_program(program, follow(program))
 
 

@@ -119,7 +119,8 @@ def step(
     logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
     keys_B = _keys(rows, offset=0)
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
-    tokens_B = sample(_allowed(logits_BV, state, rows), keys_B, rows=rows.sampling)
+    allowed_BV = _allowed(logits_BV, state, rows)
+    tokens_B = sample(allowed_BV, keys_B, rows=rows.sampling).ids_B
     tokens_B = jnp.where(is_bad_B, -1, tokens_B)
     num_slots = state.last_S.shape[0]
     slots_B = jnp.where(rows.draws_B, rows.slots_B, num_slots)
@@ -160,7 +161,7 @@ def verify(
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
     keys_TB = jax.vmap(lambda offset: _keys(rows, offset=offset))(jnp.arange(length))
-    tokens_TB = jax.vmap(lambda logits, keys: sample(logits, keys, rows=rows.sampling))(
+    tokens_TB = jax.vmap(lambda logits, keys: sample(logits, keys, rows=rows.sampling).ids_B)(
         jnp.moveaxis(logits_BTV, 1, 0), keys_TB
     )
     tokens_BT = tokens_TB.T
@@ -254,7 +255,7 @@ def _drafted(
         # Drafts that are not finite are judged as any others.
         logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
         keys_B = _keys(rows, offset=offset)
-        return (sample(logits_BV, keys_B, rows=rows.sampling), pools), ids_B
+        return (sample(logits_BV, keys_B, rows=rows.sampling).ids_B, pools), ids_B
 
     (_, pools), ids_TB = jax.lax.scan(draw, (first_B, pools), jnp.arange(length))
     return ids_TB.T, pools

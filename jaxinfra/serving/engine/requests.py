@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 
@@ -56,6 +57,14 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        asked = self.sampling
+        if asked.is_penalized or asked.logit_bias or asked.logprobs is not None:
+            raise UnsupportedError(
+                "the engine draws by temperature, min-p, top-k and top-p; leave penalties, "
+                "logit_bias and logprobs out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -177,9 +177,7 @@ class ModelRunner:
             for row, drawn in zip(rows, values, strict=False):
                 if not row.draws:
                     continue
-                held, tokens = (0, (int(drawn),))
-                if drawn.ndim:
-                    held, *tokens = drawn.tolist()
+                held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
                 is_bad = held < 0 or tokens[0] < 0
                 result.append(Drawn(row=row, tokens=tuple(tokens), num_held=held, is_bad=is_bad))
         return result

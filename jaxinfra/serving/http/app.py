@@ -21,7 +21,7 @@ from jaxinfra.serving.http.answers import (
     error_body,
 )
 from jaxinfra.serving.http.bodies import ChatBody, CompletionBody, TokenizeBody, plain_messages
-from jaxinfra.serving.http.guards import Application, Guards
+from jaxinfra.serving.http.guards import Application, RequestGuards
 from jaxinfra.serving.http.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
@@ -41,7 +41,7 @@ def application(service: Service, *, api_key: str | None) -> Application:
     _add_generation(app, service)
     _add_information(app, service)
     limit = service.limits.max_body_bytes
-    return Guards(app, api_key=api_key, max_body_bytes=limit)
+    return RequestGuards(app, api_key=api_key, max_body_bytes=limit)
 
 
 def _handle_errors(app: fastapi.FastAPI) -> None:

@@ -16,7 +16,7 @@ _OPEN = ("/", "/health")  # without a key, for people and for load balancers
 
 
 @final
-class Guards:
+class RequestGuards:
     """An ASGI application that asks for the key and bounds bodies before another one is called.
 
     Args:

@@ -108,6 +108,7 @@ def _bound(options: ServerOptions) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((options.host, options.port))
+        listening.listen()  # who connects before the server accepts waits for it
     except OSError as error:
         listening.close()
         raise ConfigError(

@@ -40,11 +40,11 @@ def serve(
         say: told what happens, in lines.
     """
     engine = Engine.of(model, options=options.engine, draft=draft)
-    say(f"compiling {len(engine.runner.keys)} programs ...")
-    engine.warm_up()
     running = EngineThread(engine, max_open=options.max_open)
     service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
-    server = HttpServer(service, options.server)
+    server = HttpServer(service, options.server)  # an address that is taken is known at once
+    say(f"compiling {len(engine.runner.keys)} programs ...")
+    engine.warm_up()
     request.hold()
     running.start()
     say(
