@@ -71,7 +71,7 @@ class TrainingConfig:
     attention: AttentionImplementation = AttentionImplementation.AUTO  # who computes attention
     # How a sequence over several devices attends.
     context_method: ContextMethod = ContextMethod.AUTO
-    loss: str | None = None  # your own: a part, (logits, targets) -> loss of each token
+    loss: str | None = None  # your own: a part, (logits, targets, *, weights) -> loss of each token
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
     label_smoothing: float = 0.0  # of the target's probability, spread over all ids; not evaluated
     seed: int = 0  # of initial weights, data order and dropout
