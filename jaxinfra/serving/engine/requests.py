@@ -60,14 +60,6 @@ class GenerationRequest:
     num_scores: int | None = None  # most likely tokens told of each draw; None: no scores
     scores_prompt: bool = False  # with ``num_scores``: of the prompt's tokens too
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TokenScore:
-    """How likely the model alone says a token is, and which are the most likely at its place."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
-
     def __post_init__(self) -> None:
         asked = self.sampling
         if asked.is_penalized or asked.logit_bias or asked.logprobs is not None:
@@ -75,6 +67,14 @@ class TokenScore:
                 "the engine draws by temperature, min-p, top-k and top-p; leave penalties, "
                 "logit_bias and logprobs out"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScore:
+    """How likely the model alone says a token is, and which are the most likely at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
