@@ -248,6 +248,11 @@ class Decoder(nnx.Module):
         blocks = list(self.blocks)[places]
         graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
         repeats, unroll = self.config.repeats[places.start], self._unroll(places)
+        if repeats == 1 and cache is not None:
+            with jax.named_scope("layer"):
+                return _one_repetition(
+                    x_BTD, parameters, given, tuple(ropes), cache, graphdefs=graphdefs
+                )
 
         # The cache is carried, not scanned over: the loop then works in the one buffer, where a
         # scan would read the whole cache from one and write it to another.
@@ -348,6 +353,28 @@ class Decoder(nnx.Module):
         """Repetitions of a stack's pattern in one body of its loop."""
         pattern = places.stop - places.start
         return min(max(1, self.execution.unroll // pattern), self.config.repeats[places.start])
+
+
+@functools.partial(jax.jit, static_argnames=("graphdefs",))
+def _one_repetition(
+    x_BTD: jax.Array,
+    parameters: tuple[nnx.State, ...],
+    given: Pass,
+    ropes: tuple[RopeTable | None, ...],
+    cache: KVCache,
+    *,
+    graphdefs: tuple[nnx.GraphDef[Block], ...],
+) -> LayerOutput:
+    """A stack that is not repeated: traced and lowered once for all stacks that are alike."""
+    written, sums = [], []
+    for graphdef, stacked, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
+        block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
+        seen = in_layer(cached, cached.arrays, jnp.int32(0))
+        out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
+        x_BTD = out.x
+        sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))
+        written.append(after_pass(cached, out.cache.arrays))
+    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -141,11 +141,12 @@ def load_run(
         frozen = place_initial(config.init, base, placement.parameters(base))
     trained = definition.freeze(frozen)
     # Fields of the training state by name; what else is in there is not read.
+    weights = "parameters" if config.optimizer.average is None else "average"
     placed = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-        {"parameters": trained.shapes, "model_state": trained.state_shapes},
+        {weights: trained.shapes, "model_state": trained.state_shapes},
         {
-            "parameters": placement.parameters(trained),
+            weights: placement.parameters(trained),
             "model_state": placement.model_state(trained),
         },
     )

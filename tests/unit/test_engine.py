@@ -230,7 +230,7 @@ KINDS = ("malformed", EndReason.LENGTH, EndReason.CANCELLED, EndReason.ERROR)
 
 
 def test_programs_are_those_listed_and_traced_once(monkeypatch):
-    for name in ("step", "copy_pages", "set_masks"):
+    for name in ("step", "score", "copy_pages", "set_masks"):
         function = getattr(programs, name)
         chex.clear_trace_counter()
         monkeypatch.setattr(programs, name, chex.assert_max_traces(function, 8))
@@ -239,3 +239,33 @@ def test_programs_are_those_listed_and_traced_once(monkeypatch):
     assert engine.runner.num_compiled == len(engine.runner.keys)
     engine.run([request(p) for p in PROMPTS])
     assert engine.runner.num_compiled == len(engine.runner.keys)
+
+
+def test_scores_are_those_of_the_uncached_model():
+    prompt = PROMPTS[1] + PROMPTS[3]
+    engine = plain_engine()
+    plain, scored, later = engine.run(
+        [
+            request(prompt, new=5),
+            request(prompt, new=5, num_scores=3, scores_prompt=True),
+            request(PROMPTS[2], new=4, sampling=DRAWN, seed=1, num_scores=0),
+        ]
+    )
+    tokens, _ = drawn(scored)
+    assert tokens == drawn(plain)[0]
+    scores = [*scored[0].prompt_scores, *(score for each in scored for score in each.scores)]
+    ids = [*prompt, *tokens]
+    assert len(scores) == len(ids) - 1
+    logits = np.asarray(model()(np.array([ids], np.int32)))[0, :-1, :257]
+    true = np.asarray(jax.nn.log_softmax(logits.astype(np.float64)))
+    for at, score in enumerate(scores):
+        assert score.logprob == pytest.approx(true[at, ids[at + 1]], abs=1e-4)
+        best = np.argsort(-true[at], kind="stable")[:3]
+        assert [token for token, _ in score.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in score.top], true[at, best], atol=1e-4)
+    assert all(score.top == () for each in later for score in each.scores)
+    assert sum(len(each.scores) for each in later) == 4
+    with pytest.raises(ConfigError, match="21 scores"):
+        engine.submit(request(prompt, num_scores=21))
+    with pytest.raises(ConfigError, match="scores_prompt needs num_scores"):
+        engine.submit(request(prompt, scores_prompt=True))

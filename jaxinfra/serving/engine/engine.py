@@ -15,11 +15,13 @@ from jaxinfra.serving.engine.detokenize import TextStream
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import StepPlan
+from jaxinfra.serving.engine.programs import MOST_SCORES
 from jaxinfra.serving.engine.requests import (
     EndReason,
     GenerationRequest,
     RequestProgress,
     RequestStream,
+    TokenScore,
 )
 from jaxinfra.serving.engine.runner import Dispatched, Drawn, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
@@ -53,6 +55,7 @@ class _Told:
     stream: RequestStream
     text: TextStream | None
     is_admitted: bool = False
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
 
 @final
@@ -164,6 +167,12 @@ class Engine:
                 f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
                 f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
             )
+        if request.num_scores is not None and not 0 <= request.num_scores <= MOST_SCORES:
+            raise ConfigError(f"{request.num_scores} scores: it must lie in 0..{MOST_SCORES}")
+        if request.scores_prompt and request.num_scores is None:
+            raise ConfigError(
+                "scores_prompt needs num_scores: how many of the most likely are told"
+            )
         if request.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
         if request.stop and self.tokenizer is None:
@@ -249,8 +258,14 @@ class Engine:
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
-            stream.pending -= 1
+            stream.pending -= drawn.row.draws
             return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
+        if told is not None:
+            wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
+            if drawn.row.start == len(told.prompt_scores):  # else it was begun again
+                told.prompt_scores += drawn.prompt_scores[:wanted]
+        if not drawn.row.draws:
+            return None
         taken = self._scheduler.take(drawn.row, drawn.tokens, drawn.num_held)
         if told is None:
             return None
@@ -263,9 +278,20 @@ class Engine:
             end, piece = self._meaning(told, token, after=-place)
             text += piece
             if end is not None:
-                return self._end(told, end, tokens=tuple(tokens), text=text)
-        return RequestProgress(
+                progress = self._end(told, end, tokens=tuple(tokens), text=text)
+                return self._with_scores(progress, told, drawn)
+        progress = RequestProgress(
             request=stream.number, tokens=tuple(tokens), text=text, num_cached=stream.num_cached
+        )
+        return self._with_scores(progress, told, drawn)
+
+    def _with_scores(self, progress: RequestProgress, told: _Told, drawn: Drawn) -> RequestProgress:
+        if drawn.score is None:
+            return progress
+        prompt, told.prompt_scores = tuple(told.prompt_scores), []
+        is_first = len(told.stream.tokens) == len(told.stream.request.prompt_ids) + 1
+        return dataclasses.replace(
+            progress, scores=(drawn.score,), prompt_scores=prompt if is_first else ()
         )
 
     def _meaning(self, told: _Told, token: int, *, after: int) -> tuple[EndReason | None, str]:

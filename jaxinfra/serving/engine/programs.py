@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jaxinfra.config.model import MixerConfig, ModelConfig
 from jaxinfra.core import axes
@@ -20,6 +20,8 @@ from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.sampling import SamplingRows, sample
 
 WORD_BITS = 32
+MOST_SCORES = 20
+"""Most likely tokens that can be told at each place, as OpenAI's API bounds them."""
 
 type Pools = tuple[dict[str, Shaped[Array, "_ _ _ ..."]], ...]
 """The pages of each distinct block, by the names of its mixer's ``CacheSpec``."""
@@ -73,6 +75,16 @@ class RowInputs:
     sampling: SamplingRows
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Log-probabilities, fp32, by the model alone: before temperature, cuts and masks."""
+
+    given_N: jax.Array  # of the tokens at hand
+    top_NK: jax.Array  # of the most likely ones
+    ids_NK: jax.Array  # which these are, int32
+
+
 def empty_pools(
     config: ModelConfig, execution: Execution, *, num_pages: int, page_size: int
 ) -> Pools:
@@ -98,38 +110,89 @@ def step(
     *,
     config: ProgramConfig,
     is_fresh: bool,
-) -> tuple[Int[Array, "B"], DeviceState]:
-    """Rows take in their tokens; the token after each row's last one, int32 [B].
+    is_scored: bool,
+) -> tuple[tuple[Int[Array, "B"], Scores | None], DeviceState]:
+    """Rows take in their tokens; the token after each row's last one, int32 [B], and its score.
 
     It is -1 where the row's logits are not finite, and means nothing where the row does not draw.
 
     Args:
         is_fresh: every row begins at position 0, so that its tokens see each other only.
+        is_scored: whether scores are told.
     """
-    model = nnx.merge(config.graphdef, weights.model)
+    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
+    return _drawn(weights, state, rows, x_BTD, config=config, is_scored=is_scored)
+
+
+def score(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    targets_BT: Int[Array, "B T"],
+    *,
+    config: ProgramConfig,
+) -> tuple[tuple[Int[Array, "B"], Scores | None, Scores], DeviceState]:
+    """``step`` with scores, and those of the tokens that follow each of the rows' tokens."""
+    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
+    logits_BTV = _logits(nnx.merge(config.graphdef, weights.model), x_BTD, config)
+    of_prompt = scored(logits_BTV.reshape(-1, logits_BTV.shape[-1]), targets_BT.reshape(-1))
+    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_scored=True)
+    return (*drawn, of_prompt), state
+
+
+def scored(logits_NV: Float[Array, "N V"], ids_N: Int[Array, "N"]) -> Scores:
+    """How likely the model alone says these tokens are, and which are the most likely."""
+    total_N1 = jax.nn.logsumexp(logits_NV, axis=-1, keepdims=True)
+    top_NK, ids_NK = jax.lax.top_k(logits_NV, min(MOST_SCORES, logits_NV.shape[1]))
+    given_N1 = jnp.take_along_axis(logits_NV, ids_N[:, None], axis=1)
+    return Scores(given_N=(given_N1 - total_N1)[:, 0], top_NK=top_NK - total_N1, ids_NK=ids_NK)
+
+
+def _taken_in(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    *,
+    config: ProgramConfig,
+    is_fresh: bool,
+) -> tuple[jax.Array, DeviceState]:
+    """Hidden states of the rows' tokens, [B, T, D], and the state with their keys and values."""
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
+    model = nnx.merge(config.graphdef, weights.model)
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
-    draft_pools = state.draft_pools
+    state = dataclasses.replace(state, pools=pools)
     if config.draft is not None:
         draft = nnx.merge(config.draft, weights.draft)
-        _, draft_pools = _run(draft, draft_pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
+        drafts = state.draft_pools
+        _, drafts = _run(draft, drafts, ids_BT, positions_BT, rows, is_fresh=is_fresh)
+        state = dataclasses.replace(state, draft_pools=drafts)
+    return x_BTD, state
+
+
+def _drawn(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    x_BTD: jax.Array,
+    *,
+    config: ProgramConfig,
+    is_scored: bool,
+) -> tuple[tuple[jax.Array, Scores | None], DeviceState]:
+    """The token after each row's last one, its score, and the state that knows it."""
+    model = nnx.merge(config.graphdef, weights.model)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
     logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
     keys_B = _keys(rows, offset=0)
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
-    tokens_B = sample(_allowed(logits_BV, state, rows), keys_B, rows=rows.sampling)
+    allowed_BV = _allowed(logits_BV, state, rows)
+    tokens_B = sample(allowed_BV, keys_B, rows=rows.sampling).ids_B
     tokens_B = jnp.where(is_bad_B, -1, tokens_B)
-    num_slots = state.last_S.shape[0]
-    slots_B = jnp.where(rows.draws_B, rows.slots_B, num_slots)
-    state = dataclasses.replace(
-        state,
-        pools=pools,
-        draft_pools=draft_pools,
-        last_S=state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop"),
-    )
-    return tokens_B, state
+    slots_B = jnp.where(rows.draws_B, rows.slots_B, state.last_S.shape[0])
+    last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
+    scores = scored(logits_BV, jnp.maximum(tokens_B, 0)) if is_scored else None
+    return (tokens_B, scores), dataclasses.replace(state, last_S=last_S)
 
 
 def verify(
@@ -160,7 +223,7 @@ def verify(
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
     keys_TB = jax.vmap(lambda offset: _keys(rows, offset=offset))(jnp.arange(length))
-    tokens_TB = jax.vmap(lambda logits, keys: sample(logits, keys, rows=rows.sampling))(
+    tokens_TB = jax.vmap(lambda logits, keys: sample(logits, keys, rows=rows.sampling).ids_B)(
         jnp.moveaxis(logits_BTV, 1, 0), keys_TB
     )
     tokens_BT = tokens_TB.T
@@ -254,7 +317,7 @@ def _drafted(
         # Drafts that are not finite are judged as any others.
         logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
         keys_B = _keys(rows, offset=offset)
-        return (sample(logits_BV, keys_B, rows=rows.sampling), pools), ids_B
+        return (sample(logits_BV, keys_B, rows=rows.sampling).ids_B, pools), ids_B
 
     (_, pools), ids_TB = jax.lax.scan(draw, (first_B, pools), jnp.arange(length))
     return ids_TB.T, pools

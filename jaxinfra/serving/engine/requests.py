@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 
@@ -56,6 +57,24 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
+    num_scores: int | None = None  # most likely tokens told of each draw; None: no scores
+    scores_prompt: bool = False  # with ``num_scores``: of the prompt's tokens too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScore:
+    """How likely the model alone says a token is, and which are the most likely at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
+
+    def __post_init__(self) -> None:
+        asked = self.sampling
+        if asked.is_penalized or asked.logit_bias or asked.logprobs is not None:
+            raise UnsupportedError(
+                "the engine draws by temperature, min-p, top-k and top-p; leave penalties, "
+                "logit_bias and logprobs out"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +87,8 @@ class RequestProgress:
     end: EndReason | None = None  # set on the last one
     error: str | None = None  # with EndReason.ERROR
     num_cached: int = 0  # tokens of the prompt that were not computed again
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, where they were asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # on the first: of the prompt after its first token
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)

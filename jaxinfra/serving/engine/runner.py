@@ -20,8 +20,10 @@ from jaxinfra.serving.engine.programs import (
     DeviceState,
     ProgramConfig,
     RowInputs,
+    Scores,
     Weights,
 )
+from jaxinfra.serving.engine.requests import TokenScore
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
 
 _PAGES_AT_ONCE = 8  # copied by a call
@@ -37,10 +39,11 @@ class ProgramKey:
     rows: int
     length: int = 1
     is_fresh: bool = False
+    is_scored: bool = False
 
     def __str__(self) -> str:
-        fresh = " from position 0" if self.is_fresh else ""
-        return f"{self.name} {self.rows} x {self.length}{fresh}"
+        kind = " from position 0" * self.is_fresh + " with scores" * self.is_scored
+        return f"{self.name} {self.rows} x {self.length}{kind}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +54,15 @@ class Drawn:
     tokens: tuple[int, ...]  # after the first token, and after each draft
     num_held: int  # drafts that are what was drawn
     is_bad: bool  # its logits were not finite
+    score: TokenScore | None = None  # of the token, where it was asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatched:
     """A step that the device has been given; ``ModelRunner.read`` waits for it."""
 
-    rows: list[tuple[list[PlannedRow], jax.Array]]
+    rows: list[tuple[list[PlannedRow], Any]]  # and what their call gave
 
 
 @final
@@ -114,11 +119,21 @@ class ModelRunner:
     def keys(self) -> tuple[ProgramKey, ...]:
         """Every program that a step may need."""
         limits = self._limits
-        keys = [ProgramKey(name="step", rows=rows) for rows in limits.row_sizes]
+        # Scores cost a pass over the logits, which beside a chunk's own work is nothing.
+        keys = [
+            ProgramKey(name="step", rows=rows, is_scored=is_scored)
+            for rows in limits.row_sizes
+            for is_scored in (False, True)
+        ]
         keys += [
-            ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh)
+            ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_scored=True)
             for rows, length in limits.chunk_shapes
             for is_fresh in (True, False)
+        ]
+        keys += [
+            ProgramKey(name="score", rows=limits.rows(1), length=length)
+            for length in limits.chunk_sizes
+            if length <= limits.max_step_tokens
         ]
         if self._verify_length is not None:
             keys += [
@@ -172,29 +187,39 @@ class ModelRunner:
     def read(self, dispatched: Dispatched) -> list[Drawn]:
         """What a step drew, of the rows that draw; waits for it."""
         result = []
-        for rows, array in dispatched.rows:
+        for rows, (array, *told) in dispatched.rows:
             values = np.asarray(array)
-            for row, drawn in zip(rows, values, strict=False):
-                if not row.draws:
-                    continue
-                held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
-                is_bad = held < 0 or tokens[0] < 0
-                result.append(Drawn(row=row, tokens=tuple(tokens), num_held=held, is_bad=is_bad))
+            scores = [jax.tree.map(np.asarray, each) for each in told]
+            for place, (row, drawn) in enumerate(zip(rows, values, strict=False)):
+                if row.draws or row.targets:
+                    result.append(_of_row(row, place, drawn, scores))
         return result
 
     def _call(
         self, rows: Sequence[PlannedRow], name: str, length: int, masks: dict[int, np.ndarray]
-    ) -> jax.Array:
+    ) -> Any:
+        if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
+            name = "score"
+        is_chunk = name == "step" and length > 1
+        is_asked = any(row.stream.request.num_scores is not None for row in rows)
         key = ProgramKey(
             name=name,
             rows=self._limits.rows(len(rows)),
             length=length,
-            is_fresh=length > 1 and name == "step" and all(row.start == 0 for row in rows),
+            is_fresh=is_chunk and all(row.start == 0 for row in rows),
+            is_scored=is_chunk or (name == "step" and is_asked),
         )
-        inputs = self._inputs(rows, key, masks)
-        drawn, self._state = self._program(key)(self._weights, self._state, inputs)
-        drawn.copy_to_host_async()
-        return drawn
+        arguments: list[Any] = [self._inputs(rows, key, masks)]
+        if name == "score":
+            targets_BT = np.zeros((key.rows, length), np.int32)
+            targets_BT[0, : len(rows[0].targets)] = rows[0].targets
+            arguments.append(targets_BT)
+        given, self._state = self._program(key)(self._weights, self._state, *arguments)
+        drawn, *told = given if isinstance(given, tuple) else (given,)
+        given = (drawn, *told) if is_asked else (drawn,)
+        for each in jax.tree.leaves(given):
+            each.copy_to_host_async()
+        return given
 
     def _inputs(
         self, rows: Sequence[PlannedRow], key: ProgramKey, masks: dict[int, np.ndarray]
@@ -279,9 +304,17 @@ class ModelRunner:
                     self._state,
                     self._blank(key, self._sampling_rows((), key.rows)),
                 )
+            case "score":
+                function = functools.partial(programs.score, config=self._config)
+                blank = self._blank(key, self._sampling_rows((), key.rows))
+                targets = np.zeros((key.rows, key.length), np.int32)
+                arguments = (self._weights, self._state, blank, targets)
             case _:
                 function = functools.partial(
-                    programs.step, config=self._config, is_fresh=key.is_fresh
+                    programs.step,
+                    config=self._config,
+                    is_fresh=key.is_fresh,
+                    is_scored=key.is_scored,
                 )
                 arguments = (
                     self._weights,
@@ -291,3 +324,38 @@ class ModelRunner:
         donated = 0 if key.name in ("copy", "mask") else 1
         jitted = jax.jit(function, donate_argnums=donated)
         self._compiled[key] = jitted.lower(*arguments).compile()
+
+
+def _of_row(row: PlannedRow, place: int, drawn: np.ndarray, scores: list[Scores]) -> Drawn:
+    """What a call gave for one row.
+
+    Args:
+        scores: of the draws, and of the tokens that follow the row's; none where nobody asked.
+    """
+    held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
+    asked, score, of_prompt = row.stream.request.num_scores, None, ()
+    if asked is not None and row.draws:
+        score = _score(scores[0], place, asked)
+    if asked is not None and row.targets and len(scores) > 1:
+        of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
+    return Drawn(
+        row=row,
+        tokens=tuple(tokens) if row.draws else (),
+        num_held=held,
+        is_bad=held < 0 or tokens[0] < 0,
+        score=score,
+        prompt_scores=of_prompt,
+    )
+
+
+def _score(scores: Scores, place: int, number: int) -> TokenScore:
+    return TokenScore(
+        logprob=float(scores.given_N[place]),
+        top=tuple(
+            zip(
+                scores.ids_NK[place, :number].tolist(),
+                scores.top_NK[place, :number].tolist(),
+                strict=True,
+            )
+        ),
+    )

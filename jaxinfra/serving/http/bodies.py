@@ -70,6 +70,11 @@ class GenerationBody(pydantic.BaseModel):
     user: str | None = None  # who asks; nothing depends on it
 
     @property
+    def num_scores(self) -> int | None:
+        """Most likely tokens told of each one; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
     def sampling(self) -> SamplingConfig:
         """How tokens are drawn."""
         top_k = self.top_k if self.top_k and self.top_k > 0 else None  # 0 and -1: all
@@ -86,6 +91,12 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool = False
+    logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
+
+    @property
+    def num_scores(self) -> int | None:
+        """Most likely tokens told of each one; None: no log-probabilities."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -105,6 +116,13 @@ class ChatBody(GenerationBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
+
+    @property
+    def num_scores(self) -> int | None:
+        """Most likely tokens told of each one; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:
