@@ -1,23 +1,76 @@
-"""Kernels for JAX on Hopper GPUs, with portable references. Imports nothing but JAX."""
+"""Kernels for JAX on Hopper GPUs, with portable references. Imports nothing but JAX.
 
-from .common.errors import InputError as InputError
-from .common.errors import UnsupportedError as UnsupportedError
-from .common.merge import merge_partials as merge_partials
-from .flash_attention import flash_attention as flash_attention
-from .flash_attention import flash_attention_fp8 as flash_attention_fp8
-from .flash_attention import flash_attention_gradient as flash_attention_gradient
-from .flash_attention import quantize_fp8 as quantize_fp8
-from .grouped_matmul import combine as combine
-from .grouped_matmul import grouped_matmul as grouped_matmul
-from .grouped_matmul import grouped_swiglu as grouped_swiglu
-from .norm import layer_norm as layer_norm
-from .norm import layer_norm_fp8 as layer_norm_fp8
-from .norm import rms_norm as rms_norm
-from .norm import rms_norm_fp8 as rms_norm_fp8
-from .paged_attention import append_to_pages as append_to_pages
-from .paged_attention import paged_attention as paged_attention
-from .quantize import quantize as quantize
-from .quantize import quantize_both_ways as quantize_both_ways
-from .scaled_matmul import scaled_matmul as scaled_matmul
-from .softmax import log_softmax as log_softmax
-from .softmax import softmax as softmax
+Each name is imported at its first use, so that ``import pallas_kernels`` costs nothing.
+"""
+
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .common.errors import InputError as InputError
+    from .common.errors import UnsupportedError as UnsupportedError
+    from .common.merge import merge_partials as merge_partials
+    from .flash_attention import flash_attention as flash_attention
+    from .flash_attention import flash_attention_fp8 as flash_attention_fp8
+    from .flash_attention import flash_attention_gradient as flash_attention_gradient
+    from .flash_attention import quantize_fp8 as quantize_fp8
+    from .grouped_matmul import combine as combine
+    from .grouped_matmul import grouped_matmul as grouped_matmul
+    from .grouped_matmul import grouped_swiglu as grouped_swiglu
+    from .norm import layer_norm as layer_norm
+    from .norm import layer_norm_fp8 as layer_norm_fp8
+    from .norm import rms_norm as rms_norm
+    from .norm import rms_norm_fp8 as rms_norm_fp8
+    from .paged_attention import append_to_pages as append_to_pages
+    from .paged_attention import paged_attention as paged_attention
+    from .quantize import quantize as quantize
+    from .quantize import quantize_both_ways as quantize_both_ways
+    from .scaled_matmul import scaled_matmul as scaled_matmul
+    from .skinny_matmul import skinny_matmul as skinny_matmul
+    from .softmax import log_softmax as log_softmax
+    from .softmax import softmax as softmax
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "common.errors": ("InputError", "UnsupportedError"),
+    "common.merge": ("merge_partials",),
+    "flash_attention": (
+        "flash_attention",
+        "flash_attention_fp8",
+        "flash_attention_gradient",
+        "quantize_fp8",
+    ),
+    "grouped_matmul": ("combine", "grouped_matmul", "grouped_swiglu"),
+    "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
+    "paged_attention": ("append_to_pages", "paged_attention"),
+    "quantize": ("quantize", "quantize_both_ways"),
+    "scaled_matmul": ("scaled_matmul",),
+    "skinny_matmul": ("skinny_matmul",),
+    "softmax": ("log_softmax", "softmax"),
+}
+"""Names of functions by the module that has them."""
+
+
+def _lazily(module: str, name: str) -> property:
+    def read(_: types.ModuleType) -> Any:
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+
+    # The import system sets a package's attribute to each submodule that it has loaded; where a
+    # function has its submodule's name, the function stays.
+    return property(read, lambda *_: None)
+
+
+class _Package(types.ModuleType):
+    """This package, whose functions are imported when they are read."""
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for names in _PUBLIC.values() for name in names)})
+
+
+for _module, _names in _PUBLIC.items():
+    for _name in _names:
+        setattr(_Package, _name, _lazily(_module, _name))
+sys.modules[__name__].__class__ = _Package

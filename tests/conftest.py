@@ -2,6 +2,8 @@
 shapes that the product's annotations name checked.
 """
 
+import contextlib
+import gc
 import hashlib
 import os
 import pathlib
@@ -30,12 +32,17 @@ import jax
 import jaxlib
 import shape_checks
 
+# As commands do (jaxinfra.cli.entry): by default a seventh of the time goes to collecting garbage.
+gc.set_threshold(20_000, 20, 20)
+
+_CACHE_BYTES = 2 << 30
+
 
 def _keep_compiled_programs() -> None:
     """In the checkout, for the suite's other workers and for later runs; ``make clean`` removes it.
 
     The key of an entry has the program, its flags and the versions, but not what the CPU can do.
-    With a size, entries are written and read under a lock.
+    No size is given to JAX: with one it reads the whole directory at each entry that it writes.
     """
     facts = pathlib.Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
@@ -43,9 +50,20 @@ def _keep_compiled_programs() -> None:
     key = f"{jaxlib.__version__} {platform.machine()} {platform.processor()} {features}"
     cpu = hashlib.sha256(key.encode()).hexdigest()[:16]
     place = pathlib.Path(__file__).parents[1] / ".jax_cache" / cpu
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _drop_oldest(place)
     jax.config.update("jax_compilation_cache_dir", str(place))
-    jax.config.update("jax_compilation_cache_max_size", 2 << 30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _drop_oldest(place: pathlib.Path) -> None:
+    """Leaves the newest ``_CACHE_BYTES``, before the workers of a session begin."""
+    kept = 0
+    with contextlib.suppress(FileNotFoundError):  # another session drops them, or there are none
+        for file in sorted(os.scandir(place), key=lambda file: -file.stat().st_mtime_ns):
+            kept += file.stat().st_size
+            if kept > _CACHE_BYTES:
+                os.unlink(file)
 
 
 if os.environ["JAX_PLATFORMS"] == "cpu":

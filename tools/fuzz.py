@@ -3,10 +3,10 @@
 python tools/fuzz.py --count 2000 --seed 0
 
 Every case is a copy of a small run, a model directory, a text or a command line with one thing
-spoilt, and one command that reads it. A case fails on a traceback, on more than 20 s or 2 GB, on an
-exit code that no command has, on exit 0 where the format's own reader refuses the file, and where a
-file outside the named output has changed. Failures keep their directory; their line says how to
-repeat them.
+spoilt, and one command that reads it. A case fails on a traceback, more than 20 s or 2 GB, an exit
+code that no command has, exit 0 where the format's own reader refuses the file, another loss or
+text than a good checkpoint gives, and a file changed outside the named output. Failures keep their
+directory; their line says how to repeat them.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import multiprocessing
 import os
 import random
@@ -26,8 +25,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import safetensors
+import jax
 import tokenizers
+from fuzz_spoil import refused_by_reference, spoil_arguments, spoil_file
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S, LIMIT_BYTES = 20.0, 2 << 30
@@ -51,6 +51,10 @@ _SETTINGS = (
 )
 
 
+# What a run that starts from a model has from there.
+_OF_MODEL = ("model.", "data.tokenizer", "training.sequence_length")
+
+
 def _train(where: Path) -> list[str]:
     options = [f"--set={setting}" for setting in _SETTINGS]
     return ["train", "tiny", "--no-sample", "--run", str(where), *options]
@@ -65,11 +69,14 @@ class Target:
     commands: Callable[[Path, Path], list[list[str]]]  # of the copy and of a new output
 
 
+_GREEDY = ("--prompt", "a", "--max-new-tokens", "8", "--temperature", "0")
+
+
 def _of_run(copy: Path, out: Path) -> list[list[str]]:
     run = str(copy / "run")
     return [
-        ["generate", run, "--prompt", "a", "--max-new-tokens", "2"],
-        ["evaluate", run],
+        ["generate", run, *_GREEDY],
+        ["evaluate", run, "--json"],
         ["convert", run, str(out)],
         ["train", "--resume", run, "--no-sample"],
         ["doctor", "checkpoint", run],
@@ -88,6 +95,17 @@ def _of_model(copy: Path, out: Path) -> list[list[str]]:
     ]
 
 
+def _of_start(copy: Path, out: Path) -> list[list[str]]:
+    start = ["train", "--init", str(copy / "model"), "--no-sample", "--run", str(out)]
+    settings = [f"--set={setting}" for setting in _SETTINGS if not setting.startswith(_OF_MODEL)]
+    settings.append("--set=training.sequence_length=64")
+    chats = ["--chat", "--data", str(copy / "text" / "chats.jsonl")]
+    return [
+        [*start, *settings, *chats],
+        [*start, *settings, *chats, "--lora", "rank=2,alpha=4,targets=query"],
+    ]
+
+
 def _of_text(copy: Path, out: Path) -> list[list[str]]:
     return [[*_train(out), "--data", str(copy / "text")]]
 
@@ -100,9 +118,13 @@ def _of_arguments(copy: Path, out: Path) -> list[list[str]]:
     ]
 
 
+# Their layouts differ: fused projections, experts, latents, quantization, several files.
+_FAMILIES = ("gpt2", "phi3_longrope", "mixtral", "deepseek_v3", "gpt_oss", "qwen3")
+
 TARGETS = (
     Target(name="run", files="run/**/*", commands=_of_run),
     Target(name="model", files="model/*", commands=_of_model),
+    Target(name="start", files="*/*", commands=_of_start),
     Target(name="text", files="text/*", commands=_of_text),
     Target(name="arguments", files="none/*", commands=_of_arguments),
 )
@@ -116,20 +138,67 @@ def make_seeds(place: Path) -> None:
         words = random.Random(number).choices(["the", "loss", "of", "a", "step"], k=90)
         (text / f"{number}.txt").write_text(" ".join(words) + "\n")
     run = place / "run-seed" / "run"
-    code, said, _ = call([*_train(run), "--data", str(text)], place, limit_s=120)
+    words = [*_train(run), "--profile", "2:3", "--data", str(text)]
+    code, said, _ = call(words, place, limit_s=120)
     assert code == 0, said
+    _note_answers(run, place)
     model = place / "model-seed" / "model"
     code, said, _ = call(["convert", str(run), str(model)], place)
     assert code == 0, said
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name in _FAMILIES:
+        family = place / f"model-seed-{name}" / "model"
+        shutil.copytree(ROOT / "tests" / "golden" / "hf" / name, family)
+        (family / "golden.npz").unlink()
+        words = {word: number for number, word in enumerate(("<unk>", "</s>", "<s>", "a", "b"))}
+        known = tokenizers.models.WordLevel(words, unk_token="<unk>")
+        tokenizers.Tokenizer(known).save(str(family / "tokenizer.json"))
+    start = place / "start-seed"
+    shutil.copytree(model, start / "model")
+    (start / "text").mkdir()
+    (start / "text" / "chats.jsonl").write_text("\n".join(_chat(number) for number in range(12)))
     rows = [json.dumps({"text": " ".join(["row", str(number)] * 50)}) for number in range(20)]
     for name, data in (("rows.jsonl", "\n".join(rows)), ("words.txt", "some words " * 400)):
         seed = place / f"text-seed-{name}" / "text"
         seed.mkdir(parents=True)
         (seed / name).write_text(data)
     shutil.copytree(text, place / "arguments-seed" / "none")
+
+
+def _note_answers(run: Path, place: Path) -> None:
+    """What each good checkpoint of a run says."""
+    answers: dict[str, dict[str, Any]] = {}
+    for path in (run / "checkpoints").glob("step_*"):
+        step = str(int(path.name[5:]))
+        code, said, _ = call(["evaluate", str(run), "--json", "--step", step], place)
+        assert code == 0, said
+        loss = json.loads(said.splitlines()[-1])["heldout_loss"]
+        code, said, _ = call(["generate", str(run), *_GREEDY, "--step", step], place)
+        assert code == 0, said
+        text = said[: said.index(f"8 tokens of step {step}")]
+        answers[step] = {"loss": loss, "text": text}
+    (place / "answers.json").write_text(json.dumps(answers))
+
+
+def wrong_answer(command: list[str], said: str, place: Path) -> str | None:
+    """Why a command that ended well did not say what a good checkpoint says; None where it did."""
+    if "settings changed" in said:
+        return None  # by which it may well say something else
+    answers = json.loads((place / "answers.json").read_text())
+    if command[0] == "evaluate":
+        result = json.loads(said.splitlines()[-1])
+        if result["heldout_loss"] != answers[str(result["step"])]["loss"]:
+            return f"another loss: {result}, not {answers}"
+    if command[0] == "generate" and not any(each["text"] in said for each in answers.values()):
+        return f"another text: {said[-300:]!r}, not {answers}"
+    return None
+
+
+def _chat(number: int) -> str:
+    asked = {"role": "user", "content": f"what is {number}?"}
+    return json.dumps({"messages": [asked, {"role": "assistant", "content": f"it is {number}"}]})
 
 
 def call(
@@ -175,116 +244,18 @@ def _child(arguments: list[str], log: Path) -> None:
     os.dup2(file, 2)
     os.chdir(log.parent)
     os.environ["XDG_CACHE_HOME"] = str(log.parent.parent / "cache")
+    # Programs run for a moment and compile for longer: as little of that as there can be.
+    os.environ["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    )
+    jax.config.update("jax_compilation_cache_dir", str(log.parent.parent / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     from jaxinfra.cli.main import main
     from jaxinfra.core.signals import guard_process
 
     guard_process()
     sys.exit(main(arguments))
-
-
-_VALUES: tuple[Any, ...] = (
-    None, True, [], {}, [[]], "", "x", "\ud800", 0, -1, 1, 5, 1 << 40, 10**30, 1.5, 1e308, math.nan,
-    math.inf, "9" * 400,
-)  # fmt: skip
-
-
-def spoil_json(text: str, rng: random.Random) -> str:
-    """One value of a JSON text replaced, removed, doubled or nested."""
-    values = json.loads(text)
-    node, steps = values, rng.randrange(1, 8)
-    parent: Any = None
-    key: Any = None
-    for _ in range(steps):
-        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-        if not keys:
-            break
-        parent, key = node, rng.choice(keys)
-        node = parent[key]
-        if not isinstance(node, dict | list):
-            break
-    if parent is None:
-        return json.dumps(rng.choice(_VALUES))
-    what = rng.randrange(4)
-    if what == 0:
-        del parent[key]
-    elif what == 1:
-        depth = rng.choice((3, 1000, 100_000))
-        return json.dumps(values).replace(json.dumps(node), "[" * depth + "]" * depth, 1)
-    elif what == 2 and isinstance(parent, dict):
-        return json.dumps(values).replace("{", '{"' + str(key) + '": 0, ', 1)
-    else:
-        parent[key] = rng.choice(_VALUES)
-    return json.dumps(values)
-
-
-def spoil_file(path: Path, rng: random.Random) -> str:
-    """Spoils a file in one way, and says which."""
-    data = path.read_bytes()
-    if path.suffix == ".json" and rng.random() < 0.5:
-        with contextlib.suppress(ValueError):
-            path.write_bytes(spoil_json(data.decode(), rng).encode(errors="surrogatepass"))
-            return "json"
-    way = rng.choice(("flip", "cut", "grow", "empty", "gone", "folder", "link", "pipe", "lines"))
-    if way == "flip" and data:
-        changed = bytearray(data)
-        for _ in range(rng.choice((1, 1, 1, 20))):
-            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        path.write_bytes(bytes(changed))
-    elif way == "cut":
-        path.write_bytes(data[: rng.randrange(len(data) + 1)])
-    elif way == "grow":
-        path.write_bytes(data + rng.randbytes(rng.randrange(1, 200)))
-    elif way == "lines":
-        lines = data.split(b"\n")
-        rng.shuffle(lines)
-        path.write_bytes(b"\n".join(lines))
-    elif way == "empty":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
-        if way == "folder":
-            path.mkdir()
-        elif way == "link":
-            path.symlink_to(rng.choice(("/dev/zero", "/nowhere", str(path), "/etc/passwd")))
-        elif way == "pipe":
-            os.mkfifo(path)
-    return way
-
-
-def spoil_arguments(words: list[str], rng: random.Random) -> list[str]:
-    """One word of a command line replaced, doubled or left out."""
-    words = list(words)
-    at = rng.randrange(1, len(words))
-    word = words[at]
-    if "=" in word:
-        name = word.rpartition("=")[0]
-        words[at] = f"{name}={rng.choice((json.dumps(rng.choice(_VALUES)), 'x', '', '1e99'))}"
-    elif rng.random() < 0.5:
-        words[at] = rng.choice(
-            ("", "-1", "0", "999999999999", "nan", "1e20", "\x00", "--", "x" * 9999)
-        )
-    elif rng.random() < 0.5:
-        del words[at]
-    else:
-        words.insert(at, word)
-    return [each.replace("\x00", "?") for each in words]
-
-
-def refused_by_reference(path: Path) -> bool:
-    """Whether a format's own reader refuses a file; False where there is none."""
-    if not path.is_file():
-        return False
-    try:
-        if path.suffix == ".json":
-            json.loads(path.read_text())
-        if path.name == "tokenizer.json":
-            tokenizers.Tokenizer.from_file(str(path))
-        if path.suffix == ".safetensors":
-            with safetensors.safe_open(path, framework="np"):
-                pass
-    except BaseException:  # the tokenizers' panics are no Exceptions
-        return True
-    return False
 
 
 def _sums(place: Path) -> dict[str, str]:
@@ -295,10 +266,58 @@ def _sums(place: Path) -> dict[str, str]:
     }
 
 
-# Commands that are to change what they are given.
-_WRITES = ("train", "launch")
 # What may be damaged without a reader's loss: logs, and outcomes that can be made again.
 _LOGS = ("summary.json", "metrics.jsonl", "goodput.jsonl", "incidents.jsonl", "hf_config.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A command, what was spoilt before it, and what came of it."""
+
+    target: Target
+    command: list[str]
+    spoilt: Path | None
+    is_same: bool  # the file has the bytes that it had
+    code: int | None
+    said: str
+    peak: int
+
+    def wrong(self, place: Path) -> str | None:
+        """What must not be; None where all is well."""
+        if self.code is None:
+            return f"not ended after {LIMIT_S:g} s"
+        if self.peak > LIMIT_BYTES:
+            return f"took {self.peak / 2**30:.1f} GiB"
+        if "Traceback" in self.said or "PanicException" in self.said:
+            return f"a traceback: {self.said[-600:]}"
+        if self.code not in _CODES:
+            return f"exit code {self.code}"
+        return self._wrongly_taken(place) if self.code == 0 else None
+
+    def _wrongly_taken(self, place: Path) -> str | None:
+        spoilt, command = self.spoilt, self.command
+        if self.target.name == "run" and (found := wrong_answer(command, self.said, place)):
+            return found
+        if spoilt is None or self.is_same:
+            return None
+        if command[1] == "checkpoint" and _is_saved(spoilt):
+            return "doctor calls a changed checkpoint good"
+        if spoilt.name in _LOGS or not _is_read(command, spoilt):
+            return None
+        refused = refused_by_reference(spoilt)
+        return "accepted what its format's own reader refuses" if refused else None
+
+    def wrongly_changed(self, before: dict[str, str], after: dict[str, str]) -> str | None:
+        """Which file was written that is not the command's to write."""
+        if self.target.name == "arguments":
+            return None  # its words say where
+        ours = ("out", "said.txt", *(("run",) if "--resume" in self.command else ()))
+        for name in sorted(before.keys() | after.keys()):
+            changed = before.get(name) != after.get(name)
+            saved = "/step_" in name and "quarantine" not in name and name in before
+            if changed and (not name.startswith(ours) or (saved and name in after)):
+                return f"changed {name}"
+        return None
 
 
 def run_case(place: Path, number: int, seed: int) -> str | None:
@@ -309,39 +328,30 @@ def run_case(place: Path, number: int, seed: int) -> str | None:
     case = place / f"case-{number}"
     shutil.copytree(rng.choice(seeds), case, symlinks=True)
     files = sorted(path for path in case.glob(target.files) if path.is_file())
-    spoilt, way = None, ""
+    spoilt, way, is_same = None, "", False
     if files:
         spoilt = rng.choice(files)
+        data = spoilt.read_bytes()
         way = spoil_file(spoilt, rng)
+        is_same = spoilt.is_file() and not spoilt.is_symlink() and spoilt.read_bytes() == data
     command = rng.choice(target.commands(case, case / "out"))
     if target.name == "arguments":
         command = spoil_arguments(command, rng)
     what = f"{way} {spoilt and spoilt.relative_to(case)}: jaxinfra {' '.join(command)[:300]}"
     before = _sums(case)
     code, said, peak = call(command, case)
-    wrong = None
-    if code is None:
-        wrong = f"not ended after {LIMIT_S:g} s"
-    elif peak > LIMIT_BYTES:
-        wrong = f"took {peak / 2**30:.1f} GiB"
-    elif "Traceback" in said or "PanicException" in said:
-        wrong = f"a traceback: {said[-600:]}"
-    elif code not in _CODES:
-        wrong = f"exit code {code}"
-    elif code == 0 and spoilt and spoilt.name not in _LOGS and _is_read(command, spoilt):
-        wrong = (
-            "accepted what its format's own reader refuses"
-            if refused_by_reference(spoilt)
-            else None
-        )
-    if wrong is None and command[0] not in _WRITES:
-        after = {k: v for k, v in _sums(case).items() if not k.startswith(("out", "said.txt"))}
-        if after != before:
-            wrong = f"changed {sorted(set(after.items()) ^ set(before.items()))[0][0]}"
+    given = {"target": target, "command": command, "spoilt": spoilt, "is_same": is_same}
+    ended = Case(**given, code=code, said=said, peak=peak)
+    wrong = ended.wrong(place) or ended.wrongly_changed(before, _sums(case))
     if wrong is None:
         shutil.rmtree(case)
         return None
     return f"case {number} of seed {seed}: {what}: {wrong}"
+
+
+def _is_saved(spoilt: Path) -> bool:
+    """Whether a file is one that the sums of a checkpoint are of."""
+    return any(part.startswith("step_") for part in spoilt.parts)
 
 
 def _is_read(command: list[str], spoilt: Path) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 from experiments.bench import plain_step
 from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import Fp8Matmuls, PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model
@@ -94,12 +94,17 @@ def ours(
     attention: str,
     unroll: int = 1,
     weight_gradients: str = "fp32",
+    fp8: Fp8Matmuls | None = None,
     learning_rate: float = LEARNING_RATE,
     warmup: int = 0,
     clip_norm: float | None = None,
     options: Options | None = None,
 ) -> Program:
-    """This package's step at bf16; recomputation, attention and XLA's options as named."""
+    """This package's step at bf16; recomputation, attention and XLA's options as named.
+
+    Args:
+        fp8: of projections; None: none is in 8 bits.
+    """
     steps = 1_000_000  # of a schedule that is constant
     training = TrainingConfig(
         steps=steps, batch_size=batch, sequence_length=length, remat=Remat(remat), unroll=unroll
@@ -112,7 +117,7 @@ def ours(
         clip_norm=clip_norm,
     )
     precision = PrecisionConfig(
-        policy=PolicyName.BF16, weight_gradients=WeightGradients(weight_gradients)
+        policy=PolicyName.BF16, weight_gradients=WeightGradients(weight_gradients), fp8=fp8
     )
     execution = execution_on(
         policy=policy_of(precision),
@@ -154,6 +159,8 @@ def ours(
     name = f"ours remat={remat} unroll={unroll} attention={attention}"
     if weight_gradients != "fp32":
         name += f" weight_gradients={weight_gradients}"
+    if fp8 is not None:
+        name += f" fp8={fp8.scaling.value}"
     return Program(
         name=name,
         start=start,

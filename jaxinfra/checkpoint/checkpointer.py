@@ -1,5 +1,6 @@
 """Saving and restoring a run's state so that nothing is lost."""
 
+import logging
 import secrets
 import time
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxinfra.checkpoint.restoring import Restored, read_newest
 from jaxinfra.checkpoint.saving import Save, SaveTarget
 from jaxinfra.config.run import CheckpointConfig
 from jaxinfra.core.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -213,5 +216,7 @@ class Checkpointer:
         if error is not None and jax.process_count() > 1:
             return  # the others may be elsewhere: waiting for them could take for ever
         self._release()
-        if error is None:  # otherwise that error matters more, and the log has the save's
+        if error is None:
             self._raise_failure()
+        elif self._failure is not None:  # that error matters more
+            _log.error("%s", self._failure)

@@ -69,7 +69,10 @@ def lock(directory: Path) -> IO[str]:
     Two writers would delete each other's files: an old trainer that hangs, and its replacement.
     A record lock and not flock(): it dies with this process, even if forked data workers survive.
     """
-    file = (directory / _LOCK).open("a+")
+    path = directory / _LOCK
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise CheckpointError(f"{path} is no plain file, so it is no lock of ours; remove it")
+    file = path.open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

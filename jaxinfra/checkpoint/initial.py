@@ -16,6 +16,7 @@ from jaxinfra.config.finetune import InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.core.files import read_bytes
 from jaxinfra.models.definition import (
     ModelDefinition,
     Parameters,
@@ -113,7 +114,8 @@ def _model_files(init: InitConfig, config: ModelConfig) -> ParameterSource:
 def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Parameters:
     run, step = RunDirectory(Path(init.path)), init.step
     assert step is not None
-    of_run = identity(run, run.read_config())
+    of_run = identity(run, config_of_run := run.read_config())
+    weights = "parameters" if config_of_run.optimizer.average is None else "average"
     _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
     model = define_model(config, execution_on())
 
@@ -125,9 +127,9 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
         )
 
     # The names of fields of the training state; what else is in there is not read.
-    wanted = {"parameters": placed(model.shapes), "model_state": placed(model.state_shapes)}
+    wanted = {weights: placed(model.shapes), "model_state": placed(model.state_shapes)}
     read = load(run.checkpoints, wanted, step=step, identity=of_run).state
-    return merged(read["parameters"], read["model_state"])
+    return merged(read[weights], read["model_state"])
 
 
 def _require_same(init: InitConfig, found: str) -> None:
@@ -143,7 +145,7 @@ def kept_files(path: Path) -> dict[str, bytes]:
     separators and Hugging Face config, but the tokenizer, which a run writes itself.
     """
     found = (path / name for name in TOKENIZER_FILES if name != "tokenizer.json")
-    files = {file.name: file.read_bytes() for file in found if file.is_file()}
+    files = {file.name: read_bytes(file) for file in found if file.is_file()}
     is_model = is_model_directory(path)
     hf = read_model_directory(path).hf if is_model else RunDirectory(path).read_hf_config()
     if hf is not None:

@@ -25,7 +25,7 @@ from typing import Any, TypedDict
 
 from jaxinfra.checkpoint import directory_layout
 from jaxinfra.core.errors import CheckpointError
-from jaxinfra.core.files import parse_json, require_type
+from jaxinfra.core.files import JSON_BYTES, parse_json, require_type
 
 _FORMAT = 1
 # One thread hashes about 1.6 GB/s on a core with SHA instructions; 1-4 MiB blocks are fastest.
@@ -81,8 +81,11 @@ def verify(directory: Path, step: int) -> list[Problem]:
     checkpoint = directory / directory_layout.step_name(step)
     try:
         actual = _files(checkpoint)
-        if actual.get(directory_layout.MANIFEST) == -1:
+        size = actual.get(directory_layout.MANIFEST, 0)
+        if size == -1:
             raise ValueError("it is no plain file")
+        if size > JSON_BYTES:
+            raise ValueError(f"{size:,} bytes")
         expected = _decode((checkpoint / directory_layout.MANIFEST).read_bytes(), step=step)
     except OSError as error:
         return [_of_manifest(FileFault.UNREADABLE, _reason(error))]

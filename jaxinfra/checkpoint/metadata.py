@@ -16,7 +16,7 @@ from jaxinfra.core.files import read_json, require_type
 type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
 
 _FORMAT = 1
-_LATER = ("tokenizer",)  # keys of an identity that first checkpoints of this format lack
+_LATER = ("tokenizer", "kept")  # keys of an identity that first checkpoints of this format lack
 _SHOWN = 5  # differences listed in one error
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jaxinfra.checkpoint import arrays, directory_layout, manifest, metadata, processes
@@ -14,6 +15,8 @@ from jaxinfra.checkpoint.directory_layout import Rejected
 from jaxinfra.checkpoint.metadata import JSON
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.weights.finite import require_finite
+
+_PARAMETERS = "parameters/"
 
 _log = logging.getLogger(__name__)
 
@@ -36,15 +39,25 @@ def load(
     *,
     step: int | None = None,
     identity: dict[str, JSON] | None = None,
+    settings: dict[str, JSON] | None = None,
 ) -> Restored:
     """Reads from a run that may still be training: takes no lock, moves and deletes nothing.
 
     ``abstract_state`` may leave out parts of what was saved, such as the optimizer's. Damaged
     checkpoints are skipped with a warning. For the rest see ``Checkpointer.restore``.
+
+    Args:
+        settings: of the run as they are now; those that are others than when it was saved may
+            change what is done with it, and are said in a warning.
     """
-    return read_newest(
+    restored = read_newest(
         directory, abstract_state, step=step, identity=identity, reject=_skip, subset=True
     )
+    if settings is not None and restored.settings:
+        changes = metadata.differences(restored.settings, settings)
+        if changes:
+            _log.warning("settings changed since it was saved: %s", "; ".join(changes))
+    return restored
 
 
 type Reject = Callable[[Path, int, list[str]], Rejected]
@@ -94,7 +107,7 @@ def read_newest(
         raise CheckpointError(
             f"{checkpoint} is as it was written, but reading it failed: {error}"
         ) from error
-    weights = {path: leaf for path, leaf in flat.items() if path.startswith("parameters/")}
+    weights = {path: leaf for path, leaf in flat.items() if path.startswith(_PARAMETERS)}
     require_finite(weights, where=checkpoint)
     return Restored(
         step=saved.step,
@@ -104,6 +117,20 @@ def read_newest(
         settings=saved.settings,
         quarantined=rejected,
     )
+
+
+def require_finite_parameters(checkpoint: Path) -> None:
+    """Raises CheckpointError where a verified checkpoint's parameters hold a NaN or an infinity.
+
+    For whoever wants to know that a model can be used, and does not use it: one array at a time
+    is brought onto this process's first device.
+    """
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    for path, leaf in metadata.read(checkpoint).tree.items():
+        if path.startswith(_PARAMETERS) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            wanted = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(leaf.dtype), sharding=device)
+            stored = (checkpoint / directory_layout.ARRAYS).absolute()
+            require_finite(arrays.read(stored, {path: wanted}), where=checkpoint)
 
 
 def _choose(directory: Path, step: int | None, reject: Reject) -> dict[str, Any]:

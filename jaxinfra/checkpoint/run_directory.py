@@ -18,6 +18,7 @@ recorder/          every rank's flight recorder and, after a hang, all stacks an
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_bytes, read_json
 from jaxinfra.weights.conversion import TOKENIZER_FILES
 
+_log = logging.getLogger(__name__)
 _RECORDERS = 3  # of earlier sessions
 
 
@@ -103,6 +105,24 @@ class RunDirectory:
     def recorder(self) -> Path:
         """Where every rank records what it does."""
         return self.path / "recorder"
+
+    def set_aside_odd_logs(self) -> None:
+        """Renames what stands where a log is written and is none: a pipe could be waited for for
+        ever, and a link may lead to anybody's file. A log that is gone stops nothing.
+        """
+        files = (
+            *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
+            *(self.picture_file, self.loads_picture_file, self.summary_file),
+        )
+        odd = [each for each in files if _exists(each) and not _is_plain(each)]
+        directories = (self.tensorboard, self.recorder)
+        odd += [each for each in directories if _exists(each) and not each.is_dir()]
+        for path in odd:
+            number = 1
+            while _exists(aside := path.with_name(f"{path.name}.odd-{number}")):
+                number += 1
+            path.rename(aside)
+            _log.warning("%s is no log of ours, and is now %s", path, aside.name)
 
     def new_recorder(self) -> None:
         """An empty recorder directory; the last sessions' are kept as recorder.1, .2, ..."""
@@ -183,6 +203,8 @@ class RunDirectory:
 
 def read_config(file: Path) -> RunConfig:
     """The config in a file such as a run's config.json; raises ConfigError or OSError."""
+    if file.is_dir():
+        raise ConfigError(f"{file} is a directory, a config is a file: name {file / 'config.json'}")
     values = read_json(file)
     try:
         return codec.from_dict(RunConfig, values)
@@ -201,6 +223,12 @@ def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
     if run.tokenizer_file.exists():
         data = read_bytes(run.tokenizer_file)
         values["tokenizer"] = hashlib.sha256(data).hexdigest()
+    if config.init is not None:  # how its texts begin, end and are asked for
+        names = {*TOKENIZER_FILES, run.hf_config_file.name} - {run.tokenizer_file.name}
+        there = sorted(name for name in names if (run.path / name).is_file())
+        values["kept"] = {
+            name: hashlib.sha256(read_bytes(run.path / name)).hexdigest() for name in there
+        }
     if config.lora is not None:
         assert config.init is not None, "validate"
         values |= {"lora": codec.to_dict(config.lora), "base": config.init.sha256}
@@ -210,11 +238,20 @@ def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
 def write_atomically(path: Path, text: str) -> None:
     """Writes beside and renames, so that a reader never sees half a file."""
     partial = _partial(path)
+    partial.unlink(missing_ok=True)  # written through, a link would lead elsewhere
     with partial.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _partial(path: Path) -> Path:

@@ -84,9 +84,10 @@ class Save:
         except Exception as error:  # carried to the main thread, which raises it
             self.failure = failed(self._target, error)
             self.failure.__cause__ = error
-            _log.error("%s", self.failure)
             if jax.process_index() == 0:
                 directory_layout.discard(self._target.partial)
+            else:  # what process 0 raises sends its reader to this process's log
+                _log.error("%s", self.failure)
         finally:
             self._copied.set()
 

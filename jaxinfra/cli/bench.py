@@ -12,8 +12,8 @@ import importlib.util
 import runpy
 import sys
 
-from jaxinfra.cli.train import user_cache
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.places import user_cache
 
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
@@ -25,6 +25,7 @@ BENCHMARKS = {
     "linear_cross_entropy": "the fused loss over a large vocabulary, beside XLA's",
     "ladder": "matmul in ten steps beside cuBLAS; ELU; access, occupancy, divergence",
     "roofline": "this device's ceilings, and kernels, prefill and decode under them",
+    "serve": "load on a server: throughput, time to the first token and per token, goodput",
     "collectives": "collectives by size, as nccl-tests has it, beside JAX's own",
     "context_parallel": "attention over a sharded sequence, beside one device's kernel",
     "constants": "rates of matmuls, attention and memory that jaxinfra plan computes with",
@@ -41,12 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; what follows the benchmark's name is its own."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    parser.add_argument("what", help=known)
+    parser.add_argument("what", nargs="?", help=known)
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark's module as a program."""
+    if args.what is None:
+        for name, text in BENCHMARKS.items():
+            print(f"{name:20s} {text}")
+        return 0
     if args.what not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {args.what!r}{nearest(args.what, BENCHMARKS)}")
     module = f"experiments.bench.{args.what}"

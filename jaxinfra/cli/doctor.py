@@ -1,29 +1,52 @@
-"""What is wrong with a run, and what to do.
+"""What is wrong with this machine or with a run, and what to do.
 
+jaxinfra doctor                     GPUs, links, host, software and settings of this machine
+jaxinfra doctor --record FILE       the same, and what the driver answered, for others to look at
+jaxinfra doctor --answers FILE      what such a recording says
+jaxinfra doctor data SOURCE         odd documents of a run's data, or of a directory or file
 jaxinfra doctor checkpoint RUN      every file of every checkpoint against its SHA-256
 jaxinfra doctor recorder RUN        what every rank did last, and where it was when a run hung
 """
 
 import argparse
+import collections
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxinfra.checkpoint import directory_layout, verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.data import DataConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_json
+from jaxinfra.data.sources import scan
+from jaxinfra.diagnostics.data_audit import audit
+from jaxinfra.diagnostics.machine.examine import machine_findings
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, worst
+from jaxinfra.diagnostics.machine.links import link_findings, measure_links
+from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
 from jaxinfra.reliability.recorder import describe_events, read_records
-from jaxinfra.reliability.watchdog import REPORT
+from jaxinfra.reliability.watchdog import REPORT, read_report
+
+_OF_A_RUN = ("checkpoint", "data", "recorder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=["checkpoint", "recorder"])
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("what", nargs="?", choices=["machine", *_OF_A_RUN], default="machine")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN")
+    parser.add_argument(
+        "--directory", type=Path, default=Path("runs"), help="machine: where runs are written"
+    )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="machine: keep its answers")
+    parser.add_argument("--answers", type=Path, metavar="FILE", help="machine: judge a recording")
+    parser.add_argument("--no-links", action="store_true", help="machine: measure no bandwidth")
     parser.add_argument(
         "--session", type=int, default=0, help="recorder: of how many starts ago (default: 0)"
     )
@@ -32,10 +55,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Looks at a run, and changes nothing; 1 where something is wrong."""
+    """Looks at a machine or a run, and changes nothing; 1 where something is wrong."""
+    if args.what == "machine":
+        return _machine(args)
+    if args.run is None:
+        raise ConfigError(f"doctor {args.what} needs a run directory: doctor {args.what} RUN")
     directory = RunDirectory(args.run)
+    if args.what == "data":
+        return _data(args, directory)
     directory.read_config()
     return _checkpoint(args, directory) if args.what == "checkpoint" else _recorder(args)
+
+
+def _machine(args: argparse.Namespace) -> int:
+    """GPUs, links, host, software, settings; 1 where one of them fails."""
+    answers = None if args.answers is None else RecordedAnswers.read(args.answers)
+    found = machine_findings(directory=args.directory, answers=answers, record=args.record)
+    broken = any(each.subject == "XLA_FLAGS" and each.grade is Grade.FAIL for each in found)
+    if answers is None and not args.no_links and not broken and jax.default_backend() == "gpu":
+        found += link_findings(measure_links(LiveAnswers(), jax.local_devices()))
+    return _show(found, as_json=args.json)
+
+
+def _data(args: argparse.Namespace, directory: RunDirectory) -> int:
+    """Oddities of documents: a run's training source, or the source that is named."""
+    spec, text_field = str(args.run), DataConfig().text_field
+    if directory.config_file.is_file():
+        data = directory.read_config().data
+        spec, text_field = data.source, data.text_field
+    return _show(audit(scan(spec).documents(text_field=text_field)).findings(), as_json=args.json)
+
+
+def _show(found: Sequence[Finding], *, as_json: bool) -> int:
+    """Prints findings; 1 where one fails."""
+    if as_json:
+        rows = [dataclasses.asdict(each) for each in found]
+        print(json.dumps({"grade": worst(found), "findings": rows}, indent=1))
+        return 1 if worst(found) is Grade.FAIL else 0
+    for each in found:
+        print(f"{each.grade:7s}  {each.subject}: {each.value}")
+        if each.remedy:
+            print(f"         rule: {each.rule}\n         remedy: {each.remedy}")
+    counts = collections.Counter(each.grade for each in found)
+    print(", ".join(f"{counts[grade]} {grade}" for grade in Grade if counts[grade]))
+    return 1 if worst(found) is Grade.FAIL else 0
 
 
 def _recorder(args: argparse.Namespace) -> int:
@@ -45,19 +108,18 @@ def _recorder(args: argparse.Namespace) -> int:
     if not records:
         there = sorted(path.name for path in args.run.glob("recorder*"))
         raise ConfigError(f"{place} holds no recorder; there are {', '.join(there) or 'none'}")
-    report = place / REPORT
+    report = read_report(place)
     if args.json:
         shown = [dataclasses.asdict(record) for record in records]
-        said = report.read_text().splitlines()[0] if report.exists() else None
-        print(json.dumps({"report": said, "ranks": shown}))
-        return 1 if report.exists() else 0
+        print(json.dumps({"report": report, "ranks": shown}))
+        return 0 if report is None else 1
     for record in records:
         where = f"{record.phase} of step {record.step}"
         print(f"rank {record.rank} on {record.host}, process {record.pid}: {where}")
         for line in describe_events(record, last=args.last):
             print(f"    {line}")
-    if report.exists():
-        print(f"ended by the watchdog: {report.read_text().splitlines()[0]}; all of it: {report}")
+    if report is not None:
+        print(f"ended by the watchdog: {report}; all of it: {place / REPORT}")
         return 1
     return 0
 
@@ -86,11 +148,20 @@ def _checkpoint(args: argparse.Namespace, directory: RunDirectory) -> int:
         why = read_json(note, holds=dict[str, Any]).get("reasons")
         reasons = "; ".join(map(str, why)) if isinstance(why, list) else "not said"
         print(f"set aside earlier: {note.with_suffix('')}: {reasons}")
-    if len(good) < len(steps):
-        newest = f"step {good[-1]}" if good else "none of them"
-        print(
-            f"jaxinfra train --resume {args.run} would set the damaged ones aside and use {newest};"
-            " copies of the named files from a backup would make them good again"
-        )
+    if len(good) == len(steps):
+        return 0
+    print("copies of the named files from a backup would make the damaged ones good again")
+    if not good:
+        print("without them this run cannot go on: start another")
         return 1
-    return 0
+    damaged = [step for step in steps if step not in good]
+    if max(damaged) > good[-1]:
+        print(
+            f"without them, this sets aside what is damaged after step {good[-1]}, and goes on "
+            f"from there: jaxinfra train --resume {args.run}"
+        )
+    older = [directory.checkpoints / directory_layout.step_name(step) for step in damaged]
+    older = [path for path, step in zip(older, damaged, strict=True) if step < good[-1]]
+    if older:
+        print(f"nothing needs what is older and damaged: rm -r {' '.join(map(str, older))}")
+    return 1

@@ -19,11 +19,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxinfra.config.limits import require_within
+from jaxinfra.config.limits import limits_are_on, require_within
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.signals import RESUMABLE_EXIT
 from jaxinfra.launch.cluster import detect_cluster
 from jaxinfra.launch.supervisor import Limits, NodePlace, Supervisor
+
+_PROCESS_BYTES = 250_000_000  # of one that has loaded JAX
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             f"-n {args.processes} must be at least 1 and --restarts {args.restarts} not negative"
         )
     require_within(processes=args.processes)
+    _require_memory(args.processes)
     run_directory = None
     again = command
     if command[0] == "train":
@@ -83,6 +86,18 @@ def run(args: argparse.Namespace) -> int:
     if args.requeue and (code == RESUMABLE_EXIT or (supervisor.was_asked and code > 2)):
         requeue(os.environ)
     return code
+
+
+def _require_memory(processes: int) -> None:
+    """Raises ConfigError where as many processes would not fit: a machine that swaps answers
+    nobody.
+    """
+    held = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if processes * _PROCESS_BYTES > held and limits_are_on():
+        raise ConfigError(
+            f"-n {processes}: each process takes {_PROCESS_BYTES / 1e9:g} GB at least, and this "
+            f"machine has {held / 1e9:.0f} GB; start fewer of them"
+        )
 
 
 def train_commands(command: list[str]) -> tuple[list[str], list[str], Path]:

@@ -14,18 +14,27 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn, override
 
+from jaxinfra import __version__
 from jaxinfra.core.errors import JaxinfraError, nearest
 from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
+from jaxinfra.core.text import is_text
 
 COMMANDS = {
     "train": "train a model, or continue a run",
+    "presets": "models and runs that have a name: sizes, and what for",
     "generate": "sample from a run",
+    "chat": "talk with a model, which stays loaded",
+    "serve": "serve a model to clients of OpenAI's API",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
     "plan": "what fits, which mesh, how fast, and how sure",
     "launch": "start several processes of one job, and start them again when one fails",
     "gym": "inject faults into small runs, and judge what was lost",
-    "doctor": "what is wrong with a run's checkpoints, and what to do",
+    "doctor": "what is wrong with this machine or a run, and what to do",
+    "watch": "a run as it trains",
+    "report": "a run in one HTML file",
+    "compare": "runs side by side",
+    "memory": "where a step's memory goes, and what would fit",
     "bench": "ours beside the alternatives, in one process",
     "trace": "a profiler trace, explained: what delays a step",
 }
@@ -62,6 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         _print_help()
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"jaxinfra {__version__}")
+        return 0
+    for number, word in enumerate(arguments, start=1):
+        if not is_text(word):
+            print(f"jaxinfra: argument {number} is not UTF-8 text: {word!a}", file=sys.stderr)
+            return 2
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"jaxinfra: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)
@@ -102,6 +118,6 @@ def _leave(code: int) -> int:
 
 
 def _print_help() -> None:
-    print("usage: jaxinfra COMMAND ...   (jaxinfra COMMAND --help says more)\n")
+    print("usage: jaxinfra COMMAND ...   (jaxinfra COMMAND --help says more; --version)\n")
     for name, text in COMMANDS.items():
         print(f"  {name:10s} {text}")

@@ -4,7 +4,7 @@ jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
-jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule, drawn here or in --pictures
+jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
 jaxinfra plan formats                                        number formats and recipes
 jaxinfra plan --self-check                                   against published figures
 """
@@ -12,19 +12,19 @@ jaxinfra plan --self-check                                   against published f
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxinfra.cli.train import user_cache
+from jaxinfra.cli.plan_headline import headline
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import read_json
+from jaxinfra.core.places import user_cache
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
@@ -38,6 +38,9 @@ from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
+
+# Of the options that are no counts: beyond these, products of them would not be finite.
+_SMALLEST, _LARGEST = 1e-9, 1e18
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
     require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
+    require_within(sequence_length=max(args.length or 1, args.context))
     if args.self_check:
         return _self_check(args)
     if args.schedule is not None:
@@ -124,8 +128,10 @@ def _count(text: str) -> int:
 
 def _positive(text: str) -> float:
     value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text} must be a number from {_SMALLEST:g} to {_LARGEST:g}"
+        )
     return value
 
 
@@ -246,6 +252,7 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
         print(json.dumps(values, allow_nan=False))
         return 0
     tables = table.plan_tables(plan, tokens=args.tokens)
+    print("\n".join(headline(plan, searched=found is not None)))  # a command is one line
     table.show(*(table.ranking(found) if found is not None else []), *tables)
     return 0
 
@@ -291,14 +298,19 @@ def _schedule(args: argparse.Namespace) -> int:
     if args.schedule not in list(PipelineSchedule):
         known = nearest(args.schedule, map(str, PipelineSchedule))
         raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
-    directory = args.pictures or Path()
-    directory.mkdir(parents=True, exist_ok=True)
+    # Of the interleaved schedule; the others have one or two.
+    chunks = max(args.chunks, 2)
+    require_within(schedule_boxes=args.p * args.m * chunks)
+    out = None
+    if args.pictures is not None:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        out = args.pictures / f"{args.schedule}-p{args.p}-m{args.m}.png"
     found = report(
         PipelineSchedule(args.schedule),
         stages=args.p,
         micro_batches=args.m,
-        chunks=max(args.chunks, 2),  # of the interleaved schedule; the others have one
-        out=directory / f"{args.schedule}-p{args.p}-m{args.m}.png",
+        chunks=chunks,
+        out=out,
     )
     print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))
     return 0

@@ -1,7 +1,9 @@
 """A profiler trace, explained: what delays a step, and which kernels take longest.
 
 jaxinfra train ... --profile 20:23
-jaxinfra trace runs/small-1
+jaxinfra trace runs/small-1                what delays its step, and what to do
+jaxinfra trace runs/small-1 runs/small-2   why the second takes longer or shorter than the first
+jaxinfra trace --example                   one that ships
 """
 
 import argparse
@@ -11,15 +13,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.core.files import read_json
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.difference import compare_steps
+from jaxinfra.diagnostics.launch_names import read_launches, with_names
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.trace_axes import mesh_axes
-from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
+from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw, explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="a run, or any directory with a trace in it")
+    parser.add_argument(
+        "directory", nargs="?", type=Path, help="a run, or any directory with a trace in it"
+    )
+    parser.add_argument("second", nargs="?", type=Path, help="another, to compare with the first")
+    parser.add_argument(
+        "--example", action="store_true", help="one of four H200s (fsdp=2,tensor=2), shipped"
+    )
     parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
     parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
@@ -28,9 +41,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the newest trace and prints a table, or JSON."""
-    events = device_events(args.directory, device=args.device)
-    found = explain(events, steps=args.steps, axes=mesh_axes(args.directory))
+    """Reads the newest trace and prints what delays the step, then tables; or JSON."""
+    if args.example == (args.directory is not None):
+        raise ConfigError("name a run, or give --example: one of them")
+    if args.example:
+        return _show_example(args)
+    if args.second is not None:
+        found = compare_steps(_waterfall(args, args.directory), _waterfall(args, args.second))
+        text = json.dumps(found.as_json(), indent=1) if args.json else found.paragraph()
+        print(text)
+        return 0
+    try:
+        waterfall = _waterfall(args, args.directory)
+    except DataError:
+        waterfall = None  # the run's own records may tell; without them the error stands
+        explained = explain_step(None, args.directory)
+        if explained is None or args.picture is not None:
+            raise
+    else:
+        explained = explain_step(waterfall, args.directory)
+    assert explained is not None, "a trace has a step"
+    if waterfall is not None and args.picture is not None:
+        draw(waterfall, args.picture)
+    if args.json:
+        tables = {} if waterfall is None else waterfall.as_json(top=args.top)
+        print(json.dumps({"explanation": explained.as_json(), **tables}, indent=1))
+        return 0
+    print(explained.paragraph())
+    if waterfall is not None:
+        _print(waterfall, top=args.top)
+    return 0
+
+
+def _show_example(args: argparse.Namespace) -> int:
+    found = Waterfall.of_json(read_json(EXAMPLE))
     if args.picture is not None:
         draw(found, args.picture)
     if args.json:
@@ -38,6 +82,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(found, top=args.top)
     return 0
+
+
+def _waterfall(args: argparse.Namespace, directory: Path) -> Waterfall:
+    events = with_names(device_events(directory, device=args.device), read_launches(directory))
+    return explain(events, steps=args.steps, axes=mesh_axes(directory))
 
 
 def _print(found: Waterfall, *, top: int) -> None:

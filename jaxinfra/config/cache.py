@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from jaxinfra.core.axes import Dims
 
@@ -21,6 +22,24 @@ class CacheSpec:
 
     arrays: tuple[CachedArray, ...]
     window: int | None = None  # tokens that are still read; None: all
+
+    def repeated(self, copies: Callable[[str | None, int], int]) -> "CacheSpec":
+        """What devices cache, where each has a copy of its own of elements that are too few.
+
+        Args:
+            copies: of each element of a dim of a size.
+        """
+        arrays = (
+            dataclasses.replace(
+                array,
+                shape=tuple(
+                    size * copies(dim, size)
+                    for dim, size in zip(array.dims, array.shape, strict=True)
+                ),
+            )
+            for array in self.arrays
+        )
+        return dataclasses.replace(self, arrays=tuple(arrays))
 
     @property
     def elements(self) -> int:

@@ -22,22 +22,30 @@ LIMITS = {
     "num_q_heads": 1 << 14,
     "head_dim": 1 << 14,
     "kv_rank": 1 << 20,
+    "lora_rank": 1 << 16,
     "num_threads": 1 << 10,
     "prefetch_batches": 1 << 12,
     "devices": 1 << 20,
     "processes": 1 << 10,  # of one node
     "stages": 1 << 10,
     "micro_batches": 1 << 16,
+    "schedule_boxes": 1 << 12,  # stages x micro-batches x chunks, drawn one by one
+    "layouts": 1 << 17,  # that a search prices
 }
 
 
-def require_within(**sizes: int) -> None:
+def limits_are_on() -> bool:
+    """Whether nobody has lifted them."""
+    return os.environ.get(VARIABLE) != "off"
+
+
+def require_within(*, remedy: str = "make it smaller", **sizes: int) -> None:
     """Raises ConfigError naming the first of these sizes that is above its limit."""
-    if os.environ.get(VARIABLE) == "off":
+    if not limits_are_on():
         return
     for name, size in sizes.items():
         if size > LIMITS[name]:
             raise ConfigError(
                 f"{name}={size:,} is above the limit of {LIMITS[name]:,}, where a slip is likelier "
-                f"than a wish; make it smaller, or set {VARIABLE}=off in the environment"
+                f"than a wish; {remedy}, or set {VARIABLE}=off in the environment"
             )

@@ -6,6 +6,7 @@ import math
 from jaxinfra.config.limits import require_within
 from jaxinfra.core.axes import MESH_AXES, MeshAxis
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.text import whole_number
 
 EXPERT = "expert"
 
@@ -14,11 +15,11 @@ EXPERT = "expert"
 class MeshConfig:
     """Sizes of the mesh axes, slowest link first. One device by default."""
 
-    pipe: int = 1
-    replica: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
+    pipe: int = 1  # stages of a pipeline
+    replica: int = 1  # copies of the whole state
+    fsdp: int = 1  # devices that share parameters and the batch
+    context: int = 1  # devices that share a sequence
+    tensor: int = 1  # devices that share each matmul
     # Devices that share a layer's experts, taken from the data axes: a part of fsdp, times the
     # whole of context, of replica, or of both where that is not enough.
     expert: int = 1
@@ -120,12 +121,15 @@ def parse_axes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     known = (*MESH_AXES, EXPERT)
     for part in filter(None, text.split(",")):
-        axis, separator, size = part.strip().partition("=")
+        axis, _, size = part.strip().partition("=")
         if axis not in known:
             raise ConfigError(f"unknown mesh axis {axis!r}{nearest(axis, known)}")
         if axis in sizes:
             raise ConfigError(f"mesh axis {axis!r} is given twice in {text!r}")
-        if not separator or not size.isdecimal():
+        number = whole_number(size)
+        if number is None:
             raise ConfigError(f"mesh axis {part!r} needs a whole size, as in fsdp=4,tensor=2")
-        sizes[axis] = int(size)
+        if not number:
+            raise ConfigError(f"mesh axis {part} must be at least 1")
+        sizes[axis] = number
     return sizes

@@ -21,6 +21,83 @@ class WeightGradients(enum.StrEnum):
     COMPUTE = "compute"  # rounded to the compute dtype: half the bytes of its sum over devices
 
 
+class Site(enum.StrEnum):
+    """A kind of matmul that may have a recipe of its own."""
+
+    PROJECTION = "projection"  # of attention and of dense feed-forward layers
+    EXPERTS = "experts"  # of routed experts
+    ROUTER = "router"  # scores by which tokens are sent to experts
+    LOGITS = "logits"  # onto the vocabulary
+
+
+class Fp8Scaling(enum.StrEnum):
+    """What shares a scale in a matmul of 8-bit operands."""
+
+    TENSOR = "tensor"  # its own largest element (current scaling)
+    DELAYED = "delayed"  # the largest element of earlier steps (Micikevicius et al. 2022)
+    ROW = "row"  # of each operand, the dim that is contracted
+    BLOCKS = "blocks"  # 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3, 3.3)
+    SQUARES = "squares"  # 128x128 of all three, the same both ways (as Xi et al. 2024, Jetfire)
+
+
+class Fp8Format(enum.StrEnum):
+    """An 8-bit float: bits of exponent and of mantissa."""
+
+    E4M3 = "e4m3"  # to 448
+    E5M2 = "e5m2"  # to 57344
+
+
+class Fp8Scales(enum.StrEnum):
+    """Which numbers scales are."""
+
+    FP32 = "fp32"
+    POWER_OF_TWO = "power_of_two"  # dividing by them is exact
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Matmuls:
+    """Matmuls of 8-bit operands, forward and backward; what they return is in the compute dtype."""
+
+    scaling: Fp8Scaling = Fp8Scaling.BLOCKS
+    scales: Fp8Scales = Fp8Scales.FP32
+    forward: Fp8Format = Fp8Format.E4M3  # of activations and weights
+    gradient: Fp8Format | None = None  # of cotangents; None: e4m3 with blocks, squares, else e5m2
+    history: int = 16  # steps whose largest element a delayed scale is made of
+    sites: tuple[Site, ...] = (Site.PROJECTION,)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.history <= 1024:
+            raise ConfigError(f"fp8 history={self.history} must lie in [1, 1024] steps")
+        refused = {
+            Site.EXPERTS: "there is no grouped matmul of 8-bit operands",
+            Site.ROUTER: "a rounded score sends a token elsewhere",
+            Site.LOGITS: "the loss multiplies with the vocabulary in a kernel of its own",
+        }
+        for site in self.sites:
+            if site in refused:
+                raise ConfigError(
+                    f"fp8 sites={[each.value for each in self.sites]}: {site.value} cannot be in 8 "
+                    f"bits, {refused[site]}; leave it out, and it stays in the policy's format"
+                )
+        if not self.sites:
+            raise ConfigError("fp8 sites=[] names no matmul; set precision.fp8=none instead")
+
+    @property
+    def gradient_format(self) -> Fp8Format:
+        """That of cotangents: blocks leave few numbers to share a scale, so that e4m3 reaches."""
+        if self.gradient is not None:
+            return self.gradient
+        by_blocks = self.scaling in (Fp8Scaling.BLOCKS, Fp8Scaling.SQUARES)
+        return Fp8Format.E4M3 if by_blocks else Fp8Format.E5M2
+
+
+class StoredWeights(enum.StrEnum):
+    """What weights are kept in between steps."""
+
+    FP32 = "fp32"  # a master copy, cast where it is used
+    BF16 = "bf16"  # no master copy: updates are rounded stochastically
+
+
 class LossScaling(enum.StrEnum):
     """How small fp16 gradients are kept from underflowing (Micikevicius et al. 2018)."""
 
@@ -31,12 +108,14 @@ class LossScaling(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Policy and loss scaling."""
+    """Policy, matmuls in 8 bits and loss scaling."""
 
-    policy: PolicyName = PolicyName.FP32
-    weight_gradients: WeightGradients = WeightGradients.FP32
-    loss_scaling: LossScaling = LossScaling.NONE
-    initial_loss_scale: float = 2.0**15
+    policy: PolicyName = PolicyName.FP32  # compute dtype
+    weights: StoredWeights = StoredWeights.FP32  # what they are kept in between steps
+    fp8: Fp8Matmuls | None = None  # None: every matmul computes in the policy's format
+    weight_gradients: WeightGradients = WeightGradients.FP32  # in which dtype they are summed
+    loss_scaling: LossScaling = LossScaling.NONE  # of fp16 gradients
+    initial_loss_scale: float = 2.0**15  # where scaling begins
     growth_interval: int = 2000  # finite steps in a row before the dynamic scale doubles
 
     def __post_init__(self) -> None:
@@ -44,6 +123,16 @@ class PrecisionConfig:
             raise ConfigError(
                 "policy=fp16 with loss_scaling=none loses gradients under 6e-8; "
                 "choose loss_scaling=dynamic or static, or policy=bf16"
+            )
+        if self.weights is StoredWeights.BF16 and self.policy is not PolicyName.BF16:
+            raise ConfigError(
+                f"weights=bf16 with policy={self.policy.value}: weights without a master copy are "
+                "those that matmuls read; choose policy=bf16"
+            )
+        if self.fp8 is not None and self.policy is PolicyName.FP16:
+            raise ConfigError(
+                "fp8 with policy=fp16: products of 8-bit numbers to 57344 overflow fp16; choose "
+                "policy=bf16"
             )
         if self.initial_loss_scale < 1.0 or self.growth_interval < 1:
             raise ConfigError(

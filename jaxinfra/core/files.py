@@ -83,12 +83,14 @@ def parse_json(
 
     Raises:
         error: the text is not JSON (RFC 8259: no NaN, no Infinity, no name twice in one object),
-            nested too deeply, or of another type.
+            nested too deeply, or of another type; or it spells half of a character (section 8.2).
     """
     try:
         text = data.decode() if isinstance(data, bytes) else data
         _require_depth(text)
         value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_object)
+        if _SURROGATE.search(text):
+            _require_characters(value)
     except (ValueError, RecursionError) as failure:
         raise error(f"{where}: not JSON ({failure}); {remedy}") from failure
     require_type(value, holds, where=where, error=error, remedy=remedy)
@@ -179,7 +181,16 @@ def _require_depth(text: str) -> None:
 
 
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BRACKET = re.compile(r"[\[\]{}]")
+
+
+def _require_characters(value: Any) -> None:
+    """Raises ValueError where an escape spells half of a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a character, {error.object[error.start]!a}, in it") from error
 
 
 def _no_constant(name: str) -> NoReturn:

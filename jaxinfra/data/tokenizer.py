@@ -46,12 +46,7 @@ class Tokenizer:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self._json = tokenizer.to_str()
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise DataError("the tokenizer has no tokens at all; copy it again from its source")
-        if len(set(vocabulary.values())) < len(vocabulary):
-            raise DataError(_two_of_one_id(vocabulary))
-        self.vocab_size: int = 1 + max(vocabulary.values())
+        self.vocab_size: int = num_ids(tokenizer)
         eos_id = _first_id(tokenizer, _EOS_NAMES)
         if eos_id is None:
             raise DataError(
@@ -160,6 +155,16 @@ class StreamDecoder:
         return self._tokenizer.decode([*self._shown, *self._held])[len(before) :]
 
 
+def num_ids(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than a tokenizer's largest id; raises DataError where two tokens have one id."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError("the tokenizer has no tokens at all; copy it again from its source")
+    if len(set(vocabulary.values())) < len(vocabulary):
+        raise DataError(_two_of_one_id(vocabulary))
+    return 1 + max(vocabulary.values())
+
+
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """What a ``tokenizer.json`` says, for the library itself; raises DataError if it is not one."""
     data = read_bytes(path, error=DataError)
@@ -177,11 +182,13 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def panics() -> Iterator[None]:
-    """Within, a panic of the library, which is no Exception, becomes a DataError."""
+    """Within, what the library itself raises becomes a DataError: bare Exceptions, and panics,
+    which are none.
+    """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise DataError(
             f"the tokenizer's rules fail on this text ({' '.join(str(error).split())[:200]}); a "

@@ -8,6 +8,9 @@ from pathlib import Path
 import jax
 
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import read_bytes
+
+_TRACE_BYTES = 8 << 30
 
 SCOPES = (
     "attention/core",
@@ -52,14 +55,28 @@ def device_events(trace: Path, *, device: int = 0) -> list[TraceEvent]:
 
     Raises DataError where there is no trace, or no such GPU in it.
     """
-    files = sorted(trace.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    files = sorted(trace.rglob("*.xplane.pb"), key=lambda file: file.lstat().st_mtime)
     if not files:
         raise DataError(f"{trace} holds no trace (*.xplane.pb); make one with --profile START:STOP")
-    profile = jax.profiler.ProfileData.from_file(str(files[-1]))
-    plane = next((p for p in profile.planes if p.name.startswith(f"/device:GPU:{device}")), None)
+    data = read_bytes(files[-1], limit=_TRACE_BYTES, error=DataError)
+    try:
+        profile = jax.profiler.ProfileData.from_serialized_xspace(data)
+        return _launches(profile, f"/device:GPU:{device}", where=files[-1])
+    except (RuntimeError, UnicodeDecodeError) as error:
+        raise DataError(f"{files[-1]} is no trace, or a damaged one ({error})") from error
+
+
+def _launches(profile: jax.profiler.ProfileData, name: str, *, where: Path) -> list[TraceEvent]:
+    plane = next((p for p in profile.planes if p.name.startswith(name)), None)
+    if plane is None and not any(p.name.startswith("/device:") for p in profile.planes):
+        raise DataError(
+            f"{where} is of a CPU, whose operations a profile does not tell apart; profile a "
+            f"step on a GPU, or open this trace with: tensorboard --logdir {where.parent}. What a "
+            "GPU's looks like, jaxinfra trace --example shows"
+        )
     if plane is None:
-        names = ", ".join(p.name for p in profile.planes)
-        raise DataError(f"{files[-1]} has no plane /device:GPU:{device}, only {names}")
+        names = ", ".join(p.name for p in profile.planes) or "none at all"
+        raise DataError(f"{where} has no plane {name}, only {names}")
     starts = _starts(profile)
     events = []
     for line in plane.lines:

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxinfra.training.job import Job, make_job
+from jaxinfra.training.recompute import step_bytes
 
 
 def poison_targets(batch: Any, plan: Mapping[str, Any]) -> Any:
@@ -100,3 +101,27 @@ def _like(
         for position, shard in enumerate(x.addressable_shards)
     ]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+def shorten(batch: Any, plan: Mapping[str, Any]) -> Any:
+    """A batch of half the tokens, for ``jaxinfra.training.job:Job.put`` in a job of one process."""
+    del plan
+    return jax.tree.map(lambda leaf: leaf[:, : leaf.shape[1] // 2], batch)
+
+
+def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
+    """A step that ends as on a device with ``limit`` bytes where it needs more.
+
+    For ``jaxinfra.training.loop:same_program``, in a job of one process.
+    """
+
+    def limited(*args: Any) -> Any:
+        needs, limit = step_bytes(step.lower(*args).compile()), plan["limit"]
+        if needs > limit:
+            raise jax.errors.JaxRuntimeError(
+                f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {needs} bytes, of a "
+                f"limit of {limit} bytes"
+            )
+        return step(*args)
+
+    return limited

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_bytes
+from jaxinfra.core.text import whole_number
 
 COORDINATOR = "JAXINFRA_COORDINATOR"
 NUM_PROCESSES = "JAXINFRA_NUM_PROCESSES"
@@ -34,6 +35,7 @@ TOKEN = "JAXINFRA_TOKEN"
 TOKEN_FILE = "JAXINFRA_TOKEN_FILE"
 
 _TOKEN_BYTES = 4096
+_MAX_NODES = 1 << 16
 # Below Linux's ephemeral ports, above those of services; a job's own number keeps two jobs of one
 # node apart.
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
@@ -104,12 +106,13 @@ def _plain(environment: Mapping[str, str]) -> Cluster | None:
     absent = [name for name in names if name not in given]
     if absent:
         raise ConfigError(f"{given[0]} is set, {' and '.join(absent)} not; set all three or none")
-    host, separator, port = environment[COORDINATOR].rpartition(":")
-    if not separator or not port.isdecimal() or not host:
+    host, _, port = environment[COORDINATOR].rpartition(":")
+    number = whole_number(port)
+    if number is None or not host:
         raise ConfigError(f"{COORDINATOR}={environment[COORDINATOR]!r} must be host:port")
     return Cluster(
         host=host,
-        port=int(port),
+        port=number,
         num_processes=_number(environment, NUM_PROCESSES),
         process_id=_number(environment, PROCESS_ID),
         local_id=_number(environment, LOCAL_ID, default=0),
@@ -210,9 +213,10 @@ def _number(environment: Mapping[str, str], name: str, *, default: int | None = 
     text = environment.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not text.isdecimal():
+    number = None if text is None else whole_number(text)
+    if number is None:
         raise ConfigError(f"{name}={text!r} in the environment must be a whole number")
-    return int(text)
+    return number
 
 
 def expand_nodes(text: str) -> list[str]:
@@ -231,8 +235,11 @@ def _expand(part: str) -> list[str]:
     names = []
     for piece in ranges.split(","):
         first, _, last = piece.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
+        lowest, highest = whole_number(first), whole_number(last or first)
+        if lowest is None or highest is None:
             raise ConfigError(f"Slurm node list {part!r}: {piece!r} is no range of numbers")
-        for number in range(int(first), int(last or first) + 1):
+        if highest - lowest >= _MAX_NODES:
+            raise ConfigError(f"Slurm node list {part!r} names more than {_MAX_NODES:,} nodes")
+        for number in range(lowest, highest + 1):
             names += _expand(f"{head}{number:0{len(first)}d}{tail}")
     return names

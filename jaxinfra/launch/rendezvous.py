@@ -26,6 +26,7 @@ TIMEOUT_S = 50.0
 _GREETING = "jaxinfra rendezvous 2"
 _RETRY_S = 0.2
 _GREETING_S = 5.0
+_STRANGERS = 64  # that are heard at a time
 
 
 class PortTakenError(JaxinfraError):
@@ -104,9 +105,13 @@ def _host(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any]
 def _accept(server: socket.socket, cluster: Cluster, deadline: float, greeted: queue.Queue) -> None:
     """Greets whoever calls, each in a thread: one that says nothing keeps nobody waiting."""
 
+    places = threading.Semaphore(cluster.num_processes + _STRANGERS)
+
     def greet(connection: socket.socket, address: tuple[str, int]) -> None:
-        connection.settimeout(_GREETING_S)
-        process = _greeted_by(connection, cluster)
+        try:
+            process = _greeted_by(connection, cluster)
+        finally:
+            places.release()
         if process is None:
             connection.close()
             _log.warning("a stranger called from %s and was refused", address[0])
@@ -119,13 +124,16 @@ def _accept(server: socket.socket, cluster: Cluster, deadline: float, greeted: q
             connection, address = server.accept()
         except OSError:  # time is up, or everyone has come and the socket is closed
             return
+        if not places.acquire(blocking=False):  # a crowd: who belongs here calls again
+            connection.close()
+            continue
         threading.Thread(target=greet, args=(connection, address), daemon=True).start()
 
 
 def _greeted_by(connection: socket.socket, cluster: Cluster) -> int | None:
     """The number of the process that called; None for a stranger, who is not answered."""
     try:
-        said = parse_json(_line(connection), where="a greeting", holds=_Hello)
+        said = parse_json(_line(connection, within_s=_GREETING_S), where="a greeting", holds=_Hello)
         # All of it in a time that does not tell how much was right.
         same = hmac.compare_digest(said["token"].encode(), cluster.token.encode())
     except (OSError, ValueError, ConfigError):
@@ -160,8 +168,8 @@ def _visit(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any
             with socket.create_connection((cluster.host, cluster.port), timeout=left) as connection:
                 connection.sendall(json.dumps(hello).encode() + b"\n")
                 # Process 0's clock started at another time: it answers when it gives up.
-                connection.settimeout(left + 5.0)
-                answer = parse_json(_line(connection), where="an answer", holds=_Answer)
+                line = _line(connection, within_s=left + _GREETING_S)
+                answer = parse_json(line, where="an answer", holds=_Answer)
                 if answer["greeting"] == _GREETING:
                     return answer
                 trouble = "another program listens there"
@@ -176,9 +184,11 @@ def _visit(cluster: Cluster, deadline: float, timeout_s: float) -> dict[str, Any
     )
 
 
-def _line(connection: socket.socket) -> bytes:
-    data = b""
+def _line(connection: socket.socket, *, within_s: float) -> bytes:
+    """A line, all of which comes in time; raises OSError or ValueError."""
+    data, deadline = b"", time.monotonic() + within_s
     while not data.endswith(b"\n"):
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         piece = connection.recv(4096)
         if not piece or len(data) > 1 << 16:
             raise ValueError("no line")

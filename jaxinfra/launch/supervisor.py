@@ -30,7 +30,7 @@ from jaxinfra.launch.ending import (
 )
 from jaxinfra.launch.output import Tail, last_line
 from jaxinfra.reliability.recorder import read_record, record_file
-from jaxinfra.reliability.watchdog import REPORT
+from jaxinfra.reliability.watchdog import read_report
 
 _POLL_S = 0.05
 # After the first failure the others may still say what they saw.
@@ -300,9 +300,9 @@ class Supervisor:
                 )
             else:
                 parts.append("not by the kernel for memory")
-        report = None if self._recorder is None else self._recorder / REPORT
-        if report is not None and report.exists():
-            parts.append(report.read_text().splitlines()[0])
+        report = None if self._recorder is None else read_report(self._recorder)
+        if report is not None:
+            parts.append(report)
         elif said := last_line(self._logs / f"attempt-{number}.rank-{failed.rank}.err"):
             parts.append(f"it said: {said}")
         if self._recorder is not None:

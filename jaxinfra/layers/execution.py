@@ -17,6 +17,7 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
+from jaxinfra.ops.fp8_operands import Input
 
 
 class Multiply(Protocol):
@@ -25,13 +26,45 @@ class Multiply(Protocol):
     def __call__(
         self,
         spec: str,
-        x: jax.Array,
+        x: jax.Array | Input,
         weight: jax.Array,
         *,
         recipe: Recipe,
         out: jnp.dtype | None = None,
+        history: jax.Array | None = None,
+        dims: Dims | None = None,
     ) -> jax.Array:
-        """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype."""
+        """Returns ``einsum(spec, x, weight)`` in ``out``, by default the recipe's compute dtype.
+
+        Args:
+            history: what a recipe in 8 bits remembers; its cotangent is what it learned.
+            dims: logical dims of the weight.
+        """
+        ...
+
+
+class Prepare(Protocol):
+    """An input that several matmuls share; ``jaxinfra.ops.multiply.prepared`` is one."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        recipe: Recipe,
+        contracted: int = 1,
+        history: jax.Array | None = None,
+    ) -> jax.Array | Input:
+        """Returns x, quantized where the recipe multiplies in 8 bits."""
+        ...
+
+
+class SwiGlu(Protocol):
+    """A gated layer's hidden values; ``jaxinfra.ops.few_rows.swiglu_few_rows`` is one."""
+
+    def __call__(self, x_BTD: jax.Array, weight_DF: jax.Array, *, recipe: Recipe) -> jax.Array:
+        """Returns ``silu(x gate) * (x up)`` in the compute dtype; the weight's first half of
+        columns are gates.
+        """
         ...
 
 
@@ -218,6 +251,12 @@ class Place(Protocol):
         """x, summed over devices that run apart, each on its own rows of the batch."""
         ...
 
+    def copies(self, dim: str | None, size: int) -> int:
+        """How many copies of each element a dim of this size has, one for each device that shards
+        it: above 1 where key/value heads are fewer than these devices.
+        """
+        ...
+
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x, placed as a tensor of these dims."""
         ...
@@ -242,6 +281,11 @@ class Anywhere:
         """x itself."""
         return x
 
+    def copies(self, dim: str | None, size: int) -> int:
+        """One of each."""
+        del dim, size
+        return 1
+
     def __call__(self, x: jax.Array, dims: Dims) -> jax.Array:
         """x itself."""
         del dims
@@ -258,6 +302,8 @@ class Execution:
 
     policy: Policy
     multiply: Multiply
+    swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
+    prepare: Prepare
     attend: Attend
     attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
     decode: Decode
@@ -268,3 +314,4 @@ class Execution:
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat
     unroll: int
+    packed: bool  # projections of one input are one weight: for serving, without tensor parallelism

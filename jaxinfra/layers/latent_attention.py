@@ -131,7 +131,7 @@ class LatentAttention(nnx.Module):
                 key_BTP,
                 self.kv_up.merged_weight,
                 config=config,
-                recipe=self.kv_up.recipe,
+                recipe=self.kv_up.recipe.unquantized,
                 segment_ids_BT=given.segment_ids_BT,
             )
         k_BTNH, v_BTNH = expanded(self.kv_up(latent_BTR), key_BTP, config=config)
@@ -147,7 +147,7 @@ class LatentAttention(nnx.Module):
         """Attention to the cached latents themselves: what would rebuild keys multiplies queries,
         what would rebuild values multiplies the result (section 2.1.2 there).
         """
-        config, recipe = self.config, self.kv_up.recipe
+        config, recipe = self.config, self.kv_up.recipe.unquantized
         up_RNH = self.kv_up.merged_weight
         nope_BTNH, rot_BTNP = jnp.split(q_BTNH, [config.nope_dim], axis=-1)
         multiply = self.execution.multiply

@@ -45,7 +45,7 @@ class Adapter(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.multiply = multiply
-        self.recipe = policy.recipe(Site.PROJECTION)
+        self.recipe = policy.recipe(Site.PROJECTION).unquantized  # of a small rank
         self.scale = config.scale
         x, weight, out = re.split(r",|->", spec)
         inner = "".join(letter for letter in weight if letter not in out)

@@ -9,11 +9,15 @@ from jaxtyping import Array, Float
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.lora import Adapter
+from jaxinfra.layers.passes import ModelState, Sums
 from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
 """Names of the projections' outputs for recomputation policies; the MLP's wide ones apart."""
+QUANTIZATION = "quantization"
+"""Name of a projection's state where it multiplies in 8 bits."""
 GATHERED = "gathered_weight"
 """Name of what ``Execution.gather`` returns: kept whatever is recomputed."""
 
@@ -32,6 +36,8 @@ class Projection(nnx.Module):
         whole: of a weight that no device of the tensor axis has a part of. Left to the compiler,
             such a weight may be permuted among the devices of a pipeline's stage, which then waits
             for all other stages; so it is brought together before its product.
+        repeated: a dim of weight and result whose elements are too few for the devices that shard
+            it: each then computes with its own copy of one, and their gradients are summed.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Projection(nnx.Module):
         name: str = PROJECTION,
         site: Site = Site.PROJECTION,
         whole: bool = False,
+        repeated: str | None = None,
     ):
         self.name = name
         self.spec = spec
@@ -54,8 +61,12 @@ class Projection(nnx.Module):
         self.policy = execution.policy
         self.multiply = execution.multiply
         self.recipe = execution.policy.recipe(site)
+        self.prepare = execution.prepare
         self.gather = execution.gather
-        self.place = execution.place if whole else None
+        at = len(shape) if repeated is None else dims.index(repeated)
+        self.copies = execution.place.copies(repeated, shape[at]) if repeated else 1
+        self.copied_axis = at - len(shape)  # of weight, bias and result alike
+        self.place = execution.place if whole or self.copies > 1 else None
         param = execution.policy.param
         self.weight = nnx.Param(
             std * jax.random.normal(rngs.params(), shape, param), axes=dims, matmul=True
@@ -66,6 +77,11 @@ class Projection(nnx.Module):
             else None
         )
         self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
+        self.quantization: ModelState | None = nnx.data(None)  # a history of what 8 bits hold
+        if self.recipe.fp8 is not None:
+            self.quantization = ModelState(
+                empty_history(self.recipe.fp8), axes=(None, None), rule=_next_history
+            )
 
     @property
     def merged_weight(self) -> Float[Array, "..."]:
@@ -84,14 +100,50 @@ class Projection(nnx.Module):
             weight = self.place(weight, (None,) * weight.ndim)
         return weight
 
-    def __call__(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"]:
+    def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
+        """x for this projection and others that multiply with it alike: quantized once."""
+        x_dims, _, out_dims = self.spec.replace("->", ",").split(",")
+        contracted = sum(letter not in out_dims for letter in x_dims)
+        return self.prepare(x, recipe=self.recipe, contracted=contracted, history=self._history)
+
+    @property
+    def _history(self) -> jax.Array | None:
+        return None if self.quantization is None else self.quantization[...]
+
+    def _repeated(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
+
+    @property
+    def _multiplied(self) -> Float[Array, "..."]:
+        """The weight as devices multiply with it."""
+        weight = self._repeated(self._used)
+        if self.place is None or self.copies == 1:
+            return weight
+        copied = range(weight.ndim)[self.copied_axis]
+        dims = (dim if at == copied else None for at, dim in enumerate(self.dims))
+        return self.place(weight, tuple(dims))
+
+    def __call__(self, x: Float[Array, "B T *_"] | Input) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
-        y = self.multiply(self.spec, x, self._used, recipe=self.recipe)
+        y = self.multiply(
+            self.spec,
+            x,
+            self._multiplied,
+            recipe=self.recipe,
+            history=self._history,
+            dims=self.dims if self.place is None else None,
+        )
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
-            bias = self.policy.to_accum(self.bias[...])
+            bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         if self.adapter is not None:
-            y = self.policy.to_compute(self.policy.to_accum(y) + self.adapter(x))
+            added = self.adapter(x.x if isinstance(x, Input) else x)
+            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(added))
         return checkpoint_name(y, self.name)
+
+
+def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
+    del sums
+    return next_history(history, emitted)

@@ -20,6 +20,7 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import ModelState, Sums
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.decoder import Decoder
+from jaxinfra.numerics.policy import unquantized
 
 type Parameters = dict[Any, Any]
 """Nested dict with arrays at the leaves."""
@@ -64,6 +65,15 @@ class ModelDefinition:
     def freeze(self, frozen: Parameters) -> "ModelDefinition":
         """The same model with these parameters frozen; their values are needed to bind others."""
         return dataclasses.replace(self, frozen=frozen)
+
+    @property
+    def unquantized(self) -> "ModelDefinition":
+        """The same model with no matmul in 8 bits: what is evaluated, and has no state of them."""
+        policy = unquantized(self.execution.policy)
+        if policy == self.execution.policy:
+            return self
+        execution = dataclasses.replace(self.execution, policy=policy)
+        return define_model(self.config, execution, lora=self.lora).freeze(self.frozen)
 
     def initialize(self, key: jax.Array) -> Parameters:
         """Draws parameters from a typed PRNG key."""

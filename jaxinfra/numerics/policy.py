@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.numerics.recipe import Recipe, Site
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
+from jaxinfra.numerics.recipe import Recipe, Site, fp8_recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +60,25 @@ def policy_of(config: PrecisionConfig) -> Policy:
     policy = POLICIES[config.policy]
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
-    return policy
+    if config.weights is StoredWeights.BF16:
+        policy = held_as_computed(policy)
+    if config.fp8 is None:
+        return policy
+    fp8 = fp8_recipe(config.fp8)
+    sites = tuple(
+        (site, dataclasses.replace(policy.recipe(site), fp8=fp8)) for site in config.fp8.sites
+    )
+    return dataclasses.replace(policy, sites=sites)
+
+
+def unquantized(policy: Policy) -> Policy:
+    """The policy that evaluates and exports what a policy with 8-bit matmuls trains."""
+    sites = tuple((site, recipe.unquantized) for site, recipe in policy.sites)
+    return dataclasses.replace(policy, sites=sites)
 
 
 def held_as_computed(policy: Policy) -> Policy:
-    """The policy of weights that nothing trains: they need no masters of more precision."""
+    """The policy of weights without masters of more precision: those that nothing trains, or whose
+    updates are rounded stochastically.
+    """
     return dataclasses.replace(policy, param=policy.compute)

@@ -1,18 +1,38 @@
 """How matmuls compute, by the place in the model where they stand."""
 
 import dataclasses
-import enum
 
 import jax.numpy as jnp
 
+from jaxinfra.config.precision import Fp8Format, Fp8Matmuls, Fp8Scales, Fp8Scaling
+from jaxinfra.config.precision import Site as Site
 
-class Site(enum.StrEnum):
-    """A kind of matmul that may have a recipe of its own."""
+FP8_FORMATS = {
+    Fp8Format.E4M3: jnp.dtype(jnp.float8_e4m3fn),
+    Fp8Format.E5M2: jnp.dtype(jnp.float8_e5m2),
+}
 
-    PROJECTION = "projection"  # of attention and of dense feed-forward layers
-    EXPERTS = "experts"  # of routed experts
-    ROUTER = "router"  # scores by which tokens are sent to experts
-    LOGITS = "logits"  # onto the vocabulary
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Recipe:
+    """Formats of one matmul's operands in 8 bits, and where their scales come from."""
+
+    scaling: Fp8Scaling
+    power_of_two: bool
+    forward: jnp.dtype  # of x and the weight
+    gradient: jnp.dtype  # of the cotangent
+    history: int  # steps, of delayed scaling
+
+
+def fp8_recipe(config: Fp8Matmuls) -> Fp8Recipe:
+    """The recipe that a config names."""
+    return Fp8Recipe(
+        scaling=config.scaling,
+        power_of_two=config.scales is Fp8Scales.POWER_OF_TWO,
+        forward=FP8_FORMATS[config.forward],
+        gradient=FP8_FORMATS[config.gradient_format],
+        history=config.history if config.scaling is Fp8Scaling.DELAYED else 1,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,9 +40,16 @@ class Recipe:
     """Formats of one matmul and of its gradients.
 
     Operands and the cotangent are cast to ``compute``, products are summed in ``accum``. A weight's
-    gradient is rounded to ``gradient`` where that is given, before it is summed over devices.
+    gradient is rounded to ``gradient`` where that is given, before it is summed over devices. With
+    ``fp8`` what is multiplied is quantized from ``compute``.
     """
 
     compute: jnp.dtype
     accum: jnp.dtype
     gradient: jnp.dtype | None = None
+    fp8: Fp8Recipe | None = None
+
+    @property
+    def unquantized(self) -> "Recipe":
+        """The same without 8-bit operands."""
+        return dataclasses.replace(self, fp8=None)

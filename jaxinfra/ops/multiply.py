@@ -4,17 +4,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
+from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices, Input
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 
 def multiply(
     spec: str,
-    x: Float[Array, "..."],
+    x: Float[Array, "..."] | Input,
     weight: Float[Array, "..."],
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
+    history: jax.Array | None = None,
+    dims: Dims | None = None,
+    devices: Devices = ONE_DEVICE,
 ) -> Float[Array, "..."]:
     """``einsum(spec, x, weight)`` as the recipe says: what ``Execution.multiply`` is by default.
 
@@ -24,9 +30,16 @@ def multiply(
 
     Args:
         spec: two operands, explicit output, every index of an operand present in the other operand
-            or in the output.
+            or in the output. In 8 bits a matmul.
         out: dtype of the result; ``recipe.compute`` by default.
+        history, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
     """
+    if recipe.fp8 is not None:
+        return multiply_fp8(
+            spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices
+        )
+    if isinstance(x, Input):
+        x = x.x
     compute, gradient = recipe.compute, recipe.gradient
     assert recipe.accum == ACCUMULATOR, f"sums in {recipe.accum}; products are in {ACCUMULATOR}"
 
@@ -51,3 +64,24 @@ def multiply(
 
     product.defvjp(forward, backward)
     return product(x, weight)
+
+
+def prepared(
+    x: Float[Array, "..."],
+    *,
+    recipe: Recipe,
+    contracted: int = 1,
+    history: jax.Array | None = None,
+    devices: Devices = ONE_DEVICE,
+) -> Float[Array, "..."] | Input:
+    """x for several matmuls of one recipe: quantized once, or as it is.
+
+    Args:
+        contracted: trailing dims of x that they contract.
+        history: of one of them.
+    """
+    if recipe.fp8 is None:
+        return x
+    return quantized_input(
+        x, recipe=recipe, contracted=contracted, history=history, devices=devices
+    )

@@ -1,14 +1,20 @@
 """The one place where a decoder's ports are put together: for jobs, serving, benches and tests."""
 
+import functools
+
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
+from jaxinfra.core.axes import MeshAxis
+from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
-from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
+from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
+from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
-from jaxinfra.parallel.gather import gather_on
+from jaxinfra.parallel.gather import QuantizedWeights, gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.loss import cross_entropy_on
 from jaxinfra.parallel.place import Placement
@@ -24,6 +30,7 @@ def execution_on(
     exchange: ExchangeConfig | None = None,
     remat: Remat = Remat.NONE,
     unroll: int = 1,
+    packed: bool = False,
 ) -> Execution:
     """How a decoder runs on this mesh.
 
@@ -35,10 +42,31 @@ def execution_on(
         exchange: form and room of the experts' exchange; room for all by default.
         remat: what is kept for the backward pass.
         unroll: layers in one body of their loop.
+        packed: projections of one input are one weight: for serving, which takes no gradient.
+
+    Raises:
+        UnsupportedError: packed weights over a tensor axis, or in 8 bits.
     """
+    if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
+        raise UnsupportedError(
+            "packed projections in 8 bits: their scales are those of projections apart; leave "
+            "packed=False, or serve in the policy's 16 bits"
+        )
+    if packed and placement is not None and placement.mesh.shape[MeshAxis.TENSOR] > 1:
+        raise UnsupportedError(
+            f"packed projections over tensor={placement.mesh.shape[MeshAxis.TENSOR]}: a device's "
+            "part of the packed heads is not its part of queries, keys and values; leave "
+            "packed=False"
+        )
+    # Kernels are custom calls, which the compiler cannot split.
+    serves_alone = packed and (placement is None or placement.mesh.size == 1)
+    devices = _devices(placement)
+    multiply_anywhere = functools.partial(multiply, devices=devices)
     return Execution(
         policy=policy,
-        multiply=multiply,
+        multiply=multiply_few_rows if serves_alone else multiply_anywhere,
+        swiglu=swiglu_few_rows if serves_alone else None,
+        prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),
         decode=decode_on(placement),
@@ -49,4 +77,12 @@ def execution_on(
         gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
         remat=remat,
         unroll=unroll,
+        packed=packed,
     )
+
+
+def _devices(placement: Placement | None) -> Devices:
+    """Over what 8-bit matmuls are spread."""
+    if placement is None or placement.mesh.size == 1:
+        return ONE_DEVICE
+    return Devices(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))

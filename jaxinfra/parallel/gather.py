@@ -43,3 +43,17 @@ class KeptWeights:
 def gather_on(placement: Placement | None, *, keep: bool, compute: jnp.dtype) -> Gather | None:
     """``KeptWeights``, where the config asks for them."""
     return KeptWeights(placement=placement, compute=compute) if keep and placement else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedWeights:
+    """Brings together what devices have quantized of their shares: a byte for each element."""
+
+    placement: Placement
+
+    def __call__(self, values: jax.Array, dims: Dims) -> jax.Array:
+        """Returns 8-bit values of a weight as projections multiply with them."""
+        share = self.placement.sharding(dims)
+        whole = self.placement.sharding(dims, self.placement.rules.used)
+        values = jax.lax.with_sharding_constraint(values, share)
+        return jax.lax.with_sharding_constraint(values, whole)

@@ -18,6 +18,7 @@ from jaxinfra.core.axes import (
     BATCH,
     EMBED,
     EXPERTS,
+    KV_HEADS,
     LAYERS,
     SEQUENCE,
     STREAM,
@@ -68,6 +69,13 @@ class Placement:
             for axis in rules.get(dim or "", ())
             if self.mesh.shape.get(axis, 1) > 1 and axis not in taken
         )
+
+    def copies(self, dim: str | None, size: int, rules: Rules | None = None) -> int:
+        """Copies of each of ``size`` elements of a dim, so that every device that shards it has
+        one: key/value heads that divide the number of these devices are repeated.
+        """
+        shards = self._count(self.axes(dim, rules))
+        return shards // size if dim == KV_HEADS and size < shards and not shards % size else 1
 
     def gathered_axes(self, dim: str) -> tuple[str, ...]:
         """Mesh axes that shard this dim of a parameter where it is kept, not where it is used."""
@@ -169,7 +177,12 @@ class Placement:
         """Shardings of a tree of arrays with logical dims."""
 
         def place(path: Any, shape: jax.ShapeDtypeStruct, leaf: Any) -> NamedSharding:
-            sharded = self._sharded(leaf.dims, rules)
+            sharded = [
+                () if self.copies(dim, size, rules) > 1 else names
+                for dim, size, names in zip(
+                    leaf.dims, shape.shape, self._sharded(leaf.dims, rules), strict=True
+                )
+            ]
             if LAYERS in leaf.dims:
                 layers = leaf.dims.index(LAYERS)
                 if shape.shape[layers] % self._count(sharded[layers]):
@@ -191,12 +204,21 @@ class Placement:
     def optimizer(
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
     ) -> optax.OptState:
-        """Shardings of the optimizer's state: a moment for each parameter, counters replicated."""
+        """Shardings of the optimizer's state: a moment lies as its parameter; what is of another
+        shape, such as the sums of its rows or a scale, is replicated, and so are counters.
+        """
+
+        def placed(moment: Any, sharding: NamedSharding, parameter: Any) -> Any:
+            if _is_absent(moment):
+                return moment
+            return sharding if moment.shape == parameter.shape else self.replicated
+
         return optax.tree_utils.tree_map_params(
             optimizer.init,
-            lambda moment, sharding: moment if _is_absent(moment) else sharding,
+            placed,
             jax.eval_shape(optimizer.init, model.shapes),
             self.updates(model),
+            model.shapes,
             transform_non_params=lambda _: self.replicated,
             is_leaf=_is_absent,
         )
@@ -231,6 +253,10 @@ class ActivationPlacement:
         """Axes of the batch that a ``shard_map`` around this trace has taken."""
         taken = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(axis for axis in self.placement.rules.parameters[BATCH] if axis in taken)
+
+    def copies(self, dim: str | None, size: int) -> int:
+        """As ``Placement.copies``."""
+        return self.placement.copies(dim, size)
 
     def places(self, num_tokens: int) -> jax.Array:
         """Places of tokens, in zig-zag order where the context axis shards sequences."""

@@ -158,7 +158,9 @@ _COLLECTIVES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Instruction:
+class CompiledInstruction:
+    """One instruction of compiled HLO, as its text has it."""
+
     computation: str
     name: str
     result: str
@@ -171,7 +173,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
 
     Raises ValueError for a loop of unknown length around one.
     """
-    instructions, entry = _instructions(compiled)
+    instructions, entry = compiled_instructions(compiled)
     times = _executions(instructions, entry)
     found = []
     for position, each in enumerate(instructions):
@@ -207,7 +209,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
 
 def compiled_matmuls(compiled: jax.stages.Compiled) -> list[Matmul]:
     """The matmuls that are still HLO dots after compilation (on CPU, all of them)."""
-    instructions, _ = _instructions(compiled)
+    instructions, _ = compiled_instructions(compiled)
     dtypes = {each.name: each.result.partition("[")[0] for each in instructions}
     found = []
     for each in instructions:
@@ -226,7 +228,7 @@ def compiled_matmuls(compiled: jax.stages.Compiled) -> list[Matmul]:
     return found
 
 
-def _instructions(compiled: jax.stages.Compiled) -> tuple[list[_Instruction], str]:
+def compiled_instructions(compiled: jax.stages.Compiled) -> tuple[list[CompiledInstruction], str]:
     """All instructions, and the name of the computation where execution starts."""
     found, entry, computation = [], "", ""
     for line in (compiled.as_text() or "").splitlines():
@@ -236,14 +238,14 @@ def _instructions(compiled: jax.stages.Compiled) -> tuple[list[_Instruction], st
         elif match := _INSTRUCTION.match(line):
             name, result, opcode, rest = match.groups()
             found.append(
-                _Instruction(
+                CompiledInstruction(
                     computation=computation, name=name, result=result, opcode=opcode, rest=rest
                 )
             )
     return found, entry
 
 
-def _executions(instructions: list[_Instruction], entry: str) -> dict[str, int | None]:
+def _executions(instructions: list[CompiledInstruction], entry: str) -> dict[str, int | None]:
     """How often each computation runs in one call; None where a loop's length is unknown."""
     calls: dict[str, list[tuple[str, int | None]]] = {}
     for each in instructions:
@@ -264,12 +266,12 @@ def _executions(instructions: list[_Instruction], entry: str) -> dict[str, int |
     return times
 
 
-def _callees(each: _Instruction) -> Iterator[str]:
+def _callees(each: CompiledInstruction) -> Iterator[str]:
     for names in _CALLEES.findall(each.rest):
         yield from re.findall(r"[\w.-]+", names)
 
 
-def _results(each: _Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:
+def _results(each: CompiledInstruction, kind: str) -> list[tuple[str, tuple[int, ...]]]:
     shapes = [
         (dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _SHAPE.findall(each.result)
@@ -280,7 +282,7 @@ def _results(each: _Instruction, kind: str) -> list[tuple[str, tuple[int, ...]]]
     return shapes
 
 
-def _covered_by(instructions: list[_Instruction], start: int) -> int:
+def _covered_by(instructions: list[CompiledInstruction], start: int) -> int:
     """Matmuls and kernels that run beside a collective on a GPU; 0 where it is synchronous."""
     started = instructions[start]
     if not started.opcode.endswith("-start"):
@@ -302,6 +304,6 @@ def _itemsize(dtype: str) -> int:
     return max(int(bits[0]) // 8, 1) if bits else 1
 
 
-def _op_name(each: _Instruction) -> str:
+def _op_name(each: CompiledInstruction) -> str:
     match = _OP_NAME.search(each.rest)
     return match[1] if match else ""

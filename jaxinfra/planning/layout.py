@@ -181,7 +181,7 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
     if mesh.pipe > 1 and mesh.context > 1 and min(windows) < layout.length:
         return (
             f"pipe={mesh.pipe} x context={mesh.context} with a window of {min(windows)} is "
-            "trained by context_method=ulysses alone, which is not planned; use one of the axes"
+            "trained by all_gather or ulysses, which are not planned there; use one of the axes"
         )
     if mesh.expert > 1 and not model.num_experts:
         return f"expert={mesh.expert}, but {model.name} has no experts"

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
+from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import EXPERT, MeshConfig, shared_by_experts
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
@@ -142,7 +143,8 @@ def search(
             raise ConfigError(f"unknown recipe {recipe!r}{nearest(recipe, RECIPES)}")
     reasons: dict[str, int] = {}
     ranking = _Ranking(device)
-    for layout, size in _sized(model, question, device, reasons):
+    for number, (layout, size) in enumerate(_sized(model, question, device, reasons)):
+        require_within(layouts=number, remedy="narrow the search with --fix, --zero or --remat")
         ranking.add(model, layout, size)
     if not ranking.fastest:
         raise ConfigError(_nothing(model, question, device, ranking.smallest, reasons))

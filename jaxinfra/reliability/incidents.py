@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from jaxinfra.core.json_lines import drop_cut_line, read_log
 
 EXCLUDED = "batch excluded"
+RECOMPILED = "recompiled"  # a batch came in another shape
 
 
 def record_incident(file: Path, kind: str, *, step: int, text: str, **details: Any) -> None:
@@ -26,12 +27,18 @@ def record_incident(file: Path, kind: str, *, step: int, text: str, **details: A
         os.fsync(lines.fileno())
 
 
+def read_incidents(file: Path) -> list[dict[str, Any]]:
+    """All incidents of a run, oldest first; damaged lines are left out."""
+    lines, _ = read_log(file, holds=_Incident)
+    return lines
+
+
 def excluded_steps(file: Path) -> set[int]:
     """Steps whose batches were taken out of the order."""
-    lines, _ = read_log(file, holds=_Incident)
-    return {line["step"] for line in lines if line["kind"] == EXCLUDED}
+    return {line["step"] for line in read_incidents(file) if line["kind"] == EXCLUDED}
 
 
 class _Incident(TypedDict):
     kind: str
     step: int
+    text: str

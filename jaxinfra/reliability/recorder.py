@@ -9,6 +9,7 @@ Layout, little endian: header ``_HEADER`` padded to 128 bytes, then events ``_EV
 
 import dataclasses
 import logging
+import math
 import mmap
 import os
 import socket
@@ -18,6 +19,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import final
 
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_bytes
+
 _MAGIC = b"JXRING01"
 # magic, rank, pid, events so far, beats so far, wall time of the last beat, step, phase's begin,
 # phase, host
@@ -25,8 +29,11 @@ _HEADER = struct.Struct("<8sIIQQdqd24s32s")
 _HEADER_BYTES = 128
 _EVENT = struct.Struct("<ddq24s")  # wall time, value, step, name
 CAPACITY = 2048
+_FILE_BYTES = _HEADER_BYTES + CAPACITY * _EVENT.size
 _EVENTS_AT, _BEATS_AT, _NOW_AT = 16, 24, 40
 _NOW = struct.Struct("<qd24s")
+
+_TIMES_END = 1 << 35  # of the wall clock; a damaged file may say any time
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +53,7 @@ class Recorder:
     def __init__(self, directory: Path, rank: int):
         self.rank = rank
         self.spent: dict[str, float] = defaultdict(float)
-        size = _HEADER_BYTES + CAPACITY * _EVENT.size
+        size = _FILE_BYTES
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with record_file(directory, rank).open("w+b") as file:
@@ -132,25 +139,27 @@ class RankRecord:
 def read_record(file: Path) -> RankRecord | None:
     """What is in a file; None where it is no record, or not yet one."""
     try:
-        data = file.read_bytes()
-    except OSError:
+        data = read_bytes(file, limit=_FILE_BYTES)
+    except ConfigError:
         return None
-    if len(data) < _HEADER_BYTES or not data.startswith(_MAGIC):
+    if len(data) < _FILE_BYTES or not data.startswith(_MAGIC):
         return None
     _, rank, pid, count, beats, beat_time, step, since, phase, host = _HEADER.unpack_from(data)
     events = []
     for number in range(max(0, count - CAPACITY), count):
         at = _HEADER_BYTES + number % CAPACITY * _EVENT.size
         when, value, of_step, name = _EVENT.unpack_from(data, at)
-        events.append(Event(time=when, name=_text(name), step=of_step, value=value))
+        events.append(
+            Event(time=_finite(when), name=_text(name), step=of_step, value=_finite(value))
+        )
     return RankRecord(
         rank=rank,
         pid=pid,
         host=_text(host),
         beats=beats,
-        beat_time=beat_time,
+        beat_time=_finite(beat_time),
         phase=_text(phase),
-        since=since,
+        since=_finite(since),
         step=step,
         events=tuple(events),
     )
@@ -163,7 +172,7 @@ def describe_events(record: RankRecord, *, last: int) -> list[str]:
     """
     lines = []
     for event in record.events[-last:]:
-        at = time.strftime("%H:%M:%S", time.localtime(event.time))
+        at = time.strftime("%H:%M:%S", time.localtime(event.time % _TIMES_END))
         lines.append(
             f"{at}.{int(event.time % 1 * 1000):03d}  step {event.step:<7d} {event.name:24s} "
             f"{event.value:.6g}"
@@ -175,6 +184,11 @@ def read_records(directory: Path) -> list[RankRecord]:
     """All ranks' records, by rank."""
     records = (read_record(file) for file in sorted(directory.glob("rank-*.ring")))
     return [record for record in records if record is not None]
+
+
+def _finite(value: float) -> float:
+    """The number; 0 for one that a damaged file has in its place."""
+    return value if math.isfinite(value) else 0.0
 
 
 def _text(data: bytes) -> str:

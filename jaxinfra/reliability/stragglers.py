@@ -20,8 +20,7 @@ _CAUSES = {
 }
 
 
-_PROBES = 4  # a rank, at least
-_PROBE_MARGIN_S = 0.001
+_PROBES = 4  # of a rank, before they tell anything
 
 
 @final
@@ -31,13 +30,25 @@ class Stragglers:
     Args:
         window: steps.
         margin_s: the least excess worth naming.
-        share: the least excess as a share of the others' median step or probe time.
+        share: the least excess as a share of the others' median step.
+        probe_margin_s: the least excess of a probe, which takes a device milliseconds.
+        probe_share: the least excess of a probe as a share of the others'.
     """
 
-    def __init__(self, *, window: int = 16, margin_s: float = 0.05, share: float = 0.1):
+    def __init__(
+        self,
+        *,
+        window: int = 16,
+        margin_s: float = 0.05,
+        share: float = 0.1,
+        probe_margin_s: float = 0.001,
+        probe_share: float = 0.5,
+    ):
         self._rows: deque[list[ProcessRow]] = deque(maxlen=window)
+        self._probes: deque[list[ProcessRow]] = deque(maxlen=2 * _PROBES)  # they are rarer
         self._steps: deque[float] = deque(maxlen=window)
         self._margin_s, self._share = margin_s, share
+        self._probe_margin_s, self._probe_share = probe_margin_s, probe_share
         self._named: set[tuple[int, str]] = set()
 
     def add(
@@ -45,6 +56,8 @@ class Stragglers:
     ) -> list[tuple[int, str, str]]:
         """A step's table and time; returns newly found (rank, cause, sentence)."""
         self._rows.append(list(rows))
+        if rows and all(row.probe_s > 0 for row in rows):
+            self._probes.append(list(rows))
         if step_s is not None:
             self._steps.append(step_s)
         if len(self._rows) < (self._rows.maxlen or 0) // 2 or len(rows) < 2 or not self._steps:
@@ -52,14 +65,16 @@ class Stragglers:
         return [found for name in _CAUSES for found in self._compare(name, len(rows))]
 
     def _compare(self, name: str, num_ranks: int) -> list[tuple[int, str, str]]:
+        is_probe = name == "probe_s"
+        tables = self._probes if is_probe else self._rows
         times = [
-            [getattr(rows[rank], name) for rows in self._rows if getattr(rows[rank], name) > 0]
+            [getattr(rows[rank], name) for rows in tables if getattr(rows[rank], name) > 0]
             for rank in range(num_ranks)
         ]
         if not all(times):
             return []
-        if name == "probe_s":
-            if min(map(len, times)) < _PROBES:
+        if is_probe:
+            if len(tables) < _PROBES:
                 return []
             # Other work on a core makes some probes slow, a slow device makes all of them so.
             medians = [min(values) for values in times]
@@ -68,12 +83,12 @@ class Stragglers:
         found = []
         for rank, mine in enumerate(medians):
             others = statistics.median(medians[:rank] + medians[rank + 1 :])
-            whole = others if name == "probe_s" else statistics.median(self._steps)
             excess = mine - others
-            # A probe takes milliseconds, so that a smaller excess tells.
-            margin = _PROBE_MARGIN_S if name == "probe_s" else self._margin_s
-            share = 0.5 if name == "probe_s" else self._share
-            if excess <= max(margin, share * whole):
+            if is_probe:
+                least = max(self._probe_margin_s, self._probe_share * others)
+            else:
+                least = max(self._margin_s, self._share * statistics.median(self._steps))
+            if excess <= least:
                 self._named.discard((rank, name))
             elif (rank, name) not in self._named:
                 self._named.add((rank, name))

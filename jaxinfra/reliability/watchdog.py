@@ -19,7 +19,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Self, final
 
-from jaxinfra.core.errors import LostPeerError
+from jaxinfra.core.errors import ConfigError, LostPeerError
+from jaxinfra.core.files import read_bytes
+from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.absence import ENDED, find_absent
 from jaxinfra.reliability.recorder import (
     RankRecord,
@@ -32,6 +34,7 @@ from jaxinfra.reliability.recorder import (
 
 HUNG_EXIT = LostPeerError.exit_code
 TRIP, REPORT = "trip.json", "report.txt"
+_REPORT_BYTES = 64 << 20
 _POLL_S = 0.5
 _STACKS_S = 4.0  # time for the others to dump
 # What may rightly take long. Several ranks may compile one after another.
@@ -191,6 +194,18 @@ class Watchdog:
         os._exit(HUNG_EXIT)
 
 
+def read_report(directory: Path) -> str | None:
+    """The first line of what a watchdog reported there; None where it did not."""
+    file = directory / REPORT
+    if not file.exists():
+        return None
+    try:
+        lines = read_bytes(file, limit=_REPORT_BYTES).decode(errors="replace").splitlines()
+    except ConfigError as error:
+        return str(error)
+    return lines[0] if lines else "nothing"
+
+
 def stacks_file(directory: Path, rank: int) -> Path:
     """Where a rank's stacks are dumped."""
     return directory / f"rank-{rank:05d}.stacks"
@@ -202,5 +217,5 @@ def _size(path: Path) -> int:
 
 def launcher_of(environment: Mapping[str, str], name: str) -> int | None:
     """The process that started this one, where it is our launcher and this one its child."""
-    text = environment.get(name, "")
-    return int(text) if text.isdecimal() and int(text) == os.getppid() else None
+    number = whole_number(environment.get(name, ""))
+    return number if number == os.getppid() else None

@@ -1,1 +1,7 @@
-"""Loading, generating and evaluating."""
+"""Loading, generating, serving and evaluating."""
+
+from jaxinfra.serving.engine.engine import Engine as Engine
+from jaxinfra.serving.engine.options import EngineOptions as EngineOptions
+from jaxinfra.serving.engine.requests import EndReason as EndReason
+from jaxinfra.serving.engine.requests import GenerationRequest as GenerationRequest
+from jaxinfra.serving.engine.requests import RequestProgress as RequestProgress

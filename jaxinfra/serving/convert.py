@@ -15,7 +15,7 @@ from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.data.tokenizer import Tokenizer, read_tokenizer
+from jaxinfra.data.tokenizer import Tokenizer, num_ids, read_tokenizer
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.models.hf import by_path, to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
@@ -43,11 +43,11 @@ class Conversion:
 
 
 def convert(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     *,
-    dtype: np.dtype | None,
-    max_shard_bytes: int,
+    dtype: np.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
     adapters_only: bool = False,
 ) -> Conversion:
     """Hugging Face to ours, ours to Hugging Face, a run to Hugging Face.
@@ -60,6 +60,7 @@ def convert(
         max_shard_bytes: of elements in a file of the destination.
         adapters_only: a run's adapters instead, in the layout of PEFT.
     """
+    source, destination = Path(source), Path(destination)
     inside = destination.resolve()
     if inside == source.resolve() or source.resolve() in inside.parents:
         raise ConfigError(
@@ -70,13 +71,12 @@ def convert(
         "dtype": dtype,
         "max_shard_bytes": max_shard_bytes,
     }
-    if (source / "tokenizer.json").exists():
-        read_tokenizer(source / "tokenizer.json")  # it is copied: damaged, it would be there too
     if not is_model_directory(source):
         return _convert_run(source, destination, options, adapters_only=adapters_only)
     if adapters_only:
         raise ConfigError(f"{source} is a whole model; a run that trained adapters has them alone")
     directory = read_model_directory(source)
+    _require_good_tokenizer(source / "tokenizer.json", directory.config.vocab_size)
     definition = define_model(directory.config, execution_on())
     parameters = directory.open(definition)
     hf = directory.hf
@@ -87,6 +87,18 @@ def convert(
         hf = None  # the model was changed since
     write_hf(parameters, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)
+
+
+def _require_good_tokenizer(file: Path, vocab_size: int) -> None:
+    """It is copied: damaged, or of another model, it would be there too."""
+    if not file.exists():
+        return
+    num_tokens = num_ids(read_tokenizer(file))
+    if num_tokens > vocab_size:
+        raise ConfigError(
+            f"{file} has {num_tokens} tokens, the model's vocabulary is {vocab_size}; restore the "
+            "tokenizer that the model was trained with"
+        )
 
 
 def _convert_run(

@@ -12,10 +12,10 @@ from jaxtyping import Int32
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.rope import LongRopeScaling
-from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.sampling import SamplingConfig, SamplingRows
+from jaxinfra.serving.sampling import NO_TOKEN, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, prefill
 
 _MIN_BUCKET = 16
@@ -73,6 +73,7 @@ def generate(
 
     Raises:
         DataError: a prompt that is empty, too long, or has ids outside the vocabulary.
+        CheckpointError: while iterating: logits that are not finite.
     """
     vocab_size, max_positions = model.config.vocab_size, model.config.max_positions
     num_ids = vocab_size if num_ids is None else num_ids
@@ -93,6 +94,17 @@ def generate(
     rows = [np.asarray(prompt, np.int64) for prompt in prompts]
     for number, ids in enumerate(rows):
         _check_prompt(number, ids, vocab_size=vocab_size, max_positions=max_positions)
+    needs = SamplingNeeds.of(settings)
+    if needs.logprobs is not None:
+        raise ConfigError(
+            "logprobs: generate yields tokens without log-probabilities; leave it out"
+        )
+    original = original_context(model.config)
+    if needs.penalties and original is not None:
+        raise ConfigError(
+            "penalties under LongRoPE: a row that crosses its original context is run again, its "
+            "drawn tokens as a prompt; leave them out"
+        )
     graphdef, parameters = nnx.split(model)
     begun = [
         _Row(number=number, ids=ids, budget=max_new_tokens, sampling=each)
@@ -102,11 +114,10 @@ def generate(
         _stream,
         parameters=parameters,
         eos_ids=frozenset(eos_ids),
-        config=StepConfig(graphdef=graphdef, num_ids=num_ids),
+        config=StepConfig(graphdef=graphdef, num_ids=num_ids, needs=needs),
         batch_shards=model.execution.place.batch_shards,
         seed=seed,
     )
-    original = _original_context(model.config)
     if original is None:
         return run(begun, max_positions=max_positions)
     return _crossing(begun, run, original=original, max_positions=max_positions)
@@ -195,6 +206,12 @@ def _stream(
         host_tokens = np.asarray(drawn).tolist()
         for place in sorted(unfinished):
             row, token = rows[place], host_tokens[place]
+            if token == NO_TOKEN:
+                raise CheckpointError(
+                    f"the logits of prompt {row.number} for new token {row.drawn + index + 1} are "
+                    "not finite, so there is nothing to draw: its weights, or what this precision "
+                    "makes of them, are not; take an earlier checkpoint, or another --policy"
+                )
             finish = request.finish(row, index=index, token=token, budget=budgets[place])
             if finish is not None:
                 unfinished.remove(place)
@@ -291,7 +308,7 @@ def bucket(length: int, *, limit: int) -> int:
     return min(max(_MIN_BUCKET, 1 << (length - 1).bit_length()), limit)
 
 
-def _original_context(config: ModelConfig) -> int | None:
+def original_context(config: ModelConfig) -> int | None:
     """Tokens up to which LongRoPE rotates by its short factors; None without it."""
     scalings = [block.mixer.rope and block.mixer.rope.scaling for block in config.blocks]
     found = {each.original_max_positions for each in scalings if type(each) is LongRopeScaling}

@@ -15,13 +15,16 @@ from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
+from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.place import Placement
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
 from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
@@ -40,11 +43,32 @@ class LoadedModel:
     # What text begins with and ends at; None: the tokenizer's own document separators.
     prefix_ids: tuple[int, ...] | None = None
     eos_ids: tuple[int, ...] | None = None
+    placement: Placement | None = None  # None: wherever the arrays are
 
     @property
     def decoder(self) -> Decoder:
         """The model with its parameters."""
         return self.definition.bind(self.parameters)
+
+    def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
+        """The model as an engine runs it: on GPUs layer by layer, with packed projections where
+        tensor parallelism does not split them; its weights are copied. With adapters or 8-bit
+        matmuls it stays as it is.
+
+        Args:
+            is_straight: the form of GPUs, or not, on any device.
+        """
+        definition = self.definition
+        if is_straight is None:
+            is_straight = jax.default_backend() == "gpu"
+        policy = definition.execution.policy
+        in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
+        if not is_straight or definition.lora is not None or in_8_bits:
+            return self.decoder
+        shards = 1 if self.placement is None else self.placement.mesh.shape[MeshAxis.TENSOR]
+        execution = execution_on(self.placement, policy=policy, packed=shards == 1)
+        form = serving_form(definition, execution)
+        return form.bind(serving_parameters(form, definition.config, self.parameters))
 
 
 def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:
@@ -70,7 +94,7 @@ def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None
 
 
 def load(
-    path: Path,
+    path: str | Path,
     *,
     policy: PolicyName | None = None,
     step: int | None = None,
@@ -83,13 +107,15 @@ def load(
         step: a certain checkpoint of a run.
         mesh: devices that the model is spread over, the first one by default.
     """
+    path = Path(path)
     if not is_model_directory(path):
         return load_run(path, policy=policy, step=step, mesh=mesh)
     if step is not None:
         raise ConfigError(f"step={step}: {path} is a single model, which has no steps")
-    tokenizer = _read_tokenizer(path)
+    vocab_size = read_model_directory(path).config.vocab_size
+    tokenizer = _read_tokenizer(path, vocab_size=vocab_size)
+    separators = read_separators(path, vocab_size=vocab_size)
     pretrained = _pretrained(path, policy, mesh)
-    separators = read_separators(path)
     return LoadedModel(
         definition=pretrained.definition,
         parameters=pretrained.parameters,
@@ -98,6 +124,7 @@ def load(
         step=None,
         prefix_ids=separators.prefix_ids,
         eos_ids=separators.eos_ids or (tokenizer.eos_id,),
+        placement=serving_placement(pretrained.definition.config, mesh),
     )
 
 
@@ -124,12 +151,7 @@ def load_run(
         mesh: devices that the model is spread over, the first one by default.
     """
     config = _read_config(path)
-    tokenizer = _read_tokenizer(path)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
-            f"{config.model.vocab_size}; restore the tokenizer that the run was trained with"
-        )
+    tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
     numbers = POLICIES[policy or config.precision.policy]
     placement = serving_placement(config.model, mesh)
     if config.lora is not None:
@@ -144,11 +166,12 @@ def load_run(
         frozen = place_initial(config.init, base, placement.parameters(base))
     trained = definition.freeze(frozen)
     # Fields of the training state by name; what else is in there is not read.
+    weights = "parameters" if config.optimizer.average is None else "average"
     placed = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-        {"parameters": trained.shapes, "model_state": trained.state_shapes},
+        {weights: trained.shapes, "model_state": trained.state_shapes},
         {
-            "parameters": placement.parameters(trained),
+            weights: placement.parameters(trained),
             "model_state": placement.model_state(trained),
         },
     )
@@ -158,16 +181,25 @@ def load_run(
             f"{path} has no checkpoints/: the run ended before its first one; train it further"
         )
     restored = checkpoint.load(
-        checkpoints, placed, step=step, identity=identity(RunDirectory(path), config)
+        checkpoints,
+        placed,
+        step=step,
+        identity=identity(RunDirectory(path), config),
+        settings=codec.to_dict(config),
     )
+    eos_ids = None
+    if config.init is not None:
+        # A model that comes from elsewhere may end its turns otherwise than documents here end.
+        read = read_separators(path, vocab_size=config.model.vocab_size)
+        eos_ids = (*read.eos_ids, tokenizer.eos_id)
     return LoadedModel(
         definition=definition,
         parameters=functools.reduce(merged, restored.state.values(), frozen),
         tokenizer=tokenizer,
         config=config,
         step=restored.step,
-        # A model that comes from elsewhere may end its turns otherwise than documents here end.
-        eos_ids=None if config.init is None else (*read_separators(path).eos_ids, tokenizer.eos_id),
+        eos_ids=eos_ids,
+        placement=placement,
     )
 
 
@@ -188,11 +220,17 @@ def _read_config(path: Path) -> RunConfig:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def _read_tokenizer(path: Path, *, vocab_size: int) -> Tokenizer:
     file = RunDirectory(path).tokenizer_file
     if not file.is_file():
         raise ConfigError(
             f"{path} has no tokenizer.json; without it text and tokens cannot be converted: "
             "copy it from where the model was trained"
         )
-    return Tokenizer.load(file)
+    tokenizer = Tokenizer.load(file)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens, the model's vocabulary is "
+            f"{vocab_size}; restore the tokenizer that the model was trained with"
+        )
+    return tokenizer

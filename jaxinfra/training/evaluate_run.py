@@ -7,6 +7,7 @@ import jax
 
 from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
@@ -36,7 +37,8 @@ def evaluate_run(
         step: of the checkpoint; the newest good one where None.
     """
     run = RunDirectory(directory)
-    config = dataclasses.replace(run.read_config(), mesh=mesh)
+    as_it_is = run.read_config()
+    config = dataclasses.replace(as_it_is, mesh=mesh)
     if not run.tokenizer_file.exists():
         raise ConfigError(f"{directory} has no tokenizer.json: the run was stopped before it began")
     keep_compiled_programs(cache_dir)
@@ -52,17 +54,20 @@ def evaluate_run(
         tokenizer=Tokenizer.load(run.tokenizer_file),
         template_directory=run.path,
     )
+    state = job.abstract_state()
+    weights = "average" if state.average else "parameters"
     restored = load(
         run.checkpoints,
         dataclasses.replace(
-            jax.tree.map(lambda _: None, job.abstract_state()),
-            parameters=job.abstract_state().parameters,
-            model_state=job.abstract_state().model_state,
+            jax.tree.map(lambda _: None, state),
+            model_state=state.model_state,
+            **{weights: getattr(state, weights)},
         ),
         step=step,
         identity=identity(run, config),
+        settings=codec.to_dict(as_it_is),
     )
-    result = evaluate_heldout(job, restored.state.tree, corpus.heldout)
+    result = evaluate_heldout(job, restored.state.evaluated, corpus.heldout)
     return RunEvaluation(
         step=restored.step,
         evaluation=result,

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.run import TrainingConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.parts import find_part
 from jaxinfra.data.batch import Batch
-from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.models.gradients import Gradients, added, nothing_added
+from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
@@ -59,16 +62,25 @@ def batch_loss(
     *,
     z_loss: float,
     label_smoothing: float = 0.0,
+    loss: str | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """The objective of a batch; ``tree`` has parameters and state."""
+    """The objective of a batch; ``tree`` has parameters and state.
+
+    Args:
+        loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
+    """
     out = model.bind(tree).run(
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
     )
-    sums = hidden_loss(model, tree, out.x, batch, z_loss=z_loss, label_smoothing=label_smoothing)
+    if loss is None:
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        sums = hidden_loss(model, tree, out.x, batch, **options)
+    else:
+        sums = own_loss(model, tree, out.x, batch, loss=loss)
     objective = sums.total
     for emitted in jax.tree.leaves([block.losses for block in out.sums]):
         objective = objective + jnp.sum(emitted)
@@ -98,6 +110,29 @@ def hidden_loss(
             label_smoothing=label_smoothing,
             logit_soft_cap=model.config.logit_soft_cap,
         )
+
+
+def own_loss(
+    model: ModelDefinition,
+    tree: Parameters,
+    hidden_BTD: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    loss: str,
+) -> CrossEntropySums:
+    """The sum over tokens of a user's loss, which sees all logits of a micro-batch at once:
+    ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
+    """
+    with jax.named_scope("loss"):
+        logits_BTV = model.bind(tree).logits(hidden_BTD)
+        each_BT = find_part(loss)(logits_BTV, batch.targets, weights=batch.weights)
+        if each_BT.shape != batch.targets.shape:
+            raise ConfigError(
+                f"loss {loss} returns {each_BT.shape} for targets of {batch.targets.shape}; it "
+                "gives each token's loss, which is weighed and averaged here"
+            )
+        total = jnp.sum(each_BT.astype(batch.weights.dtype) * batch.weights)
+    return CrossEntropySums(total, total)
 
 
 def make_gradient(
@@ -133,6 +168,7 @@ def make_gradient(
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,
+                loss=training.loss,
                 dropout_key=key if drops_out else None,
             )
             aux = sums.nll / num_targets, sums.layers
@@ -164,14 +200,17 @@ def make_gradient(
         state, key, loss_scale, num_targets = rest
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
-            return added(sums, part(micro[0], state, micro[1], loss_scale, num_targets)), None
+            found = part(micro[0], state, micro[1], loss_scale, num_targets)
+            # Summed in fp32, whatever the weights are kept in.
+            return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
         first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
         shapes = jax.eval_shape(part, first[0], state, first[1], loss_scale, num_targets)
         start = dataclasses.replace(
-            nothing_added(shapes), gradients=placed(jax.tree.map(jnp.zeros_like, parameters))
+            nothing_added(shapes),
+            gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),
         )
         return jax.lax.scan(add, start, (micro_batches, keys))[0]
 
@@ -212,11 +251,16 @@ def split_batch(batch: Batch, num_parts: int) -> Batch:
 def make_evaluation_step(
     model: ModelDefinition,
 ) -> Callable[[Parameters, Batch], tuple[Float[Array, ""], Float[Array, ""]]]:
-    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets)."""
+    """(parameters and state, batch) -> (sum of nll in nats, number of counted targets).
+
+    No matmul is in 8 bits there, whatever the model trains in.
+    """
+    evaluated = model.unquantized
 
     def evaluation_step(
         tree: Parameters, batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        return batch_loss(model, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
+        tree = only(tree, evaluated.arrays)
+        return batch_loss(evaluated, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
 
     return evaluation_step

@@ -103,8 +103,6 @@ class Trainer:
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
         self._train_step: Callable[..., Any] = job.train_step
-        heldout = log.find("heldout_loss")
-        self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
@@ -135,8 +133,8 @@ class Trainer:
             draw_loads(self._log.records, self._run.loads_picture_file)
 
     def _summarize(self) -> dict[str, Any]:
-        causes = self._watch.totals(step=self._step)
-        summary = summarize(self._job, self._corpus, self._log, self._clock, causes=causes)
+        spent = {"causes": self._watch.totals(step=self._step), "stall_s": self._stall_s}
+        summary = summarize(self._job, self._corpus, self._log, self._clock, **spent)
         self._run.write_summary(summary)
         return summary
 
@@ -190,6 +188,7 @@ class Trainer:
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
+                self._watch.note_shapes(placed, step + 1)
                 host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
                 if not self.has_trained:
                     self._train_step = same_program(
@@ -224,7 +223,7 @@ class Trainer:
             sums = [row.rows_sum for row in rows] or [pending.rows_sum]
             copies = len(sums) // self._share[1]
             record |= {"samples": pending.samples, "batch": whole_sum(sums, copies=copies)}
-            record |= {"step_s": step_s, "stall_s": self._stall_s}
+            record |= {**self._clock.rates(step_s), "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
             self._log.write(record)
@@ -237,11 +236,12 @@ class Trainer:
                         record,
                         self._clock,
                         steps=self._training.steps,
-                        heldout_loss=self._heldout_loss,
+                        heldout=self._log.find("heldout_loss"),
                     )
                 )
                 if int(values.skipped_in_a_row) == 1:
                     self._explain_skip(step, values)
+                self._watch.look_for_divergence(values.fp8, step=step)
                 require_progress(self._job.config, values, step=step, path=self._run.path)
 
     def _require_undoubted(self, step: int, loss: float) -> None:
@@ -339,13 +339,12 @@ class Trainer:
         try:
             result = evaluate_heldout(
                 self._job,
-                self._state.tree,
+                self._state.evaluated,
                 self._corpus.heldout,
                 stop=self._is_to_stop_evaluating,
             )
         except Interrupted:
             return
-        self._heldout_loss = result.loss
         self._log.write(
             {
                 "step": self._step,
@@ -379,6 +378,7 @@ class Trainer:
             )
         finally:
             self._stall_s += self._saver.last_stall_s
+        self._log.tell_of_save(self._step)
         self._progress.message(
             f"step {self._step}: saving; training stood still for {self._saver.last_stall_s:.3f} s"
         )
@@ -389,7 +389,8 @@ class Trainer:
         try:
             self._saver.wait()
         except CheckpointError as error:
-            self._progress.message(f"WARNING: {error}")
+            if self._saved_step != self._step:  # else it is tried again, and says so itself
+                self._progress.message(f"WARNING: {error}")
         if not processes.on_first(lambda: self._step in self._saver.steps()):
             self._require_equal_copies()
             self._save()

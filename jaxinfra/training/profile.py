@@ -10,13 +10,18 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.text import whole_number
 from jaxinfra.data.batch import Batch
+from jaxinfra.parallel.launches import launches
 from jaxinfra.parallel.program import collectives
 from jaxinfra.training.job import Job
 from jaxinfra.training.state import State
 
 COLLECTIVES_FILE = "collectives.json"
 """Beside a trace: what the traced program communicates, over which mesh axes."""
+
+LAUNCHES_FILE = "launches.json"
+"""Beside a trace: what the traced program launches, in order."""
 
 
 def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -51,10 +56,11 @@ class ProfileRange:
 
 def parse_profile_range(text: str) -> ProfileRange:
     """Parses "10:13"."""
-    start, separator, stop = text.partition(":")
-    if not (separator and start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+    start, _, stop = text.partition(":")
+    first, last = whole_number(start), whole_number(stop)
+    if first is None or last is None or first >= last:
         raise ConfigError(f"--profile {text!r}: write START:STOP, whole steps with START < STOP")
-    return ProfileRange(start=int(start), stop=int(stop))
+    return ProfileRange(start=first, stop=last)
 
 
 @final
@@ -67,16 +73,20 @@ class Profiler:
         self._running = False
 
     def describe(self, job: Job, state: State, batch: Batch) -> None:
-        """Writes down what the step communicates, if it is to be traced on several devices.
+        """Writes down what the step launches and, on several devices, communicates, if it is to be
+        traced.
 
         Compiles the step, as its first call would; that then finds it compiled.
         """
         mesh = job.placement.mesh
-        if self._steps is None or mesh.size == 1 or jax.process_index() > 0:
+        if self._steps is None or jax.process_index() > 0:
             return
-        found = describe_collectives(job.train_step.lower(state, batch).compile(), mesh.shape)
+        compiled = job.train_step.lower(state, batch).compile()
         self._directory.mkdir(parents=True, exist_ok=True)
-        (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
+        (self._directory / LAUNCHES_FILE).write_text(json.dumps(launches(compiled)))
+        if mesh.size > 1:
+            found = describe_collectives(compiled, mesh.shape)
+            (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
 
     def before_step(self, step: int) -> None:
         """Call before step number ``step`` (from 0) is dispatched."""

@@ -22,6 +22,11 @@ def restore_newest(job: Job, run: RunDirectory, saver: Checkpointer) -> Restored
                 f"{run.path} has no checkpoint but those set aside as damaged in {quarantine}; "
                 "restore one of them from a copy, or start another run"
             )
+        if run.read_summary() is not None:
+            raise CheckpointError(
+                f"{run.path} was complete, and its checkpoints are gone; restore them from a copy, "
+                "or start another run"
+            )
         return None
     restored = saver.restore(job.abstract_state())
     steps = job.config.training.steps

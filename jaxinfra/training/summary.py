@@ -12,12 +12,19 @@ from jaxinfra.training.metrics import MetricsLog, finite
 
 
 def summarize(
-    job: Job, corpus: Corpus, log: MetricsLog, clock: Clock, *, causes: dict[str, float]
+    job: Job,
+    corpus: Corpus,
+    log: MetricsLog,
+    clock: Clock,
+    *,
+    causes: dict[str, float],
+    stall_s: float,
 ) -> dict[str, Any]:
     """What ``summary.json`` holds; a figure that is not known, or not finite, is None.
 
     Args:
         causes: seconds of wall time by cause (``jaxinfra.reliability.goodput``).
+        stall_s: seconds of saves after the last step recorded, in which nothing was trained.
     """
     steps = job.config.training.steps
     last, heldout = log.find("loss"), log.find("heldout_loss", step=steps)
@@ -39,7 +46,7 @@ def summarize(
             "mfu": clock.mfu(step_s),
             "steps": steps,
             "skipped": last["skipped"],
-            "stall_s": sum(record.get("stall_s", 0.0) for record in log.records),
+            "stall_s": stall_s + sum(record.get("stall_s", 0.0) for record in log.records),
             "wall_s": clock.elapsed_s,
             "peak_bytes": peak_bytes(),
             "goodput": goodput(causes),

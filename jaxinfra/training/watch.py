@@ -10,11 +10,13 @@ import jax.numpy as jnp
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.reliability import ReliabilityConfig
+from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.exchange import ProcessRow, ProcessTable
 from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
-from jaxinfra.reliability.incidents import excluded_steps, record_incident
+from jaxinfra.reliability.incidents import RECOMPILED, excluded_steps, record_incident
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.stragglers import Stragglers
+from jaxinfra.training.fp8_watch import Fp8Watch
 from jaxinfra.training.guards import is_due
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.stop import Agreement
@@ -49,9 +51,13 @@ class Watch:
         self._progress = progress
         self._is_first = jax.process_index() == 0
         self._goodput = Goodput(run.goodput_file, run.prometheus_file, began=began, lost_s=lost_s)
-        self._stragglers = Stragglers()
+        # A CPU is shared with all else that runs there: a few milliseconds say nothing of it.
+        is_shared = jax.default_backend() == "cpu"
+        self._stragglers = Stragglers(probe_margin_s=0.05 if is_shared else 0.001)
+        self._fp8 = Fp8Watch()
         self._probe = DeviceProbe() if jax.process_count() > 1 else None
         self._probe_s = 0.0
+        self._shapes: dict[str, str] = {}  # of the last batch
         self.excluded = {*config.exclude_steps, *excluded, *excluded_steps(run.incidents_file)}
 
     def phase(self, name: str, step: int) -> float:
@@ -62,6 +68,21 @@ class Watch:
         """Begins the wait for a batch, of which so many are ready."""
         self.phase("input", step)
         self._recorder.event("batches ready", step=step, value=num_ready)
+
+    def note_shapes(self, batch: Any, step: int) -> None:
+        """Records which arrays of a batch have another shape than before: the step recompiles."""
+        shapes = {
+            jax.tree_util.keystr(path, simple=True): f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        before, self._shapes = self._shapes, shapes
+        changed = [
+            f"batch.{name} was {before[name]} and is {shape}"
+            for name, shape in shapes.items()
+            if name in before and before[name] != shape
+        ]
+        if changed:
+            self.incident(RECOMPILED, step=step, text="; ".join(changed))
 
     def program(self, fingerprint: str) -> None:
         """Records which program of the training step this is."""
@@ -99,6 +120,11 @@ class Watch:
         self._progress.message(f"{kind.upper()}: step {step}: {text}")
         if self._is_first:
             record_incident(self._run.incidents_file, kind, step=step, text=text, **details)
+
+    def look_for_divergence(self, emitted: dict[str, Any], *, step: int) -> None:
+        """Names 8-bit matmuls whose operands outgrow their format."""
+        for text in self._fp8.add(emitted):
+            self.incident("fp8 diverges", step=step, text=text)
 
     def undone(self, records: Sequence[dict[str, Any]]) -> None:
         """These steps are done again."""
@@ -150,5 +176,4 @@ class DeviceProbe:
 
 def attempt(environment: Any = os.environ) -> int:
     """Which start of its job this is, from 0, as its launcher says."""
-    text = environment.get("JAXINFRA_ATTEMPT", "0")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(environment.get("JAXINFRA_ATTEMPT", "0")) or 0

@@ -12,6 +12,7 @@ import jaxlib
 
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.text import whole_number
 
 type Options = dict[str, str | int | bool]
 
@@ -87,7 +88,9 @@ def parse_options(settings: Iterable[str]) -> Options:
         if value.lower() in ("true", "false"):
             options[name] = value.lower() == "true"
         else:
-            options[name] = int(value) if value.lstrip("-").isdecimal() else value
+            number = whole_number(value.removeprefix("-"))
+            sign = -1 if value.startswith("-") else 1
+            options[name] = value if number is None else sign * number
     return options
 
 

@@ -16,6 +16,7 @@ from jaxinfra.core.files import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_NAME_BYTES = 255  # of a file, on all common file systems
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights, as the files and as NumPy name them."""
@@ -67,7 +68,7 @@ def open_tensor_files(directory: Path) -> TensorFiles:
     single = directory / SINGLE_FILE
     if index.is_file():
         indexed = _read_index(index)
-        files = sorted({directory / name for name in indexed.values()})
+        files = sorted({_listed(index, name) for name in indexed.values()})
     elif single.is_file():
         indexed = None
         files = [single]
@@ -88,6 +89,15 @@ def open_tensor_files(directory: Path) -> TensorFiles:
     if indexed is not None:
         _check_index(index, indexed, tensors)
     return TensorFiles(directory=directory, tensors=tensors)
+
+
+def _listed(index: Path, name: str) -> Path:
+    """A file that an index names; raises CheckpointError for one that is not beside it."""
+    if name in ("", ".", "..") or "/" in name or len(name.encode()) > _NAME_BYTES:
+        raise CheckpointError(
+            f"{index} names {name[:60]!r} for a file beside it; copy it again from its source"
+        )
+    return index.parent / name
 
 
 def _open(file: Path):

@@ -91,10 +91,15 @@ def dequantized(
 
 
 def spread(form: Scaling, scale: jax.Array, rows: int, columns: int) -> jax.Array:
-    """The scale of each element: [R, C], or a shape that broadcasts to it."""
+    """The scale of each element: [R, C], or a shape that broadcasts to it.
+
+    Other scales than a tensor's may be those of several matrices, whose dims stay in front.
+    """
     if form is Scaling.TENSOR:
         return scale.reshape(1, 1)
     if form is Scaling.ROW:
-        return scale[:, None]
-    each = jnp.repeat(scale.T, BLOCK, axis=1)[:, :columns]
-    return each if form is Scaling.BLOCK_OF_ROW else jnp.repeat(each, BLOCK, axis=0)[:rows]
+        return scale[..., None]
+    each = jnp.repeat(jnp.swapaxes(scale, -1, -2), BLOCK, axis=-1)[..., :columns]
+    if form is Scaling.BLOCK_OF_ROW:
+        return each
+    return jnp.repeat(each, BLOCK, axis=-2)[..., :rows, :]

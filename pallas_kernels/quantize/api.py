@@ -15,7 +15,7 @@ from pallas_kernels.common.scales import FORMATS, Quantized, Scaling
 from pallas_kernels.common.varying import results_vary, vary_alike
 
 from .hopper import quantize_hopper, unsupported
-from .xla import quantize_xla
+from .xla import quantize_across_xla, quantize_xla
 
 NAMES = ("hopper", "xla")
 WHY_NO_GRADIENT = (
@@ -94,7 +94,7 @@ def quantize_both_ways(
     form, dtype = _checked(x, Scaling.BLOCK_OF_ROW, jnp.dtype(dtype), implementation)
     options = {"dtype": dtype, "power_of_two": power_of_two}
     one = quantize(x, form, implementation=implementation, num_devices=num_devices, **options)
-    return one, quantize_xla(without_gradient(x, WHY_NO_GRADIENT).T, form, **options)
+    return one, quantize_across_xla(without_gradient(x, WHY_NO_GRADIENT), **options)
 
 
 def _takes_hopper(

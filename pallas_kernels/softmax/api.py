@@ -40,7 +40,7 @@ def softmax(
         where: bool, broadcast to x: the columns that count; others give 0.
         implementation: "hopper" (Mosaic GPU; bf16, fp16, fp32; one pass over memory), "xla", or
             "reference", whose gradient is JAX's own; "auto" takes hopper in the directions and
-            dtypes and near the shapes where it was measured to be 1.15 times as fast as XLA
+            dtypes and near the shapes where it was measured to be 1.03 times as fast as XLA
             (``tuned``), else xla.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 

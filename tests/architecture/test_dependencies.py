@@ -40,9 +40,24 @@ def locked(flavour: str, jax: str) -> dict[str, str]:
     return dict(pins)
 
 
+def test_what_only_a_server_needs_is_imported_there_only():
+    """The extra is not installed where models are trained."""
+    extra = {"fastapi", "llguidance", "prometheus_client", "pydantic", "uvicorn"}
+    allowed = {"serving/http", "serving/engine/grammar.py"}
+    for path in (ROOT / "jaxinfra").rglob("*.py"):
+        text = path.read_text()
+        place = path.relative_to(ROOT / "jaxinfra").as_posix()
+        found = {name for name in extra if re.search(rf"^(import|from) {name}\b", text, re.M)}
+        assert not found or any(place.startswith(each) for each in allowed), (place, found)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_are_declared(package):
-    declared = {canonical(entry) for entry in PROJECT["project"]["dependencies"]}
+    wanted = [
+        *PROJECT["project"]["dependencies"],
+        *PROJECT["project"]["optional-dependencies"]["serve"],
+    ]
+    declared = {canonical(entry) for entry in wanted}
     distributions = packages_distributions()
     foreign = imported_packages(package) - set(sys.stdlib_module_names) - set(PACKAGES)
     for module in sorted(foreign):
@@ -55,6 +70,7 @@ def test_imports_are_declared(package):
 def test_declared_is_locked(flavour, jax):
     wanted = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]]
     wanted += PROJECT["build-system"]["requires"]
+    wanted += PROJECT["project"]["optional-dependencies"]["serve"]
     missing = {canonical(entry) for entry in wanted} - set(locked(flavour, jax))
     assert not missing, "run `make lock`"
 

@@ -6,6 +6,7 @@ run. ``python -m jaxinfra`` as people start it has a test of its own.
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import jax
 
+from jaxinfra.cli.entry import GARBAGE_THRESHOLDS
 from jaxinfra.cli.main import main
 from jaxinfra.core.signals import guard_process
 
@@ -132,5 +134,6 @@ def _child(
     jax.config.update("jax_compilation_cache_max_size", 1 << 30)
     if before is not None:
         before()
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     guard_process()
     sys.exit(main(arguments))

@@ -214,6 +214,19 @@ OTHERS = {
     "evaluate nothing": (["evaluate"], ["required", "run"]),
     "evaluate option": (["evaluate", "x", "--jsn"], ["'--jsn'", "did you mean '--json'"]),
     "generate from nothing": (["generate", "/no/run", "--prompt", "x"], ["/no/run"]),
+    "config directory": (
+        ["train", "--config", "/tmp"],
+        ["/tmp is a directory", "/tmp/config.json"],
+    ),
+    "half a character": (["train", "--set=x=\udcff"], ["argument 2 is not UTF-8"]),
+    "plan batch": (["plan", "gpt2", "--batch", "1000000000"], ["batch_size=1,000,000,000"]),
+    "plan context": (["plan", "gpt2", "--context", "1000000000"], ["sequence_length"]),
+    "plan search": (["plan", "gpt2", "--fix", "tensor=0"], ["tensor=0 must be at least 1"]),
+    "plan schedule": (
+        ["plan", "--schedule", "1f1b", "-p", "64", "-m", "1024"],
+        ["schedule_boxes=131,072", "above the limit of 4,096"],
+    ),
+    "plan infinity": (["plan", "gpt2", "--tokens", "1e308"], ["1e308 must be a number from"]),
 }
 
 

@@ -3,83 +3,18 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from e2e.runs import STEPS, assert_same_run, checkpoints
+import tokenizers
+from e2e.damages import ACCEPTED, LOGS, REFUSED, cut, flip, of_steps
+from e2e.runs import STEPS, assert_same_run, checkpoints, metrics
+from tokenizers import models
 
 from jaxinfra.cli.main import main
 from jaxinfra.core.errors import JaxinfraError
-from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.serving.load import load_model
-
-
-def edit(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def change(run: Path) -> None:
-        text = (run / name).read_text()
-        assert old in text
-        (run / name).write_text(text.replace(old, new, 1))
-
-    return change
-
-
-def flip(name: str) -> Callable[[Path], None]:
-    def change(run: Path) -> None:
-        data = bytearray((run / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (run / name).write_bytes(data)
-
-    return change
-
-
-def append(name: str, data: bytes) -> Callable[[Path], None]:
-    return lambda run: (run / name).write_bytes((run / name).read_bytes() + data)
-
-
-def damage_steps(*steps: int) -> Callable[[Path], None]:
-    def change(run: Path) -> None:
-        for step in steps:
-            files = (run / "checkpoints" / f"step_{step:08d}" / "arrays").rglob("*")
-            largest = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
-            data = bytearray(largest.read_bytes())
-            data[len(data) // 2] ^= 1
-            largest.write_bytes(data)
-
-    return change
-
-
-def whole_run_edits(run: Path) -> None:
-    """What a person may change."""
-    edit("config.json", '"learning_rate": 0.004', '"learning_rate": 0.002')(run)
-
-
-REFUSED = {
-    "another angle of rotation": edit("config.json", '"theta": 10000.0', '"theta": 11000.0'),
-    "another norm's epsilon": edit("config.json", '"epsilon": 1e-05', '"epsilon": 1e-06'),
-    "another token": edit("tokenizer.json", '"a"', '"\\u00e4"'),
-    "no tokenizer": lambda run: (run / "tokenizer.json").unlink(),
-    "config a list": lambda run: (run / "config.json").write_text("[]"),
-    "config null": lambda run: (run / "config.json").write_text("null"),
-    "config cut": lambda run: (run / "config.json").write_text('{"model": '),
-    "config twice": edit("config.json", "{", '{"model": {}, '),
-    "all checkpoints damaged": lambda run: damage_steps(*checkpoints(run))(run),
-    "no checkpoints' manifests": lambda run: [
-        path.unlink() for path in (run / "checkpoints").glob("*/manifest.json")
-    ],
-}
-ACCEPTED = {
-    "nothing": lambda run: None,
-    "summary cut": lambda run: (run / "summary.json").write_text("{"),
-    "summary a list": lambda run: (run / "summary.json").write_text("[]"),
-    "metrics end in a stray byte": append("metrics.jsonl", b"\xff"),
-    "metrics with a spoilt line": edit("metrics.jsonl", "\n", "\nnull\n"),
-    "incidents spoilt": lambda run: (run / "incidents.jsonl").write_bytes(b"\xff\n[]\n"),
-    "goodput spoilt": lambda run: (run / "goodput.jsonl").write_text("[]\n{}\n"),
-    "newest checkpoint damaged": damage_steps(STEPS),
-    "another learning rate": whole_run_edits,
-}
 
 
 def readers(run: Path, place: Path, cache: Path) -> dict[str, bool]:
@@ -103,13 +38,11 @@ def readers(run: Path, place: Path, cache: Path) -> dict[str, bool]:
 _FAST = ("another angle of rotation", "another token", "metrics end in a stray byte")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage if damage in _FAST else pytest.param(damage, marks=pytest.mark.slow)
-        for damage in (*REFUSED, *ACCEPTED)
-    ],
-)
+def rarely(names, *, often=()):
+    return [each if each in often else pytest.param(each, marks=pytest.mark.slow) for each in names]
+
+
+@pytest.mark.parametrize("damage", rarely((*REFUSED, *ACCEPTED), often=_FAST))
 def test_readers_agree(bench, whole, tmp_path, capsys, damage):
     run = shutil.copytree(whole, tmp_path / "run")
     (REFUSED | ACCEPTED)[damage](run)
@@ -119,10 +52,31 @@ def test_readers_agree(bench, whole, tmp_path, capsys, damage):
     assert "Traceback" not in said
 
 
-def test_a_finished_run_is_made_good_again(bench, whole, tmp_path, capsys):
-    """As doctor says: it names the command, and the command does it."""
+@pytest.mark.parametrize("damage", rarely(LOGS))
+def test_what_is_only_a_log_stops_no_run(bench, whole, tmp_path, capsys, damage):
+    """It has a step left to do, and writes all of them; what was no log is kept beside them."""
     run = shutil.copytree(whole, tmp_path / "run")
-    damage_steps(STEPS)(run)
+    ACCEPTED[damage](run)
+    settings = ["--steps", str(STEPS + 1), "--no-sample", "--cache", str(bench.cache)]
+    assert main(["train", "--resume", str(run), *settings]) == 0, capsys.readouterr().err
+    assert metrics(run)[-1]["step"] == STEPS + 1
+    assert json.loads((run / "summary.json").read_text())["steps"] == STEPS + 1
+    assert (run / "loss.png").is_file()
+    assert (run / "tensorboard").is_dir()
+
+
+REMEDIED = {
+    "newest flipped": of_steps(flip, STEPS),
+    "newest cut": of_steps(cut, STEPS),
+    "newest without its manifest": of_steps(lambda each: (each / "manifest.json").unlink(), STEPS),
+}
+
+
+@pytest.mark.parametrize("damage", rarely(REMEDIED, often=["newest flipped"]))
+def test_a_remedy_of_doctor_is_one(bench, whole, tmp_path, capsys, damage):
+    """The command that it names makes the run what it was, or sets aside what it said it would."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    REMEDIED[damage](run)
     assert main(["doctor", "checkpoint", str(run)]) == 1
     (command,) = re.findall(r"jaxinfra (train --resume \S+)", capsys.readouterr().out)
     ended = bench.run([*command.split(), "--no-sample", "--cache", bench.cache])
@@ -132,9 +86,32 @@ def test_a_finished_run_is_made_good_again(bench, whole, tmp_path, capsys):
     assert_same_run(run, whole)
 
 
-def test_an_edit_that_is_allowed_is_said(bench, whole, tmp_path, capsys):
+def test_doctor_says_what_nothing_needs(whole, tmp_path, capsys):
     run = shutil.copytree(whole, tmp_path / "run")
-    whole_run_edits(run)
+    oldest, *_, newest = checkpoints(run)
+    of_steps(flip, oldest)(run)
+    assert main(["doctor", "checkpoint", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert "jaxinfra train" not in said, f"step {newest} is good, and what --resume goes on from"
+    (words,) = re.findall(r"rm -r (.*)", said)
+    for path in words.split():
+        shutil.rmtree(path)
+    assert main(["doctor", "checkpoint", str(run)]) == 0
+    assert checkpoints(run)[-1] == newest
+
+
+def test_no_remedy_is_named_where_there_is_none(bench, whole, tmp_path, capsys):
+    run = shutil.copytree(whole, tmp_path / "run")
+    of_steps(flip)(run)
+    assert main(["doctor", "checkpoint", str(run)]) == 1
+    assert "jaxinfra train" not in capsys.readouterr().out
+
+
+def test_an_edit_that_is_allowed_is_said(bench, whole, tmp_path, capsys, caplog):
+    run = shutil.copytree(whole, tmp_path / "run")
+    ACCEPTED["another learning rate"](run)
+    load_model(run)
+    assert "settings changed since it was saved: optimizer.learning_rate" in caplog.text
     settings = ["--steps", str(STEPS + 1), "--no-sample", "--cache", str(bench.cache)]
     assert main(["train", "--resume", str(run), *settings]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -155,7 +132,9 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path, capsys, value):
     tensors[name] = tensors[name].copy()
     tensors[name][0] = value
     save_file(tensors, file)
-    bytes_tokenizer().save(model / "tokenizer.json")
+    vocabulary = {"<unk>": 0, "</s>": 1, "a": 2}
+    words = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.save(str(model / "tokenizer.json"))
     for words in (
         ["generate", str(model), "--prompt", "a", "--max-new-tokens", "1"],
         ["convert", str(model), str(tmp_path / "out")],

@@ -21,6 +21,39 @@ from jaxinfra.reliability.goodput import read_sessions
 from jaxinfra.reliability.recorder import read_record, record_file
 
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
+# What is asked to stop when, the signal, the step it must then be at.
+STOPS = [
+    ("jaxinfra.data.corpus:_tokenize", 1, TERM, 0),
+    ("jaxinfra.data.tokenizer:Tokenizer.encode_batch", 1, INT, 0),
+    ("jaxinfra.training.job:Job.initialize", 1, TERM, 0),
+    ("jaxinfra.training.job:Job.put", 1, INT, 0),  # then the first step would compile
+    ("jaxinfra.training.job:Job.put", 2, INT, 2),
+    ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
+    ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
+    ("jaxinfra.training.loop:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
+    ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
+    ("jaxinfra.training.loop:evaluate_heldout", 2, INT, STEPS),
+    ("jaxinfra.training.loop:summarize", 1, TERM, None),  # too late to stop anything
+]
+# What is killed when, and the newest complete checkpoint then.
+KILLS = [
+    ("os:fsync", 1, 0),  # there is a directory with half a config
+    ("jaxinfra.data.tokenizer:Tokenizer.save", 1, 0),
+    ("jaxinfra.checkpoint.manifest:write", 1, 0),  # step 4: the files are there, no sums
+    ("jaxinfra.checkpoint.directory_layout:commit", 2, 4),  # step 8: all is there but the name
+    ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
+    ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
+    ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
+    ("jaxinfra.training.loop:draw_loss", 1, STEPS),
+    ("jaxinfra.checkpoint.run_directory:RunDirectory.write_summary", 1, STEPS),
+]
+
+
+def moments(every: list[tuple], *like_another: int):
+    """All of them in a slow test, and in a quick one those that differ in kind."""
+    most = [moment for number, moment in enumerate(every) if number not in like_another]
+    slow = pytest.param(every, marks=pytest.mark.slow, id="every")
+    return pytest.mark.parametrize("moments", [pytest.param(most, id="most"), slow])
 
 
 def test_the_run_passes_an_epoch_and_drops_out(whole):
@@ -32,23 +65,10 @@ def test_the_run_passes_an_epoch_and_drops_out(whole):
     assert 3100 < sum(line["tokens"] for line in lines if "loss" in line) < 6200
 
 
-def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path):
+@moments(STOPS, 1, 3, 9)
+def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path, moments):
     # Tokenized anew: the same text in another place has another key in the cache.
     text = shutil.copytree(bench.text, tmp_path / "text")
-    moments = [
-        # what is asked to stop when, the signal, the step it must then be at
-        ("jaxinfra.data.corpus:_tokenize", 1, TERM, 0),
-        ("jaxinfra.data.tokenizer:Tokenizer.encode_batch", 1, INT, 0),
-        ("jaxinfra.training.job:Job.initialize", 1, TERM, 0),
-        ("jaxinfra.training.job:Job.put", 1, INT, 0),  # then the first step would compile
-        ("jaxinfra.training.job:Job.put", 2, INT, 2),
-        ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
-        ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
-        ("jaxinfra.training.loop:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
-        ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
-        ("jaxinfra.training.loop:evaluate_heldout", 2, INT, STEPS),
-        ("jaxinfra.training.loop:summarize", 1, TERM, None),  # too late to stop anything
-    ]
     run = bench / "run"
     for number, (target, call, which, at_step) in enumerate(moments):
         arguments = bench.resume("run") if number else [*bench.new("run"), "--data", text]
@@ -135,20 +155,9 @@ def in_phase(run: Path, phase: str, *, step: int) -> bool:
     return record is not None and (record.phase, record.step) == (phase, step)
 
 
-def test_killed_in_turn_at_every_kind_of_moment(bench, whole):
+@moments(KILLS, 1, 5, 7)
+def test_killed_in_turn_at_every_kind_of_moment(bench, whole, moments):
     run = bench / "run"
-    moments = [
-        # what it is killed in, and the newest complete checkpoint then
-        ("os:fsync", 1, 0),  # there is a directory with half a config
-        ("jaxinfra.data.tokenizer:Tokenizer.save", 1, 0),
-        ("jaxinfra.checkpoint.manifest:write", 1, 0),  # step 4: the files are there, no sums
-        ("jaxinfra.checkpoint.directory_layout:commit", 2, 4),  # step 8: all is there but the name
-        ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
-        ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
-        ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
-        ("jaxinfra.training.loop:draw_loss", 1, STEPS),
-        ("jaxinfra.checkpoint.run_directory:RunDirectory.write_summary", 1, STEPS),
-    ]
     for target, call, newest in moments:
         arguments = start_or_resume(bench, "run")
         ended = bench.run(arguments, before=signal_at(target, KILL, call=call))

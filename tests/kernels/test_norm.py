@@ -228,7 +228,11 @@ def test_lowers(workload):
     assert num_kernels(f, *abstract((workload.rows, workload.columns))) == 2
 
 
-@pytest.mark.parametrize("columns", [1024, 8192, 32768, 131072, 245760])
+@pytest.mark.parametrize(
+    "columns",
+    # The least and the most; ``test_rows_choice`` lowers others.
+    [1024, 245760, *(pytest.param(n, marks=pytest.mark.slow) for n in (8192, 32768, 131072))],
+)
 def test_lowers_with_everything(columns):
     f = functools.partial(evaluate, **FORMS[3], implementation="hopper")
     assert num_kernels(f, *abstract((4096, columns))) == 2
@@ -265,9 +269,9 @@ def test_wrong_arguments(x, scale, options, words):
 @pytest.mark.parametrize(
     ("ms", "num"),
     [
-        ({"forward": (1.0, 1.1), "gradient": (1.0, 1.2)}, 1),
+        ({"forward": (1.0, 1.02), "gradient": (1.0, 1.2)}, 1),
         ({"forward": (1.0, 1.2), "gradient": (1.0, 1.2)}, 2),
-        ({"forward": (1.0, 1.1), "gradient": (1.3, 1.2)}, 0),
+        ({"forward": (1.0, 1.02), "gradient": (1.3, 1.2)}, 0),
     ],
     ids=["gradient", "both", "neither"],
 )
@@ -283,7 +287,8 @@ def test_the_shipped_table():
         return num_kernels(f, *abstract((rows, columns)))
 
     assert num(8192, 32768) == 2
-    assert num(32768, 4096) == 1  # the gradient
+    assert num(32768, 4096) == 2
+    assert num(1048576, 128) == 1  # the gradient
     assert num(4096, 131072) == 2
     assert num(32768, 4096, **FORMS[3]) == 2
 

@@ -16,6 +16,7 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.run import AttentionImplementation, ContextMethod
 from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.parallel.context import halo
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.parallel.context.methods import ContextAttention
 from jaxinfra.parallel.context.zigzag import from_zigzag, to_zigzag, zigzag_indices
@@ -210,6 +211,25 @@ def test_bytes_sent_are_the_formula(method, dtype):
     if method is ContextMethod.RING:
         # Forward, keys P-1 times. Backward, keys and later sums as often, P-3 times in one send.
         assert (len(forward), len(backward)) == (3, 5)
+
+
+@pytest.mark.parametrize("left", [2, 3, 7, 11, 23])
+def test_a_window_gathers_what_it_would_be_sent(left):
+    """Chunks of three tokens: part of one, one, more than one, and more than there are."""
+    mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = np.arange(1, 2 * 24 * 5 + 1, dtype=np.float32).reshape(2, 24, 5)
+    ids = np.random.default_rng(seeded(0)).integers(0, 3, (2, 24)).astype(np.int32)
+
+    def both(x, ids):
+        return [fetch(x, ids, "context", left) for fetch in (halo._sent, halo._gathered)]
+
+    spec = jax.sharding.PartitionSpec(None, "context")
+    found = jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    sent, gathered = jax.jit(found)(to_zigzag(x, 4), to_zigzag(ids, 4))
+    np.testing.assert_array_equal(sent[0], gathered[0])
+    np.testing.assert_array_equal(sent[1], gathered[1])
+    assert np.any(sent[1] < 0)
+    assert np.any(sent[1] >= 0)
 
 
 def test_window_fetches_what_it_reaches_and_no_more():

@@ -87,7 +87,7 @@ def test_write_that_fails(directory, caplog):
         assert str(directory / "step_00000002") in message
         assert "File too large" in message
         assert len(message) < 400, "one line, without the writer's internals"
-        assert [record.getMessage() for record in caplog.records] == [message], "said once"
+        assert caplog.records == [], "said once, by whoever catches it"
         checkpointer.wait()  # raised once, not for ever
         assert_recovers(checkpointer, directory, 2)
 

@@ -159,7 +159,8 @@ IMPOSSIBLE = {
     "training.sequence_length=4096": r"sequence_length=4096 exceeds the model's "
     r"max_positions=2048; shorten the sequence or raise model.max_positions",
     "optimizer.warmup_steps=100000": r"warmup_steps=100000 exceeds steps=",
-    "mesh.tensor=4 model.stacks.0.pattern.0.mixer.num_q_heads=4": r"num_kv_heads=2 does not "
+    "mesh.tensor=4 model.stacks.0.pattern.0.mixer.num_q_heads=12 "
+    "model.stacks.0.pattern.0.mixer.num_kv_heads=6": r"num_kv_heads=6 does not "
     r"divide over tensor=4; choose a tensor size",
     "mesh.tensor=2 model.stacks.0.pattern.0.feed_forward.hidden_dim=5": r"hidden_dim=5 does not",
     "mesh.tensor=2 model.vocab_size=4097": r"vocab_size=4097 does not divide over tensor=2",
@@ -209,6 +210,7 @@ def test_parse_mesh():
         ("fsdp=-1", "'fsdp=-1' needs a whole size"),
         ("fsdp=2.0", "'fsdp=2.0' needs a whole size"),
         ("fsdp=0", "fsdp=0 must be at least 1"),
+        pytest.param(f"fsdp={'9' * 5000}", "needs a whole size", id="5000 digits"),
     ],
 )
 def test_a_wrong_mesh_says_what_is_wrong(text, message):

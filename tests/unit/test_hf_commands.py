@@ -89,8 +89,8 @@ def test_an_exported_run_gives_the_same_logits(run, exported):
 
 
 def test_an_exported_run_separates_texts_as_in_training(exported):
-    assert read_separators(exported).prefix_ids == (256,)
-    assert read_separators(exported).eos_ids == (256,)
+    separators = read_separators(exported, vocab_size=260)
+    assert (separators.prefix_ids, separators.eos_ids) == ((256,), (256,))
     # As any reader of tokenizer.json does it.
     ids = tokenizers.Tokenizer.from_file(str(exported / "tokenizer.json")).encode("ab").ids
     assert ids == [256, *b"ab"]
@@ -130,6 +130,33 @@ def test_evaluate_agrees(run, exported, tmp_path, capsys):
     for other in losses[1:]:
         assert other["heldout_loss"] == pytest.approx(losses[0]["heldout_loss"], rel=1e-6)
         assert other["tokens"] == losses[0]["tokens"]
+
+
+def one_token_more(model):
+    values = json.loads((model / "tokenizer.json").read_text())
+    values["model"]["vocab"]["more"] = 260
+    (model / "tokenizer.json").write_text(json.dumps(values))
+
+
+def ends_nowhere(model):
+    (model / "generation_config.json").write_text('{"eos_token_id": [256, 260]}')
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [(one_token_more, "has 261 tokens"), (ends_nowhere, "ends with token 260")],
+    ids=["a token more than the model has", "an end token that the model lacks"],
+)
+def test_ids_are_held_against_the_vocabulary(exported, tmp_path, capsys, spoil, words):
+    copy = shutil.copytree(exported, tmp_path / "copy")
+    spoil(copy)
+    assert main(["generate", str(copy), "--prompt", "a", "--max-new-tokens", "1"]) == 1
+    assert words in capsys.readouterr().err
+    if spoil is one_token_more:
+        for command in (["convert", str(copy), str(tmp_path / "out")], ["evaluate", str(copy)]):
+            assert main(command) == 1
+            assert "261 tokens" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
 
 
 def test_steps_belong_to_runs(exported, capsys):

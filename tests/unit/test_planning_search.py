@@ -185,7 +185,7 @@ def test_experts_must_divide():
 def test_stages_do_not_send_what_a_window_reaches():
     windowed = find_model("gemma2_9b")
     check(windowed, layout(length=4096, pipe=2, context=2))
-    with pytest.raises(ConfigError, match=r"window of 4096 .* context_method=ulysses alone"):
+    with pytest.raises(ConfigError, match=r"window of 4096 .* all_gather or ulysses"):
         check(windowed, layout(length=8192, pipe=2, context=2))
 
 

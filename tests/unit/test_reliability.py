@@ -133,6 +133,22 @@ def test_slow_ranks_are_named_once_with_their_cause():
     assert (rank, cause) == (0, "device")
 
 
+def test_a_few_milliseconds_of_a_shared_core_are_no_slow_device():
+    row = ProcessRow(host_s=0.004, probe_s=0.003)
+    shared = Stragglers(probe_margin_s=0.05)
+    table = [row, dataclasses.replace(row, probe_s=0.007)]
+    assert [found for _ in range(20) for found in shared.add(table, step_s=0.3)] == []
+
+
+def test_a_slow_device_is_named_by_rare_probes():
+    stragglers, row, found = Stragglers(), ProcessRow(host_s=0.004), []
+    for step in range(1, 210):
+        probed = [0.004, 0.009] if step % 50 == 0 else [0.0, 0.0]
+        rows = [dataclasses.replace(row, probe_s=seconds) for seconds in probed]
+        found += [(step, *each[:2]) for each in stragglers.add(rows, step_s=0.1)]
+    assert found == [(200, 1, "device")]
+
+
 def test_a_contended_core_is_no_slow_device():
     """Some probes of every rank take twice as long where other work shares its core."""
     stragglers = Stragglers()
@@ -317,10 +333,12 @@ def test_the_hook_does_what_is_planned_and_nothing_else(monkeypatch):
 WATCHED = """
 import sys, time, threading
 from pathlib import Path
-from jaxinfra.reliability.recorder import Recorder
+from jaxinfra.reliability.recorder import Recorder, read_record, record_file
 from jaxinfra.reliability.watchdog import Watchdog
 directory, rank, stuck = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 recorder = Recorder(directory, rank)
+while read_record(record_file(directory, 1 - rank)) is None:
+    time.sleep(0.02)
 with Watchdog(recorder, directory, num_ranks=2, hang_s=2.0, heartbeat_s=3.0, launcher=None):
     recorder.phase("wait", step=5)
     if rank == 1:

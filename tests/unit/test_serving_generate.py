@@ -19,7 +19,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import RunConfig, TrainingConfig
-from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model
@@ -148,16 +148,16 @@ def test_rows_of_one_batch_draw_by_their_own_settings(model):
         generate(model, PROMPTS, max_new_tokens=1, sampling=settings[:2])
 
 
-def test_one_compiled_program_serves_all_settings(model):
+def test_settings_that_need_the_same_share_a_compiled_program(model):
     def compiled() -> int:
         return steps.prefill._cache_size() + steps.decode._cache_size()
 
     def drawn(sampling):
         return rows(generate(model, PROMPTS, max_new_tokens=4, sampling=sampling))
 
-    drawn(GREEDY)
+    drawn(SAMPLING)
     before = compiled()
-    for sampling in (SAMPLING, SamplingConfig(top_k=3), [GREEDY, SAMPLING, SamplingConfig()]):
+    for sampling in (SamplingConfig(top_k=3), [GREEDY, SAMPLING, SamplingConfig()]):
         drawn(sampling)
     assert compiled() == before
 
@@ -248,3 +248,16 @@ def test_text_is_the_decoding_of_the_tokens(model):
     drawn = [new.token for new in tokens if new.token != tokenizer.eos_id]
     whole = tokenizer.decode([*ids, *drawn])
     assert whole == tokenizer.decode(ids) + text
+
+
+def test_logits_that_are_no_numbers_end_it_with_an_error(model):
+    """What was drawn before them is given; no row of the batch goes on as if nothing were."""
+    values = parameters(scale=0.3)
+    drawn = [each.token for each in generate(model, [[1, 2]], max_new_tokens=4, sampling=GREEDY)]
+    poisoned = next(token for token in drawn[1:] if token not in (1, 2, drawn[0]))
+    before = drawn[: drawn.index(poisoned) + 1]
+    values["embedding"]["table"] = values["embedding"]["table"].at[poisoned].set(jnp.nan)
+    tokens = generate(DEFINITION.bind(values), [[1, 2]], max_new_tokens=4, sampling=GREEDY)
+    assert [next(tokens).token for _ in before] == before
+    with pytest.raises(CheckpointError, match=f"new token {len(before) + 1} are not finite"):
+        next(tokens)

@@ -29,7 +29,7 @@ from jaxinfra.serving.convert import convert
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
 from jaxinfra.serving.placement import serving_placement
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, prefill
 from jaxinfra.training.job import make_job
 from tests.decoder_oracle import attention, drawn, model, oracle
@@ -40,7 +40,7 @@ CONFIG = dataclasses.replace(
 )
 MESHES = {
     "one": MeshConfig(),
-    "tensor": MeshConfig(tensor=2),
+    "tensor": MeshConfig(tensor=4),  # two key/value heads of the first block: each on two devices
     "fsdp_tensor": MeshConfig(fsdp=2, tensor=2),
     "replica_tensor": MeshConfig(replica=2, tensor=2),
 }
@@ -93,7 +93,7 @@ def test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread(decoders, 
     assert_within_rounding(logits(decoders[name], ids), true)
 
     graphdef, weights = nnx.split(decoders[name])
-    config = StepConfig(graphdef=graphdef, num_ids=32)
+    config = StepConfig(graphdef=graphdef, num_ids=32, needs=SamplingNeeds())
     keys = jax.random.split(jax.random.key(0), 4)
     sampling = SamplingRows.of([GREEDY] * 4)
     lengths = np.full(4, 16, np.int32)
@@ -111,7 +111,7 @@ def test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread(decoders, 
 def test_decoding_exchanges_no_cache(decoders):
     decoder = decoders["fsdp_tensor"]
     graphdef, weights = nnx.split(decoder)
-    config = StepConfig(graphdef=graphdef, num_ids=32)
+    config = StepConfig(graphdef=graphdef, num_ids=32, needs=SamplingNeeds())
     batch, num_slots = 4, 4096
     keys = jax.random.split(jax.random.key(0), batch)
     args = (np.zeros((batch, 8), np.int32), np.full(batch, 8, np.int32), keys)
@@ -200,7 +200,7 @@ def test_models_of_every_layout_are_loaded_onto_a_mesh(directories, source, caps
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("tensor=4", r"num_kv_heads=2 does not divide over tensor=4; choose a tensor size that"),
+        ("tensor=8", r"vocab_size=260 does not divide over tensor=8; choose a tensor size that"),
         ("pipe=2", r"mesh pipe=2: generation spreads a model over replica, fsdp, tensor only"),
         ("context=2,tensor=2", r"mesh context=2: generation spreads"),
         ("replica=16", r"needs 16 devices, 8 are here"),

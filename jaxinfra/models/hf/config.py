@@ -7,6 +7,7 @@ from typing import Any
 from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.routing import BalanceConfig
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.files import is_of_type
 from jaxinfra.models.hf import deepseek, families, gpt2, sparse
 from jaxinfra.models.hf.keys import Keys
 from jaxinfra.models.hf.quantization import Quantization, read_quantization
@@ -81,6 +82,10 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
     model_type = model_type_of(values)
     family = FAMILIES[model_type]
     architectures = values.get("architectures")
+    if not is_of_type(architectures, list[str] | None):
+        raise ConfigError(
+            f"{model_type} config: architectures={architectures!r} is no list of names"
+        )
     if architectures and family.architecture not in architectures:
         raise ConfigError(
             f"{model_type} config: architectures={architectures}: a language model, "
@@ -88,7 +93,13 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
         )
     keys = Keys(values, what=f"{model_type} config")
     read_quantization(keys)
-    config = family.read(keys)
+    try:
+        config = family.read(keys)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # Sizes are divided by each other on the way to a config, which then says what is wrong.
+        raise ConfigError(
+            f"{model_type} config: its numbers do not fit together ({error}); restore it"
+        ) from error
     keys.finish()
     return config
 
@@ -96,7 +107,7 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
 def model_type_of(values: Mapping[str, Any]) -> str:
     """The ``model_type``; raises ConfigError for one that is not supported."""
     model_type = values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"model_type={model_type!r} is not supported{nearest(str(model_type), FAMILIES)}"
         )

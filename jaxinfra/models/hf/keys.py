@@ -45,6 +45,7 @@ _PLAIN: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
+_LARGEST = 1 << 53
 _BOUNDED = {"num_hidden_layers": "num_layers", "n_layer": "num_layers"}
 
 
@@ -64,6 +65,8 @@ class Keys:
     def integer(self, name: str, default: Any = _MISSING) -> Any:
         """A whole number; the default may be None. Sizes that lists are made of are bounded."""
         value = self._typed(name, default, (int,))
+        if value is not None and abs(value) > _LARGEST:
+            raise ConfigError(f"{self._what}: {name} is beyond {_LARGEST:,}: no such size exists")
         if name in _BOUNDED and value is not None:
             require_within(**{_BOUNDED[name]: value})
         return value
@@ -89,7 +92,7 @@ class Keys:
     def number(self, name: str, default: Any = _MISSING) -> Any:
         """A number, as float; the default may be None."""
         value = self._typed(name, default, (int, float))
-        return float(value) if value is not None else None
+        return None if value is None else self._float(name, value)
 
     def flag(self, name: str, default: Any = _MISSING) -> bool:
         """True or false."""
@@ -103,6 +106,13 @@ class Keys:
         """A list, as a tuple; the default may be None."""
         value = self._typed(name, default, (list, tuple))
         return None if value is None else tuple(value)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of numbers."""
+        values = self.sequence(name)
+        if any(type(value) not in (int, float) for value in values):
+            raise ConfigError(f"{self._what}: {name} must be a list of numbers")
+        return tuple(self._float(name, value) for value in values)
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
         """A nested object, None where there is none."""
@@ -140,6 +150,12 @@ class Keys:
                 f"{self._what}: unknown keys, which may change what the model computes: {listed}; "
                 "remove them if they are without effect"
             )
+
+    def _float(self, name: str, value: float) -> float:
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ConfigError(f"{self._what}: {name} is beyond any number of a model") from error
 
     def _typed(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
         self._read.add(name)

@@ -111,8 +111,8 @@ def _read_longrope(rope: Keys, *, max_positions: int, original: int) -> LongRope
     factor = rope.number("factor", max_positions / original)
     default = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
     return LongRopeScaling(
-        short_factors=tuple(float(x) for x in rope.sequence("short_factor")),
-        long_factors=tuple(float(x) for x in rope.sequence("long_factor")),
+        short_factors=rope.numbers("short_factor"),
+        long_factors=rope.numbers("long_factor"),
         original_max_positions=original,
         attention_factor=rope.number("attention_factor", default),
     )

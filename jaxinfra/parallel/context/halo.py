@@ -1,12 +1,13 @@
 """Windowed attention over a sequence in zig-zag order: each chunk fetches the tokens before it.
 
 A query sees ``left`` keys before its own, so that a chunk needs the last ``left`` tokens of the
-chunks before it and no others: whole chunks and the end of one. They are fetched from the devices
-that own them, to each chunk's own device in one hop; every other step of the ring is left out. One
+chunks before it and no others: whole chunks and the end of one. They are sent by the devices that
+own them, to each chunk's own device in one hop; every other step of the ring is left out. Where
+devices may not permute (stages of a pipeline), all keys are gathered and these are cut out. One
 attention over [fetched | own] keys follows, whose mask is the plain causal window.
 
 Bytes a device sends forward, at most: 2 chunks x ``left`` tokens x 2 K H b (chunks that do not
-exist are not sent), and as many backward.
+exist are not sent); gathered, (P-1) t x 2 K H b. As many backward.
 
 Dims: B batch, t tokens of a device, c = t/2 of a chunk, N query heads, K key/value heads, H head
 width.
@@ -17,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxinfra.ops.partial_attention import PartialAttention
-from jaxinfra.parallel.collectives import num_devices, rank
+from jaxinfra.parallel.collectives import all_gather, num_devices, rank
+from jaxinfra.parallel.context.zigzag import chunks_in_sequence
 
 
 def windowed_attention(
@@ -29,12 +31,14 @@ def windowed_attention(
     ids_Bt: Int32[Array, "B t"] | None,
     *,
     left: int,
+    permutes: bool,
 ) -> Float[Array, "B t N H"]:
     """This device's rows of causal attention over ``left`` keys before each query's own.
 
     Args:
         axis: the mesh axis of the sequence, manual here.
         ids_Bt: int32 documents, below 0 for padding; None where a row is one document.
+        permutes: send keys from device to device; else gather them.
 
     Returns:
         [B, t, N, H] in q's dtype.
@@ -44,21 +48,11 @@ def windowed_attention(
         ids_Bt = jnp.zeros_like(k_BtKH[:, :, 0, 0], dtype="int32")
     # Keys and values side by side travel in one send.
     kv_BtKH = jnp.concatenate([k_BtKH, v_BtKH], axis=2)
+    fetch = _sent if permutes else _gathered
+    kv_before, ids_before = fetch(kv_BtKH, ids_Bt, axis, left)
     ids_2Bc = _as_batch(ids_Bt)
-    keys, key_ids = [_as_batch(kv_BtKH)], [ids_2Bc]
-    chunk = ids_2Bc.shape[1]
-    for distance in range(1, -(-left // chunk) + 1):
-        tokens = min(chunk, left - (distance - 1) * chunk)
-        kv, ids = (
-            _chunks_before(x, axis, distance=distance, tokens=tokens) for x in (kv_BtKH, ids_Bt)
-        )
-        exists = [
-            jnp.broadcast_to(number >= distance, (ids_Bt.shape[0], tokens))
-            for number in _chunk_numbers(axis)
-        ]
-        keys.insert(0, kv)
-        key_ids.insert(0, jnp.where(jnp.concatenate(exists), ids, -1))
-    k_2BSKH, v_2BSKH = jnp.split(jnp.concatenate(keys, axis=1), 2, axis=2)
+    kv_2BSKH = jnp.concatenate([kv_before, _as_batch(kv_BtKH)], axis=1)
+    k_2BSKH, v_2BSKH = jnp.split(kv_2BSKH, 2, axis=2)
     out_2BcNH, _ = part.forward(
         _as_batch(q_BtNH),
         k_2BSKH,
@@ -66,9 +60,48 @@ def windowed_attention(
         is_causal=True,
         left=left,
         q_ids_BT=ids_2Bc,
-        kv_ids_BS=jnp.concatenate(key_ids, axis=1),
+        kv_ids_BS=jnp.concatenate([ids_before, ids_2Bc], axis=1),
     )
     return jnp.concatenate(jnp.split(out_2BcNH, 2), axis=1)
+
+
+def _sent(kv_Bt: jax.Array, ids_Bt: jax.Array, axis: str, left: int) -> tuple[jax.Array, jax.Array]:
+    """The ``left`` tokens before each of this device's chunks and their documents, -1 where there
+    is no token, [2B, left, ...] each.
+    """
+    chunk = ids_Bt.shape[1] // 2
+    keys, key_ids = [], []
+    for distance in range(1, -(-left // chunk) + 1):
+        tokens = min(chunk, left - (distance - 1) * chunk)
+        kv, ids = (
+            _chunks_before(x, axis, distance=distance, tokens=tokens) for x in (kv_Bt, ids_Bt)
+        )
+        exists = [
+            jnp.broadcast_to(number >= distance, (ids_Bt.shape[0], tokens))
+            for number in _chunk_numbers(axis)
+        ]
+        keys.insert(0, kv)
+        key_ids.insert(0, jnp.where(jnp.concatenate(exists), ids, -1))
+    return jnp.concatenate(keys, axis=1), jnp.concatenate(key_ids, axis=1)
+
+
+def _gathered(
+    kv_Bt: jax.Array, ids_Bt: jax.Array, axis: str, left: int
+) -> tuple[jax.Array, jax.Array]:
+    """As ``_sent``."""
+    chunk = ids_Bt.shape[1] // 2
+
+    def before(x_Bt: jax.Array, absent: int) -> jax.Array:
+        x_BT = chunks_in_sequence(all_gather(x_Bt, axis, dim=1), num_devices(axis))
+        padding = [(0, 0), (left, 0)] + [(0, 0)] * (x_BT.ndim - 2)
+        padded = jnp.pad(x_BT, padding, constant_values=absent)
+        cut = [
+            jax.lax.dynamic_slice_in_dim(padded, number * chunk, left, axis=1)
+            for number in _chunk_numbers(axis)
+        ]
+        return jnp.concatenate(cut)
+
+    return before(kv_Bt, 0), before(ids_Bt, -1)
 
 
 def _chunk_numbers(axis: str) -> tuple[jax.Array, jax.Array]:

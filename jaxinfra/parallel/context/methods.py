@@ -34,7 +34,8 @@ class ContextAttention:
     Args:
         placement: the mesh, and which of its axes shard batch, sequence and heads.
         method: how keys meet queries; "auto" is the ring, and in a pipeline all_gather. Windowed
-            layers fetch what their window reaches under ring and all_gather alike (``halo``).
+            layers fetch what their window reaches under ring and all_gather alike (``halo``);
+            in a pipeline all_gather gathers for them too.
         implementation: of the attention on one device.
         is_causal: by place in the sequence.
     """
@@ -60,7 +61,7 @@ class ContextAttention:
         P; UnsupportedError where the implementation cannot compute a device's part, or a pipeline's
         stage would send from device to device.
         """
-        self._check_stages(config, q_BTNH.shape[1])
+        self._check_stages()
         if sinks_N is not None:
             raise UnsupportedError(
                 "attention with sinks over the context axis: parts of a softmax are merged without "
@@ -83,18 +84,18 @@ class ContextAttention:
             check_vma=False,
         )(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
 
-    def _check_stages(self, config: MixerConfig, length: int) -> None:
+    @property
+    def _is_stage(self) -> bool:
+        return self.placement.mesh.shape[MeshAxis.PIPE] > 1
+
+    def _check_stages(self) -> None:
         """In a pipeline, stages do different things at a time. A collective over groups concerns
         the devices of one stage; a permutation names those of all, and would wait for them.
         """
-        permutes = self.method is ContextMethod.RING or (
-            _reach(config, length) is not None and self.method is not ContextMethod.ULYSSES
-        )
-        if permutes and self.placement.mesh.shape[MeshAxis.PIPE] > 1:
+        if self.method is ContextMethod.RING and self._is_stage:
             raise UnsupportedError(
-                f"context_method={self.method.value} with window={config.window} in a pipeline: "
-                "its sends would wait for stages that do something else; use "
-                "context_method=ulysses, or all_gather without windows"
+                f"context_method={self.method.value} in a pipeline: its sends would wait for "
+                "stages that do something else; use context_method=all_gather or ulysses"
             )
 
     def _local(
@@ -123,9 +124,10 @@ class ContextAttention:
         length = q_BtnH.shape[1] * num_shards
         reach = _reach(config, length)
         if reach is not None:
-            return windowed_attention(part, axis, *operands, ids_Bt, left=reach)
-        is_stage = self.placement.mesh.shape[MeshAxis.PIPE] > 1
-        if self.method is ContextMethod.ALL_GATHER or is_stage:
+            return windowed_attention(
+                part, axis, *operands, ids_Bt, left=reach, permutes=not self._is_stage
+            )
+        if self.method is ContextMethod.ALL_GATHER or self._is_stage:
             return gathered_attention(part, axis, *operands, ids_Bt, is_causal=self.is_causal)
         ring = Ring(part=part, axis=axis, num_shards=num_shards, is_causal=self.is_causal)
         return ring_attention(ring, *operands, ids_Bt)

@@ -1,0 +1,76 @@
+"""Where a step's memory goes: by role, by name, and when it is fullest.
+
+jaxinfra memory tiny                                  a preset, compiled for the devices here
+jaxinfra memory runs/small-1 --picture memory.png     a run's config
+jaxinfra memory small --remat none --limit 40         and, where that is too much, what would fit
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli import train
+from jaxinfra.cli.price import step_price
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.diagnostics.memory.picture import draw_memory
+from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
+from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
+from jaxinfra.training.job import lower_step, make_job
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options: those of ``train`` that describe a config, and some more."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    train.add_arguments(parser)
+    parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it over time")
+    parser.add_argument("--top", type=int, default=16, help="parts to list (16)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles the step and prints where its memory goes; 1 where it exceeds the limit."""
+    if args.preset is not None and Path(args.preset).is_dir():
+        args.config, args.preset = RunDirectory(Path(args.preset)).config_file, None
+    config = fixed_remat(train.config_of(args))
+    if args.limit is not None and not args.limit > 0:
+        raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
+    report = report_memory(lower_step(make_job(config)))
+    limit = None if args.limit is None else int(args.limit * 2**30)
+    too_much = limit is not None and report.total_bytes > limit
+    remedies = _remedies(config, limit) if too_much and limit is not None else []
+    if args.picture is not None:
+        draw_memory(report, args.picture, limit_bytes=limit)
+    if args.json:
+        found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
+        print(json.dumps(report.as_json() | found, indent=1))
+    else:
+        _print(report, top=args.top)
+        for each in remedies:
+            print(f"remedy: {each.describe()}")
+    return 1 if too_much else 0
+
+
+def _remedies(config: RunConfig, limit: int) -> list[Remedy]:
+    return find_remedies(config, limit_bytes=limit, price=step_price)
+
+
+def _print(report: MemoryReport, *, top: int) -> None:
+    console = Console()
+    console.print(report.explained())
+    roles = Table("role", "bytes", "share")
+    for role, size in report.by_role().items():
+        roles.add_row(role, gib(size), f"{size / report.total_bytes:.1%}")
+    roles.add_row("total", gib(report.total_bytes), "")
+    parts = Table("role", "name", "bytes", "share")
+    for part in report.parts[:top]:
+        parts.add_row(
+            part.role, part.name, gib(part.bytes), f"{part.bytes / report.total_bytes:.1%}"
+        )
+    for table in (roles, parts):
+        console.print(table)

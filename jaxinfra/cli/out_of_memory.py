@@ -1,0 +1,71 @@
+"""The report of a run whose first step did not fit: ``out-of-memory.json`` and its picture."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfra.checkpoint.run_directory import write_atomically
+from jaxinfra.cli.price import step_price
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.diagnostics.memory.picture import draw_memory
+from jaxinfra.diagnostics.memory.remedies import find_remedies, fixed_remat
+from jaxinfra.diagnostics.memory.report import gib, report_memory
+from jaxinfra.training.job import lower_step, make_job
+from jaxinfra.training.recompute import FREE_SHARE
+
+REPORT = "out-of-memory.json"
+PICTURE = "out-of-memory.png"
+
+_ASKED = re.compile(r"allocat\w*(?: of)? ([\d.]+) ?(bytes|B|KiB|MiB|GiB|KB|MB|GB)")
+_LIMIT = re.compile(r"limit of (\d+) bytes")
+_UNITS = {"b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraError) -> str:
+    """Compiles the step again, without running it, and writes what it needs and what would fit.
+
+    Returns the report in a few lines.
+    """
+    config = fixed_remat(config)
+    report = report_memory(lower_step(make_job(config)))
+    limit = _limit(str(error))
+    remedies = []
+    if limit is not None and jax.process_count() == 1:
+        remedies = find_remedies(config, limit_bytes=limit, price=step_price)
+    asked = _asked(str(error))
+    found: dict[str, Any] = {
+        "error": str(error),
+        "asked_bytes": asked,
+        "asked_by": {"operation": report.peak_operation, "scope": report.peak_scope},
+        "limit_bytes": limit,
+        "explained": report.explained(),
+        "remedies": [each.as_json() for each in remedies],
+        **report.as_json(),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / REPORT, json.dumps(found, indent=1) + "\n")
+    draw_memory(report, directory / PICTURE, limit_bytes=limit)
+    lines = [f"out of memory: {report.explained()}"]
+    if asked is not None:
+        lines.append(f"asked for: {gib(asked)}")
+    lines += [f"holds {gib(each.bytes)}: {each.shape} {each.name}" for each in report.largest[:3]]
+    lines += [f"remedy: {each.describe()}" for each in remedies]
+    return "\n".join([*lines, f"report: {directory / REPORT}"])
+
+
+def _asked(text: str) -> int | None:
+    match = _ASKED.search(text)
+    return None if match is None else int(float(match[1]) * _UNITS[match[2][0].lower()])
+
+
+def _limit(text: str) -> int | None:
+    """Bytes of a device that a program may take; None where neither device nor error says."""
+    if match := _LIMIT.search(text):
+        return int(match[1])
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return None if limit is None else int((1 - FREE_SHARE) * limit)

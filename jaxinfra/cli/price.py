@@ -1,0 +1,52 @@
+"""What the planner says a run's step takes."""
+
+import functools
+
+import jax
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.planning.devices import NAMES, Device, find_device
+from jaxinfra.planning.layout import UNROLLED, Layout, Traits
+from jaxinfra.planning.model import PlannedModel, plan_model
+from jaxinfra.planning.plan import Plan, make_plan
+
+
+def step_price(config: RunConfig) -> float | None:
+    """Predicted seconds per step, on the GPUs here or, without any, on H200s; None where the
+    planner has no layout of it.
+    """
+    plan = step_plan(config)
+    return None if plan is None else plan.time.total_s
+
+
+def step_plan(config: RunConfig) -> Plan | None:
+    """The plan of a run's step; None where the planner has none."""
+    training = config.training
+    unrolled = training.unroll >= config.model.num_layers
+    try:
+        layout = Layout(
+            length=training.sequence_length,
+            batch=training.batch_size,
+            mesh=config.mesh,
+            zero=config.sharding.zero,
+            chunks=config.pipeline.chunks if config.mesh.pipe > 1 else 1,
+            sequence_parallel=config.sharding.sequence_parallel,
+            accumulation=training.accumulation,
+            remat=training.remat,
+            traits=UNROLLED if unrolled else Traits(),
+        )
+        return make_plan(_planned(config.model), layout, _device_here())
+    except JaxinfraError:
+        return None
+
+
+@functools.cache
+def _planned(model: ModelConfig) -> PlannedModel:
+    return plan_model(model)
+
+
+def _device_here() -> Device:
+    kind = jax.local_devices()[0].device_kind.lower()
+    return find_device(next((name for name in NAMES if name in kind), "h200"))

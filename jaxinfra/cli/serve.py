@@ -1,0 +1,131 @@
+"""Serve a model to clients of OpenAI's API, and to people in a browser.
+
+jaxinfra serve runs/small-1
+jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
+jaxinfra serve                   # the newest run of `make train`, trained first if there is none
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.signals import noted_signals
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.load import load
+from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
+
+_EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
+_RUNS, _PRESET = Path("runs"), "tiny"  # where ``jaxinfra train`` leaves what it trains
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "model", metavar="MODEL", type=Path, nargs="?", help="a run, or a Hugging Face directory"
+    )
+    parser.add_argument("--name", help="what clients call it; by default the directory's name")
+    where = parser.add_argument_group("who may ask")
+    where.add_argument("--host", default="127.0.0.1", help="0.0.0.0: from other machines too")
+    where.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    where.add_argument(
+        "--api-key",
+        default=os.environ.get("JAXINFRA_API_KEY"),
+        metavar="KEY",
+        help="asked of every client; JAXINFRA_API_KEY says it too",
+    )
+    most = parser.add_argument_group("how much")
+    defaults = EngineOptions()
+    for option, default, text in (
+        ("max-running", defaults.max_running, "requests that have pages at a time"),
+        ("max-open", 256, "requests that run or wait; others are told to come again (429)"),
+        ("max-context", None, "tokens of a request; by default the model's positions"),
+        ("max-new-tokens", None, "tokens of an answer"),
+        ("max-step-tokens", defaults.max_step_tokens, "tokens of a step, chunks of prompts too"),
+        ("page-size", defaults.page_size, "tokens of a page of the cache"),
+        ("num-pages", None, "pages; by default enough for --max-running of the longest"),
+        ("max-body-mb", 8, "megabytes of a request's body"),
+        ("drain-seconds", 30, "that open requests have once a stop is asked for"),
+    ):
+        said = f"{text} ({default})" if default is not None else text
+        most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
+    ahead = parser.add_argument_group("speculation")
+    ahead.add_argument(
+        "--num-drafts", type=int, default=0, metavar="N", help="tokens proposed ahead in each step"
+    )
+    ahead.add_argument(
+        "--draft", type=Path, metavar="MODEL", help="proposes them; else the text's own past does"
+    )
+    parser.add_argument(
+        "--policy",
+        choices=[name.value for name in PolicyName],
+        help="compute dtype; by default the one the run was trained with",
+    )
+    parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until a signal asks for the end, and until open requests have ended then."""
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"a server needs {', '.join(missing)}: install jaxinfra with its extra 'serve' "
+            "(pip install 'jaxinfra[serve]'), or use make serve"
+        )
+    # What only a server needs is imported here: other commands do without.
+    start = importlib.import_module("jaxinfra.serving.http.start")
+    server = importlib.import_module("jaxinfra.serving.http.server")
+    service = importlib.import_module("jaxinfra.serving.http.service")
+    if args.draft is not None and not args.num_drafts:
+        raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
+    path = args.model or _trained()
+    options = start.ServeOptions(
+        path=path,
+        name=args.name or path.resolve().name,
+        engine=EngineOptions(
+            max_running=args.max_running,
+            page_size=args.page_size,
+            num_pages=args.num_pages,
+            max_context=args.max_context,
+            max_step_tokens=args.max_step_tokens,
+            num_drafts=args.num_drafts,
+        ),
+        server=server.ServerOptions(
+            host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
+        ),
+        limits=service.ServiceLimits(
+            max_new_tokens=args.max_new_tokens, max_body_bytes=args.max_body_mb << 20
+        ),
+        max_open=args.max_open,
+    )
+    policy = None if args.policy is None else PolicyName(args.policy)
+    mesh = parse_mesh(args.mesh)
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        model = load(path, policy=policy, mesh=mesh)
+        draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
+    with noted_signals() as request:
+        start.serve(model, options, request, draft=draft, say=lambda text: print(text, flush=True))
+    return 0
+
+
+def _trained() -> Path:
+    """The newest run of the preset that ``jaxinfra train`` takes by default, trained to its end."""
+    found = [path for path in _RUNS.glob(f"{_PRESET}-*") if RunDirectory(path).checkpoints.is_dir()]
+    if found:
+        return max(found, key=lambda path: path.stat().st_mtime)
+    path = _RUNS / f"{_PRESET}-1"
+    print(f"no run of {_PRESET} in {_RUNS}/: training {path} first", flush=True)
+    command = [sys.executable, "-m", "jaxinfra", "train", "--run", str(path), "--continue"]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise ConfigError(f"training {path} ended with exit code {code}; see what it said above")
+    return path

@@ -1,0 +1,1 @@
+"""What a machine says of itself, each statement with a rule and a remedy."""

@@ -1,0 +1,57 @@
+"""All of a machine, examined."""
+
+import os
+from pathlib import Path
+
+from jaxinfra.diagnostics.machine.finding import Finding, Grade
+from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings, num_gpus
+from jaxinfra.diagnostics.machine.host import host_findings, read_host
+from jaxinfra.diagnostics.machine.nvml import (
+    Answers,
+    LiveAnswers,
+    NoAnswerError,
+    RecordedAnswers,
+    asked_or_none,
+)
+from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag_findings
+from jaxinfra.diagnostics.machine.software import installed, software_findings
+from jaxinfra.diagnostics.machine.xid import kernel_log, xid_findings
+
+
+def machine_findings(
+    *, directory: Path, answers: Answers | None = None, record: Path | None = None
+) -> list[Finding]:
+    """Findings about GPUs, host, software and settings; links are measured apart.
+
+    Args:
+        directory: where runs are written.
+        answers: of a recording, judged in place of this machine's GPUs.
+        record: where to write what this machine's driver answered.
+    """
+    source, found = (answers, []) if answers is not None else _live()
+    gpus = num_gpus(source)
+    if gpus:
+        found += driver_findings(source) + gpu_findings(source)
+        memory = [asked_or_none(source, "nvmlDeviceGetMemoryInfo", gpu) for gpu in range(gpus)]
+        gpu_bytes = sum(each["total"] for each in memory if each)
+    else:
+        gpu_bytes = 0
+    if record is not None and isinstance(source, LiveAnswers):
+        source.record(record)
+    if answers is not None:
+        return found  # of another machine, or another moment: only that is judged
+    found += xid_findings(kernel_log()) if gpus else []
+    found += host_findings(read_host(directory), gpu_bytes=gpu_bytes)
+    found += software_findings(installed(), num_gpus=gpus)
+    return found + unknown_flag_findings(os.environ) + setting_findings(os.environ, num_gpus=gpus)
+
+
+def _live() -> tuple[Answers, list[Finding]]:
+    rule = "NVIDIA's driver answers"
+    try:
+        return LiveAnswers(), []
+    except NoAnswerError as error:
+        why = f"no GPU here ({error}); the rest is checked"
+        return RecordedAnswers({}), [
+            Finding(subject="gpus", grade=Grade.UNKNOWN, value=why, rule=rule)
+        ]

@@ -1,0 +1,48 @@
+"""One line of ``jaxinfra doctor``."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+
+
+class Grade(enum.StrEnum):
+    """How a value stands to its rule."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"  # nothing here says
+    WARN = "warn"  # works, and costs speed or may change results
+    FAIL = "fail"  # jobs here hang, end or give wrong numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A value, the rule it is held to, and what to do where it breaks the rule."""
+
+    subject: str  # such as "gpu 0: power"
+    grade: Grade
+    value: str
+    rule: str
+    remedy: str = ""  # empty where nothing is to be done
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.grade in (Grade.OK, Grade.UNKNOWN), self.subject
+
+
+def judged(
+    subject: str, value: str, *, ok: bool, rule: str, remedy: str, otherwise: Grade = Grade.WARN
+) -> Finding:
+    """A finding that is ``ok``, or of the grade ``otherwise`` with its remedy."""
+    grade = Grade.OK if ok else otherwise
+    text = "" if ok else remedy
+    return Finding(subject=subject, grade=grade, value=value, rule=rule, remedy=text)
+
+
+def not_known(subject: str, why: str, *, rule: str) -> Finding:
+    """A finding of something that this machine does not tell."""
+    return Finding(subject=subject, grade=Grade.UNKNOWN, value=why, rule=rule)
+
+
+def worst(findings: Iterable[Finding]) -> Grade:
+    """The gravest grade among findings; ``OK`` of none and of those that only are not known."""
+    grades = {finding.grade for finding in findings}
+    return next((grade for grade in (Grade.FAIL, Grade.WARN) if grade in grades), Grade.OK)

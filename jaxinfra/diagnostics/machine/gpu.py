@@ -1,0 +1,297 @@
+"""Health of every GPU, from the driver's answers."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pynvml
+
+from jaxinfra.core.devices import device_peak
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
+from jaxinfra.diagnostics.machine.nvml import Answers, NoAnswerError, asked_or_none
+
+# What holds a clock down: bit, name, grade, remedy. An idle GPU, and one held at clocks that
+# somebody asked for, are no fault of the machine.
+_REASONS = (
+    (0x2, "clocks set by a user", Grade.WARN, "nvidia-smi --reset-applications-clocks"),
+    (0x4, "power cap", Grade.WARN, "raise the power limit (nvidia-smi -pl), or accept its clocks"),
+    (0x8, "hardware slowdown", Grade.FAIL, "check cooling and power supply; ask for another node"),
+    (0x10, "sync boost", Grade.WARN, "remove the GPU from its sync-boost group"),
+    (0x20, "software thermal", Grade.FAIL, "check fans, air flow and the other GPUs of the node"),
+    (0x40, "hardware thermal", Grade.FAIL, "check cooling; ask for another node"),
+    (0x80, "power brake", Grade.FAIL, "check the node's power supplies; ask for another node"),
+)
+_NVLINKS = 18  # of a Hopper or Blackwell GPU, the most so far
+_COUNTERS = (
+    ("replays", pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY),
+    ("recoveries", pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY),
+    ("CRC errors", pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC),
+)
+_SM_SHARE = 0.97
+"""Share of a GPU's highest SM clock under which a busy GPU counts as slowed down."""
+_POWER_SHARE = 0.98
+"""Share of a GPU's own default power limit under which a limit counts as a cap."""
+_HOT_C = 5
+"""Degrees below the slowdown temperature at which a GPU counts as hot."""
+
+
+def num_gpus(answers: Answers) -> int:
+    """Number of GPUs that the driver has; 0 where it does not say."""
+    return asked_or_none(answers, "nvmlDeviceGetCount") or 0
+
+
+def gpu_findings(answers: Answers) -> list[Finding]:
+    """Everything about every GPU."""
+    found = []
+    for gpu in range(num_gpus(answers)):
+        try:
+            name = answers.ask("nvmlDeviceGetName", gpu)
+        except NoAnswerError as error:
+            found.append(_lost(gpu, str(error)))
+            continue
+        for check in (_memory, _clocks, _power, _heat, _ecc, _rows, _pcie, _nvlink, _others):
+            found += check(answers, gpu)
+        found.append(_model(answers, gpu, name))
+    return found
+
+
+def _lost(gpu: int, why: str) -> Finding:
+    return Finding(
+        subject=f"gpu {gpu}",
+        grade=Grade.FAIL,
+        value=f"does not answer: {why}",
+        rule="the driver reaches every GPU of the node",
+        remedy="reset the GPU or restart the node; where it happens again, replace the GPU",
+    )
+
+
+def _model(answers: Answers, gpu: int, name: str) -> Finding:
+    mig = asked_or_none(answers, "nvmlDeviceGetMigMode", gpu)
+    divided = bool(mig and mig[0])
+    return judged(
+        f"gpu {gpu}: model",
+        name + (", divided by MIG" if divided else ""),
+        ok=not divided and device_peak(name) is not None,
+        rule="a whole GPU whose peaks are known, so that MFU means something",
+        remedy="leave MIG off for training; peaks of further GPUs go into core/devices.py",
+    )
+
+
+def _memory(answers: Answers, gpu: int) -> Iterator[Finding]:
+    memory = asked_or_none(answers, "nvmlDeviceGetMemoryInfo", gpu)
+    if memory is None:
+        yield not_known(f"gpu {gpu}: memory", "not told", rule="free before a job starts")
+        return
+    used, total = memory["used"], memory["total"]
+    yield judged(
+        f"gpu {gpu}: memory",
+        f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB in use",
+        ok=used < 0.03 * total,
+        rule="at most 3% is taken before a job starts",
+        remedy="end what holds it (processes are listed below)",
+    )
+
+
+def _clocks(answers: Answers, gpu: int) -> Iterator[Finding]:
+    now = asked_or_none(answers, "nvmlDeviceGetClockInfo", gpu, pynvml.NVML_CLOCK_SM)
+    most = asked_or_none(answers, "nvmlDeviceGetMaxClockInfo", gpu, pynvml.NVML_CLOCK_SM)
+    reasons = asked_or_none(answers, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
+    load = asked_or_none(answers, "nvmlDeviceGetUtilizationRates", gpu)
+    rule = f"at work, SM clocks stay above {_SM_SHARE:.0%} of the highest, and nothing holds them"
+    if now is None or most is None or reasons is None:
+        yield not_known(f"gpu {gpu}: clocks", "not told", rule=rule)
+        return
+    held = [entry for entry in _REASONS if reasons & entry[0]]
+    busy = bool(load and load["gpu"] > 0) and not reasons & 0x1
+    slow = busy and now < _SM_SHARE * most
+    value = f"SM {now} of {most} MHz" + ("" if busy else " (idle)")
+    if held:
+        value += ", held by " + ", ".join(name for _, name, _, _ in held)
+    if not held and not slow:
+        yield judged(f"gpu {gpu}: clocks", value, ok=True, rule=rule, remedy="")
+        return
+    gravest = next((entry for entry in held if entry[2] is Grade.FAIL), held[0] if held else None)
+    yield Finding(
+        subject=f"gpu {gpu}: clocks",
+        grade=gravest[2] if gravest else Grade.WARN,
+        value=value,
+        rule=rule,
+        remedy=gravest[3] if gravest else "look for locked clocks: nvidia-smi --reset-gpu-clocks",
+    )
+
+
+def _power(answers: Answers, gpu: int) -> Iterator[Finding]:
+    rule = f"the limit is at least {_POWER_SHARE:.0%} of the board's own"
+    limit = asked_or_none(answers, "nvmlDeviceGetEnforcedPowerLimit", gpu)
+    own = asked_or_none(answers, "nvmlDeviceGetPowerManagementDefaultLimit", gpu)
+    drawn = asked_or_none(answers, "nvmlDeviceGetPowerUsage", gpu)
+    if limit is None or own is None:
+        yield not_known(f"gpu {gpu}: power", "not told", rule=rule)
+        return
+    yield judged(
+        f"gpu {gpu}: power",
+        f"limit {limit / 1000:.0f} of {own / 1000:.0f} W"
+        + ("" if drawn is None else f", draws {drawn / 1000:.0f} W"),
+        ok=limit >= _POWER_SHARE * own,
+        rule=rule,
+        remedy=f"nvidia-smi -i {gpu} -pl {own / 1000:.0f}; one capped GPU slows all of its job",
+    )
+
+
+def _heat(answers: Answers, gpu: int) -> Iterator[Finding]:
+    degrees = asked_or_none(answers, "nvmlDeviceGetTemperature", gpu, pynvml.NVML_TEMPERATURE_GPU)
+    limit = asked_or_none(
+        answers,
+        "nvmlDeviceGetTemperatureThreshold",
+        gpu,
+        pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN,
+    )
+    rule = f"{_HOT_C} degrees below the slowdown temperature"
+    if degrees is None:
+        yield not_known(f"gpu {gpu}: temperature", "not told", rule=rule)
+        return
+    yield judged(
+        f"gpu {gpu}: temperature",
+        f"{degrees} C" + ("" if limit is None else f", slows down at {limit} C"),
+        ok=degrees <= (85 if limit is None else limit) - _HOT_C,
+        rule=rule,
+        remedy="check cooling before clocks drop",
+    )
+
+
+def _ecc(answers: Answers, gpu: int) -> Iterator[Finding]:
+    kinds = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)
+    mode = asked_or_none(answers, "nvmlDeviceGetEccMode", gpu)
+    counts = [
+        asked_or_none(answers, "nvmlDeviceGetTotalEccErrors", gpu, kind, pynvml.NVML_VOLATILE_ECC)
+        for kind in kinds
+    ]
+    rule = "ECC is on and has met no uncorrectable error since the driver was loaded"
+    if mode is None or counts[0] is None:
+        yield not_known(f"gpu {gpu}: ECC", "not told", rule=rule)
+        return
+    yield judged(
+        f"gpu {gpu}: ECC",
+        f"{'on' if mode[0] else 'off'}, {counts[0]} uncorrectable, {counts[1]} corrected",
+        ok=bool(mode[0]) and counts[0] == 0,
+        rule=rule,
+        remedy="turn ECC on (nvidia-smi -e 1)"
+        if not mode[0]
+        else "reset the GPU; go back to a checkpoint from before: results since are suspect",
+        otherwise=Grade.FAIL if mode[0] else Grade.WARN,
+    )
+
+
+def _rows(answers: Answers, gpu: int) -> Iterator[Finding]:
+    rule = "no row waits to be remapped, none failed to be, and few were"
+    rows = asked_or_none(answers, "nvmlDeviceGetRemappedRows", gpu)
+    if rows is None:
+        yield not_known(f"gpu {gpu}: remapped rows", "not told", rule=rule)
+        return
+    corrected, uncorrected, pending, failed = rows
+    yield judged(
+        f"gpu {gpu}: remapped rows",
+        f"{corrected + uncorrected} remapped"
+        + (", one waits" if pending else "")
+        + (", remapping FAILED" if failed else ""),
+        ok=not pending and not failed and uncorrected < 8,
+        rule=rule,
+        remedy="replace the GPU" if failed or not pending else "reset the GPU (nvidia-smi -r)",
+        otherwise=Grade.FAIL if failed or pending else Grade.WARN,
+    )
+
+
+def _pcie(answers: Answers, gpu: int) -> Iterator[Finding]:
+    names = ("CurrPcieLinkWidth", "MaxPcieLinkWidth", "CurrPcieLinkGeneration")
+    width, widest, now = (asked_or_none(answers, f"nvmlDeviceGet{name}", gpu) for name in names)
+    best = asked_or_none(answers, "nvmlDeviceGetMaxPcieLinkGeneration", gpu)
+    rule = "as wide and, at work, as fast as slot and GPU allow"
+    if not all((width, widest, now, best)):
+        yield not_known(f"gpu {gpu}: PCIe", "not told", rule=rule)
+        return
+    load = asked_or_none(answers, "nvmlDeviceGetUtilizationRates", gpu)
+    busy = bool(load and load["gpu"] > 0)
+    yield judged(
+        f"gpu {gpu}: PCIe",
+        f"generation {now} of {best}, {width} of {widest} lanes" + ("" if busy else " (idle)"),
+        ok=width == widest and (now == best or not busy),  # an idle link sleeps at a lower one
+        rule=rule,
+        remedy="reseat the GPU or its riser; check the slot in the firmware's settings",
+    )
+
+
+def _nvlink(answers: Answers, gpu: int) -> Iterator[Finding]:
+    rule = "all links or none are up, and none repeats what it sends"
+    states = [
+        state
+        for link in range(_NVLINKS)
+        if (state := asked_or_none(answers, "nvmlDeviceGetNvLinkState", gpu, link)) is not None
+    ]
+    if not states:
+        yield not_known(f"gpu {gpu}: NVLink", "no link", rule=rule)
+        return
+    errors = _link_errors(answers, gpu, len(states))
+    text = ", ".join(f"{count} {name}" for name, count in errors.items() if count)
+    up = sum(states)
+    yield judged(
+        f"gpu {gpu}: NVLink",
+        f"{up} of {len(states)} links up" + (f", {text}" if text else ""),
+        # A GPU alone in its machine has its links down.
+        ok=up in ((0, len(states)) if num_gpus(answers) == 1 else (len(states),))
+        and not any(errors.values()),
+        rule=rule,
+        remedy="reset the node; where links stay down or errors come back, replace GPU or switch",
+        otherwise=Grade.FAIL if up < len(states) else Grade.WARN,
+    )
+
+
+def _link_errors(answers: Answers, gpu: int, links: int) -> dict[str, int]:
+    fields = [(field, link) for _, field in _COUNTERS for link in range(links)]
+    values = asked_or_none(answers, "nvmlDeviceGetFieldValues", gpu, fields)
+    if values is None:
+        return {}
+    counts = [value or 0 for value in values]
+    return {
+        name: int(sum(counts[place * links : (place + 1) * links]))
+        for place, (name, _) in enumerate(_COUNTERS)
+    }
+
+
+def _others(answers: Answers, gpu: int) -> Iterator[Finding]:
+    rule = "no other process computes on the GPU"
+    processes: list[dict[str, Any]] | None = asked_or_none(
+        answers, "nvmlDeviceGetComputeRunningProcesses", gpu
+    )
+    if processes is None:
+        yield not_known(f"gpu {gpu}: processes", "not told", rule=rule)
+        return
+    others = [each for each in processes if each["pid"] != os.getpid()]
+    shown = [f"{each['pid']} ({(each['usedGpuMemory'] or 0) / 2**30:.1f} GiB)" for each in others]
+    yield judged(
+        f"gpu {gpu}: processes",
+        ", ".join(shown) or "none",
+        ok=not others,
+        rule=rule,
+        remedy="end them, or name other GPUs in CUDA_VISIBLE_DEVICES",
+    )
+
+
+def driver_findings(answers: Answers) -> list[Finding]:
+    """Driver and the CUDA that it brings, against what JAX's plugin needs."""
+    version = asked_or_none(answers, "nvmlSystemGetDriverVersion")
+    cuda = asked_or_none(answers, "nvmlSystemGetCudaDriverVersion_v2")
+    rule = "CUDA 13 needs driver 580 or newer"
+    if version is None:
+        return [not_known("driver", "not told", rule=rule)]
+    major = int(version.split(".")[0])
+    brought = "" if cuda is None else f", CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+    return [
+        judged(
+            "driver",
+            f"{version}{brought}",
+            ok=major >= 580,
+            rule=rule,
+            remedy="install a newer driver; jaxinfra[cuda] is of CUDA 13",
+            otherwise=Grade.FAIL,
+        )
+    ]

@@ -1,0 +1,217 @@
+"""What the host gives a job: memory, shared memory, file handles, disk, clock."""
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
+
+_WRITTEN = 64 << 20
+_SLOW_DISK = 200e6
+"""Bytes/s under which saving a checkpoint outlasts what it overlaps with."""
+_FILES = 4096
+_UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostState:
+    """Readings of one host; None where it does not tell."""
+
+    memory_bytes: int | None  # that can be had
+    total_bytes: int | None
+    cgroup_limit: int | None  # of the control group; None where there is none
+    cgroup_used: int | None
+    cpus: int  # that this process may run on
+    shared_bytes: int | None  # free in /dev/shm
+    open_files: int  # that a process may have
+    disk_free: int | None
+    write_rate: float | None  # bytes/s of the run directory's disk
+    clock_synchronized: bool | None
+    clock_error_s: float | None  # the kernel's estimate of its most
+
+
+def read_host(directory: Path) -> HostState:
+    """Reads this host; writes and removes 64 MiB in ``directory`` (or where it would be made)."""
+    memory = _memory_info()
+    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    synchronized, error_s = _clock()
+    shared = Path("/dev/shm")
+    return HostState(
+        memory_bytes=memory.get("MemAvailable"),
+        total_bytes=memory.get("MemTotal"),
+        cgroup_limit=_number("memory.max", "memory/memory.limit_in_bytes"),
+        cgroup_used=_number("memory.current", "memory/memory.usage_in_bytes"),
+        cpus=len(os.sched_getaffinity(0)),
+        shared_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        disk_free=free,
+        write_rate=_write_rate(there) if free > 4 * _WRITTEN else 0.0,
+        clock_synchronized=synchronized,
+        clock_error_s=error_s,
+    )
+
+
+def _memory_info() -> dict[str, int]:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return {
+        name: 1024 * int(value.split()[0])
+        for name, _, value in (line.partition(":") for line in lines)
+    }
+
+
+def _number(*names: str) -> int | None:
+    """A control group's number, version 2 or 1; None where there is none, or no limit."""
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            value = int((Path("/sys/fs/cgroup") / name).read_text())
+            return value if value < 1 << 60 else None
+    return None
+
+
+def _write_rate(directory: Path) -> float | None:
+    block = os.urandom(1 << 20)  # what compresses would tell of the compressor
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            began = time.perf_counter()
+            for _ in range(_WRITTEN >> 20):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return _WRITTEN / (time.perf_counter() - began)
+    except OSError:
+        return None
+
+
+def _clock() -> tuple[bool | None, float | None]:
+    """Whether something keeps the clock, and its largest error, by adjtimex(2)."""
+    answer = (ctypes.c_long * 64)()  # struct timex, modes 0: only read
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(answer))
+    except (AttributeError, OSError):
+        return None, None
+    if state < 0:
+        return None, None
+    # struct timex: modes, offset, freq, maxerror, esterror, status, each in a long's room.
+    status = ctypes.c_int.from_buffer(answer, 5 * ctypes.sizeof(ctypes.c_long)).value
+    return not status & _UNSYNCHRONIZED, answer[3] / 1e6
+
+
+def host_findings(state: HostState, *, gpu_bytes: int = 0) -> list[Finding]:
+    """The host's readings against what a job needs.
+
+    Args:
+        gpu_bytes: memory of all GPUs; what a checkpoint copies through the host.
+    """
+    return [
+        _memory(state, gpu_bytes),
+        _cgroup(state),
+        _shared(state),
+        judged(
+            "host: open files",
+            f"at most {state.open_files}",
+            ok=state.open_files >= _FILES,
+            rule=f"at least {_FILES} per process: shards of data, checkpoints, sockets",
+            remedy=f"ulimit -n {_FILES} before the job, or LimitNOFILE of its service",
+        ),
+        *_disk(state),
+        _clock_finding(state),
+    ]
+
+
+def _memory(state: HostState, gpu_bytes: int) -> Finding:
+    # Of a GPU's memory about half is state, which a checkpoint copies to the host first.
+    wanted = max(4 << 30, gpu_bytes // 2)
+    rule = f"at least {wanted / 2**30:.0f} GiB can be had: a checkpoint is copied through the host"
+    if state.memory_bytes is None or state.total_bytes is None:
+        return not_known("host: memory", "not told", rule=rule)
+    return judged(
+        "host: memory",
+        f"{state.memory_bytes / 2**30:.1f} of {state.total_bytes / 2**30:.1f} GiB free, "
+        f"{state.cpus} CPUs",
+        ok=state.memory_bytes >= wanted,
+        rule=rule,
+        remedy="end what holds it, or shard the state over more hosts",
+    )
+
+
+def _cgroup(state: HostState) -> Finding:
+    rule = "a tenth of the control group's memory is free, or the kernel ends the job"
+    if state.cgroup_limit is None or state.cgroup_used is None:
+        return judged("host: cgroup", "no limit", ok=True, rule=rule, remedy="")
+    return judged(
+        "host: cgroup",
+        f"{state.cgroup_used / 2**30:.1f} of {state.cgroup_limit / 2**30:.1f} GiB in use",
+        ok=state.cgroup_used < 0.9 * state.cgroup_limit,
+        rule=rule,
+        remedy="ask the scheduler for more memory (--mem, resources.limits.memory)",
+        otherwise=Grade.FAIL,
+    )
+
+
+def _shared(state: HostState) -> Finding:
+    rule = "at least 1 GiB in /dev/shm: NCCL and loaders exchange buffers there"
+    if state.shared_bytes is None:
+        return not_known("host: shared memory", "no /dev/shm", rule=rule)
+    return judged(
+        "host: shared memory",
+        f"{state.shared_bytes / 2**30:.2f} GiB free",
+        ok=state.shared_bytes >= 1 << 30,
+        rule=rule,
+        remedy="start the container with --shm-size=16g (or an emptyDir of medium Memory)",
+        otherwise=Grade.FAIL if state.shared_bytes < 64 << 20 else Grade.WARN,
+    )
+
+
+def _disk(state: HostState) -> list[Finding]:
+    space = "at least 10 GiB free where runs are written"
+    speed = f"at least {_SLOW_DISK / 1e6:.0f} MB/s, or saves outlast what they overlap with"
+    found = []
+    if state.disk_free is None:
+        found.append(not_known("host: disk space", "not told", rule=space))
+    else:
+        found.append(
+            judged(
+                "host: disk space",
+                f"{state.disk_free / 2**30:.1f} GiB free",
+                ok=state.disk_free >= 10 << 30,
+                rule=space,
+                remedy="free space, keep fewer checkpoints (checkpoint.keep_last), or name another "
+                "--run",
+                otherwise=Grade.FAIL if state.disk_free < 1 << 30 else Grade.WARN,
+            )
+        )
+    if state.write_rate is None:
+        found.append(not_known("host: disk writes", "could not be written", rule=speed))
+    else:
+        found.append(
+            judged(
+                "host: disk writes",
+                f"{state.write_rate / 1e6:.0f} MB/s ({_WRITTEN >> 20} MiB, synchronized)",
+                ok=state.write_rate >= _SLOW_DISK,
+                rule=speed,
+                remedy="name a faster --run, or save less often (checkpoint.every)",
+            )
+        )
+    return found
+
+
+def _clock_finding(state: HostState) -> Finding:
+    rule = "a time service keeps the clock: ranks' logs and traces are set side by side by it"
+    if state.clock_synchronized is None:
+        return not_known("host: clock", "not told", rule=rule)
+    error = state.clock_error_s
+    return judged(
+        "host: clock",
+        ("synchronized" if state.clock_synchronized else "not synchronized")
+        + ("" if error is None else f", off by at most {error:.3f} s"),
+        ok=state.clock_synchronized and (error is None or error < 1.0),
+        rule=rule,
+        remedy="start chrony or systemd-timesyncd",
+    )

@@ -1,0 +1,126 @@
+"""Answers of NVIDIA's management library, live or recorded.
+
+Every reading is one question: a function of ``pynvml``, the index of a GPU, further arguments. A
+recording is a JSON object from questions to answers, so that a sick machine can be judged, and a
+test written, elsewhere.
+"""
+
+import ctypes
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import pynvml
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_json
+
+_ERROR = "error"
+_LIBRARY = "library"
+# By nvmlValueType_t: which member of the union holds a field's value.
+_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+
+class NoAnswerError(Exception):
+    """A question that this driver or device does not answer; the message is its reason."""
+
+
+class Answers(Protocol):
+    """What GPU checks ask."""
+
+    def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
+        """The answer of ``pynvml.FUNCTION``, of one GPU or (None) of the driver.
+
+        Raises NoAnswerError where there is none.
+        """
+        ...
+
+
+def asked_or_none(answers: Answers, function: str, gpu: int | None = None, *args: Any) -> Any:
+    """The answer, or None where there is none."""
+    try:
+        return answers.ask(function, gpu, *args)
+    except NoAnswerError:
+        return None
+
+
+@final
+class LiveAnswers:
+    """Asks this machine's driver, and keeps every answer for ``record``.
+
+    Raises NoAnswerError where there is no driver.
+    """
+
+    def __init__(self) -> None:
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise NoAnswerError(str(error)) from error
+        self._handles: dict[int, Any] = {}
+        version = importlib.metadata.version("nvidia-ml-py")
+        self._kept: dict[str, Any] = {_LIBRARY: f"nvidia-ml-py {version}"}
+
+    def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
+        """As ``Answers.ask``."""
+        name = _question(function, gpu, args)
+        try:
+            if gpu is not None and gpu not in self._handles:
+                self._handles[gpu] = pynvml.nvmlDeviceGetHandleByIndex(gpu)
+            handle = [] if gpu is None else [self._handles[gpu]]
+            answer = _plain(getattr(pynvml, function)(*handle, *args))
+        except pynvml.NVMLError as error:
+            self._kept[name] = {_ERROR: str(error)}
+            raise NoAnswerError(str(error)) from error
+        self._kept[name] = answer
+        return answer
+
+    def record(self, file: Path) -> None:
+        """Writes all questions so far with their answers."""
+        file.write_text(json.dumps(self._kept, indent=1) + "\n")
+
+
+@final
+class RecordedAnswers:
+    """Answers from a recording."""
+
+    def __init__(self, answers: Mapping[str, Any]):
+        self._answers = answers
+
+    @classmethod
+    def read(cls, file: Path) -> "RecordedAnswers":
+        """A recording that ``LiveAnswers.record`` wrote; raises ConfigError for another file."""
+        answers = read_json(file, holds=dict[str, Any])
+        if _LIBRARY not in answers:
+            raise ConfigError(f"{file} is no recording of jaxinfra doctor --record")
+        return cls(answers)
+
+    def ask(self, function: str, gpu: int | None = None, *args: Any) -> Any:
+        """As ``Answers.ask``."""
+        answer = self._answers.get(_question(function, gpu, args), {_ERROR: "not recorded"})
+        if isinstance(answer, dict) and _ERROR in answer:
+            raise NoAnswerError(answer[_ERROR])
+        return answer
+
+
+def _question(function: str, gpu: int | None, args: tuple[Any, ...]) -> str:
+    given = ([] if gpu is None else [gpu]) + [_plain(value) for value in args]
+    return f"{function}{json.dumps(given)}"
+
+
+def _plain(value: Any) -> Any:
+    """A ctypes structure, array or bytes as JSON holds it."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, pynvml.c_nvmlFieldValue_t):
+        kind = int(value.valueType)
+        member = _MEMBERS[kind] if kind < len(_MEMBERS) else "ullVal"
+        return None if value.nvmlReturn else getattr(value.value, member)
+    if isinstance(value, ctypes.Structure):
+        return {name: _plain(getattr(value, name)) for name, *_ in value._fields_}
+    if isinstance(value, list | tuple | ctypes.Array):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    return {name: _plain(item) for name, item in vars(value).items()}

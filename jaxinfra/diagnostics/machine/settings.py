@@ -1,0 +1,257 @@
+"""Environment variables and XLA flags that cost speed or change results without a word."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged
+
+_UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS: (.*)")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+class _Setting(NamedTuple):
+    is_bad: Callable[[str], bool]
+    grade: Grade
+    rule: str
+    remedy: str
+
+
+def _among(*values: str) -> Callable[[str], bool]:
+    return lambda value: value.strip().lower() in values
+
+
+def _set(value: str) -> bool:
+    return bool(value.strip())
+
+
+_SLOW, _CHANGES = "costs speed", "changes results"
+
+_VARIABLES: dict[str, _Setting] = {
+    "JAX_DISABLE_JIT": _Setting(
+        _among(*_TRUE), Grade.FAIL, f"{_SLOW}: nothing is compiled", "unset it"
+    ),
+    "JAX_DEBUG_NANS": _Setting(
+        _among(*_TRUE), Grade.WARN, f"{_SLOW}: every result is fetched and checked", "unset it"
+    ),
+    "JAX_ENABLE_X64": _Setting(
+        _among(*_TRUE), Grade.WARN, f"{_CHANGES}: 64-bit integers and floats", "unset it"
+    ),
+    "JAX_DEFAULT_MATMUL_PRECISION": _Setting(
+        _set, Grade.WARN, f"{_CHANGES}: the policy names precisions", "set precision.policy"
+    ),
+    "JAX_DEFAULT_PRNG_IMPL": _Setting(
+        lambda value: value.strip() not in ("", "threefry2x32"),
+        Grade.WARN,
+        f"{_CHANGES}: other initial weights and dropout",
+        "unset it",
+    ),
+    "JAX_THREEFRY_PARTITIONABLE": _Setting(
+        _among(*_FALSE), Grade.WARN, f"{_CHANGES}: draws depend on the mesh", "unset it"
+    ),
+    "JAX_ENABLE_COMPILATION_CACHE": _Setting(
+        _among(*_FALSE), Grade.WARN, f"{_SLOW}: every start compiles again", "unset it"
+    ),
+    "XLA_PYTHON_CLIENT_ALLOCATOR": _Setting(
+        _among("platform"), Grade.WARN, f"{_SLOW}: every buffer is a cudaMalloc", "unset it"
+    ),
+    "XLA_PYTHON_CLIENT_PREALLOCATE": _Setting(
+        _among(*_FALSE), Grade.WARN, "memory fragments as the pool grows", "unset it"
+    ),
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": _Setting(
+        lambda value: bool(value) and _number(value) < 0.7,
+        Grade.WARN,
+        "less than 70% of a GPU's memory can be used",
+        "unset it, or raise it",
+    ),
+    "NVIDIA_TF32_OVERRIDE": _Setting(
+        _set, Grade.WARN, f"{_CHANGES}: fp32 products of libraries in TF32 or not", "unset it"
+    ),
+    "CUDA_LAUNCH_BLOCKING": _Setting(
+        _among("1"), Grade.WARN, f"{_SLOW}: the host waits for every kernel", "unset it"
+    ),
+    "NCCL_P2P_DISABLE": _Setting(
+        _among("1"), Grade.WARN, f"{_SLOW}: GPUs talk through the host, not NVLink", "unset it"
+    ),
+    "NCCL_SHM_DISABLE": _Setting(
+        _among("1"), Grade.WARN, f"{_SLOW}: processes of a node talk by sockets", "unset it"
+    ),
+    "NCCL_IB_DISABLE": _Setting(
+        _among("1"), Grade.WARN, f"{_SLOW}: nodes talk by sockets, not InfiniBand", "unset it"
+    ),
+    "NCCL_ALGO": _Setting(
+        _set, Grade.WARN, f"{_SLOW} and {_CHANGES}: order of sums is fixed", "unset it"
+    ),
+    "NCCL_PROTO": _Setting(_set, Grade.WARN, f"{_SLOW}: NCCL no longer chooses", "unset it"),
+    "NCCL_DEBUG": _Setting(
+        _among("trace"), Grade.WARN, f"{_SLOW}: a line per call", "set it to WARN"
+    ),
+    "TF_CPP_MIN_LOG_LEVEL": _Setting(
+        _among("2", "3"), Grade.WARN, "hides XLA's warnings and errors", "unset it"
+    ),
+    "LD_PRELOAD": _Setting(_set, Grade.WARN, f"{_CHANGES}: replaces functions", "unset it"),
+}
+
+_FLAGS: dict[str, _Setting] = {
+    "xla_gpu_autotune_level": _Setting(
+        _among("0", "1"), Grade.WARN, f"{_SLOW}: matmuls keep untuned tiles", "leave it out"
+    ),
+    "xla_gpu_enable_command_buffer": _Setting(
+        lambda value: not value.strip(), Grade.WARN, f"{_SLOW}: no CUDA graphs", "leave it out"
+    ),
+    "xla_backend_optimization_level": _Setting(
+        _among("0", "1"), Grade.WARN, f"{_SLOW}: code is not optimized", "leave it out"
+    ),
+    "xla_gpu_enable_triton_gemm": _Setting(
+        _among("false"), Grade.WARN, f"{_SLOW} (8% with others, four H200s)", "leave it out"
+    ),
+    "xla_gpu_enable_latency_hiding_scheduler": _Setting(
+        _among("false"), Grade.WARN, f"{_SLOW}: communication is not hidden", "leave it out"
+    ),
+    "xla_gpu_deterministic_ops": _Setting(
+        _among("true"), Grade.WARN, f"{_SLOW}: scatters and some matmuls", "leave it out"
+    ),
+    "xla_gpu_exclude_nondeterministic_ops": _Setting(
+        _among("true"), Grade.WARN, f"{_SLOW}: scatters and some matmuls", "leave it out"
+    ),
+    "xla_gpu_force_compilation_parallelism": _Setting(
+        _among("1"), Grade.WARN, f"{_SLOW}: compiles on one core", "leave it out"
+    ),
+    "xla_cpu_enable_fast_math": _Setting(
+        _among("true"), Grade.WARN, f"{_CHANGES}: NaN and infinity are assumed away", "leave it out"
+    ),
+    "xla_gpu_enable_fast_min_max": _Setting(
+        _among("true"), Grade.WARN, f"{_CHANGES}: min and max may lose NaN", "leave it out"
+    ),
+    "xla_allow_excess_precision": _Setting(
+        _among("false"), Grade.WARN, f"{_SLOW} and {_CHANGES}: rounds more often", "leave it out"
+    ),
+    "xla_disable_hlo_passes": _Setting(
+        _set, Grade.WARN, f"{_SLOW}: the compiler leaves passes out", "leave it out"
+    ),
+    "xla_dump_to": _Setting(
+        _set, Grade.WARN, f"{_SLOW}: every program is written to disk", "leave it out"
+    ),
+    "xla_dump_hlo_as_text": _Setting(
+        _among("true"), Grade.WARN, f"{_SLOW}: every program is written to disk", "leave it out"
+    ),
+}
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def xla_flags(environment: Mapping[str, str]) -> dict[str, str]:
+    """``{name: value}`` of ``XLA_FLAGS``; a flag without a value is "true"."""
+    flags = {}
+    for word in shlex.split(environment.get("XLA_FLAGS", "")):
+        name, separator, value = word.lstrip("-").partition("=")
+        flags[name] = value if separator else "true"
+    return flags
+
+
+def setting_findings(environment: Mapping[str, str], *, num_gpus: int) -> list[Finding]:
+    """What is set that should not be; one ``ok`` line where nothing is.
+
+    Args:
+        environment: of the process; its ``XLA_FLAGS`` are judged by name and value.
+        num_gpus: of the node, which variables may hide.
+    """
+    found = [
+        Finding(
+            subject=name,
+            grade=setting.grade,
+            value=environment[name],
+            rule=setting.rule,
+            remedy=setting.remedy,
+        )
+        for name, setting in _VARIABLES.items()
+        if name in environment and setting.is_bad(environment[name])
+    ]
+    found += [
+        Finding(
+            subject=f"XLA_FLAGS {name}",
+            grade=_FLAGS[name].grade,
+            value=value or "(empty)",
+            rule=_FLAGS[name].rule,
+            remedy=_FLAGS[name].remedy,
+        )
+        for name, value in xla_flags(environment).items()
+        if name in _FLAGS and _FLAGS[name].is_bad(value)
+    ]
+    found += _hidden_gpus(environment, num_gpus)
+    rule = "no variable or flag that costs speed or changes results"
+    return found or [judged("settings", "none", ok=True, rule=rule, remedy="")]
+
+
+def _hidden_gpus(environment: Mapping[str, str], num_gpus: int) -> list[Finding]:
+    found = []
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if num_gpus and visible is not None:
+        named = [part for part in visible.split(",") if part.strip()]
+        if len(named) < num_gpus:
+            found.append(
+                Finding(
+                    subject="CUDA_VISIBLE_DEVICES",
+                    grade=Grade.WARN,
+                    value=visible or "(empty)",
+                    rule=f"hides {num_gpus - len(named)} of {num_gpus} GPUs",
+                    remedy="unset it, unless another job has them",
+                )
+            )
+    if num_gpus and environment.get("JAX_PLATFORMS", "").strip() == "cpu":
+        found.append(
+            Finding(
+                subject="JAX_PLATFORMS",
+                grade=Grade.FAIL,
+                value="cpu",
+                rule=f"JAX leaves {num_gpus} GPUs unused",
+                remedy="unset it",
+            )
+        )
+    return found
+
+
+def unknown_flag_findings(
+    environment: Mapping[str, str], *, timeout_s: float = 60
+) -> list[Finding]:
+    """Flags that this XLA does not know, which end a process when JAX starts its devices.
+
+    A process of its own starts JAX on the CPU with them.
+    """
+    flags = xla_flags(environment)
+    rule = "this XLA knows every flag; an unknown one ends the process"
+    if not flags:
+        return [judged("XLA_FLAGS", "not set", ok=True, rule=rule, remedy="")]
+    done = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"],
+        env={**os.environ, **environment, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    match = _UNKNOWN.search(done.stderr)
+    if match or done.returncode == 0:
+        text = f"unknown: {match[1].strip()}" if match else f"{len(flags)} flags, all known"
+    else:
+        text = (done.stderr.strip().splitlines() or ["JAX did not start with them"])[-1]
+    return [
+        judged(
+            "XLA_FLAGS",
+            text,
+            ok=done.returncode == 0,
+            rule=rule,
+            remedy="leave it out; options of one run go into training.xla_options",
+            otherwise=Grade.FAIL,
+        )
+    ]

@@ -1,0 +1,1 @@
+"""Where a compiled program's memory goes."""

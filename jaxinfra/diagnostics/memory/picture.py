@@ -1,0 +1,68 @@
+"""A program's memory over its instructions, drawn."""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxinfra.diagnostics.memory.report import MemoryReport, gib
+from jaxinfra.diagnostics.memory.roles import ROLES
+
+_COLORS = dict(
+    zip(
+        ROLES,
+        ("#4e79a7", "#a0cbe8", "#e15759", "#59a14f", "#8cd17d", "#f28e2b", "#b07aa1", "#d4a6c8",
+         "#9c755f", "#76b7b2", "#bab0ac", "#eeeeee"),
+        strict=True,
+    )
+)  # fmt: skip
+
+
+def draw_memory(report: MemoryReport, file: Path, *, limit_bytes: int | None = None) -> None:
+    """Stacked roles over the program's instructions, with the fullest moment explained.
+
+    Args:
+        limit_bytes: of the device, drawn as a line.
+    """
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
+    axes = figure.add_subplot()
+    largest = max(1, report.total_bytes)
+    unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+    values = np.array(list(report.timeline.values()), dtype=np.float64) / unit
+    axes.stackplot(
+        report.moments,
+        values,
+        labels=list(report.timeline),
+        colors=[_COLORS[role] for role in report.timeline],
+        step="post",
+        linewidth=0,
+    )
+    peak = report.moments[report.peak_moment]
+    height = values[:, report.peak_moment].sum()
+    axes.axvline(peak, color="black", linewidth=0.8, linestyle=":")
+    axes.axhline(report.total_bytes / unit, color="black", linewidth=0.8)
+    left = report.moments[0]
+    axes.text(left, report.total_bytes / unit, f" allocated {gib(report.total_bytes)}", va="bottom")
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes / unit, color="#e15759", linewidth=1.2)
+        axes.text(
+            left, limit_bytes / unit, f" limit {gib(limit_bytes)}", va="bottom", color="#e15759"
+        )
+    right = peak > 0.6 * report.moments[-1]
+    axes.annotate(
+        f"fullest in {report.peak_scope}\n{report.peak_operation}",
+        xy=(peak, height),
+        xytext=(-12 if right else 12, -34),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="top",
+        fontsize=9,
+        bbox={"boxstyle": "round", "facecolor": "white", "alpha": 0.85},
+        arrowprops={"arrowstyle": "-"},
+    )
+    axes.set_xlim(report.moments[0], report.moments[-1])
+    axes.set_ylim(0, 1.12 * max(report.total_bytes, limit_bytes or 0) / unit)
+    axes.set_xlabel("instruction of the compiled program (a loop's body once)")
+    axes.set_ylabel(f"{name} of one device")
+    figure.legend(loc="outside right upper", fontsize=8, reverse=True)
+    figure.savefig(file, dpi=120)

@@ -1,0 +1,154 @@
+"""What makes a step fit: settings changed one at a time, each compiled to see that it does."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+
+from jaxinfra.config.run import Remat, RunConfig
+from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.diagnostics.memory.report import gib
+from jaxinfra.training.job import lower_step, make_job
+from jaxinfra.training.recompute import CHEAPEST_FIRST, step_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Remedy:
+    """A change of a run's settings, and what a device needs with it."""
+
+    options: tuple[str, ...]  # of jaxinfra train
+    config: RunConfig
+    bytes: int  # compiled
+    fits: bool
+    time_share: float | None  # of the present predicted time per token; None: not predicted
+
+    def describe(self) -> str:
+        """One line."""
+        cost = "" if self.time_share is None else f", {self.time_share - 1:+.0%} time per token"
+        word = "fits" if self.fits else "does not fit"
+        return f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}{cost}"
+
+    def as_json(self) -> dict[str, object]:
+        """For programs."""
+        return {
+            "options": list(self.options),
+            "bytes": self.bytes,
+            "fits": self.fits,
+            "time_share": self.time_share,
+        }
+
+
+type Price = Callable[[RunConfig], float | None]
+"""Predicted seconds per step of a config; None where there is no prediction."""
+
+
+def find_remedies(
+    config: RunConfig, *, limit_bytes: int, price: Price, count: int = 3, compiles: int = 9
+) -> list[Remedy]:
+    """Changes whose compiled step fits, the cheapest in time first; where fewer than ``count`` do,
+    those that come nearest follow.
+
+    Args:
+        limit_bytes: of a device.
+        compiles: steps compiled at most.
+    """
+    now = price(config)
+    found: list[Remedy] = []
+    for options, changed in _changes(config):
+        if compiles == 0 or sum(each.fits for each in found) == count:
+            break
+        try:
+            needs = compiled_bytes(changed)
+        except JaxinfraError:  # a combination that cannot run
+            continue
+        compiles -= 1
+        then = price(changed)
+        shrunk = config.training.batch_size / changed.training.batch_size
+        found.append(
+            Remedy(
+                options=options,
+                config=changed,
+                bytes=needs,
+                fits=needs <= limit_bytes,
+                time_share=None if now is None or then is None else shrunk * then / now,
+            )
+        )
+    found.sort(key=lambda each: (not each.fits, each.time_share or 1.0, each.bytes))
+    return found[:count]
+
+
+def compiled_bytes(config: RunConfig) -> int:
+    """Bytes per device of a config's step, compiled; raises JaxinfraError where it cannot run."""
+    return step_bytes(lower_step(make_job(config)).compile())
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+    """Changes to try, by turns of their kind, the mildest of each kind first."""
+    kinds = [list(_recomputing(config)), list(_accumulating(config)), list(_sharding(config))]
+    kinds.append([_halved(config)] if config.training.batch_size > 1 else [])
+    for place in range(max(map(len, kinds))):
+        for kind in kinds:
+            if place < len(kind):
+                yield kind[place]
+
+
+def _recomputing(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+    training = config.training
+    weaker = CHEAPEST_FIRST.index(training.remat) if training.remat in CHEAPEST_FIRST else -1
+    stronger = CHEAPEST_FIRST[weaker + 1 :]
+    # The strongest says whether recomputation helps at all.
+    for remat in (*stronger[-1:], *stronger[:-1]):
+        yield (
+            _option("training.remat", remat.value),
+            dataclasses.replace(config, training=dataclasses.replace(training, remat=remat)),
+        )
+
+
+def _accumulating(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+    training = config.training
+    for factor in (2, 4, 8):
+        parts = factor * training.accumulation
+        if training.batch_size % (parts * config.mesh.num_data_shards) == 0:
+            changed = dataclasses.replace(training, accumulation=parts)
+            yield (
+                _option("training.accumulation", parts),
+                dataclasses.replace(config, training=changed),
+            )
+
+
+def _sharding(config: RunConfig) -> Iterator[tuple[tuple[str, ...], RunConfig]]:
+    mesh, sharding = config.mesh, config.sharding
+    if mesh.fsdp > 1 and sharding.zero < 3:
+        changed = dataclasses.replace(config, sharding=dataclasses.replace(sharding, zero=3))
+        yield _option("sharding.zero", 3), changed
+    if jax.process_count() > 1:
+        return  # the job's devices are all in use
+    for factor in (2, 4, 8):
+        if factor * mesh.num_devices > jax.device_count():
+            return
+        wider = dataclasses.replace(mesh, fsdp=factor * mesh.fsdp)
+        axes = {name: size for name, size in wider.sizes().items() if size > 1}
+        text = ",".join(f"{name}={size}" for name, size in axes.items())
+        yield ("--mesh", text), dataclasses.replace(config, mesh=wider)
+
+
+def _halved(config: RunConfig) -> tuple[tuple[str, ...], RunConfig]:
+    training = config.training
+    changed = dataclasses.replace(training, batch_size=training.batch_size // 2)
+    return (
+        _option("training.batch_size", changed.batch_size),
+        dataclasses.replace(config, training=changed),
+    )
+
+
+def _option(path: str, value: object) -> tuple[str, ...]:
+    """The form that counts after whatever else a command names."""
+    return (f"--set={path}={value}",)
+
+
+def fixed_remat(config: RunConfig) -> RunConfig:
+    """The config with a policy of recomputation that is named, for ``auto`` the strongest."""
+    if config.training.remat is not Remat.AUTO:
+        return config
+    named = dataclasses.replace(config.training, remat=Remat.FULL, memory_budget_gib=None)
+    return dataclasses.replace(config, training=named)

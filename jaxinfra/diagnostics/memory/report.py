@@ -1,0 +1,264 @@
+"""A compiled program's memory by role and name, at its fullest moment and over time."""
+
+import collections
+import dataclasses
+import itertools
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from jaxinfra.diagnostics.memory.live import Lives, follow
+from jaxinfra.diagnostics.memory.program import CompiledProgram, LogicalBuffer, read_program
+from jaxinfra.diagnostics.memory.roles import (
+    FRAGMENTATION,
+    RESULTS,
+    ROLES,
+    argument_name,
+    argument_role,
+    buffer_name,
+    buffer_role,
+)
+from jaxinfra.diagnostics.trace import scope_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPart:
+    """Bytes of one role and name."""
+
+    role: str
+    name: str
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HeldBuffer:
+    """One array that is alive when memory is fullest, or an argument."""
+
+    role: str
+    name: str
+    shape: str
+    bytes: int
+    made_by: str  # an operation in the source program; of an argument its path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """Where the bytes of one device go."""
+
+    total_bytes: int  # as the compiler reports: arguments, results, temporaries
+    parts: tuple[MemoryPart, ...]  # sum exactly to the total; largest first
+    largest: tuple[HeldBuffer, ...]  # largest first
+    peak_operation: str  # that runs when memory is fullest
+    peak_scope: str  # its named scope, such as "mlp backward"
+    moments: tuple[int, ...]  # instructions of the program at which memory changes
+    timeline: dict[str, tuple[int, ...]]  # role to bytes at each of those
+    peak_moment: int  # an index into ``moments``
+
+    def by_role(self) -> dict[str, int]:
+        """Bytes of each role that there is, in the order of ``ROLES``."""
+        sums: dict[str, int] = collections.Counter()
+        for part in self.parts:
+            sums[part.role] += part.bytes
+        return {role: sums[role] for role in ROLES if role in sums}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the timeline, for programs."""
+        return {
+            "total_bytes": self.total_bytes,
+            "by_role": self.by_role(),
+            "parts": [dataclasses.asdict(part) for part in self.parts],
+            "largest": [dataclasses.asdict(each) for each in self.largest],
+            "peak": {"operation": self.peak_operation, "scope": self.peak_scope},
+        }
+
+    def explained(self) -> str:
+        """Why memory is fullest when it is, in two sentences."""
+        roles = sorted(self.by_role().items(), key=lambda item: -item[1])[:3]
+        shares = ", ".join(f"{role} {size / self.total_bytes:.0%}" for role, size in roles)
+        held = self.largest[0]
+        return (
+            f"{gib(self.total_bytes)} per device, fullest in {self.peak_scope} "
+            f"({self.peak_operation}): {shares}. The largest array is {held.shape} of {held.name} "
+            f"({held.role}, {gib(held.bytes)})."
+        )
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} B"
+
+
+def report_memory(lowered: jax.stages.Lowered) -> MemoryReport:
+    """The memory of a program, which is compiled to see.
+
+    Raises UnsupportedError where the compiler does not tell.
+    """
+    program = read_program(lowered)
+    return report_program(program, follow(program))
+
+
+def report_program(program: CompiledProgram, lives: Lives) -> MemoryReport:
+    """The same, of a program that is read already."""
+    arguments = _arguments(program)
+    results = sum(
+        each.size
+        for each in program.allocations.values()
+        if each.is_live_out and not each.is_parameter and not each.is_local
+    )
+    heap = _Heap(program, lives)
+    held, now = heap.at_peak()
+    fixed = sum(each.bytes for each in arguments) + results
+    parts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for each, size in [*((a, a.bytes) for a in arguments), *held]:
+        parts[each.role, each.name] += size
+    parts[RESULTS, "loss and metrics"] += results
+    # What is left of the total is where no live array lies.
+    parts[FRAGMENTATION, "between arrays"] += program.total_bytes - sum(parts.values())
+    assert fixed <= program.total_bytes
+    everything = [*arguments, *(each for each, _ in held)]
+    operation = lives.order[now]
+    timeline = heap.timeline()
+    for each in arguments:
+        timeline[each.role] = timeline.get(each.role, np.zeros(len(heap.moments))) + each.bytes
+    return MemoryReport(
+        total_bytes=program.total_bytes,
+        parts=tuple(
+            MemoryPart(role=role, name=name, bytes=size)
+            for (role, name), size in parts.most_common()
+            if size
+        ),
+        largest=tuple(sorted(everything, key=lambda each: -each.bytes)[:10]),
+        peak_operation=operation.op_name.rpartition("/")[2] or operation.name,
+        peak_scope=_peak_scope(lives, now),
+        moments=tuple(heap.moments),
+        timeline={role: tuple(map(int, timeline[role])) for role in ROLES if role in timeline},
+        peak_moment=heap.moments.index(now),
+    )
+
+
+def _peak_scope(lives: Lives, now: int) -> str:
+    """The named scope that runs at a moment, or the next one before it."""
+    from_here = lives.order[now::-1]
+    scopes = (scope_of(each.op_name) for each in from_here)
+    return next((scope for scope in scopes if not scope.startswith("other")), "the program's start")
+
+
+def _arguments(program: CompiledProgram) -> list[HeldBuffer]:
+    paths = {
+        operation.parameter: operation
+        for operation in program.computations[program.entry].operations
+        if operation.opcode == "parameter"
+    }
+    found = []
+    for each in program.allocations.values():
+        if each.is_parameter:
+            operation = paths[each.parameter]
+            found.append(
+                HeldBuffer(
+                    role=argument_role(operation.op_name),
+                    name=argument_name(operation.op_name),
+                    shape=operation.shapes[0],
+                    bytes=each.size,
+                    made_by=operation.op_name,
+                )
+            )
+    return found
+
+
+@final
+class _Heap:
+    """Who owns each stretch of a program's temporary memory, moment by moment.
+
+    Arrays that share a place, as a loop's state does with what its body makes of it, count once:
+    for the one made last.
+    """
+
+    def __init__(self, program: CompiledProgram, lives: Lives):
+        temporary = {
+            index
+            for index, each in program.allocations.items()
+            if not (each.is_parameter or each.is_live_out or each.is_local)
+        }
+        self._lives = lives
+        self._all = [
+            life
+            for life in lives.lives.values()
+            if life.buffer.allocation in temporary and life.buffer.size
+        ]
+        self._roles = np.array([ROLES.index(buffer_role(life, lives)) for life in self._all] + [-1])
+        bounds = sorted({end for life in self._all for end in _ends(life.buffer)})
+        self._places = {bound: place for place, bound in enumerate(bounds)}
+        self._sizes = np.array(
+            [b[1] - a[1] if a[0] == b[0] else 0 for a, b in itertools.pairwise(bounds)],
+            dtype=np.int64,
+        )
+        self.moments = sorted({t for life in self._all for t in (life.born, life.dies)}) or [0]
+        self._by_role, self._owners = self._run()
+
+    def _run(self) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes by moment and role, and the owners when memory is fullest."""
+        owners = np.full(len(self._sizes), -1)
+        born, dying = collections.defaultdict(list), collections.defaultdict(list)
+        for number, life in enumerate(self._all):
+            born[life.born].append(number)
+            dying[life.dies].append(number)
+        alive: dict[int, None] = {}
+        rows, best, fullest = [], -1, owners
+        for moment in self.moments:
+            for number in born[moment]:
+                alive[number] = None
+                owners[self._stretch(number)] = number
+            used = owners >= 0
+            sums = np.bincount(
+                self._roles[owners[used]], weights=self._sizes[used], minlength=len(ROLES)
+            )
+            rows.append(sums)
+            if sums.sum() > best:
+                best, fullest = sums.sum(), owners.copy()
+            for number in dying[moment]:
+                del alive[number]
+                stretch = self._stretch(number)
+                owners[stretch] = np.where(owners[stretch] == number, -1, owners[stretch])
+                for other in alive:  # those that share its place, the last made on top
+                    shared = self._stretch(other)
+                    empty = owners[shared] == -1
+                    if empty.any():
+                        owners[shared] = np.where(empty, other, owners[shared])
+        return np.array(rows), fullest
+
+    def _stretch(self, number: int) -> slice:
+        begin, end = _ends(self._all[number].buffer)
+        return slice(self._places[begin], self._places[end])
+
+    def at_peak(self) -> tuple[list[tuple[HeldBuffer, int]], int]:
+        """Arrays alive when memory is fullest, with the bytes that each alone has; the moment."""
+        totals = self._by_role.sum(axis=1) if len(self._by_role) else np.zeros(1)
+        found = []
+        for number in np.unique(self._owners[self._owners >= 0]):
+            life = self._all[number]
+            held = HeldBuffer(
+                role=buffer_role(life, self._lives),
+                name=buffer_name(life, self._lives),
+                shape=life.shape,
+                bytes=life.buffer.size,
+                made_by=life.operation.op_name or life.operation.name,
+            )
+            found.append((held, int(self._sizes[self._owners == number].sum())))
+        return found, self.moments[int(totals.argmax())]
+
+    def timeline(self) -> dict[str, np.ndarray]:
+        """Bytes by role at each of ``moments``."""
+        return {
+            role: self._by_role[:, place]
+            for place, role in enumerate(ROLES)
+            if self._by_role[:, place].any()
+        }
+
+
+def _ends(buffer: LogicalBuffer) -> tuple[tuple[int, int], tuple[int, int]]:
+    begin = buffer.allocation, buffer.offset
+    return begin, (buffer.allocation, buffer.offset + buffer.size)

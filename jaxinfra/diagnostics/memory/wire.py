@@ -1,0 +1,93 @@
+"""Fields of a serialized protocol buffer, without its classes.
+
+XLA's executables hand out their buffer assignment and their module as protocol buffers, and their
+classes come with no package that JAX needs. The wire format is protobuf.dev/programming-guides/
+encoding.
+"""
+
+from collections.abc import Iterator
+
+type Field = int | bytes
+
+
+def fields(data: bytes) -> Iterator[tuple[int, Field]]:
+    """Number and value of every field, in order; text and messages are bytes.
+
+    Raises ValueError for what is no protocol buffer.
+    """
+    place = 0
+    while place < len(data):
+        key, place = _varint(data, place)
+        number, kind = key >> 3, key & 7
+        if kind == 0:
+            value, place = _varint(data, place)
+            yield number, value
+        elif kind in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(kind)
+            if size is None:
+                size, place = _varint(data, place)
+            yield number, data[place : place + size]
+            place += size
+        else:
+            raise ValueError(f"wire type {kind} at byte {place}")
+    if place != len(data):
+        raise ValueError(f"{len(data)} bytes end within a field")
+
+
+def message(data: bytes) -> dict[int, list[Field]]:
+    """All values of every field."""
+    found: dict[int, list[Field]] = {}
+    for number, value in fields(data):
+        found.setdefault(number, []).append(value)
+    return found
+
+
+def number(message: dict[int, list[Field]], field: int) -> int:
+    """A number that is there at most once; 0 where it is left out."""
+    value = message.get(field, [0])[-1]
+    assert isinstance(value, int)
+    return value
+
+
+def text(message: dict[int, list[Field]], field: int) -> str:
+    """A text that is there at most once."""
+    return blob(message, field).decode(errors="replace")
+
+
+def blob(message: dict[int, list[Field]], field: int) -> bytes:
+    """Bytes that are there at most once."""
+    value = message.get(field, [b""])[-1]
+    assert isinstance(value, bytes)
+    return value
+
+
+def blobs(message: dict[int, list[Field]], field: int) -> list[bytes]:
+    """All messages or texts of a field."""
+    return [value for value in message.get(field, []) if isinstance(value, bytes)]
+
+
+def numbers(message: dict[int, list[Field]], field: int) -> list[int]:
+    """All numbers of a field, written one by one or packed."""
+    found = []
+    for value in message.get(field, []):
+        if isinstance(value, int):
+            found.append(value)
+            continue
+        place = 0
+        while place < len(value):
+            each, place = _varint(value, place)
+            found.append(each)
+    return found
+
+
+def _varint(data: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if place >= len(data):
+            raise ValueError(f"{len(data)} bytes end within a number")
+        byte = data[place]
+        place += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, place

@@ -1,0 +1,92 @@
+"""Products of operands in 8 bits: by kernels on one device, by XLA's partitioner on a mesh.
+
+Dims: M row of a and of the result, N row of b and column of the result, K contracted; others in
+front of M belong to sequences.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.common.dot import ACCUMULATOR
+from pallas_kernels.common.scales import Quantized, Scaling, spread
+from pallas_kernels.scaled_matmul import scaled_matmul
+
+
+def product(
+    a: Quantized,
+    b: Quantized,
+    *,
+    forms: tuple[Scaling, Scaling],
+    out: jnp.dtype,
+    compute: jnp.dtype,
+    num_devices: int,
+) -> jax.Array:
+    """``sum_k (a scale)[..., m, k] (b scale)[n, k]``; where both have dims in front, summed over
+    those too.
+
+    Args:
+        forms: of the scales of a and b.
+        out: dtype of the result, rounded to from fp32.
+        compute: on a mesh of GPUs, what XLA dequantizes blocks to.
+    """
+    if a.values.ndim == 2:
+        return scaled_matmul(
+            a.values, b.values, a.scale, b.scale, out_dtype=out, num_devices=num_devices
+        )
+    lead = "uvwxyz"[: a.values.ndim - 2]
+    spec = f"{lead}mk,{lead}nk->mn" if b.values.ndim > 2 else f"{lead}mk,nk->{lead}mn"
+    by_blocks = any(form.by_blocks for form in forms)
+    cuda = _dequantized if by_blocks else _scaled_after
+    return lax.platform_dependent(
+        a,
+        b,
+        cuda=functools.partial(cuda, spec=spec, forms=forms, out=out, dtype=compute),
+        default=functools.partial(_dequantized, spec=spec, forms=forms, out=out, dtype=ACCUMULATOR),
+    )
+
+
+def _dequantized(
+    a: Quantized,
+    b: Quantized,
+    *,
+    spec: str,
+    forms: tuple[Scaling, Scaling],
+    out: jnp.dtype,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Of operands multiplied with their scales before, in ``dtype``."""
+
+    def widened(x: Quantized, form: Scaling) -> jax.Array:
+        return (x.values.astype(ACCUMULATOR) * _each(x, form)).astype(dtype)
+
+    sides = (widened(x, form) for x, form in zip((a, b), forms, strict=True))
+    result = jnp.einsum(spec, *sides, preferred_element_type=ACCUMULATOR, precision="highest")
+    return result.astype(out)
+
+
+def _scaled_after(
+    a: Quantized,
+    b: Quantized,
+    *,
+    spec: str,
+    forms: tuple[Scaling, Scaling],
+    out: jnp.dtype,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """The 8-bit product, its rows and columns then multiplied: cuBLASLt's, which XLA finds."""
+    del dtype
+    result = jnp.einsum(spec, a.values, b.values, preferred_element_type=ACCUMULATOR)
+    rows, columns = (_each(x, form) for x, form in zip((a, b), forms, strict=True))
+    rows = rows.reshape(rows.shape[-result.ndim :]) if rows.ndim > result.ndim else rows
+    columns = jnp.swapaxes(columns.reshape(columns.shape[-2:]), 0, 1)
+    columns = columns.reshape((1,) * (result.ndim - 2) + columns.shape)
+    return (result * rows * columns).astype(out)
+
+
+def _each(x: Quantized, form: Scaling) -> jax.Array:
+    """The scale of each element, with as many dims as the values."""
+    each = spread(form, x.scale, *x.values.shape[-2:])
+    return each.reshape((1,) * (x.values.ndim - each.ndim) + each.shape)

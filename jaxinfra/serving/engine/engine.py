@@ -1,0 +1,347 @@
+"""The engine: requests in, progress out, one step at a time."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self, final
+
+import numpy as np
+
+from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.models.decoder import Decoder
+from jaxinfra.serving.engine.detokenize import TextStream
+from jaxinfra.serving.engine.lookup import NgramLookup
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.plan import StepPlan
+from jaxinfra.serving.engine.programs import MOST_SCORES
+from jaxinfra.serving.engine.requests import (
+    EndReason,
+    GenerationRequest,
+    RequestProgress,
+    RequestStream,
+    TokenScore,
+)
+from jaxinfra.serving.engine.runner import Dispatched, Drawn, ModelRunner
+from jaxinfra.serving.engine.scheduler import Scheduler
+from jaxinfra.serving.generate import original_context
+from jaxinfra.serving.load import LoadedModel
+
+NOT_FINITE = (
+    "the model's logits for this request are not finite; its weights or its tokens' embeddings "
+    "hold such numbers, or its numbers overflow the compute dtype"
+)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class EngineCounts:
+    """What the engine has done since it was made."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # of requests taken
+    cached_tokens: int = 0  # of these, those that pages held already
+    computed_tokens: int = 0  # taken in by steps, recomputed ones and drafts too
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that held
+    ended: collections.Counter[EndReason] = dataclasses.field(default_factory=collections.Counter)
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Told:
+    """What the engine remembers of a request beside what the scheduler does."""
+
+    stream: RequestStream
+    text: TextStream | None
+    is_admitted: bool = False
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+
+
+@final
+class Engine:
+    """Continuous batching over one paged cache.
+
+        engine = Engine(model, tokenizer=tokenizer)
+        number = engine.submit(GenerationRequest(prompt_ids=ids, max_new_tokens=16))
+        while engine.is_busy:
+            for progress in engine.step():
+                ...
+
+    One thread calls it. Results depend on each request alone, up to rounding.
+
+    Args:
+        tokenizer: where texts and stop strings are wanted.
+        num_ids: ids from here on are never drawn; all of the vocabulary by default.
+        draft: a smaller model of the same vocabulary that proposes ``options.num_drafts`` tokens.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        tokenizer: Tokenizer | None = None,
+        num_ids: int | None = None,
+        options: EngineOptions | None = None,
+        draft: Decoder | None = None,
+    ):
+        options = options or EngineOptions()
+        self.vocab_size = model.config.vocab_size
+        self.num_ids = self.vocab_size if num_ids is None else num_ids
+        if not 1 <= self.num_ids <= self.vocab_size:
+            raise ConfigError(f"num_ids={num_ids} must lie in 1..{self.vocab_size}")
+        if draft is not None and draft.config.vocab_size != self.vocab_size:
+            raise ConfigError(
+                f"the draft model's vocabulary is {draft.config.vocab_size}, the model's "
+                f"{self.vocab_size}; draft with a model of the same tokenizer"
+            )
+        self.tokenizer = tokenizer
+        self.limits = options.limits(
+            model.config, long_context=original_context(model.config), has_draft=draft is not None
+        )
+        lookup = None
+        if draft is None and options.num_drafts:
+            lookup = NgramLookup(num_drafts=options.num_drafts)
+        self._scheduler = Scheduler(self.limits, propose=lookup)
+        self._runner = ModelRunner(
+            model,
+            self.limits,
+            num_ids=self.num_ids,
+            draft=draft,
+            verify_length=1 + options.num_drafts if options.num_drafts else None,
+        )
+        self._numbers = itertools.count()
+        self._requests: dict[int, _Told] = {}
+        self._unread: collections.deque[tuple[Dispatched, StepPlan]] = collections.deque()
+        self._ended: list[RequestProgress] = []
+        self.counts = EngineCounts()
+
+    @classmethod
+    def of(
+        cls,
+        model: LoadedModel,
+        *,
+        options: EngineOptions | None = None,
+        draft: LoadedModel | None = None,
+    ) -> Self:
+        """An engine of a loaded model in the form that serves fastest, with its tokenizer."""
+        return cls(
+            model.serving_decoder(),
+            tokenizer=model.tokenizer,
+            num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
+            options=options,
+            draft=None if draft is None else draft.serving_decoder(),
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who runs and who waits, and the pages; to be looked at only."""
+        return self._scheduler
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The compiled programs; to be looked at only."""
+        return self._runner
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether ``step`` has something to do or to tell."""
+        return bool(self._requests or self._unread or self._ended)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every program that a step may need, so that no request waits for a compiler."""
+        self._runner.warm_up(progress)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises DataError or ConfigError where ``submit`` would."""
+        ids = np.asarray(request.prompt_ids, np.int64)
+        if not ids.size:
+            raise DataError("the prompt has no tokens; begin it with the document separator")
+        if ids.size > self.limits.context:
+            raise DataError(
+                f"the prompt has {ids.size} tokens, more than the {self.limits.context} positions "
+                "that a request can have here; shorten it"
+            )
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            raise DataError(
+                f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
+                f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
+            )
+        if request.num_scores is not None and not 0 <= request.num_scores <= MOST_SCORES:
+            raise ConfigError(f"{request.num_scores} scores: it must lie in 0..{MOST_SCORES}")
+        if request.scores_prompt and request.num_scores is None:
+            raise ConfigError(
+                "scores_prompt needs num_scores: how many of the most likely are told"
+            )
+        if request.max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+        if request.stop and self.tokenizer is None:
+            raise ConfigError(
+                "stop strings need text, and the engine has no tokenizer; give it one, or stop_ids"
+            )
+        if not all(request.stop):
+            raise ConfigError("an empty stop string would end every text before it begins")
+
+    def submit(self, request: GenerationRequest) -> int:
+        """Takes a request, and returns the number by which ``step`` speaks of it.
+
+        Raises:
+            DataError: a prompt that is empty, too long, or has ids outside the vocabulary.
+        """
+        self.check(request)
+        number = next(self._numbers)
+        stream = RequestStream(
+            number=number, request=request, tokens=[*request.prompt_ids], limit=0
+        )
+        text = None
+        if self.tokenizer is not None:
+            text = TextStream(self.tokenizer, request.prompt_ids, request.stop)
+        self._scheduler.add(stream)
+        self._requests[number] = _Told(stream=stream, text=text)
+        self.counts.prompt_tokens += len(request.prompt_ids)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Ends a request; its pages are free at once. One that has ended already stays so."""
+        told = self._requests.get(number)
+        if told is not None:
+            self._ended.append(self._end(told, EndReason.CANCELLED))
+
+    def step(self) -> list[RequestProgress]:
+        """Gives the device the next step, and says what the one before brought.
+
+        The device has a step to do while the host reads and plans, as long as requests allow it.
+        """
+        result, self._ended = self._ended, []
+        plan = self._scheduler.plan()
+        if not plan.is_empty:
+            masks = {
+                row.slot: row.stream.request.constraint.mask()
+                for row in plan.rows
+                if row.draws and row.stream.request.constraint is not None
+            }
+            self._unread.append((self._runner.dispatch(plan, masks), plan))
+            self._count(plan)
+            if len(self._unread) < 2:
+                return result
+        if self._unread:
+            dispatched, _ = self._unread.popleft()
+            for drawn in self._runner.read(dispatched):
+                progress = self._take(drawn)
+                if progress is not None:
+                    result.append(progress)
+        return result
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[list[RequestProgress]]:
+        """All of these to their ends: what came of each."""
+        places = {self.submit(request): place for place, request in enumerate(requests)}
+        result: list[list[RequestProgress]] = [[] for _ in requests]
+        for progress in self._until_idle():
+            result[places[progress.request]].append(progress)
+        return result
+
+    def _until_idle(self) -> Iterator[RequestProgress]:
+        while self.is_busy:
+            yield from self.step()
+
+    def _count(self, plan: StepPlan) -> None:
+        self.counts.steps += 1
+        self.counts.computed_tokens += plan.num_tokens
+        for row in plan.rows:
+            told = self._requests[row.stream.number]
+            if not told.is_admitted:
+                told.is_admitted = True
+                self.counts.cached_tokens += row.stream.num_cached
+
+    def _take(self, drawn: Drawn) -> RequestProgress | None:
+        """What a row's draws mean for its request; None for one that has ended."""
+        stream = drawn.row.stream
+        told = self._requests.get(stream.number)
+        if drawn.is_bad and told is not None:
+            stream.pending -= drawn.row.draws
+            return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
+        if told is not None:
+            wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
+            if drawn.row.start == len(told.prompt_scores):  # else it was begun again
+                told.prompt_scores += drawn.prompt_scores[:wanted]
+        if not drawn.row.draws:
+            return None
+        taken = self._scheduler.take(drawn.row, drawn.tokens, drawn.num_held)
+        if told is None:
+            return None
+        self.counts.drafted_tokens += drawn.row.num_drafts
+        self.counts.accepted_tokens += drawn.num_held
+        tokens, text = [], ""
+        for place, token in enumerate(taken, start=1 - len(taken)):
+            tokens.append(token)
+            self.counts.generated_tokens += 1
+            end, piece = self._meaning(told, token, after=-place)
+            text += piece
+            if end is not None:
+                progress = self._end(told, end, tokens=tuple(tokens), text=text)
+                return self._with_scores(progress, told, drawn)
+        progress = RequestProgress(
+            request=stream.number, tokens=tuple(tokens), text=text, num_cached=stream.num_cached
+        )
+        return self._with_scores(progress, told, drawn)
+
+    def _with_scores(self, progress: RequestProgress, told: _Told, drawn: Drawn) -> RequestProgress:
+        if drawn.score is None:
+            return progress
+        prompt, told.prompt_scores = tuple(told.prompt_scores), []
+        is_first = len(told.stream.tokens) == len(told.stream.request.prompt_ids) + 1
+        return dataclasses.replace(
+            progress, scores=(drawn.score,), prompt_scores=prompt if is_first else ()
+        )
+
+    def _meaning(self, told: _Told, token: int, *, after: int) -> tuple[EndReason | None, str]:
+        """Whether a request ends with this token, and the text that it makes certain.
+
+        Args:
+            after: tokens drawn after it, which the stream has already.
+        """
+        stream, request = told.stream, told.stream.request
+        if token in request.eos_ids:
+            return EndReason.EOS, ""
+        if token in request.stop_ids:
+            return EndReason.STOP, ""
+        text = ""
+        if told.text is not None:
+            text = told.text.push(token)
+            if told.text.is_stopped:
+                return EndReason.STOP, text
+        if request.constraint is not None:
+            request.constraint.advance(token)
+            if request.constraint.is_complete:
+                return EndReason.STOP, text
+        if len(stream.tokens) - after < stream.limit:
+            return None, text
+        is_whole = stream.limit == len(request.prompt_ids) + request.max_new_tokens
+        return EndReason.LENGTH if is_whole else EndReason.CONTEXT, text
+
+    def _end(
+        self,
+        told: _Told,
+        end: EndReason,
+        *,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        error: str | None = None,
+        poisoned: bool = False,
+    ) -> RequestProgress:
+        stream = told.stream
+        del self._requests[stream.number]
+        self._scheduler.end(stream, poisoned=poisoned)
+        self.counts.ended[end] += 1
+        if told.text is not None and not told.text.is_stopped:
+            text += told.text.flush()
+            if told.text.is_stopped and end is EndReason.LENGTH:
+                end = EndReason.STOP
+        return RequestProgress(
+            request=stream.number,
+            tokens=tokens,
+            text=text,
+            end=end,
+            error=error,
+            num_cached=stream.num_cached,
+        )

@@ -1,0 +1,66 @@
+"""What a user says of an engine; the rest follows from the model."""
+
+import dataclasses
+
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine.plan import SchedulerLimits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """Room and shapes of an engine."""
+
+    max_running: int = 16  # requests that have pages at a time
+    page_size: int = 16  # tokens of a page
+    num_pages: int | None = None  # of the pool; None: enough for max_running of the longest
+    max_context: int | None = None  # tokens of a request; None: as many as the model has positions
+    max_step_tokens: int = 512  # of a step
+    chunk_sizes: tuple[int, ...] = (16, 64, 256)  # tokens of a row that chunks of prompts may have
+    max_chunk_rows: int = 4  # prompts in a call
+    share_prefixes: bool = True
+    num_drafts: int = 0  # tokens proposed ahead: by the draft model, or looked up without one
+
+    def __post_init__(self) -> None:
+        counts = {
+            name: getattr(self, name)
+            for name in ("max_running", "page_size", "max_step_tokens", "max_chunk_rows")
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+        if self.num_drafts < 0:
+            raise ConfigError(f"num_drafts={self.num_drafts} must be at least 0")
+        if (
+            not self.chunk_sizes
+            or any(
+                size < 2 or size in self.chunk_sizes[:place]
+                for place, size in enumerate(self.chunk_sizes)
+            )
+            or sorted(self.chunk_sizes) != [*self.chunk_sizes]
+        ):
+            raise ConfigError(f"chunk_sizes={self.chunk_sizes} must ascend from at least 2")
+
+    def limits(
+        self, config: ModelConfig, *, long_context: int | None, has_draft: bool
+    ) -> SchedulerLimits:
+        """The limits for a model."""
+        positions = min(config.max_positions, self.max_context or config.max_positions)
+        pages = -(-positions // self.page_size)
+        sizes = [1]
+        while sizes[-1] * 4 < self.max_running:
+            sizes.append(sizes[-1] * 4)
+        sizes = sorted({*sizes, self.max_running})
+        return SchedulerLimits(
+            num_pages=1 + self.max_running * pages if self.num_pages is None else self.num_pages,
+            page_size=self.page_size,
+            max_running=self.max_running,
+            max_step_tokens=self.max_step_tokens,
+            max_positions=positions,
+            row_sizes=tuple(sizes),
+            chunk_sizes=self.chunk_sizes,
+            max_chunk_rows=self.max_chunk_rows,
+            share_prefixes=self.share_prefixes,
+            long_context=long_context,
+            num_drafts=self.num_drafts if has_draft else 0,
+        )

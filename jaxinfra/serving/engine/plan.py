@@ -1,0 +1,107 @@
+"""A step of the engine as data: which rows take in which tokens, and what bounds that."""
+
+import bisect
+import dataclasses
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine.requests import RequestStream
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """What bounds a step and what it may be shaped like."""
+
+    num_pages: int  # of the pool
+    page_size: int  # tokens of a page
+    max_running: int  # requests that have pages at a time
+    max_step_tokens: int  # of a step, padding of its chunks included
+    max_positions: int  # of the model
+    row_sizes: tuple[int, ...]  # rows that a call may have, ascending; the last is max_running
+    chunk_sizes: tuple[int, ...]  # tokens of a row that a call for prompts may have, ascending
+    max_chunk_rows: int  # rows of a call for prompts
+    share_prefixes: bool = True
+    long_context: int | None = None  # beyond as many tokens keys are others (LongRoPE)
+    num_drafts: int = 0  # tokens proposed by a draft model for each step
+
+    def __post_init__(self) -> None:
+        least = self.max_running * (1 + self.num_drafts) + self.chunk_sizes[0]
+        if self.max_step_tokens < least:
+            raise ConfigError(
+                f"max_step_tokens={self.max_step_tokens} is less than {least}: a token of each of "
+                f"max_running={self.max_running} requests and a chunk of {self.chunk_sizes[0]}; "
+                "raise it, or lower max_running"
+            )
+        if self.num_pages < 2:
+            raise ConfigError(f"num_pages={self.num_pages}: one is kept empty; give at least 2")
+        if self.row_sizes[-1] != self.max_running:
+            raise ConfigError(
+                f"row_sizes={self.row_sizes} must end at max_running={self.max_running}"
+            )
+
+    @property
+    def context(self) -> int:
+        """Positions that one request can have."""
+        return min(self.max_positions, (self.num_pages - 1) * self.page_size)
+
+    @property
+    def table_width(self) -> int:
+        """Pages of the longest request."""
+        return -(-self.context // self.page_size)
+
+    def rows(self, number: int) -> int:
+        """The smallest size of a call that has room for so many rows."""
+        return self.row_sizes[bisect.bisect_left(self.row_sizes, number)]
+
+    @property
+    def chunk_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Rows and tokens of each call for prompts that a step may make."""
+        return tuple(
+            (rows, length)
+            for rows in self.row_sizes
+            if rows <= max(self.max_chunk_rows, self.row_sizes[0])
+            for length in self.chunk_sizes
+            if rows * length <= self.max_step_tokens
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRow:
+    """Tokens of one request that a step takes in."""
+
+    stream: RequestStream
+    slot: int
+    pages: tuple[int, ...]
+    start: int  # position of the first
+    ids: tuple[int, ...]  # empty: the one that the device drew last
+    count: int
+    draws: bool  # whether the token after the last one is drawn
+    context: int  # tokens that the request has come to
+    num_drafts: int = 0  # of these tokens the last are proposed only, and judged by the step
+    targets: tuple[int, ...] = ()  # tokens after each of these, where the prompt is scored
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepPlan:
+    """A step, in the order in which the device does it."""
+
+    zeros: list[int]  # pages to fill with zeros
+    copies: list[tuple[int, int]]  # pages, from and to
+    chunks: list[PlannedRow]
+    chunk_length: int
+    decodes: list[PlannedRow]
+    verifies: list[PlannedRow]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are taken in."""
+        return sum(row.count for row in self.rows)
+
+    @property
+    def rows(self) -> list[PlannedRow]:
+        """All rows: prompts' first."""
+        return [*self.chunks, *self.decodes, *self.verifies]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is computed."""
+        return not (self.chunks or self.decodes or self.verifies)

@@ -1,0 +1,114 @@
+"""What is asked of the engine, how far it has come, and what comes back."""
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+from typing import Protocol
+
+import numpy as np
+
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+
+
+class EndReason(enum.StrEnum):
+    """Why the engine is through with a request."""
+
+    EOS = "eos"  # it drew an end token
+    STOP = "stop"  # it drew a stop token, or its text came to a stop string
+    LENGTH = "length"  # it has max_new_tokens
+    CONTEXT = "context"  # the model, or the pool of pages, has no positions left
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Constraint(Protocol):
+    """Which tokens may come next, as a structure asks; one object for each request."""
+
+    def mask(self) -> np.ndarray:
+        """Bits of the ids that may come next, uint32 [words], the lowest id lowest."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Takes note of a drawn token."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """A prompt to continue, and how.
+
+    What is drawn depends on the request alone: its tokens, its settings, ``seed`` and ``choice``.
+    Only rounding differs with what runs beside it, which matters where two tokens are as likely
+    as each other to the last digits.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: SamplingConfig = GREEDY
+    seed: int = 0  # the lower 32 bits count
+    choice: int = 0  # tells continuations of one prompt and seed apart
+    eos_ids: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()  # strings; the text ends before them
+    constraint: Constraint | None = dataclasses.field(default=None, compare=False)
+    num_scores: int | None = None  # most likely tokens told of each draw; None: no scores
+    scores_prompt: bool = False  # with ``num_scores``: of the prompt's tokens too
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScore:
+    """How likely the model alone says a token is, and which are the most likely at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
+
+    def __post_init__(self) -> None:
+        asked = self.sampling
+        if asked.is_penalized or asked.logit_bias or asked.logprobs is not None:
+            raise UnsupportedError(
+                "the engine draws by temperature, min-p, top-k and top-p; leave penalties, "
+                "logit_bias and logprobs out"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RequestProgress:
+    """What one step of the engine brought for one request."""
+
+    request: int  # the number that ``submit`` gave
+    tokens: tuple[int, ...] = ()
+    text: str = ""  # that is certain now; empty where the engine has no tokenizer
+    end: EndReason | None = None  # set on the last one
+    error: str | None = None  # with EndReason.ERROR
+    num_cached: int = 0  # tokens of the prompt that were not computed again
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, where they were asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # on the first: of the prompt after its first token
+
+
+@dataclasses.dataclass(slots=True, eq=False, kw_only=True)
+class RequestStream:
+    """A request on its way, as the scheduler sees it: no arrays, no text."""
+
+    number: int  # order of arrival
+    request: GenerationRequest
+    tokens: list[int]  # prompt and drawn, as far as known
+    limit: int  # tokens in all at which it ends
+    kind: Hashable = None  # streams of different kinds share no pages
+    pages: list[int] = dataclasses.field(default_factory=list)
+    num_registered: int = 0  # pages at the front that are in the prefix tree
+    computed: int = 0  # tokens whose keys and values steps have been dispatched for
+    pending: int = 0  # tokens drawn by steps that are not read yet
+    slot: int | None = None  # where the device keeps its last token; None: it is not running
+    num_cached: int = 0
+    is_over: bool = False
+
+    @property
+    def total(self) -> int:
+        """Tokens, those among them that only the device knows."""
+        return len(self.tokens) + self.pending

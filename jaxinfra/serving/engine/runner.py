@@ -1,0 +1,361 @@
+"""Runs planned steps on the device: a listed set of programs, compiled before the first request."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.decoder import Decoder
+from jaxinfra.serving.engine import programs
+from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
+from jaxinfra.serving.engine.programs import (
+    WORD_BITS,
+    DeviceState,
+    ProgramConfig,
+    RowInputs,
+    Scores,
+    Weights,
+)
+from jaxinfra.serving.engine.requests import TokenScore
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
+
+_PAGES_AT_ONCE = 8  # copied by a call
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramKey:
+    """One compiled program: what it does, and for which shapes."""
+
+    name: str
+    rows: int
+    length: int = 1
+    is_fresh: bool = False
+    is_scored: bool = False
+
+    def __str__(self) -> str:
+        kind = " from position 0" * self.is_fresh + " with scores" * self.is_scored
+        return f"{self.name} {self.rows} x {self.length}{kind}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Drawn:
+    """What a step drew for one row."""
+
+    row: PlannedRow
+    tokens: tuple[int, ...]  # after the first token, and after each draft
+    num_held: int  # drafts that are what was drawn
+    is_bad: bool  # its logits were not finite
+    score: TokenScore | None = None  # of the token, where it was asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dispatched:
+    """A step that the device has been given; ``ModelRunner.read`` waits for it."""
+
+    rows: list[tuple[list[PlannedRow], Any]]  # and what their call gave
+
+
+@final
+class ModelRunner:
+    """The weights, the pools of pages, and the programs.
+
+    Args:
+        num_ids: ids from here on are never drawn.
+        draft: a smaller model of the same vocabulary, which proposes tokens.
+        verify_sizes: tokens of a row with drafts; none without speculation.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        limits: SchedulerLimits,
+        *,
+        num_ids: int,
+        draft: Decoder | None = None,
+        verify_length: int | None = None,
+    ):
+        if model.execution.place.batch_shards > 1:
+            raise ConfigError(
+                "the engine's mesh has replica or fsdp devices, over which generation splits a "
+                "batch; give it tensor devices only, and other devices an engine of their own"
+            )
+        self._limits = limits
+        graphdef, parameters = nnx.split(model)
+        draft_graphdef, draft_parameters = (None, None) if draft is None else nnx.split(draft)
+        self._weights = Weights(model=parameters, draft=draft_parameters)
+        self._config = ProgramConfig(graphdef=graphdef, num_ids=num_ids, draft=draft_graphdef)
+        self._mask_words = -(-num_ids // WORD_BITS)
+        self._verify_length = verify_length
+        self._compiled: dict[ProgramKey, Callable[..., Any]] = {}
+        self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
+        self.num_compiled = 0
+        self.num_late = 0  # compiled after ``warm_up``
+
+        @jax.jit
+        def empty() -> DeviceState:
+            pools = functools.partial(
+                programs.empty_pools, num_pages=limits.num_pages, page_size=limits.page_size
+            )
+            return DeviceState(
+                pools=pools(model.config, model.execution),
+                draft_pools=() if draft is None else pools(draft.config, draft.execution),
+                last_S=jnp.zeros(limits.max_running, jnp.int32),
+                masks_SW=jnp.zeros((limits.max_running, self._mask_words), jnp.uint32),
+            )
+
+        self._state = empty()
+
+    @property
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Every program that a step may need."""
+        limits = self._limits
+        # Scores cost a pass over the logits, which beside a chunk's own work is nothing.
+        keys = [
+            ProgramKey(name="step", rows=rows, is_scored=is_scored)
+            for rows in limits.row_sizes
+            for is_scored in (False, True)
+        ]
+        keys += [
+            ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_scored=True)
+            for rows, length in limits.chunk_shapes
+            for is_fresh in (True, False)
+        ]
+        keys += [
+            ProgramKey(name="score", rows=limits.rows(1), length=length)
+            for length in limits.chunk_sizes
+            if length <= limits.max_step_tokens
+        ]
+        if self._verify_length is not None:
+            keys += [
+                ProgramKey(name="verify", rows=rows, length=self._verify_length)
+                for rows in limits.row_sizes
+            ]
+        copy = ProgramKey(name="copy", rows=_PAGES_AT_ONCE)
+        return (*keys, copy, ProgramKey(name="mask", rows=1))
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles every program.
+
+        Args:
+            progress: called with how many are compiled, and how many there are.
+        """
+        keys = self.keys
+        for number, key in enumerate(keys, start=1):
+            if key not in self._compiled:
+                self._compile(key)
+            if progress is not None:
+                progress(number, len(keys))
+        self.num_late = 0
+
+    def dispatch(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> Dispatched:
+        """Gives the device a step; returns before it is done.
+
+        Args:
+            masks: by slot, of the rows whose request has a structure.
+        """
+        self._copy([(0, page) for page in plan.zeros])
+        self._copy(plan.copies)
+        for slot, mask_W in masks.items():
+            # Ids beyond those that are drawn, and those that the structure does not know: not now.
+            words_1W = np.zeros((1, self._mask_words), np.uint32)
+            known = mask_W[: self._mask_words]
+            words_1W[0, : len(known)] = known
+            self._state = self._program(ProgramKey(name="mask", rows=1))(
+                self._state, np.array([slot], np.int32), words_1W
+            )
+        drawn = []
+        for rows, name, length in (
+            (plan.chunks, "step", plan.chunk_length),
+            (plan.decodes, "step", 1),
+            (plan.verifies, "verify", self._verify_length),
+        ):
+            if rows:
+                assert length is not None
+                drawn.append((rows, self._call(rows, name, length, masks)))
+        return Dispatched(rows=drawn)
+
+    def read(self, dispatched: Dispatched) -> list[Drawn]:
+        """What a step drew, of the rows that draw; waits for it."""
+        result = []
+        for rows, (array, *told) in dispatched.rows:
+            values = np.asarray(array)
+            scores = [jax.tree.map(np.asarray, each) for each in told]
+            for place, (row, drawn) in enumerate(zip(rows, values, strict=False)):
+                if row.draws or row.targets:
+                    result.append(_of_row(row, place, drawn, scores))
+        return result
+
+    def _call(
+        self, rows: Sequence[PlannedRow], name: str, length: int, masks: dict[int, np.ndarray]
+    ) -> Any:
+        if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
+            name = "score"
+        is_chunk = name == "step" and length > 1
+        is_asked = any(row.stream.request.num_scores is not None for row in rows)
+        key = ProgramKey(
+            name=name,
+            rows=self._limits.rows(len(rows)),
+            length=length,
+            is_fresh=is_chunk and all(row.start == 0 for row in rows),
+            is_scored=is_chunk or (name == "step" and is_asked),
+        )
+        arguments: list[Any] = [self._inputs(rows, key, masks)]
+        if name == "score":
+            targets_BT = np.zeros((key.rows, length), np.int32)
+            targets_BT[0, : len(rows[0].targets)] = rows[0].targets
+            arguments.append(targets_BT)
+        given, self._state = self._program(key)(self._weights, self._state, *arguments)
+        drawn, *told = given if isinstance(given, tuple) else (given,)
+        given = (drawn, *told) if is_asked else (drawn,)
+        for each in jax.tree.leaves(given):
+            each.copy_to_host_async()
+        return given
+
+    def _inputs(
+        self, rows: Sequence[PlannedRow], key: ProgramKey, masks: dict[int, np.ndarray]
+    ) -> RowInputs:
+        configs = tuple(row.stream.request.sampling for row in rows)
+        inputs = self._blank(key, self._sampling_rows(configs, key.rows))
+        for place, row in enumerate(rows):
+            request = row.stream.request
+            if row.ids:
+                inputs.ids_BT[place, : len(row.ids)] = row.ids
+            else:
+                inputs.ids_BT[place, 0] = -1
+            inputs.slots_B[place] = row.slot
+            inputs.starts_B[place] = row.start
+            inputs.counts_B[place] = row.count
+            inputs.contexts_B[place] = row.context
+            inputs.tables_BM[place, : len(row.pages)] = row.pages
+            inputs.seeds_B[place] = request.seed & 0xFFFFFFFF
+            inputs.choices_B[place] = request.choice
+            inputs.key_positions_B[place] = row.start + row.count - row.num_drafts
+            inputs.draws_B[place] = row.draws
+            inputs.is_masked_B[place] = row.slot in masks
+        return inputs
+
+    def _sampling_rows(self, configs: tuple[SamplingConfig, ...], size: int) -> SamplingRows:
+        """The settings on the device; kept, as most steps have the rows of the step before."""
+        known = self._sampling.get(size)
+        if known is None or known[0] != configs:
+            padded = [*configs, *[GREEDY] * (size - len(configs))]
+            known = self._sampling[size] = (configs, SamplingRows.of(padded))
+        return known[1]
+
+    def _blank(self, key: ProgramKey, sampling: SamplingRows) -> RowInputs:
+        def zeros(kind: type, *dims: int) -> np.ndarray:
+            return np.zeros((key.rows, *dims), kind)
+
+        return RowInputs(
+            ids_BT=zeros(np.int32, key.length),
+            slots_B=zeros(np.int32) + np.int32(self._limits.max_running),
+            starts_B=zeros(np.int32),
+            counts_B=zeros(np.int32),
+            contexts_B=zeros(np.int32),
+            tables_BM=zeros(np.int32, self._limits.table_width),
+            seeds_B=zeros(np.uint32),
+            choices_B=zeros(np.int32),
+            key_positions_B=zeros(np.int32),
+            draws_B=zeros(np.bool_),
+            is_masked_B=zeros(np.bool_),
+            sampling=sampling,
+        )
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        program = ProgramKey(name="copy", rows=_PAGES_AT_ONCE)
+        for first in range(0, len(pairs), _PAGES_AT_ONCE):
+            part = pairs[first : first + _PAGES_AT_ONCE]
+            padded = part + [(0, self._limits.num_pages)] * (_PAGES_AT_ONCE - len(part))
+            sources, targets = np.array(padded, np.int32).T
+            self._state = self._program(program)(
+                self._state, np.ascontiguousarray(sources), np.ascontiguousarray(targets)
+            )
+
+    def _program(self, key: ProgramKey) -> Callable[..., Any]:
+        if key not in self._compiled:
+            _log.warning("compiling %s while requests wait; it is not among those listed", key)
+            self._compile(key)
+        return self._compiled[key]
+
+    def _compile(self, key: ProgramKey) -> None:
+        self.num_compiled += 1
+        self.num_late += 1
+        indices = np.zeros(key.rows, np.int32)
+        match key.name:
+            case "copy":
+                function, arguments = programs.copy_pages, (self._state, indices, indices)
+            case "mask":
+                masks = np.zeros((key.rows, self._mask_words), np.uint32)
+                function, arguments = programs.set_masks, (self._state, indices, masks)
+            case "verify":
+                function = functools.partial(programs.verify, config=self._config)
+                arguments = (
+                    self._weights,
+                    self._state,
+                    self._blank(key, self._sampling_rows((), key.rows)),
+                )
+            case "score":
+                function = functools.partial(programs.score, config=self._config)
+                blank = self._blank(key, self._sampling_rows((), key.rows))
+                targets = np.zeros((key.rows, key.length), np.int32)
+                arguments = (self._weights, self._state, blank, targets)
+            case _:
+                function = functools.partial(
+                    programs.step,
+                    config=self._config,
+                    is_fresh=key.is_fresh,
+                    is_scored=key.is_scored,
+                )
+                arguments = (
+                    self._weights,
+                    self._state,
+                    self._blank(key, self._sampling_rows((), key.rows)),
+                )
+        donated = 0 if key.name in ("copy", "mask") else 1
+        jitted = jax.jit(function, donate_argnums=donated)
+        self._compiled[key] = jitted.lower(*arguments).compile()
+
+
+def _of_row(row: PlannedRow, place: int, drawn: np.ndarray, scores: list[Scores]) -> Drawn:
+    """What a call gave for one row.
+
+    Args:
+        scores: of the draws, and of the tokens that follow the row's; none where nobody asked.
+    """
+    held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
+    asked, score, of_prompt = row.stream.request.num_scores, None, ()
+    if asked is not None and row.draws:
+        score = _score(scores[0], place, asked)
+    if asked is not None and row.targets and len(scores) > 1:
+        of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
+    return Drawn(
+        row=row,
+        tokens=tuple(tokens) if row.draws else (),
+        num_held=held,
+        is_bad=held < 0 or tokens[0] < 0,
+        score=score,
+        prompt_scores=of_prompt,
+    )
+
+
+def _score(scores: Scores, place: int, number: int) -> TokenScore:
+    return TokenScore(
+        logprob=float(scores.given_N[place]),
+        top=tuple(
+            zip(
+                scores.ids_NK[place, :number].tolist(),
+                scores.top_NK[place, :number].tolist(),
+                strict=True,
+            )
+        ),
+    )

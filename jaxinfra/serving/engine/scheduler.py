@@ -1,0 +1,346 @@
+"""Which request does what in the next step: decisions alone, without JAX.
+
+Requests run in the order of their arrival. A step takes a token of every request that is past its
+prompt, and chunks of prompts with what is left of the budget. Pages for a whole prompt are taken at
+admission; where an answer needs a page and there is none, the youngest request gives up its own and
+computes its tokens again later.
+"""
+
+import bisect
+import dataclasses
+import heapq
+from collections.abc import Callable, Sequence
+from typing import final
+
+from jaxinfra.serving.engine.pages import PageAllocator
+from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
+from jaxinfra.serving.engine.radix import PrefixTree
+from jaxinfra.serving.engine.requests import RequestStream
+
+
+@final
+class Scheduler:
+    """Waiting and running requests, and their pages.
+
+    Args:
+        propose: tokens that may follow a request's own, to be judged in one step; None: nobody
+            proposes any.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        propose: Callable[[RequestStream], Sequence[int]] | None = None,
+    ):
+        self.limits = limits
+        self.allocator = PageAllocator(limits.num_pages)
+        self.tree = PrefixTree(self.allocator, page_size=limits.page_size)
+        self.waiting: list[RequestStream] = []
+        self.running: list[RequestStream] = []
+        self.num_preemptions = 0
+        self._slots = [*range(limits.max_running)]
+        self._propose = propose
+        self._planned: set[RequestStream] = set()
+
+    def add(self, stream: RequestStream) -> None:
+        """One more request; the limit on its tokens is set here."""
+        prompt = len(stream.request.prompt_ids)
+        # The last token drawn is not fed back, so it needs no position.
+        stream.limit = min(prompt + stream.request.max_new_tokens, self.limits.context + 1)
+        assert prompt < stream.limit, "checked by the engine"
+        bisect.insort(self.waiting, stream, key=lambda each: each.number)
+
+    def plan(self) -> StepPlan:
+        """The next step. Requests are taken to have done it when this returns."""
+        self._planned.clear()
+        plan = StepPlan(
+            zeros=self.allocator.unclean(),
+            copies=[],
+            chunks=[],
+            chunk_length=0,
+            decodes=[],
+            verifies=[],
+        )
+        prompts = []
+        for stream in [*self.running]:
+            if stream.slot is None or not self._is_ready(stream, plan.copies):
+                continue
+            if stream.total - stream.computed > 1:
+                prompts.append(stream)
+            else:
+                self._plan_answer(stream, plan)
+        # Those of them that gave up their pages meanwhile are not running.
+        prompts = [stream for stream in prompts if stream.slot is not None]
+        num_tokens = plan.num_tokens
+        plan = self._plan_prompts(plan, prompts, self.limits.max_step_tokens - num_tokens)
+        for row in plan.rows:
+            row.stream.computed += row.count
+            row.stream.pending += row.draws
+        for row in plan.chunks:
+            self._register(row.stream)
+        return plan
+
+    def _is_ready(self, stream: RequestStream, copies: list[tuple[int, int]]) -> bool:
+        """Whether a running request can take part in the next step."""
+        if stream.total >= stream.limit:
+            return False  # it draws its last token already
+        kind = self._kind(stream)
+        if kind != stream.kind:
+            if stream.pending:
+                return False
+            # Its keys are others now: all are computed again.
+            self._give_up_pages(stream)
+            stream.kind = kind
+            return self._begin(stream, copies)
+        if not stream.pending:
+            return True
+        # How many drafts hold, or what a structure allows next, is known when they are read.
+        return stream.request.constraint is None and not self._speculates
+
+    @property
+    def _speculates(self) -> bool:
+        return self._propose is not None or self.limits.num_drafts > 0
+
+    def _kind(self, stream: RequestStream) -> str:
+        long = self.limits.long_context
+        return "short" if long is None or stream.total <= long else "long"
+
+    def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
+        """One token of a request that is past its prompt, and drafts after it."""
+        room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
+        if stream.request.constraint is None and stream.request.num_scores is None:
+            if self._propose is not None:
+                drafts = tuple(self._propose(stream))[:room]
+            num_drafts = min(self.limits.num_drafts, room) or len(drafts)
+        if not self._reserve(stream, stream.computed + 1 + num_drafts):
+            return
+        row = self._row(stream, count=1, draws=True)
+        if num_drafts:
+            row = dataclasses.replace(
+                row,
+                ids=(*row.ids, *drafts),
+                count=1 + num_drafts,
+                num_drafts=num_drafts,
+                context=row.context + num_drafts,
+            )
+        (plan.verifies if num_drafts else plan.decodes).append(row)
+
+    def _row(self, stream: RequestStream, *, count: int, draws: bool) -> PlannedRow:
+        assert stream.slot is not None
+        self._planned.add(stream)
+        return PlannedRow(
+            stream=stream,
+            slot=stream.slot,
+            pages=tuple(stream.pages),
+            start=stream.computed,
+            ids=tuple(stream.tokens[stream.computed : stream.computed + count]),
+            count=count,
+            draws=draws,
+            context=stream.total,
+            targets=(
+                tuple(stream.tokens[stream.computed + 1 : stream.computed + count + 1])
+                if stream.request.scores_prompt
+                else ()
+            ),
+        )
+
+    def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
+        """Chunks of prompts under way, then of those that can be admitted, in one call."""
+        length, rows = 0, []
+        source = iter(prompts)
+        while True:
+            room = self._chunk_rows(length, budget)
+            if rows and rows[0].stream.request.scores_prompt:
+                room = 1  # whose prompt is scored has a call for itself
+            stream = next(source, None) if len(rows) < room else None
+            if stream is not None and rows and stream.request.scores_prompt:
+                continue
+            if stream is None and len(rows) < room:
+                if rows and self.waiting and self.waiting[0].request.scores_prompt:
+                    break
+                stream = self._admit(plan.copies)
+            if stream is None:
+                break
+            left = stream.total - stream.computed
+            if left == 1:
+                self._plan_answer(stream, plan)
+                budget -= 1
+                continue
+            if not rows:
+                length = self._chunk_length(left, budget)
+            count = min(left, length)
+            rows.append(self._row(stream, count=count, draws=count == left))
+        return dataclasses.replace(plan, chunks=rows, chunk_length=length)
+
+    def _chunk_length(self, left: int, budget: int) -> int:
+        """Tokens of a call's rows, by what is left of the first one's prompt."""
+        fitting = [
+            size for size in self.limits.chunk_sizes if size * self.limits.rows(1) <= budget
+        ] or [self.limits.chunk_sizes[0]]
+        return next((size for size in fitting if size >= left), fitting[-1])
+
+    def _chunk_rows(self, length: int, budget: int) -> int:
+        """Rows that a call for prompts may have, with as many tokens each."""
+        if budget < self.limits.chunk_sizes[0]:
+            return 0
+        if not length:
+            return 1
+        fitting = [
+            rows
+            for rows in self.limits.row_sizes
+            if rows <= max(self.limits.max_chunk_rows, self.limits.row_sizes[0])
+            and rows * length <= budget
+        ]
+        return fitting[-1] if fitting else 1
+
+    def _admit(self, copies: list[tuple[int, int]]) -> RequestStream | None:
+        """The first waiting request, with pages for its tokens; None if it has to wait."""
+        if not self.waiting or not self._slots:
+            return None
+        stream = self.waiting[0]
+        if stream.pending:
+            return None  # it gave up its pages, and its last token is not read yet
+        stream.kind = self._kind(stream)
+        if not self._begin(stream, copies):
+            return None
+        self.waiting.pop(0)
+        stream.slot = heapq.heappop(self._slots)
+        bisect.insort(self.running, stream, key=lambda each: each.number)
+        return stream
+
+    def _begin(self, stream: RequestStream, copies: list[tuple[int, int]]) -> bool:
+        """Gives a request without pages those of its tokens; False, and none, if there are too
+        few, or if another request is about to compute the same.
+        """
+        size, total = self.limits.page_size, stream.total
+        pages, cached = [], 0
+        if self.limits.share_prefixes and not stream.request.scores_prompt:
+            found = self.tree.match(stream.tokens, kind=stream.kind, limit=total - 1)
+            pages, cached = [*found.pages], found.num_tokens
+        whole = cached // size
+        needed = -(-total // size) - whole
+        spare = len(self.running) if stream.slot is None else 0
+        if len(pages) > whole and needed + spare > self._num_available:
+            # A page to copy from is one more than there may be.
+            self.allocator.release(pages.pop())
+            cached = whole * size
+        if needed + spare > self._num_available or self._is_computed_elsewhere(stream, cached):
+            self.allocator.release_all(pages)
+            if stream.slot is not None:
+                self._preempt(stream)
+            return False
+        fresh = [self._take_page() for _ in range(needed)]
+        if len(pages) > whole:
+            # It goes on within a page that others read.
+            copies.append((pages[whole], fresh[0]))
+            self.allocator.release(pages.pop())
+        stream.pages = [*pages, *fresh]
+        stream.computed, stream.num_registered = cached, whole
+        if len(stream.tokens) == len(stream.request.prompt_ids):
+            stream.num_cached = cached
+        return True
+
+    def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
+        """Whether a running request's prompt begins as this one, further than pages know it."""
+        if not self.limits.share_prefixes or stream.request.scores_prompt:
+            return False
+        size = self.limits.page_size
+        whole = cached - cached % size
+        ahead = stream.tokens[: whole + size]
+        if len(ahead) < whole + size or stream.total - 1 < whole + size:
+            return False
+        return any(
+            other is not stream
+            and other.kind == stream.kind
+            and other.total - other.computed > 1
+            and other.num_registered * size <= whole
+            and other.tokens[: whole + size] == ahead
+            for other in self.running
+        )
+
+    @property
+    def _num_available(self) -> int:
+        return self.allocator.num_free + self.allocator.num_idle
+
+    def _take_page(self) -> int:
+        if not self.allocator.num_free:
+            self.tree.evict()
+        return self.allocator.allocate()
+
+    def _reserve(self, stream: RequestStream, num_tokens: int) -> bool:
+        """Pages for a request's first tokens; False if it had to give up its own for others."""
+        needed = -(-num_tokens // self.limits.page_size) - len(stream.pages)
+        while needed > self._num_available:
+            youngest = next(s for s in reversed(self.running) if s not in self._planned)
+            self._preempt(youngest)
+            if youngest is stream:
+                return False
+        stream.pages += [self._take_page() for _ in range(needed)]
+        return True
+
+    def _preempt(self, stream: RequestStream) -> None:
+        """Takes a request's pages; it waits at its place to compute its tokens again."""
+        self.num_preemptions += 1
+        self._give_up_pages(stream)
+        self._leave(stream)
+        bisect.insort(self.waiting, stream, key=lambda each: each.number)
+
+    def _leave(self, stream: RequestStream) -> None:
+        assert stream.slot is not None
+        self.running.remove(stream)
+        heapq.heappush(self._slots, stream.slot)
+        stream.slot = None
+
+    def _give_up_pages(self, stream: RequestStream) -> None:
+        self._register(stream)
+        self.allocator.release_all(stream.pages)
+        stream.pages = []
+        stream.computed = stream.num_registered = 0
+
+    def _register(self, stream: RequestStream) -> None:
+        """Puts a request's full pages into the prefix tree."""
+        size = self.limits.page_size
+        known = min(stream.computed, len(stream.tokens))
+        if not self.limits.share_prefixes or known // size <= stream.num_registered:
+            return
+        self.tree.insert(
+            stream.tokens[:known], stream.pages, kind=stream.kind, start=stream.num_registered
+        )
+        stream.num_registered = known // size
+
+    def end(self, stream: RequestStream, *, poisoned: bool = False) -> None:
+        """Takes a request out, wherever it is.
+
+        Args:
+            poisoned: what it computed is not finite; nobody may read its pages.
+        """
+        stream.is_over = True
+        if stream.slot is None:
+            self.waiting.remove(stream)
+            return
+        if poisoned:
+            self.tree.forget(stream.tokens, kind=stream.kind)
+            self.allocator.suspect(stream.pages)
+            self.allocator.release_all(stream.pages)
+            stream.pages = []
+        else:
+            self._give_up_pages(stream)
+        self._leave(stream)
+
+    def take(self, row: PlannedRow, tokens: Sequence[int], num_held: int = 0) -> tuple[int, ...]:
+        """Notes what a step drew for a row, and returns what counts of it.
+
+        Args:
+            tokens: drawn after the first token and after each draft.
+            num_held: drafts at the front that are what was drawn.
+        """
+        stream = row.stream
+        stream.pending -= 1
+        if stream.is_over:
+            return ()
+        if row.num_drafts and stream.slot is not None:
+            stream.computed = row.start + 1 + num_held  # what follows is overwritten
+        taken = tuple(tokens)[: 1 + num_held]
+        stream.tokens += taken
+        return taken

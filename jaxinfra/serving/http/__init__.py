@@ -1,0 +1,1 @@
+"""The engine behind the OpenAI API."""

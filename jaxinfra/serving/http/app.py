@@ -1,0 +1,220 @@
+"""The HTTP application: OpenAI's API, health, metrics, and a page to talk with the model."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import fastapi
+from fastapi import responses
+from fastapi.exceptions import RequestValidationError
+
+from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.serving.engine.background import OverloadError, StoppedError
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.http.answers import (
+    AnswerForm,
+    ChatForm,
+    CompletionForm,
+    GenerationFailedError,
+    error_body,
+)
+from jaxinfra.serving.http.bodies import ChatBody, CompletionBody, TokenizeBody, plain_messages
+from jaxinfra.serving.http.guards import Application, RequestGuards
+from jaxinfra.serving.http.service import Service
+
+PAGE = Path(__file__).with_name("page.html")
+_RETRY_AFTER_S = 1
+_CLIENT_GONE = 499  # as nginx has it; nobody reads it
+_LOOK_S = 0.2  # between looks whether a client is still there
+
+
+class UnknownModelError(JaxinfraError):
+    """A model that is not served here."""
+
+
+def application(service: Service, *, api_key: str | None) -> Application:
+    """The application with its guards."""
+    app = fastapi.FastAPI(title="jaxinfra", docs_url=None, redoc_url=None)
+    _handle_errors(app)
+    _add_generation(app, service)
+    _add_information(app, service)
+    limit = service.limits.max_body_bytes
+    return RequestGuards(app, api_key=api_key, max_body_bytes=limit)
+
+
+def _handle_errors(app: fastapi.FastAPI) -> None:
+    @app.exception_handler(JaxinfraError)
+    async def refused(request: fastapi.Request, error: JaxinfraError) -> responses.Response:
+        del request
+        match error:
+            case OverloadError():
+                headers = {"Retry-After": str(_RETRY_AFTER_S)}
+                return _error(429, str(error), kind="rate_limit_error", headers=headers)
+            case StoppedError():
+                return _error(503, str(error), kind="server_error")
+            case UnknownModelError():
+                kind, code = "invalid_request_error", "model_not_found"
+                return _error(404, str(error), kind=kind, code=code)
+        return _error(400, str(error), kind="invalid_request_error")
+
+    @app.exception_handler(GenerationFailedError)
+    async def failed(request: fastapi.Request, error: Exception) -> responses.Response:
+        del request
+        return _error(500, str(error), kind="server_error")
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(
+        request: fastapi.Request, error: RequestValidationError
+    ) -> responses.Response:
+        del request
+        said = [
+            f"{'.'.join(map(str, each['loc'][1:])) or 'body'}: {each['msg']}"
+            for each in error.errors()[:4]
+        ]
+        return _error(400, "; ".join(said), kind="invalid_request_error")
+
+
+def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
+    async def answer(
+        http: fastapi.Request, body: Any, form: AnswerForm, requests: list[GenerationRequest]
+    ) -> responses.Response:
+        given = service.stream(requests)
+        try:
+            async with _while_connected(http):
+                if not body.stream:
+                    async with contextlib.aclosing(given):
+                        return responses.JSONResponse(await form.at_once(requests, given))
+                # Asked for before the status is sent: overload is told by it.
+                first = await anext(given)
+        except asyncio.CancelledError:
+            if await http.is_disconnected():
+                return responses.Response(status_code=_CLIENT_GONE)
+            raise
+
+        async def events() -> AsyncIterator[str]:
+            async def again():
+                yield first
+                async for each in given:
+                    yield each
+
+            async with contextlib.aclosing(given):
+                async for each in form.events(again()):
+                    yield each
+
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return responses.StreamingResponse(
+            events(), media_type="text/event-stream", headers=headers
+        )
+
+    @app.post("/v1/completions")
+    async def completions(http: fastapi.Request, body: CompletionBody) -> responses.Response:
+        _require_model(service, body.model)
+        prompts = [service.encode(prompt) for prompt in body.prompts]
+        scored = body.echo and body.logprobs is not None
+        requests = service.requests(prompts, body, default_tokens=16, scores_prompt=scored)
+        echoes = None
+        if body.echo:
+            echoes = [
+                text if isinstance(text, str) else service.tokenizer.decode(text)
+                for text in body.prompts
+            ]
+        form = CompletionForm(
+            service.name, prompts, body, tokenizer=service.tokenizer, echoes=echoes
+        )
+        return await answer(http, body, form, requests)
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
+        _require_model(service, body.model)
+        tools = None if body.tool_choice == "none" else body.tools
+        prompt = await asyncio.to_thread(service.render, plain_messages(body.messages), tools)
+        requests = service.requests([prompt], body, default_tokens=service.context)
+        form = ChatForm(service.name, [prompt], body, tokenizer=service.tokenizer)
+        return await answer(http, body, form, requests)
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> responses.Response:
+        message = f"{service.name} generates text; this server makes no embeddings"
+        return _error(400, message, kind="invalid_request_error", code="unsupported_endpoint")
+
+
+def _add_information(app: fastapi.FastAPI, service: Service) -> None:
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        card = {
+            "id": service.name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "jaxinfra",
+            "max_model_len": service.context,
+            "chat": not service.no_chat,
+        }
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        _require_model(service, name)
+        return (await models())["data"][0]
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+        _require_model(service, body.model)
+        if body.messages is not None:
+            rendered = plain_messages(body.messages)
+            tokens = await asyncio.to_thread(service.render, rendered, None)
+        else:
+            tokens = service.encode(body.prompt or "", special=body.add_special_tokens)
+        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+
+    @app.get("/health")
+    async def health() -> responses.Response:
+        if not service.engine.is_serving:
+            return _error(503, "the server is stopping, or has failed", kind="server_error")
+        return responses.JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> responses.Response:
+        return responses.Response(
+            service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    @app.get("/")
+    async def page() -> responses.Response:
+        return responses.HTMLResponse(PAGE.read_text())
+
+
+def _require_model(service: Service, name: str | None) -> None:
+    if name is not None and name != service.name:
+        raise UnknownModelError(f"model {name!r} is not served here; {service.name!r} is")
+
+
+@contextlib.asynccontextmanager
+async def _while_connected(request: fastapi.Request) -> AsyncIterator[None]:
+    """Within, the task is cancelled when the client goes away."""
+    working = asyncio.current_task()
+    assert working is not None
+
+    async def look() -> None:
+        while not await request.is_disconnected():
+            await asyncio.sleep(_LOOK_S)
+        working.cancel()
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+    finally:
+        looking.cancel()
+
+
+def _error(
+    status: int,
+    message: str,
+    *,
+    kind: str,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> responses.Response:
+    body = {"error": error_body(message, kind=kind, code=code)}
+    return responses.JSONResponse(body, status_code=status, headers=headers)

@@ -1,0 +1,62 @@
+"""A server of one model, from its directory to the last answer."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxinfra.core.signals import StopRequest
+from jaxinfra.serving.engine.background import EngineThread
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.http.server import HttpServer, ServerOptions
+from jaxinfra.serving.http.service import Service, ServiceLimits
+from jaxinfra.serving.load import LoadedModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """Everything that a server is started with beside its model."""
+
+    path: Path  # where the model lies
+    name: str
+    engine: EngineOptions
+    server: ServerOptions
+    limits: ServiceLimits
+    max_open: int  # requests that may run or wait
+
+
+def serve(
+    model: LoadedModel,
+    options: ServeOptions,
+    request: StopRequest,
+    *,
+    draft: LoadedModel | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serves until a stop is asked for; requests that are open then are answered to their end.
+
+    Args:
+        draft: a smaller model of the same tokenizer, which proposes tokens.
+        say: told what happens, in lines.
+    """
+    engine = Engine.of(model, options=options.engine, draft=draft)
+    running = EngineThread(engine, max_open=options.max_open)
+    service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
+    server = HttpServer(service, options.server)  # an address that is taken is known at once
+    say(f"compiling {len(engine.runner.keys)} programs ...")
+    engine.warm_up()
+    request.hold()
+    running.start()
+    say(
+        f"{options.name} at {server.address}: {engine.limits.context} tokens of context, "
+        f"{options.engine.max_running} requests at a time"
+    )
+    try:
+        server.run_until_asked(lambda: request.asked)
+    finally:
+        running.close()
+    counts = engine.counts
+    say(
+        f"stopped by {request.asked.name if request.asked else 'the server'}: "
+        f"{sum(counts.ended.values())} requests, {counts.generated_tokens} tokens"
+    )

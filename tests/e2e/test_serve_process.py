@@ -1,0 +1,99 @@
+"""``jaxinfra serve`` as a process: it says where it is, and leaves when it is asked to."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+
+import jax
+import pytest
+from engine_models import DEFINITION
+
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.models.definition import by_path
+from jaxinfra.weights.conversion import write_ours
+from jaxinfra.weights.parameter_sources import LiveParameters
+
+
+@contextlib.contextmanager
+def process(directory: pathlib.Path, *options: str):
+    command = [sys.executable, "-m", "jaxinfra", "serve", *options]
+    with subprocess.Popen(
+        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as made:
+        try:
+            yield made
+        finally:
+            made.kill()
+
+
+@pytest.fixture
+def model(tmp_path):
+    bytes_tokenizer().save(tmp_path / "tokenizer.json")
+    write_ours(
+        LiveParameters(arrays=by_path(DEFINITION.initialize(jax.random.key(0)))),
+        DEFINITION,
+        tmp_path / "model",
+        hf=None,
+        tokenizer_directory=tmp_path,
+        dtype=None,
+        max_shard_bytes=1 << 30,
+    )
+    return tmp_path / "model"
+
+
+@pytest.mark.slow
+def test_a_signal_ends_it_after_its_requests(model):
+    small = ("--max-running", "1", "--max-step-tokens", "32", "--port", "0", "--name", "m")
+    with process(model.parent, str(model), *small) as served:
+        line = next(line for line in served.stdout if " at http" in line)
+        assert line.startswith("m at http://127.0.0.1:")
+        address = line.partition(" at ")[2].partition(": ")[0]
+        body = {"model": "m", "prompt": [1, 2], "max_tokens": 60, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        answers = []
+
+        def ask():
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                answers.append(json.loads(answer.read()))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        metrics = ""
+        while 'num_requests_running{model_name="m"} 1.0' not in metrics:
+            with urllib.request.urlopen(f"{address}/metrics") as answer:
+                metrics = answer.read().decode()
+            assert asking.is_alive()
+        os.kill(served.pid, signal.SIGTERM)
+        asking.join()
+        assert answers[0]["usage"]["completion_tokens"] == 60
+        assert "stopped by SIGTERM: 1 requests, 60 tokens" in served.stdout.read()
+        assert served.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("nowhere",), "is not a directory"),
+        (("model", "--draft", "model"), "--draft needs --num-drafts"),
+        (("model", "--max-running", "0"), "max_running=0 must be at least 1"),
+        (("model", "--host", "203.0.113.1"), "cannot listen at 203.0.113.1:8000"),
+    ],
+    ids=["no_model", "no_drafts", "no_room", "no_address"],
+)
+@pytest.mark.slow
+def test_what_cannot_be_served_is_said_in_a_line(model, options, message):
+    with process(model.parent, *options) as served:
+        said = served.stdout.read()
+        assert served.wait(60) == 1
+    assert message in said
+    assert "Traceback" not in said

@@ -1,0 +1,70 @@
+"""A small model for tests of the engine, with a token that poisons what it touches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.models.definition import define_model
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.sampling import GREEDY
+
+OPTIONS = EngineOptions(
+    max_running=3,
+    page_size=4,
+    num_pages=17,
+    max_step_tokens=24,
+    chunk_sizes=(8,),
+    max_chunk_rows=1,
+)
+
+CONFIG = ModelConfig(
+    vocab_size=300,
+    model_dim=32,
+    max_positions=64,
+    stacks=stacked(
+        BlockConfig(
+            mixer=GroupedAttentionConfig(
+                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()
+            ),
+            feed_forward=MlpConfig(hidden_dim=32),
+        ),
+        num_layers=2,
+    ),
+    tie_embeddings=False,
+)
+DEFINITION = define_model(CONFIG, execution_on())
+POISON = 299
+PROMPTS = [(5,), (7, 250, 3, 99, 4, 8, 1, 2, 3, 40), (1, 2, 3), (7, 250, 3, 99, 4, 8, 1, 9)]
+
+
+def parameters(seed=0):
+    rng = np.random.default_rng(seed)
+    values = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype), DEFINITION.shapes
+    )
+    values["embedding"]["table"] = values["embedding"]["table"].at[POISON].set(jnp.nan)
+    return values
+
+
+@functools.cache
+def model():
+    return DEFINITION.bind(parameters())
+
+
+def alone(prompt, *, new=10, sampling=GREEDY, seed=0):
+    tokens = generate(
+        model(), [prompt], max_new_tokens=new, sampling=sampling, seed=seed, num_ids=257
+    )
+    return [each.token for each in tokens]

@@ -1,0 +1,349 @@
+"""Each sick device is named, with a remedy; a healthy one raises no alarm."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from jaxinfra.cli.main import main
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.diagnostics.machine.finding import Grade, worst
+from jaxinfra.diagnostics.machine.gpu import driver_findings, gpu_findings
+from jaxinfra.diagnostics.machine.host import HostState, host_findings, read_host
+from jaxinfra.diagnostics.machine.links import LinkRate, link_findings
+from jaxinfra.diagnostics.machine.nvml import (
+    LiveAnswers,
+    NoAnswerError,
+    RecordedAnswers,
+    asked_or_none,
+)
+from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag_findings
+from jaxinfra.diagnostics.machine.software import software_findings
+from jaxinfra.diagnostics.machine.xid import xid_findings
+
+GIB = 2**30
+
+
+def healthy(gpus: int = 2) -> dict:
+    """Answers of idle H200s of one node."""
+    answers = {
+        "library": "nvidia-ml-py 13",
+        "nvmlDeviceGetCount[]": gpus,
+        "nvmlSystemGetDriverVersion[]": "580.159.04",
+        "nvmlSystemGetCudaDriverVersion_v2[]": 13000,
+    }
+    for gpu in range(gpus):
+        fields = [[field, link] for field in (161, 162, 163) for link in range(18)]
+        answers |= {
+            f"nvmlDeviceGetName[{gpu}]": "NVIDIA H200",
+            f"nvmlDeviceGetMigMode[{gpu}]": [0, 0],
+            f"nvmlDeviceGetMemoryInfo[{gpu}]": {"total": 140 * GIB, "used": GIB, "free": 139 * GIB},
+            f"nvmlDeviceGetClockInfo[{gpu}, 1]": 345,
+            f"nvmlDeviceGetMaxClockInfo[{gpu}, 1]": 1980,
+            f"nvmlDeviceGetCurrentClocksEventReasons[{gpu}]": 1,
+            f"nvmlDeviceGetUtilizationRates[{gpu}]": {"gpu": 0, "memory": 0},
+            f"nvmlDeviceGetEnforcedPowerLimit[{gpu}]": 700000,
+            f"nvmlDeviceGetPowerManagementDefaultLimit[{gpu}]": 700000,
+            f"nvmlDeviceGetPowerUsage[{gpu}]": 76000,
+            f"nvmlDeviceGetTemperature[{gpu}, 0]": 31,
+            f"nvmlDeviceGetTemperatureThreshold[{gpu}, 1]": 90,
+            f"nvmlDeviceGetEccMode[{gpu}]": [1, 1],
+            f"nvmlDeviceGetTotalEccErrors[{gpu}, 1, 0]": 0,
+            f"nvmlDeviceGetTotalEccErrors[{gpu}, 0, 0]": 0,
+            f"nvmlDeviceGetRemappedRows[{gpu}]": [0, 0, 0, 0],
+            f"nvmlDeviceGetCurrPcieLinkWidth[{gpu}]": 16,
+            f"nvmlDeviceGetMaxPcieLinkWidth[{gpu}]": 16,
+            f"nvmlDeviceGetCurrPcieLinkGeneration[{gpu}]": 5,
+            f"nvmlDeviceGetMaxPcieLinkGeneration[{gpu}]": 5,
+            f"nvmlDeviceGetComputeRunningProcesses[{gpu}]": [],
+            f"nvmlDeviceGetFieldValues{json.dumps([gpu, fields])}": [0] * len(fields),
+            **{f"nvmlDeviceGetNvLinkState[{gpu}, {link}]": 1 for link in range(18)},
+        }
+    return answers
+
+
+def at_work(gpus: int = 2, *, clock: int = 1980) -> dict:
+    answers = healthy(gpus)
+    for gpu in range(gpus):
+        answers |= {
+            f"nvmlDeviceGetUtilizationRates[{gpu}]": {"gpu": 99, "memory": 40},
+            f"nvmlDeviceGetCurrentClocksEventReasons[{gpu}]": 0,
+            f"nvmlDeviceGetClockInfo[{gpu}, 1]": clock,
+        }
+    return answers
+
+
+FIELDS = "nvmlDeviceGetFieldValues" + json.dumps(
+    [1, [[field, link] for field in (161, 162, 163) for link in range(18)]]
+)
+PROCESS = {"pid": 4711, "usedGpuMemory": 60 * GIB}
+# What is wrong with GPU 1: its answers, which line says so, the grade, a word of the line.
+SICK = {
+    "power-cap": ({"nvmlDeviceGetEnforcedPowerLimit[1]": 500000}, "power", "warn", "500 of 700 W"),
+    "held-by-power": (
+        {"nvmlDeviceGetCurrentClocksEventReasons[1]": 4, "nvmlDeviceGetClockInfo[1, 1]": 1400},
+        *("clocks", "warn", "power cap"),
+    ),
+    "too-hot-clocks": (
+        {"nvmlDeviceGetCurrentClocksEventReasons[1]": 0x48},
+        *("clocks", "fail", "hardware thermal"),
+    ),
+    "locked-clocks": ({"nvmlDeviceGetClockInfo[1, 1]": 1200}, "clocks", "warn", "1200 of 1980"),
+    "hot": ({"nvmlDeviceGetTemperature[1, 0]": 88}, "temperature", "warn", "88 C"),
+    "ecc-error": ({"nvmlDeviceGetTotalEccErrors[1, 1, 0]": 3}, "ECC", "fail", "3 uncorrectable"),
+    "ecc-off": ({"nvmlDeviceGetEccMode[1]": [0, 1]}, "ECC", "warn", "off"),
+    "row-waits": ({"nvmlDeviceGetRemappedRows[1]": [0, 1, 1, 0]}, "rows", "fail", "one waits"),
+    "row-failed": ({"nvmlDeviceGetRemappedRows[1]": [0, 9, 0, 1]}, "rows", "fail", "FAILED"),
+    "narrow-slot": ({"nvmlDeviceGetCurrPcieLinkWidth[1]": 8}, "PCIe", "warn", "8 of 16 lanes"),
+    "slow-slot": ({"nvmlDeviceGetCurrPcieLinkGeneration[1]": 3}, "PCIe", "warn", "3 of 5"),
+    "link-down": ({"nvmlDeviceGetNvLinkState[1, 7]": 0}, "NVLink", "fail", "17 of 18"),
+    "link-errors": ({FIELDS: [0] * 17 + [9] + [0] * 36}, "NVLink", "warn", "9 replays"),
+    "stranger": (
+        {"nvmlDeviceGetComputeRunningProcesses[1]": [PROCESS]},
+        *("processes", "warn", "4711 (60.0 GiB)"),
+    ),
+    "memory-held": (
+        {"nvmlDeviceGetMemoryInfo[1]": {"total": 140 * GIB, "used": 61 * GIB, "free": 79 * GIB}},
+        *("memory", "warn", "61.0 of 140.0 GiB"),
+    ),
+    "divided": ({"nvmlDeviceGetMigMode[1]": [1, 1]}, "model", "warn", "MIG"),
+    "lost": ({"nvmlDeviceGetName[1]": {"error": "GPU is lost"}}, "gpu 1", "fail", "is lost"),
+}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("state", [healthy, at_work], ids=["idle", "at-work"])
+def test_no_alarm_on_healthy_gpus(state, gpus):
+    answers = RecordedAnswers(state(gpus))
+    found = driver_findings(answers) + gpu_findings(answers)
+    assert {each.grade for each in found} == {Grade.OK}, found
+    assert len(found) == 1 + 10 * gpus
+
+
+def test_a_gpu_alone_may_have_its_links_down():
+    answers = healthy(1) | {f"nvmlDeviceGetNvLinkState[0, {link}]": 0 for link in range(18)}
+    assert worst(gpu_findings(RecordedAnswers(answers))) is Grade.OK
+
+
+@pytest.mark.parametrize("what", SICK)
+def test_a_sick_gpu_is_named(what):
+    answers, subject, grade, word = SICK[what]
+    found = gpu_findings(RecordedAnswers(at_work() | answers))
+    alarms = [each for each in found if each.grade is not Grade.OK]
+    assert len(alarms) == 1, alarms
+    (alarm,) = alarms
+    assert subject in alarm.subject
+    assert "gpu 1" in alarm.subject
+    assert alarm.grade == grade
+    assert word in alarm.value
+    assert alarm.rule
+    assert alarm.remedy
+
+
+def test_what_a_driver_does_not_tell_is_no_alarm():
+    answers = {"library": "", "nvmlDeviceGetCount[]": 1, "nvmlDeviceGetName[0]": "NVIDIA H200"}
+    found = gpu_findings(RecordedAnswers(answers))
+    assert worst(found) is Grade.OK
+    assert sum(each.grade is Grade.UNKNOWN for each in found) == 9
+
+
+def test_a_recorded_h200_is_healthy():
+    """What the driver of a machine with one H200 answered: it has no NVLink to tell of."""
+    answers = RecordedAnswers.read(Path(__file__).with_name("nvml_h200.json"))
+    found = driver_findings(answers) + gpu_findings(answers)
+    assert [each.subject for each in found if each.grade is not Grade.OK] == ["gpu 0: NVLink"]
+    assert worst(found) is Grade.OK
+
+
+def test_an_old_driver_fails():
+    answers = RecordedAnswers(healthy() | {"nvmlSystemGetDriverVersion[]": "550.54.15"})
+    assert worst(driver_findings(answers)) is Grade.FAIL
+
+
+def test_answers_are_recorded_as_they_are_read(tmp_path, monkeypatch):
+    """Structures and field values become what a recording holds, and say the same again."""
+
+    def fields(handle, ids):
+        assert handle == "handle 0"
+        values = (pynvml.c_nvmlFieldValue_t * 2)()
+        values[0].valueType, values[0].value.ullVal = 3, 7
+        values[1].nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
+        return values
+
+    def refused(handle):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    memory = pynvml.c_nvmlMemory_t(total=140 * GIB, used=GIB, free=139 * GIB)
+    fakes = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByIndex": lambda gpu: f"handle {gpu}",
+        "nvmlDeviceGetMemoryInfo": lambda handle: memory,
+        "nvmlDeviceGetFieldValues": fields,
+        "nvmlDeviceGetEccMode": refused,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(pynvml, name, fake)
+    live = LiveAnswers()
+    assert live.ask("nvmlDeviceGetMemoryInfo", 0)["used"] == GIB
+    assert live.ask("nvmlDeviceGetFieldValues", 0, [(161, 0), (161, 1)]) == [7, None]
+    with pytest.raises(NoAnswerError, match="Not Supported"):
+        live.ask("nvmlDeviceGetEccMode", 0)
+    live.record(tmp_path / "answers.json")
+    again = RecordedAnswers.read(tmp_path / "answers.json")
+    assert again.ask("nvmlDeviceGetMemoryInfo", 0)["total"] == 140 * GIB
+    assert again.ask("nvmlDeviceGetFieldValues", 0, [(161, 0), (161, 1)]) == [7, None]
+    assert asked_or_none(again, "nvmlDeviceGetEccMode", 0) is None
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no recording"):
+        RecordedAnswers.read(tmp_path / "other.json")
+
+
+XID = "4,1,2,-;NVRM: Xid (PCI:0000:19:00): {}, pid=12, name=python"
+
+
+@pytest.mark.parametrize(
+    ("number", "grade", "word"),
+    [(79, "fail", "bus"), (31, "warn", "unmapped"), (63, "fail", "row")],
+)
+def test_xid_errors_are_read_from_the_kernel_log(number, grade, word):
+    lines = ["6,1,1,-;usb 1-1: new device", XID.format(number), XID.format(number)]
+    (found,) = xid_findings(lines)
+    assert (found.grade, word in found.value) == (grade, True)
+    assert "2 on GPU 0000:19:00" in found.value
+    assert worst(xid_findings(lines[:1])) is Grade.OK
+
+
+HOST = HostState(
+    memory_bytes=200 * GIB,
+    total_bytes=256 * GIB,
+    cgroup_limit=None,
+    cgroup_used=None,
+    cpus=32,
+    shared_bytes=64 * GIB,
+    open_files=65536,
+    disk_free=500 * GIB,
+    write_rate=2e9,
+    clock_synchronized=True,
+    clock_error_s=0.002,
+)
+POOR = {
+    "memory": ({"memory_bytes": 20 * GIB}, "memory", "warn"),
+    "cgroup": ({"cgroup_limit": 64 * GIB, "cgroup_used": 62 * GIB}, "cgroup", "fail"),
+    "shared-memory": ({"shared_bytes": 32 << 20}, "shared memory", "fail"),
+    "open-files": ({"open_files": 1024}, "open files", "warn"),
+    "disk-full": ({"disk_free": 100 << 20}, "disk space", "fail"),
+    "disk-slow": ({"write_rate": 30e6}, "disk writes", "warn"),
+    "clock": ({"clock_synchronized": False}, "clock", "warn"),
+}
+
+
+def test_no_alarm_on_a_healthy_host():
+    assert {each.grade for each in host_findings(HOST, gpu_bytes=140 * GIB)} == {Grade.OK}
+
+
+@pytest.mark.parametrize("what", POOR)
+def test_a_poor_host_is_named(what):
+    values, subject, grade = POOR[what]
+    state = HostState(**{name: getattr(HOST, name) for name in HOST.__slots__} | values)
+    alarms = [each for each in host_findings(state, gpu_bytes=140 * GIB) if each.remedy]
+    assert [(each.subject, each.grade) for each in alarms] == [(f"host: {subject}", grade)]
+
+
+def test_this_host_is_read(tmp_path):
+    state = read_host(tmp_path / "runs" / "not-there-yet")
+    assert state.total_bytes is not None
+    assert state.total_bytes > state.memory_bytes > 0
+    assert state.write_rate is not None
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAX_ENABLE_X64", "1"),
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"),
+        ("NCCL_P2P_DISABLE", "1"),
+        ("XLA_FLAGS", "--xla_gpu_autotune_level=0"),
+        ("XLA_FLAGS", "--xla_gpu_enable_command_buffer="),
+        ("XLA_FLAGS", "--xla_cpu_enable_fast_math"),
+        ("CUDA_VISIBLE_DEVICES", "0"),
+    ],
+)
+def test_a_setting_that_costs_is_named(name, value):
+    harmless = {"HOME": "here", "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=true"}
+    assert worst(setting_findings(harmless, num_gpus=2)) is Grade.OK
+    (found,) = setting_findings(harmless | {name: value}, num_gpus=2)
+    assert found.subject.startswith(name)
+    assert found.remedy
+
+
+def test_unknown_flags_are_those_that_end_a_process(monkeypatch):
+    called = {}
+
+    def run(words, *, env, **kwargs):
+        called.update(env)
+        said = "F parse_flags_from_env.cc:235] Unknown flag in XLA_FLAGS: --xla_no_such=1 "
+        return subprocess.CompletedProcess(words, -6, "", said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (found,) = unknown_flag_findings({"XLA_FLAGS": "--xla_no_such=1"})
+    assert (found.grade, found.value) == (Grade.FAIL, "unknown: --xla_no_such=1")
+    assert called["JAX_PLATFORMS"] == "cpu"
+    assert worst(unknown_flag_findings({})) is Grade.OK
+
+
+@pytest.mark.slow
+def test_this_xla_says_which_flags_it_does_not_know():
+    environment = dict(os.environ)
+    known = environment | {"XLA_FLAGS": "--xla_gpu_autotune_level=4"}
+    assert worst(unknown_flag_findings(known)) is Grade.OK
+    (found,) = unknown_flag_findings(environment | {"XLA_FLAGS": "--xla_no_such=1"})
+    assert (found.grade, found.value) == (Grade.FAIL, "unknown: --xla_no_such=1")
+
+
+SOFTWARE = {"jax": "0.11.2", "jaxlib": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}
+
+
+@pytest.mark.parametrize(
+    ("versions", "subject"),
+    [
+        ({"jaxlib": "0.11.1"}, "jaxlib and plugins"),
+        ({"jax": "0.10.0", "jaxlib": "0.10.0", "jax-cuda13-pjrt": "0.10.0"}, "JAX"),
+        ({"jax-cuda12-pjrt": "0.11.2"}, "one CUDA"),
+    ],
+    ids=["jaxlib-older", "jax-too-old", "two-cudas"],
+)
+def test_versions_that_do_not_go_together_are_named(versions, subject):
+    assert worst(software_findings(SOFTWARE, num_gpus=1)) is Grade.OK
+    alarms = [each for each in software_findings(SOFTWARE | versions, num_gpus=1) if each.remedy]
+    assert [each.subject for each in alarms] == [f"software: {subject}"]
+
+
+def test_a_slow_link_is_named():
+    names = [f"gpu {gpu}" for gpu in range(4)]
+    pairs = [(a, b) for a in names for b in names if a != b]
+    rates = [LinkRate("host", name, 6e9, 63e9) for name in names]
+    rates += [LinkRate(a, b, 390e9, 450e9) for a, b in pairs]
+    assert worst(link_findings(rates)) is Grade.OK
+    slow = [
+        rate if rate[:2] != ("gpu 1", "gpu 2") else rate._replace(bytes_per_s=24e9)
+        for rate in rates
+    ]
+    alarms = [each for each in link_findings(slow) if each.remedy]
+    assert [each.subject for each in alarms] == ["link: gpu 1 to gpu 2"]
+
+
+def test_the_command_judges_a_recording(tmp_path, capsys):
+    (tmp_path / "well.json").write_text(json.dumps(healthy()))
+    assert main(["doctor", "--answers", str(tmp_path / "well.json")]) == 0
+    assert "21 ok" in capsys.readouterr().out
+    (tmp_path / "sick.json").write_text(json.dumps(at_work() | SICK["ecc-error"][0]))
+    assert main(["doctor", "--json", "--answers", str(tmp_path / "sick.json")]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["grade"] == "fail"
+    assert {"subject", "grade", "value", "rule", "remedy"} == said["findings"][0].keys()
+    assert main(["doctor", "checkpoint"]) == 1
+    assert "needs a run directory" in capsys.readouterr().err

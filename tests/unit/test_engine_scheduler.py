@@ -1,0 +1,285 @@
+"""Scheduling without a device: pages hold what rows read, nothing is lost, everyone comes through.
+
+The device is played by a dict: a page is what was written at its places. What "the model" draws is
+a function of all tokens before, so that a token out of place changes all that follow.
+"""
+
+import collections
+import dataclasses
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine.lookup import NgramLookup
+from jaxinfra.serving.engine.pages import NULL_PAGE
+from jaxinfra.serving.engine.plan import SchedulerLimits
+from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
+from jaxinfra.serving.engine.scheduler import Scheduler
+
+POISON = 9
+
+
+def drawn_after(tokens: tuple[int, ...]) -> int:
+    """What "the model" says; few tokens, so that texts repeat themselves and share beginnings."""
+    return hash(tokens) % 4
+
+
+def continued(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    tokens = prompt
+    for _ in range(count):
+        tokens += (drawn_after(tokens),)
+    return tokens[len(prompt) :]
+
+
+class Device:
+    """Executes plans in order, and checks each."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.size = scheduler.limits.page_size
+        self.pages = collections.defaultdict(dict)
+        self.last = {}
+
+    def run(self, plan, *, num_referenced):
+        for page in plan.zeros:
+            self.pages[page] = {}
+        before = {source: dict(self.pages[source]) for source, _ in plan.copies}
+        for source, target in plan.copies:
+            self.pages[target] = dict(before[source])
+        return [(row, self.row(row, num_referenced)) for row in plan.rows]
+
+    def row(self, row, num_referenced):
+        ids = row.ids or (self.last[row.slot],)
+        ids = (*ids[: row.count], *[0] * (row.count - len(ids)))
+        for place, token in enumerate(ids, start=row.start):
+            page = row.pages[place // self.size]
+            assert page != NULL_PAGE
+            assert num_referenced[page] == 1, "a page that others read is not written"
+            # Keys of a kind, and of a token with all that is before it.
+            self.pages[page][place % self.size] = (row.stream.kind, token)
+        seen = []
+        for place in range(row.start + row.count):
+            kind, token = self.pages[row.pages[place // self.size]][place % self.size]
+            assert kind == row.stream.kind, "a page of another kind"
+            seen.append(token)
+        is_bad = POISON in seen
+        ends = range(row.start + 1, row.start + row.count + 1) if row.num_drafts else [len(seen)]
+        tokens = [drawn_after(tuple(seen[:end])) for end in ends]
+        held = 0
+        while held < row.num_drafts and ids[held + 1] == tokens[held]:
+            held += 1
+        if row.draws:
+            self.last[row.slot] = tokens[held]
+        return tokens, held, is_bad
+
+
+def check_invariants(scheduler):
+    allocator, tree = scheduler.allocator, scheduler.tree
+    holders = collections.Counter(page for s in scheduler.running for page in s.pages)
+    for page in range(1, allocator.num_pages):
+        assert allocator.references(page) == holders[page] + (page in tree._nodes)
+    assert all(not stream.pages for stream in scheduler.waiting)
+    assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
+
+
+def run(scheduler, arrivals, *, cancels=(), delay=1):
+    """All arrivals (step, request) to their ends; returns what each has drawn, by number."""
+    device, unread, results = Device(scheduler), collections.deque(), {}
+    alive, waiting = {}, sorted(enumerate(arrivals), key=lambda each: each[1][0])
+    cancels = collections.Counter(cancels)
+    for step in range(5000):
+        while waiting and waiting[0][1][0] <= step:
+            number, (_, request) = waiting.pop(0)
+            stream = RequestStream(
+                number=number, request=request, tokens=[*request.prompt_ids], limit=0
+            )
+            scheduler.add(stream)
+            alive[number] = stream
+        for _ in range(cancels.pop(step, 0)):
+            if alive:
+                number = min(alive)
+                results[number] = None
+                scheduler.end(alive.pop(number))
+        plan = scheduler.plan()
+        check_invariants(scheduler)
+        num_tokens = plan.num_tokens - sum(row.count for row in plan.chunks)
+        if plan.chunks:
+            rows = scheduler.limits.rows(len(plan.chunks))
+            assert (rows, plan.chunk_length) in scheduler.limits.chunk_shapes
+            assert max(row.count for row in plan.chunks) <= plan.chunk_length
+            num_tokens += rows * plan.chunk_length
+        assert num_tokens <= scheduler.limits.max_step_tokens
+        if not plan.is_empty:
+            # A stream's own page may be in the tree too, which reads only what is complete.
+            users = collections.Counter(page for row in plan.rows for page in {*row.pages})
+            written = {
+                row.pages[place // scheduler.limits.page_size]
+                for row in plan.rows
+                for place in range(row.start, row.start + row.count)
+            }
+            unread.append(device.run(plan, num_referenced={page: users[page] for page in written}))
+        while unread and (len(unread) > delay or plan.is_empty):
+            for row, (tokens, held, is_bad) in unread.popleft():
+                if not row.draws:
+                    continue
+                number = row.stream.number
+                if is_bad and number in alive:
+                    row.stream.pending -= 1
+                    scheduler.end(alive.pop(number), poisoned=True)
+                    results[number] = "poisoned"
+                    continue
+                taken = scheduler.take(row, tokens, held)
+                stream = row.stream
+                if taken and len(stream.tokens) >= stream.limit:
+                    results[number] = tuple(stream.tokens[len(stream.request.prompt_ids) :])
+                    scheduler.end(alive.pop(number))
+            if not plan.is_empty:
+                break
+        if not waiting and not alive and not unread:
+            return results
+    raise AssertionError("requests wait for ever")
+
+
+LIMITS = SchedulerLimits(
+    num_pages=12,
+    page_size=4,
+    max_running=4,
+    max_step_tokens=24,
+    max_positions=40,
+    row_sizes=(1, 2, 4),
+    chunk_sizes=(4, 8),
+    max_chunk_rows=2,
+)
+
+IDS = st.integers(0, 3)
+
+
+def requests(ids):
+    return st.builds(
+        lambda prompt, new: GenerationRequest(prompt_ids=tuple(prompt), max_new_tokens=new),
+        st.lists(ids, min_size=1, max_size=30),
+        st.integers(1, 12),
+    )
+
+
+def limits():
+    return st.builds(
+        lambda pages, size, share, long: dataclasses.replace(
+            LIMITS, num_pages=pages, page_size=size, share_prefixes=share, long_context=long
+        ),
+        st.integers(12, 24),
+        st.sampled_from([4, 5]),
+        st.booleans(),
+        st.sampled_from([None, 9, 20]),
+    )
+
+
+@hypothesis.given(
+    limits=limits(),
+    arrivals=st.lists(st.tuples(st.integers(0, 12), requests(IDS)), min_size=1, max_size=10),
+    cancels=st.lists(st.integers(0, 30), max_size=3),
+    delay=st.integers(0, 2),
+    num_drafts=st.sampled_from([0, 0, 3]),
+)
+@hypothesis.settings(max_examples=150)
+def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num_drafts):
+    limits = dataclasses.replace(limits, max_step_tokens=24 + 4 * num_drafts)
+    propose = NgramLookup(num_drafts=num_drafts) if num_drafts else None
+    scheduler = Scheduler(limits, propose=propose)
+    results = run(scheduler, arrivals, cancels=cancels, delay=delay)
+    assert results.keys() == {*range(len(arrivals))}
+    assert sum(result is None for result in results.values()) <= len(cancels)
+    for number, (_, request) in enumerate(arrivals):
+        if results[number] is not None:
+            prompt = request.prompt_ids
+            count = min(request.max_new_tokens, limits.context + 1 - len(prompt))
+            assert results[number] == continued(prompt, count)
+    assert scheduler.allocator.num_held == 0
+    assert scheduler.allocator.num_idle == len(scheduler.tree)
+
+
+@hypothesis.given(
+    arrivals=st.lists(
+        st.tuples(st.integers(0, 12), requests(st.sampled_from([0, 1, POISON]))),
+        min_size=2,
+        max_size=10,
+    )
+)
+@hypothesis.settings(max_examples=60)
+def test_poison_stays_with_its_request(arrivals):
+    scheduler = Scheduler(LIMITS)
+    results = run(scheduler, arrivals)
+    for number, (_, request) in enumerate(arrivals):
+        prompt = request.prompt_ids
+        if POISON in prompt:
+            assert results[number] == "poisoned"
+        else:
+            assert results[number] == continued(prompt, request.max_new_tokens)
+    assert scheduler.allocator.num_held == 0
+
+
+@hypothesis.given(
+    arrivals=st.lists(st.tuples(st.integers(0, 6), requests(IDS)), min_size=1, max_size=8)
+)
+@hypothesis.settings(max_examples=30)
+def test_plans_repeat(arrivals):
+    def shapes():
+        scheduler = Scheduler(LIMITS)
+        plans, plan = [], scheduler.plan
+
+        def noted():
+            plans.append(plan())
+            return plans[-1]
+
+        scheduler.plan = noted
+        run(scheduler, arrivals)
+        return [[(r.stream.number, r.start, r.count, r.pages) for r in p.rows] for p in plans]
+
+    assert shapes() == shapes()
+
+
+def request(*prompt, new=4):
+    return GenerationRequest(prompt_ids=prompt, max_new_tokens=new)
+
+
+def test_equal_prompts_are_computed_once():
+    scheduler = Scheduler(LIMITS)
+    prompt = tuple(n % 4 for n in range(14))
+    run(scheduler, [(0, request(*prompt))])
+    stream = RequestStream(number=1, request=request(*prompt), tokens=[*prompt], limit=0)
+    scheduler.add(stream)
+    plan = scheduler.plan()
+    # All but the last token, within a page that was copied.
+    assert stream.num_cached == 13
+    assert len(plan.copies) == 1
+    assert [row.count for row in plan.rows] == [1]
+
+
+def test_requests_of_one_step_that_begin_alike_wait_for_the_first():
+    scheduler = Scheduler(dataclasses.replace(LIMITS, num_pages=30))
+    prompt = tuple(n % 4 for n in range(14))
+    for number in range(3):
+        scheduler.add(
+            RequestStream(number=number, request=request(*prompt), tokens=[*prompt], limit=0)
+        )
+    computed = sum(scheduler.plan().num_tokens for _ in range(4))
+    assert computed < 3 * 14
+
+
+def test_the_oldest_is_never_preempted():
+    scheduler = Scheduler(dataclasses.replace(LIMITS, num_pages=8))
+    arrivals = [(0, request(*[n] * 8, new=16)) for n in range(4)]
+    results = run(scheduler, arrivals)
+    assert scheduler.num_preemptions > 0
+    assert [len(results[n]) for n in range(4)] == [16] * 4
+
+
+def test_limits_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="max_step_tokens=7 is less than 8"):
+        dataclasses.replace(LIMITS, max_step_tokens=7)
+    with pytest.raises(ConfigError, match="must end at max_running=4"):
+        dataclasses.replace(LIMITS, row_sizes=(1, 2))
+    with pytest.raises(ConfigError, match="num_pages=1"):
+        dataclasses.replace(LIMITS, num_pages=1)

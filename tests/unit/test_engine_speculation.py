@@ -1,0 +1,72 @@
+"""Drafts change when tokens come, not which: every draw is that of the request alone."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from engine_models import DEFINITION, OPTIONS, PROMPTS, alone, model, parameters
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.definition import define_model
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.lookup import NgramLookup
+from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+
+DRAFTING = dataclasses.replace(OPTIONS, num_drafts=3, max_step_tokens=40, num_pages=20)
+# Hot enough to draw, cold enough that a similar model draws alike.
+SETTINGS = (GREEDY, SamplingConfig(temperature=0.4, top_k=20))
+
+
+def near():
+    """The model's parameters, a little off."""
+    rng = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda leaf: leaf + 0.01 * rng.normal(size=leaf.shape).astype(leaf.dtype), parameters()
+    )
+
+
+@pytest.mark.parametrize("draft", [pytest.param("model", marks=pytest.mark.slow), "lookup"])
+def test_every_draw_is_that_without_drafts(draft):
+    other = DEFINITION.bind(near()) if draft == "model" else None
+    engine = Engine(model(), num_ids=257, options=DRAFTING, draft=other)
+    # Repeated beginnings give the look-up something to find.
+    prompts = [*PROMPTS, (5, 6, 7, 8) * 4]
+    requests = [
+        GenerationRequest(prompt_ids=p, max_new_tokens=14, sampling=s, seed=5)
+        for p in prompts
+        for s in SETTINGS
+    ]
+    got = [[t for each in one for t in each.tokens] for one in engine.run(requests)]
+    want = [alone(p, new=14, sampling=s, seed=5) for p in prompts for s in SETTINGS]
+    assert got == want
+    counts = engine.counts
+    assert 0 < counts.accepted_tokens < counts.drafted_tokens
+    if draft == "model":
+        assert counts.accepted_tokens > 0.4 * counts.drafted_tokens
+        assert engine.counts.steps < 14 * len(requests) / 2
+    assert engine.scheduler.allocator.num_held == 0
+
+
+def test_what_followed_before_is_proposed():
+    lookup = NgramLookup(num_drafts=3)
+
+    def proposed(*tokens):
+        request = GenerationRequest(prompt_ids=tokens, max_new_tokens=1)
+        stream = RequestStream(number=0, request=request, tokens=[*tokens], limit=0)
+        return list(lookup(stream))
+
+    assert proposed(1, 2, 3, 4, 5, 1, 2) == [3, 4, 5]
+    assert proposed(1, 2, 9, 1, 2, 8, 1, 2) == [8, 1, 2]
+    assert proposed(7, 1, 2, 9, 8, 1, 2, 7, 1, 2) == [9, 8, 1]
+    assert proposed(1, 2, 3) == []
+    assert proposed(1) == []
+
+
+def test_a_draft_of_another_vocabulary_is_refused():
+    config = dataclasses.replace(DEFINITION.config, vocab_size=64)
+    other = define_model(config, execution_on())
+    with pytest.raises(ConfigError, match="vocabulary is 64, the model's 300"):
+        Engine(model(), options=DRAFTING, draft=other.bind(other.initialize(jax.random.key(0))))

@@ -1,0 +1,282 @@
+"""What delays a step is said first, each cause by name; a healthy step raises no alarm."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfra.cli.main import main
+from jaxinfra.diagnostics.delays import (
+    checkpoint_delays,
+    device_delays,
+    explain_step,
+    host_delays,
+    incident_delays,
+    phase_ms,
+)
+from jaxinfra.diagnostics.difference import compare_steps
+from jaxinfra.diagnostics.launch_names import read_launches, with_names
+from jaxinfra.diagnostics.trace import TraceEvent, scope_of
+from jaxinfra.diagnostics.trace_axes import CollectiveAxes
+from jaxinfra.diagnostics.waterfall import explain
+from jaxinfra.parallel.launches import launches
+from jaxinfra.reliability.incidents import RECOMPILED, record_incident
+from jaxinfra.reliability.recorder import Event, RankRecord
+
+MLP = ("nvjet_128x256", "gemm.1", "jit(step)/jvp(layer)/mlp/dot")
+MLP_BACK = ("nvjet_256x128", "gemm.2", "jit(step)/transpose(jvp(layer))/mlp/dot")
+CORE = ("body_mosaic_gpu_kernel", "call.1", "jit(step)/jvp(layer)/attention/core/f")
+LOSS = ("body_mosaic_gpu_kernel", "call.2", "jit(step)/jvp(loss)/f")
+ADAM = ("loop_multiply_fusion", "fusion.1", "jit(step)/optimizer/mul")
+REDUCE = ("ncclDevKernel_ReduceScatter", "reduce-scatter.1", "jit(step)/mlp/psum_scatter")
+COPY = ("MemcpyD2D", "copy.1", "")
+HEALTHY = ((MLP, 30), (CORE, 20), (LOSS, 15), (MLP_BACK, 30), (ADAM, 5))
+
+
+def step(*parts, hlo=None) -> list[TraceEvent]:
+    """One step of events one after the other; None is idle time."""
+    events, now = [], 0.0
+    for what, ms in parts:
+        if what is not None:
+            kernel, op, name = what
+            events.append(
+                TraceEvent(
+                    kernel=kernel,
+                    hlo_op=hlo or op,
+                    op_name=name,
+                    program="jit_step",
+                    start_ns=now * 1e6,
+                    duration_ns=ms * 1e6,
+                )
+            )
+        now += ms
+    return events
+
+
+def waterfall(*parts, axes=None):
+    return explain(step(*parts), steps=1, axes=axes)
+
+
+AXES = CollectiveAxes(
+    [
+        {
+            "instruction": "reduce-scatter.1",
+            "kind": "reduce-scatter",
+            "scope": REDUCE[2],
+            "axes": ["fsdp"],
+            "sent_bytes": 1e9,
+        }
+    ]
+)
+
+
+def test_a_healthy_step_has_no_delay():
+    assert device_delays(waterfall(*HEALTHY)) == []
+    short = waterfall(*HEALTHY, (REDUCE, 1), (None, 1), (ADAM, 1), axes=AXES)
+    assert device_delays(short) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ((REDUCE, 12), "communication over fsdp"),
+        ((None, 12), "host dispatch"),
+        ((COPY, 12), "copies"),
+    ],
+    ids=["exposed", "idle", "copies"],
+)
+def test_what_delays_a_device_is_named_with_what_it_costs(what, cause):
+    slow = waterfall(*HEALTHY[:-1], what, HEALTHY[-1], axes=AXES)
+    (found,) = device_delays(slow)
+    assert found.cause == cause
+    assert found.ms == pytest.approx(slow.span_ms - waterfall(*HEALTHY).span_ms)
+    assert found.remedy
+
+
+SLOW = {
+    "attention-in-xla": (
+        {CORE: ("input_reduce_fusion", "fusion.7", CORE[2])},
+        {CORE: 60},
+        r"attention/core takes 40.0 ms longer: it runs XLA fusions in place of a Mosaic GPU kernel",
+    ),
+    "unfused-loss": (
+        {LOSS: ("nvjet_big", "gemm.9", LOSS[2])},
+        {LOSS: 28},
+        r"loss takes 13.0 ms longer: it runs cuBLAS in place of a Mosaic GPU kernel",
+    ),
+    "triton-matmuls": (
+        {MLP: ("gemm_fusion_dot_3", "gemm_fusion.3", MLP[2])},
+        {MLP: 38},
+        r"mlp takes 8.0 ms longer: it runs Triton matmuls, cuBLAS in place of cuBLAS",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_difference_of_two_steps_is_explained(what):
+    kernels, times, words = SLOW[what]
+    second = [(kernels.get(each, each), times.get(each, ms)) for each, ms in HEALTHY]
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*second))
+    assert found.clock_ratio is None
+    assert words.replace("Triton matmuls, cuBLAS", "Triton matmuls, cuBLAS") in found.paragraph()
+
+
+def test_a_slower_clock_is_told_from_slower_kernels():
+    capped = [(each, 1.25 * ms) for each, ms in HEALTHY]
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*capped))
+    assert found.clock_ratio == pytest.approx(1.25)
+    assert "power cap" in found.paragraph()
+    same = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY))
+    assert "No part differs" in same.paragraph()
+    assert json.loads(json.dumps(same.as_json()))["changes"] == []
+
+
+def test_recomputation_is_told_from_slower_kernels():
+    again = (MLP[0], "gemm.3", "jit(step)/transpose(jvp(layer))/rematted_computation/mlp/dot")
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY, (again, 30)))
+    assert "mlp takes 30.0 ms longer, which is recomputation" in found.paragraph()
+
+
+@pytest.fixture(scope="module")
+def program():
+    """A compiled program of a loop over layers and what follows, and its launches."""
+
+    def layer(x, w):
+        with jax.named_scope("mlp"):
+            return jnp.tanh(x @ w), None
+
+    def function(x, w):
+        x, _ = jax.lax.scan(layer, x, w)
+        with jax.named_scope("loss"):
+            return jnp.sum(jnp.exp(x) + 1)
+
+    compiled = jax.jit(function).lower(jnp.ones((8, 16)), jnp.ones((3, 16, 16))).compile()
+    return launches(compiled)
+
+
+def replayed(program, *, turns: int) -> tuple[list[TraceEvent], list[str]]:
+    """The events of a CUDA graph of a program, and whose they are."""
+    loop = [each for each in program if each["loops"]]
+    first = program.index(loop[0])
+    order = [each for each in program[:first] if not each["loops"]]
+    order += turns * loop + [each for each in program[first:] if not each["loops"]]
+    parts = []
+    for each in order:
+        if not each["kernel"]:
+            parts.append((("Memset 0", "", ""), 1))  # what a library clears before it starts
+        parts.append(((each["kernel"] or "nvjet_64x64", "", ""), 1))
+    whose = [name for each in order for name in [each["instruction"]] * (1 + (not each["kernel"]))]
+    return step(*parts, hlo="command_buffer_1"), whose
+
+
+def test_kernels_of_a_graph_find_their_instructions(program):
+    """Two runs of the program, each with three turns of its loop."""
+    events, whose = replayed(program, turns=3)
+    last = events[-1].end_ns
+    again = [dataclasses.replace(each, start_ns=each.start_ns + last) for each in events]
+    named = with_names([*events, *again], program)
+    assert [each.hlo_op for each in named] == 2 * whose
+    scopes = {scope_of(each.op_name) for each in named}
+    assert {"mlp", "loss"} <= scopes
+
+
+def test_events_that_name_their_instruction_keep_it(program):
+    """Outside graphs they do, and only lack where in the source they come from."""
+    known = next(each for each in program if scope_of(each["op_name"]) == "loss")
+    (event,) = step((("any", known["instruction"], ""), 1))
+    (named,) = with_names([event], program)
+    assert (named.hlo_op, named.op_name) == (known["instruction"], known["op_name"])
+    assert with_names([event], []) == [event]
+
+
+def test_instructions_that_compute_alike_may_share_a_kernel():
+    """XLA emits one kernel for equal fusions: the next of them is meant."""
+
+    def function(x):
+        for layer in range(3):
+            with jax.named_scope(f"layer{layer}"):
+                x = jnp.cumsum(jnp.tanh(x) * 2, axis=0)
+        return x
+
+    found = launches(jax.jit(function).lower(jnp.ones((4, 8))).compile())
+    alike = [each["alike"] for each in found if each["kernel"]]
+    assert len(set(alike)) < len(alike)
+
+
+def test_a_list_of_launches_is_read(program, tmp_path):
+    assert read_launches(tmp_path) == []
+    (tmp_path / "launches.json").write_text(json.dumps(program))
+    assert read_launches(tmp_path) == program
+
+
+def record(rank=0, *, steps=12, **ms) -> RankRecord:
+    """A rank whose every step has phases of these milliseconds."""
+    usual = {"input": 1, "place": 1, "step": 2, "wait": 90, "host": 1} | ms
+    events, last = [], 0.0
+    for number in range(1, steps + 1):
+        for name, value in usual.items():
+            events.append(Event(time=0.0, name=name, step=number, value=last))
+            last = value / 1e3
+    events.append(Event(time=0.0, name="done", step=steps, value=last))
+    return RankRecord(
+        rank=rank, pid=1, host="a", beats=1, beat_time=0.0, phase="done", since=0.0, step=steps,
+        events=tuple(events),
+    )  # fmt: skip
+
+
+def test_phases_of_a_rank_are_read():
+    assert phase_ms(record())["wait"] == pytest.approx(90)
+    assert phase_ms(record(input=25))["input"] == pytest.approx(25)
+
+
+def test_no_alarm_on_healthy_ranks():
+    assert host_delays([record(rank) for rank in range(4)], step_ms=95, steps=12) == []
+    # A batch that is waited for while the devices work costs nothing.
+    assert host_delays([record(input=40, wait=50)], step_ms=95, steps=12) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cause", "ms"),
+    [
+        ([record(input=60, wait=1)], "waiting for input", 60),
+        ([record(0), record(1), record(2, input=50), record(3)], "rank 2, which is slow", 49),
+        ([record(0), record(1, step=42)], "rank 1, which is slow", 40),
+    ],
+    ids=["stalled-reader", "slow-loader", "slow-host"],
+)
+def test_what_delays_the_host_is_named(ranks, cause, ms):
+    (found,) = host_delays(ranks, step_ms=95, steps=12)
+    assert found.cause == cause
+    assert found.ms == pytest.approx(ms, rel=0.1)
+
+
+def test_checkpoints_that_stand_in_the_way_are_named():
+    lines = [
+        {"step": n, "step_s": 0.5, "stall_s": 2.0 if n % 4 == 0 else 0.0} for n in range(1, 13)
+    ]
+    (found,) = checkpoint_delays(lines, step_ms=500)
+    assert (found.cause, found.ms) == ("checkpoints", pytest.approx(500))
+    quick = [line | {"stall_s": line["stall_s"] / 100} for line in lines]
+    assert checkpoint_delays(quick, step_ms=500) == []
+
+
+def test_recompilation_names_the_argument_and_its_shapes(tmp_path, capsys):
+    times = [0.1] * 11 + [4.1]
+    text = "batch.tokens was int32[8, 128] and is int32[8, 96]"
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for number, seconds in enumerate(times, start=1):
+            file.write(json.dumps({"step": number, "step_s": seconds}) + "\n")
+    record_incident(tmp_path / "incidents.jsonl", RECOMPILED, step=12, text=text)
+    explained = explain_step(None, tmp_path)
+    assert explained is not None
+    (found,) = explained.delays
+    assert found.cause == "recompilation"
+    assert found.ms == pytest.approx(4000 / 12)
+    assert main(["trace", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("A step takes 100.0 ms. It loses")
+    assert text in said
+    assert incident_delays([], steps_ms=[100.0]) == []
+    assert explain_step(None, tmp_path / "nowhere") is None
