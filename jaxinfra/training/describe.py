@@ -80,6 +80,10 @@ def placement_table(job: Job) -> str:
         (path_name(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
     ]
+    moments += [
+        (f"average/{path_name(path)}", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.average)
+    ]
     rows: list[tuple[str, ...]] = [
         ("parameter", "shape", "dtype", "lies over", "its moments", *_HELD)
     ]

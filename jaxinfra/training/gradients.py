@@ -120,12 +120,12 @@ def own_loss(
     *,
     loss: str,
 ) -> CrossEntropySums:
-    """The sum of a user's loss ``(logits [B, T, V], targets [B, T]) -> [B, T]`` in fp32, which sees
-    all logits at once.
+    """The sum over tokens of a user's loss, which sees all logits of a micro-batch at once:
+    ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
     """
     with jax.named_scope("loss"):
         logits_BTV = model.bind(tree).logits(hidden_BTD)
-        each_BT = find_part(loss)(logits_BTV, batch.targets)
+        each_BT = find_part(loss)(logits_BTV, batch.targets, weights=batch.weights)
         if each_BT.shape != batch.targets.shape:
             raise ConfigError(
                 f"loss {loss} returns {each_BT.shape} for targets of {batch.targets.shape}; it "

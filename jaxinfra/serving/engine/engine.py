@@ -123,13 +123,13 @@ class Engine:
         options: EngineOptions | None = None,
         draft: LoadedModel | None = None,
     ) -> Self:
-        """An engine of a loaded model, with its tokenizer."""
+        """An engine of a loaded model in the form that serves fastest, with its tokenizer."""
         return cls(
-            model.decoder,
+            model.serving_decoder(),
             tokenizer=model.tokenizer,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             options=options,
-            draft=None if draft is None else draft.decoder,
+            draft=None if draft is None else draft.serving_decoder(),
         )
 
     @property
