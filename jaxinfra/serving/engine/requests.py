@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 
@@ -57,8 +56,7 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
-    num_scores: int | None = None  # most likely tokens told of each draw; None: no scores
-    scores_prompt: bool = False  # with ``num_scores``: of the prompt's tokens too
+    scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
 
     def __post_init__(self) -> None:
         asked = self.sampling
@@ -107,6 +105,13 @@ class RequestStream:
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
     is_over: bool = False
+
+    @property
+    def can_be_drafted(self) -> bool:
+        """Whether a draw depends on the tokens before it by the model alone, and is not scored."""
+        request, sampling = self.request, self.request.sampling
+        is_free = request.constraint is None and not sampling.is_penalized
+        return is_free and sampling.logprobs is None
 
     @property
     def total(self) -> int:
