@@ -58,14 +58,6 @@ class GenerationRequest:
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
     scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
 
-    def __post_init__(self) -> None:
-        asked = self.sampling
-        if asked.is_penalized or asked.logit_bias or asked.logprobs is not None:
-            raise UnsupportedError(
-                "the engine draws by temperature, min-p, top-k and top-p; leave penalties and "
-                "logit_bias out, and ask for log-probabilities by num_scores"
-            )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScore:
