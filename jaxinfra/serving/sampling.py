@@ -4,7 +4,6 @@ Dims: B batch, V vocabulary, K most likely tokens, E biased tokens, W words of 3
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -191,7 +190,7 @@ def sample(
     keys_B: Key[Array, "B"],
     *,
     rows: SamplingRows,
-    needs: SamplingNeeds | None = None,
+    needs: SamplingNeeds,
     history: TokenHistory | None = None,
     allowed_BW: UInt32[Array, "B W"] | None = None,
 ) -> Sampled:
@@ -200,50 +199,31 @@ def sample(
     Args:
         logits_BV: fp32; -inf excludes a token.
         keys_B: typed PRNG keys, one per row; not used by a greedy row.
-        needs: at least what the rows ask for; settings beyond it are not looked at. None: noise
-            and cuts as the rows ask for them, which the host waits for; bias where rows have room
-            for it, penalties where there is a history.
+        needs: at least what the rows ask for; settings beyond it are not looked at.
         history: of the rows, where penalties are needed.
         allowed_BW: bit ``i % 32`` of word ``i // 32`` says whether token i may be drawn.
     """
     given_BV = logits_BV
-    if needs is None:
-        has_bias = rows.bias_ids_BE.shape[1] > 0
-        told = SamplingNeeds(noise=True, cuts=True, bias=has_bias, penalties=history is not None)
-    else:
-        told = needs
     if allowed_BW is not None:
         logits_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), logits_BV, -jnp.inf)
-    if told.bias:
+    if needs.bias:
         num_ids = logits_BV.shape[1]
         ids_BE = jnp.where(rows.bias_ids_BE < 0, num_ids, rows.bias_ids_BE)
         rows_B1 = jnp.arange(len(logits_BV))[:, None]
         logits_BV = logits_BV.at[rows_B1, ids_BE].add(rows.bias_BE, mode="drop")
-    if told.penalties:
+    if needs.penalties:
         assert history is not None, "penalties need a history"
         logits_BV = _penalized(logits_BV, rows, history)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     # A NaN counts as the largest.
     largest_B1 = jnp.take_along_axis(logits_BV, greedy_B[:, None], axis=-1)
 
-    def drawn(*, cuts: bool) -> jax.Array:
-        return _drawn(logits_BV, largest_B1, greedy_B, keys_B, rows, cuts=cuts)
-
-    if needs is None:
-        is_drawn_B = rows.temperature_B > 0
-        is_cut_B = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
-        branch = jnp.where(jnp.any(is_drawn_B & is_cut_B), 2, jnp.any(is_drawn_B).astype(jnp.int32))
-        branches = (
-            lambda: greedy_B,
-            functools.partial(drawn, cuts=False),
-            functools.partial(drawn, cuts=True),
-        )
-        ids_B = jax.lax.switch(branch, branches)
-    else:
-        ids_B = drawn(cuts=told.cuts) if told.noise else greedy_B
+    ids_B = greedy_B
+    if needs.noise:
+        ids_B = _drawn(logits_BV, largest_B1, greedy_B, keys_B, rows, cuts=needs.cuts)
     logprobs = None
-    if told.logprobs is not None:
-        logprobs = log_probabilities(given_BV, ids_B, num_top=told.logprobs)
+    if needs.logprobs is not None:
+        logprobs = log_probabilities(given_BV, ids_B, num_top=needs.logprobs)
     is_sound_B = jnp.isfinite(largest_B1[:, 0])
     return Sampled(ids_B=jnp.where(is_sound_B, ids_B, NO_TOKEN), logprobs=logprobs)
 
