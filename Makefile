@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test test-full nightly numerics fuzz test-gpu check format lock clean
+.PHONY: help setup train serve test test-full nightly numerics fuzz test-gpu check format docs lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,10 +68,13 @@ format: $(SETUP) ## Format, and fix what the linter can
 	$(BIN)ruff format .
 	$(BIN)ruff check --fix .
 
+docs: $(SETUP) ## The documentation site, into build/site
+	$(ENV_PYTHON) tools/docs_site.py
+
 lock: ## Renew requirements/*.lock: ARGS=--upgrade for newer versions
 	@python3 tools/lock.py $(ARGS)
 
 clean: ## Remove the environment and every cache; runs/ stays
-	rm -rf .venv .venv-jax* .bootstrap build dist *.egg-info
+	rm -rf .venv .venv-docs .venv-jax* .bootstrap build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .hypothesis .import_linter_cache .jax_cache
 	find . -name __pycache__ -type d -not -path './runs/*' -prune -exec rm -rf {} +

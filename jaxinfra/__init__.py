@@ -1,23 +1,177 @@
-"""One JAX/XLA system for training and serving large language models on NVIDIA GPUs."""
+"""One JAX/XLA system for training and serving large language models on NVIDIA GPUs.
+
+Each public name is imported at its first use, so that ``import jaxinfra`` costs nothing.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxinfra.api.analysis import plan as plan
+    from jaxinfra.api.analysis import trace as trace
+    from jaxinfra.api.models import GeneratedText as GeneratedText
+    from jaxinfra.api.models import evaluate as evaluate
+    from jaxinfra.api.models import generate as generate
+    from jaxinfra.api.models import save as save
+    from jaxinfra.api.presets import PresetInfo as PresetInfo
+    from jaxinfra.api.presets import preset as preset
+    from jaxinfra.api.presets import presets as presets
+    from jaxinfra.config.codec import override as override
+    from jaxinfra.config.customize import customize as customize
+    from jaxinfra.config.data import DataConfig as DataConfig
+    from jaxinfra.config.data import TokenizerConfig as TokenizerConfig
+    from jaxinfra.config.files import read_run_config as read_run_config
+    from jaxinfra.config.finetune import LoraConfig as LoraConfig
+    from jaxinfra.config.mesh import MeshConfig as MeshConfig
+    from jaxinfra.config.mesh import ShardingConfig as ShardingConfig
+    from jaxinfra.config.mesh import parse_mesh as parse_mesh
+    from jaxinfra.config.model import BlockConfig as BlockConfig
+    from jaxinfra.config.model import ExpertsConfig as ExpertsConfig
+    from jaxinfra.config.model import GroupedAttentionConfig as GroupedAttentionConfig
+    from jaxinfra.config.model import LatentAttentionConfig as LatentAttentionConfig
+    from jaxinfra.config.model import MlpConfig as MlpConfig
+    from jaxinfra.config.model import ModelConfig as ModelConfig
+    from jaxinfra.config.model import NormConfig as NormConfig
+    from jaxinfra.config.model import Stack as Stack
+    from jaxinfra.config.optimizer import MuonConfig as MuonConfig
+    from jaxinfra.config.optimizer import OptimizerConfig as OptimizerConfig
+    from jaxinfra.config.own import OwnFeedForward as OwnFeedForward
+    from jaxinfra.config.own import OwnMixer as OwnMixer
+    from jaxinfra.config.precision import PrecisionConfig as PrecisionConfig
+    from jaxinfra.config.rope import RopeConfig as RopeConfig
+    from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
+    from jaxinfra.config.run import RunConfig as RunConfig
+    from jaxinfra.config.run import TrainingConfig as TrainingConfig
+    from jaxinfra.core.errors import CheckpointError as CheckpointError
+    from jaxinfra.core.errors import ConfigError as ConfigError
+    from jaxinfra.core.errors import DataError as DataError
+    from jaxinfra.core.errors import JaxinfraError as JaxinfraError
+    from jaxinfra.core.errors import UnsupportedError as UnsupportedError
+    from jaxinfra.core.parts import part as part
+    from jaxinfra.layers.passes import LayerOutput as LayerOutput
+    from jaxinfra.layers.passes import Pass as Pass
+    from jaxinfra.serving.convert import Conversion as Conversion
+    from jaxinfra.serving.convert import convert as convert
+    from jaxinfra.serving.load import LoadedModel as LoadedModel
+    from jaxinfra.serving.load import load as load
     from jaxinfra.serving.load import load_model as load_model
+    from jaxinfra.training.callbacks import Callback as Callback
+    from jaxinfra.training.callbacks import JsonLinesLogger as JsonLinesLogger
+    from jaxinfra.training.callbacks import MetricsLogger as MetricsLogger
+    from jaxinfra.training.callbacks import MlflowLogger as MlflowLogger
+    from jaxinfra.training.callbacks import TensorBoardLogger as TensorBoardLogger
+    from jaxinfra.training.callbacks import WandbLogger as WandbLogger
+    from jaxinfra.training.finished import Outcome as Outcome
+    from jaxinfra.training.session import train as train
+    from jaxinfra.training.steps import Steps as Steps
+    from jaxinfra.training.steps import batch_of as batch_of
 
 __version__ = "0.1.0"
 
-# Public names by module, imported at first use: every import within the package runs this file
-# first, so importing them here would make the lowest floor load all of those above it.
-_PUBLIC = {"load_model": "jaxinfra.serving.load"}
+# Every import within the package runs this file first: importing these here would make the lowest
+# floor load all of those above it.
+_PUBLIC = {
+    "jaxinfra.api.analysis": (
+        "plan",
+        "trace",
+    ),
+    "jaxinfra.api.models": (
+        "GeneratedText",
+        "evaluate",
+        "generate",
+        "save",
+    ),
+    "jaxinfra.api.presets": (
+        "PresetInfo",
+        "preset",
+        "presets",
+    ),
+    "jaxinfra.config.codec": ("override",),
+    "jaxinfra.config.customize": ("customize",),
+    "jaxinfra.config.data": (
+        "DataConfig",
+        "TokenizerConfig",
+    ),
+    "jaxinfra.config.files": ("read_run_config",),
+    "jaxinfra.config.finetune": ("LoraConfig",),
+    "jaxinfra.config.mesh": (
+        "MeshConfig",
+        "ShardingConfig",
+        "parse_mesh",
+    ),
+    "jaxinfra.config.model": (
+        "BlockConfig",
+        "ExpertsConfig",
+        "GroupedAttentionConfig",
+        "LatentAttentionConfig",
+        "MlpConfig",
+        "ModelConfig",
+        "NormConfig",
+        "Stack",
+    ),
+    "jaxinfra.config.optimizer": (
+        "MuonConfig",
+        "OptimizerConfig",
+    ),
+    "jaxinfra.config.own": (
+        "OwnFeedForward",
+        "OwnMixer",
+    ),
+    "jaxinfra.config.precision": ("PrecisionConfig",),
+    "jaxinfra.config.rope": ("RopeConfig",),
+    "jaxinfra.config.run": (
+        "CheckpointConfig",
+        "RunConfig",
+        "TrainingConfig",
+    ),
+    "jaxinfra.core.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "JaxinfraError",
+        "UnsupportedError",
+    ),
+    "jaxinfra.core.parts": ("part",),
+    "jaxinfra.layers.passes": (
+        "LayerOutput",
+        "Pass",
+    ),
+    "jaxinfra.serving.convert": (
+        "Conversion",
+        "convert",
+    ),
+    "jaxinfra.serving.load": (
+        "LoadedModel",
+        "load",
+        "load_model",
+    ),
+    "jaxinfra.training.callbacks": (
+        "Callback",
+        "JsonLinesLogger",
+        "MetricsLogger",
+        "MlflowLogger",
+        "TensorBoardLogger",
+        "WandbLogger",
+    ),
+    "jaxinfra.training.finished": ("Outcome",),
+    "jaxinfra.training.session": ("train",),
+    "jaxinfra.training.steps": (
+        "Steps",
+        "batch_of",
+    ),
+}
+"""Public names by the module that has them."""
+
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", *_MODULES]  # pyrefly: ignore
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted({*globals(), *_MODULES})

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .quantize import quantize as quantize
     from .quantize import quantize_both_ways as quantize_both_ways
     from .scaled_matmul import scaled_matmul as scaled_matmul
+    from .skinny_matmul import skinny_matmul as skinny_matmul
     from .softmax import log_softmax as log_softmax
     from .softmax import softmax as softmax
 
@@ -47,6 +48,7 @@ _PUBLIC = {
     "paged_attention": ("append_to_pages", "paged_attention"),
     "quantize": ("quantize", "quantize_both_ways"),
     "scaled_matmul": ("scaled_matmul",),
+    "skinny_matmul": ("skinny_matmul",),
     "softmax": ("log_softmax", "softmax"),
 }
 """Names of functions by the module that has them."""

@@ -58,14 +58,14 @@ def write_tokenizer(path: Path) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def write_model(path: Path) -> Path:
+def write_model(path: Path, *, config: ModelConfig = MODEL) -> Path:
     """Random weights in fp32, as ``qwen2``."""
     files = path.with_name("files")
     files.mkdir()
     write_tokenizer(files / "tokenizer.json")
     (files / "chat_template.jinja").write_text(CHATML)
     (files / "generation_config.json").write_text(json.dumps({"eos_token_id": [260]}))
-    definition = define_model(MODEL, execution_on())
+    definition = define_model(config, execution_on())
     source = LiveParameters(arrays=by_path(definition.initialize(jax.random.key(0))))
     options = dict(hf=None, tokenizer_directory=files, dtype=None, max_shard_bytes=10**9)
     write_hf(source, definition, path, **options)

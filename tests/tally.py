@@ -1,4 +1,4 @@
-"""A feed-forward kind of the tests' own, added as the house adds one: a config record and a layer.
+"""A feed-forward kind of the tests' own, added as users add one: a config record and a layer.
 
 It uses every way out of a layer that layers of experts and low-precision recipes need: a loss,
 counts, a maximum, and state that is changed by rules, from what the forward and what the backward
@@ -11,13 +11,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from cattrs.strategies import configure_tagged_union
 from flax import nnx
 
-from jaxinfra.config import codec
-from jaxinfra.config.model import ExpertsConfig, FeedForwardConfig, MlpConfig
+from jaxinfra.config.model import MlpConfig
+from jaxinfra.config.own import OwnFeedForward
 from jaxinfra.core import axes
-from jaxinfra.layers import block
+from jaxinfra.core.parts import part
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.passes import LayerOutput, ModelState, Pass, Sums
@@ -28,12 +27,18 @@ BIAS_STEP = 0.125  # exact in binary, so that biases are equal or clearly not
 DECAY = 0.75
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TallyConfig:
+@part
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TallyConfig(OwnFeedForward):
     """An MLP whose output is scaled, token by token, by one of several gains."""
 
     hidden_dim: int
     num_gains: int = 4
+
+    @property
+    def layer(self) -> type["Tally"]:
+        """The layer's class."""
+        return Tally
 
     @property
     def tensor_sizes(self) -> dict[str, int]:
@@ -136,17 +141,3 @@ def _evened(bias: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
 def _remembered(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:
     seen = jnp.stack([sums.largest["input"], emitted[1]])
     return jnp.maximum(DECAY * history, seen)
-
-
-def register() -> None:
-    """What editing ``FeedForwardConfig`` and ``LAYERS`` would do, for this process."""
-    block.LAYERS[TallyConfig] = Tally
-    with_tally = MlpConfig | ExpertsConfig | TallyConfig
-    converter = codec._CONVERTER
-    configure_tagged_union(with_tally, converter, tag_name="type")
-    converter.register_structure_hook(
-        FeedForwardConfig.__value__, lambda value, _: converter.structure(value, with_tally)
-    )
-    converter.register_unstructure_hook(
-        FeedForwardConfig.__value__, lambda value: converter.unstructure(value, with_tally)
-    )

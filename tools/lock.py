@@ -1,4 +1,5 @@
-"""Regenerates requirements/*.lock with the locked uv: `make lock`, or with ARGS=--upgrade newer.
+"""Regenerates requirements/*.lock with the locked uv: `make lock`, or with ARGS=--upgrade newer;
+ARGS=docs regenerates that one alone.
 
 The locks hold versions and hashes and no host names; they serve every platform and Python that
 pyproject.toml admits. Only the main index is asked: an extra one may lack some files of a version.
@@ -44,14 +45,17 @@ def main(arguments: list[str]) -> int:
         env.pop(name, None)
     python = ["--python-version", lowest_python()]
     locks = {"bootstrap": ["--python-version", "3.8", "requirements/bootstrap.in"]}
+    locks["docs"] = [*python, "--group", "pyproject.toml:docs"]
     for jax in JAX_SERIES:
         locks.update(locks_of(jax, python))
+    chosen = [each for each in arguments if each in locks] or list(locks)
+    options = [each for each in arguments if each not in locks]
     try:
         uv = obtain_uv(Setup(ROOT, Request(), "cpu"), [pathlib.Path(sys.executable)])
-        for name, inputs in locks.items():
+        for name in chosen:
             lock = f"requirements/{name}.lock"
-            command = [str(uv), "pip", "compile", *FORM, *NO_HOSTS, *arguments]
-            command += [*inputs, "--output-file", lock]
+            command = [str(uv), "pip", "compile", *FORM, *NO_HOSTS, *options]
+            command += [*locks[name], "--output-file", lock]
             run(command, {**env, "UV_NO_PROGRESS": "1"}, ROOT, doing=f"locking {lock}")
             say(f"wrote {lock}")
     except SetupError as error:

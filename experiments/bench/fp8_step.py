@@ -37,6 +37,7 @@ from jaxinfra.training.xla_options import Options
 CONTENDERS: dict[str, Fp8Matmuls | None] = {
     "bf16": None,
     "blocks": Fp8Matmuls(scaling=Fp8Scaling.BLOCKS),
+    "squares": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
     "tensor": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
     "tensor, our kernel": Fp8Matmuls(scaling=Fp8Scaling.TENSOR),
     "delayed, our kernel": Fp8Matmuls(scaling=Fp8Scaling.DELAYED),
@@ -57,16 +58,21 @@ def main() -> None:
     result: dict[str, Any] = {"environment": environment(), "rows": []}
     result["shapes"] = {"preset": args.preset, "layers": config.num_layers, **sizes}
     for name in args.contenders:
-        with _kernel_of(name):
-            programs[name] = ours(
-                config,
-                **sizes,
-                remat=args.remat,
-                attention="auto",
-                unroll=args.unroll,
-                fp8=CONTENDERS[name],
-                options=TRACEABLE if args.trace else None,
-            )
+        try:
+            with _kernel_of(name):
+                programs[name] = ours(
+                    config,
+                    **sizes,
+                    remat=args.remat,
+                    attention="auto",
+                    unroll=args.unroll,
+                    fp8=CONTENDERS[name],
+                    options=TRACEABLE if args.trace else None,
+                )
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # a row, not the end
+            result["rows"].append({"name": name, "error": str(error)[:300]})
+            print(f"{name}: FAILED {str(error)[:300]}", flush=True)
+            continue
         print(f"{name}: compiled in {programs[name].compile_s:.1f} s", flush=True)
     shared = _Shared(programs, data(config, **sizes))
     seconds: dict[str, list[float]] = {name: [] for name in programs}
@@ -88,7 +94,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     result["clocks_after"] = clocks()
     _write(result, args.out)
-    for name in args.traced:
+    for name in (each for each in args.traced if each in programs):
         result.setdefault("traces", {})[name] = shared.trace(name, args.trace / name)
         _write(result, args.out)
 

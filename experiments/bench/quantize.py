@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from experiments.bench.scaled_matmul import Contender, in_turns
 from experiments.bench.table import Table
 from pallas_kernels.common.scales import Scaling
-from pallas_kernels.quantize import quantize
+from pallas_kernels.quantize import quantize, quantize_both_ways
 
 E4M3, E5M2 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float8_e5m2")
 BLOCKS = (Scaling.BLOCK_OF_ROW, Scaling.BLOCK)
@@ -68,6 +68,9 @@ def measure(rows: int, columns: int) -> dict:
         for name in ("hopper", "xla"):
             f = jax.jit(functools.partial(quantize, scaling=form, implementation=name))
             contenders[f"{form} {name}"] = Contender(call=f, sets=[(x,)])
+    contenders["1x128 across"] = Contender(
+        call=jax.jit(lambda x: quantize_both_ways(x)[1]), sets=[(x,)]
+    )
     # Read once, written once: half the bytes of x and its values each way.
     words = jnp.zeros((rows * columns * 3 // 8,), jnp.int32)
     contenders["copy"] = Contender(call=jax.jit(lambda y: y + 1), sets=[(words,)])

@@ -26,7 +26,7 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.model import PlannedModel, find_model
-from jaxinfra.serving.sampling import GREEDY, SamplingRows
+from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 from pallas_kernels.common import timing
 
@@ -126,7 +126,7 @@ def served(preset: str) -> Served:
     definition = define_model(config, execution_on(policy=held_as_computed(policy)))
     drawn = jax.jit(definition.initialize)(jax.random.key(0))
     graphdef, weights = nnx.split(definition.bind(drawn))
-    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size)
+    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size, needs=SamplingNeeds())
     return Served(weights=weights, step=step, planned=find_model(preset), config=config)
 
 

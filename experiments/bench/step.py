@@ -1,7 +1,7 @@
 """Ours beside the plain-JAX step: same shapes, same initial weights, same data, one process.
 
     python -m experiments.bench.step                   # Llama-3.2-1B shapes, one GPU
-    python -m experiments.bench.step --preset tiny     # a check on a CPU
+    python -m experiments.bench.step                   # on a CPU: tiny, 2 x 128 tokens
     python -m experiments.bench.step --preset llama3_8b --layers 16 --batch 2 --length 8192 \\
         --remat dots --unroll 16 --plain-remat         # 8B shapes, as many layers as fit
 
@@ -54,6 +54,7 @@ TRACEABLE: Options = {"xla_gpu_enable_command_buffer": ""}
 def main() -> None:
     """Runs the comparison, prints the table and writes the JSON."""
     args = _arguments()
+    _require_size(args)
     config = without_rope_scaling(MODELS[args.preset]())
     config = config.with_layers(args.layers or config.num_layers)
     bench = _Bench.of(config, args)
@@ -100,12 +101,28 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def _require_size(args: argparse.Namespace) -> None:
+    """Sizes that were not named: those of the published results, or on a CPU what one can do."""
+    on_cpu = jax.default_backend() == "cpu"
+    defaults = (
+        {"preset": "tiny", "batch": 2, "length": 128}
+        if on_cpu
+        else {"preset": "llama32_1b", "batch": 4, "length": 4096}
+    )
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if on_cpu:
+        sizes = f"{args.preset}, {args.batch} x {args.length} tokens"
+        print(f"on a CPU: {sizes}; times of a GPU need one", flush=True)
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="jaxinfra bench step", description=__doc__)
-    parser.add_argument("--preset", default="llama32_1b", choices=sorted(MODELS))
+    parser.add_argument("--preset", choices=sorted(MODELS), help="llama32_1b, on a CPU tiny")
     parser.add_argument("--layers", type=int, help="instead of the preset's")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--batch", type=int, help="sequences: 4, on a CPU 2")
+    parser.add_argument("--length", type=int, help="tokens of each: 4096, on a CPU 128")
     parser.add_argument("--steps", type=int, default=10, help="steps a measurement")
     parser.add_argument("--rounds", type=int, default=5, help="alternations; 0: none")
     parser.add_argument("--remat", nargs="+", default=["none", "mlp"], help="ours")

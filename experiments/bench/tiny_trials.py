@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.bench.environment import environment
-from jaxinfra.cli.train import user_cache
 from jaxinfra.config import codec
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.run import AttentionImplementation, RunConfig
+from jaxinfra.core.places import user_cache
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.heldout import heldout_batches

@@ -12,8 +12,8 @@ import importlib.util
 import runpy
 import sys
 
-from jaxinfra.cli.train import user_cache
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.places import user_cache
 
 BENCHMARKS = {
     "step": "a training step, beside the same step in plain JAX",
@@ -42,12 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options; what follows the benchmark's name is its own."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     known = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    parser.add_argument("what", help=known)
+    parser.add_argument("what", nargs="?", help=known)
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the benchmark")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmark's module as a program."""
+    if args.what is None:
+        for name, text in BENCHMARKS.items():
+            print(f"{name:20s} {text}")
+        return 0
     if args.what not in BENCHMARKS:
         raise ConfigError(f"unknown benchmark {args.what!r}{nearest(args.what, BENCHMARKS)}")
     module = f"experiments.bench.{args.what}"

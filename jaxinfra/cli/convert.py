@@ -1,13 +1,14 @@
 """``jaxinfra convert SRC DST``: Hugging Face to ours, ours or a run to Hugging Face."""
 
 import argparse
+import math
 from pathlib import Path
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.convert import convert
+from jaxinfra.serving.convert import Target, convert
 from jaxinfra.weights.conversion import parse_dtype
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
-from jaxinfra.weights.tensor_files import DTYPES
+from jaxinfra.weights.tensor_files import DTYPES, open_tensor_files
 
 _MAX_SHARD_GB = 1e6
 
@@ -48,9 +49,13 @@ def run(args: argparse.Namespace) -> int:
             max_shard_bytes=int(args.max_shard_gb * 10**9),
             adapters_only=args.adapters_only,
         )
+    count = result.definition.num_parameters
+    if result.target is Target.PEFT:
+        tensors = open_tensor_files(args.destination).tensors.values()
+        count = sum(math.prod(each.shape) for each in tensors)
     num_bytes = sum(file.stat().st_size for file in args.destination.glob("*.safetensors"))
     print(
-        f"{args.destination}: {result.definition.num_parameters:,} parameters in the layout of "
+        f"{args.destination}: {count:,} parameters in the layout of "
         f"{result.target}, {num_bytes / 1e9:.3f} GB"
     )
     return 0

@@ -5,9 +5,9 @@ import json
 import math
 from pathlib import Path
 
-from jaxinfra.cli.train import user_cache
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.core.places import user_cache
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
 from jaxinfra.training.metrics import finite

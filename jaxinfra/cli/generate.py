@@ -1,18 +1,24 @@
 """``jaxinfra generate RUN --prompt TEXT``: text from a trained model, as it is drawn."""
 
 import argparse
+import contextlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from jaxinfra.cli.generate_file import generate_file, read_prompts
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
 from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
-from jaxinfra.serving.load import load
+from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
+
+_PROMPT_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="run directory, or one with a Hugging Face model"
     )
-    parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="text to continue; - reads standard input"
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument(
+        "--prompt", metavar="TEXT", help="text to continue; - reads standard input"
     )
+    prompts.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="a prompt per line; or JSON lines, .jsonl"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="with --prompts: JSON lines there")
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a message, in the model's chat template"
     )
@@ -56,9 +67,14 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     policy = None if args.policy is None else PolicyName(args.policy)
+    if args.out is not None and args.prompts is None:
+        raise ConfigError("--out is where the answers to --prompts go; give both")
+    prompts = None if args.prompts is None else read_prompts(args.prompts)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if prompts is not None:
+        return _file(args, model, prompts, sampling)
+    prompt = _standard_input() if args.prompt == "-" else args.prompt
     num_tokens, first, finish = 0, started, None
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     if args.chat:
@@ -91,4 +107,31 @@ def run(args: argparse.Namespace) -> int:
             f"fewer than the prompt and --max-new-tokens {args.max_new_tokens} need",
             file=sys.stderr,
         )
+    return 0
+
+
+def _standard_input() -> str:
+    data = sys.stdin.buffer.read(_PROMPT_BYTES + 1)
+    if len(data) > _PROMPT_BYTES:
+        raise DataError(f"the prompt on standard input has more than {_PROMPT_BYTES:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt on standard input is not UTF-8 text ({error})") from error
+
+
+def _file(
+    args: argparse.Namespace, model: LoadedModel, prompts: list[Any], sampling: SamplingConfig
+) -> int:
+    """Answers every prompt of a file, and says how fast."""
+    began = time.perf_counter()
+    options = {"max_new_tokens": args.max_new_tokens, "seed": args.seed, "chat": args.chat}
+    with contextlib.ExitStack() as closing:
+        out = sys.stdout if args.out is None else closing.enter_context(args.out.open("x"))
+        count = generate_file(model, args.run, prompts, out, sampling=sampling, **options)
+    seconds = time.perf_counter() - began
+    print(
+        f"{len(prompts)} prompts, {count} tokens in {seconds:.1f} s (with compiling)",
+        file=sys.stderr,
+    )
     return 0

@@ -4,7 +4,7 @@ jaxinfra plan llama3_70b --devices 64 --device h100          searches the mesh
 jaxinfra plan llama3_8b --devices 8 --mesh fsdp=8            prices this one
 jaxinfra plan path/to/config.json --devices 16 --json
 jaxinfra plan llama32_1b --devices 8 --mesh fsdp=8 --compile cpu
-jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule, drawn here or in --pictures
+jaxinfra plan --schedule 1f1b -p 8 -m 16           a pipeline schedule; --pictures DIR draws it
 jaxinfra plan formats                                        number formats and recipes
 jaxinfra plan --self-check                                   against published figures
 """
@@ -17,13 +17,14 @@ from typing import Any
 
 import jax
 
-from jaxinfra.cli.train import user_cache
+from jaxinfra.cli.plan_headline import headline
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import read_json
+from jaxinfra.core.places import user_cache
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
@@ -88,6 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
+    try:
+        return _run(args)
+    except ArithmeticError as error:
+        raise ConfigError(
+            f"a figure of this plan is no number ({error}); the sizes given, --constants or the "
+            "results in --bench do not fit together"
+        ) from error
+
+
+def _run(args: argparse.Namespace) -> int:
     require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
     require_within(sequence_length=max(args.length or 1, args.context))
@@ -248,11 +259,19 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
                     for each in found.pareto
                 ],
             }
-        print(json.dumps(values, allow_nan=False))
+        _print_json(values)
         return 0
     tables = table.plan_tables(plan, tokens=args.tokens)
+    print("\n".join(headline(plan, searched=found is not None)))  # a command is one line
     table.show(*(table.ranking(found) if found is not None else []), *tables)
     return 0
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    try:
+        print(json.dumps(values, allow_nan=False))
+    except ValueError as error:
+        raise ArithmeticError(str(error)) from error
 
 
 def _form(layout: Layout) -> dict[str, Any]:
@@ -286,7 +305,7 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
         receipt = compile_for_gpu(plan.model.config, plan.layout, plan.device)
     if args.json:
         values = {**plan.as_dict(tokens=args.tokens), "receipt": receipt.as_dict()}
-        print(json.dumps(values, allow_nan=False))
+        _print_json(values)
     else:
         table.show(*table.receipt_tables(receipt))
     return 0 if receipt.arguments_equal and receipt.axes_equal else 1
@@ -299,14 +318,16 @@ def _schedule(args: argparse.Namespace) -> int:
     # Of the interleaved schedule; the others have one or two.
     chunks = max(args.chunks, 2)
     require_within(schedule_boxes=args.p * args.m * chunks)
-    directory = args.pictures or Path()
-    directory.mkdir(parents=True, exist_ok=True)
+    out = None
+    if args.pictures is not None:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        out = args.pictures / f"{args.schedule}-p{args.p}-m{args.m}.png"
     found = report(
         PipelineSchedule(args.schedule),
         stages=args.p,
         micro_batches=args.m,
         chunks=chunks,
-        out=directory / f"{args.schedule}-p{args.p}-m{args.m}.png",
+        out=out,
     )
     print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))
     return 0
@@ -319,7 +340,7 @@ def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) ->
         draw_serving(model, device, serving, args.pictures, context=args.context)
     if args.json:
         figures = summary(model, device, serving, context=args.context, batch=batch)
-        print(json.dumps(figures, allow_nan=False))
+        _print_json(figures)
         return 0
     table.show(*table.serving_tables(model, device, serving, context=args.context, batch=batch))
     return 0

@@ -3,6 +3,7 @@
 jaxinfra train ... --profile 20:23
 jaxinfra trace runs/small-1                what delays its step, and what to do
 jaxinfra trace runs/small-1 runs/small-2   why the second takes longer or shorter than the first
+jaxinfra trace --example                   one that ships
 """
 
 import argparse
@@ -12,20 +13,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from jaxinfra.core.errors import DataError
+from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.difference import compare_steps
 from jaxinfra.diagnostics.launch_names import read_launches, with_names
 from jaxinfra.diagnostics.trace import device_events
 from jaxinfra.diagnostics.trace_axes import mesh_axes
-from jaxinfra.diagnostics.waterfall import IDLE, Waterfall, draw, explain
+from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw, explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("directory", type=Path, help="a run, or any directory with a trace in it")
+    parser.add_argument(
+        "directory", nargs="?", type=Path, help="a run, or any directory with a trace in it"
+    )
     parser.add_argument("second", nargs="?", type=Path, help="another, to compare with the first")
+    parser.add_argument(
+        "--example", action="store_true", help="one of four H200s (fsdp=2,tensor=2), shipped"
+    )
     parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
     parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
@@ -35,6 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads the newest trace and prints what delays the step, then tables; or JSON."""
+    if args.example == (args.directory is not None):
+        raise ConfigError("name a run, or give --example: one of them")
+    if args.example:
+        return _show_example(args)
     if args.second is not None:
         found = compare_steps(_waterfall(args, args.directory), _waterfall(args, args.second))
         text = json.dumps(found.as_json(), indent=1) if args.json else found.paragraph()
@@ -59,6 +70,17 @@ def run(args: argparse.Namespace) -> int:
     print(explained.paragraph())
     if waterfall is not None:
         _print(waterfall, top=args.top)
+    return 0
+
+
+def _show_example(args: argparse.Namespace) -> int:
+    found = Waterfall.of_json(read_json(EXAMPLE))
+    if args.picture is not None:
+        draw(found, args.picture)
+    if args.json:
+        print(json.dumps(found.as_json(top=args.top), indent=1))
+    else:
+        _print(found, top=args.top)
     return 0
 
 

@@ -6,38 +6,24 @@ jaxinfra train small --mesh fsdp=4,tensor=2 --zero 1 --sequence-parallel true --
 jaxinfra train --resume runs/small-1
 jaxinfra train --init DIR --data chats.jsonl --chat --lora rank=8,alpha=16,targets=query+value
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
-jaxinfra train --config runs/tiny-1/config.json --seed 2
+jaxinfra train --config mine.toml --seed 2     preset = "tiny" and changes to it; or a whole config
 """
 
 import argparse
 import dataclasses
-import os
-import sys
+import functools
+import importlib
 from pathlib import Path
+from typing import Any
 
-from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.checkpoint.run_directory import RunDirectory, read_config
-from jaxinfra.cli.out_of_memory import explain_out_of_memory
-from jaxinfra.cli.terminal import printable
 from jaxinfra.config import codec
+from jaxinfra.config.files import read_run_config
 from jaxinfra.config.finetune import parse_lora
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.presets import run_preset
-from jaxinfra.config.run import RunConfig
-from jaxinfra.core.errors import ConfigError, DeviceMemoryError
-from jaxinfra.core.signals import RESUMABLE_EXIT
-from jaxinfra.launch.cluster import detect_cluster
-from jaxinfra.launch.connect import leave
-from jaxinfra.serving.generate import generate_text
-from jaxinfra.serving.load import load_run
-from jaxinfra.serving.sampling import SamplingConfig
-from jaxinfra.training.describe import placement_table
-from jaxinfra.training.initialize import finetuning_config, require_same_start
-from jaxinfra.training.job import make_job
-from jaxinfra.training.profile import parse_profile_range
-from jaxinfra.training.session import train
-
-_SAMPLE_PROMPT = "def "
+from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.places import local_path
 
 # Option to the setting it is short for.
 _SHORTHANDS = {
@@ -64,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("preset", nargs="?", help="a preset's name; tiny by default")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="instead of a preset: a run's config.json"
+        "--config", type=Path, metavar="FILE", help="instead of a preset: TOML, YAML or JSON"
     )
     parser.add_argument(
         "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
@@ -75,8 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="data are conversations, for the model's chat template"
     )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="new run directory (runs/PRESET-N)")
+    parser.add_argument(
+        "--resume", type=local_path, metavar="RUN", help="continue this run directory"
+    )
+    parser.add_argument(
+        "--run", type=local_path, metavar="DIR", help="new run directory (runs/PRESET-N)"
+    )
     parser.add_argument(
         "--continue",
         action="store_true",
@@ -106,48 +96,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; prints the outcome, compressors' figures beside it, and a sample."""
+    """Checks the config, and trains: what loads JAX is imported once it is known to be right."""
     if args.continued and args.run is None:
         raise ConfigError("--continue needs --run DIR: which run is to be continued or begun?")
-    resume = args.resume is not None or (
-        args.continued and RunDirectory(args.run).config_file.is_file()
-    )
     config = config_of(args)
-    profile = None if args.profile is None else parse_profile_range(args.profile)
-    if args.dry_run:
-        job = make_job(config)
-        print(f"{codec.to_json(job.config)}\n{placement_table(job)}")
-        return 0
-    cluster = detect_cluster(os.environ)
-    if cluster is not None and not (args.resume or args.run):
-        raise ConfigError(
-            f"{cluster.num_processes} processes ({cluster.source}) must share one run directory: "
-            "name it with --run"
-        )
-    preset = args.config.stem if args.config else args.preset or "tiny"
-    name = args.init.resolve().name if args.init else preset
-    directory = args.resume or args.run or new_directory(name)
-    try:
-        outcome = train(
-            config,
-            directory,
-            resume=resume,
-            cache_dir=args.cache or user_cache(),
-            profile=profile,
-        )
-    except DeviceMemoryError as error:
-        if cluster is None or cluster.process_id == 0:
-            print(explain_out_of_memory(config, directory, error), file=sys.stderr)
-        raise
-    if outcome.summary is None:
-        # All is saved, and threads that read ahead may be waiting for a disk that hangs.
-        return leave(RESUMABLE_EXIT, together=outcome.together, wait=False)
-    if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
-        _report(outcome.summary)
-        if cluster is None and not args.no_sample:
-            _sample(directory)
-        print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
-    return leave(0, together=outcome.together)
+    validate(config)
+    return _job().run(args, config)
+
+
+def _job() -> Any:
+    """What loads JAX."""
+    return importlib.import_module("jaxinfra.cli.train_job")
 
 
 def config_of(args: argparse.Namespace) -> RunConfig:
@@ -160,19 +119,19 @@ def config_of(args: argparse.Namespace) -> RunConfig:
                 "--resume continues a run with its own config: give no preset, no --config, no "
                 f"--run, no {', no '.join(begins)}"
             )
-        return _with_options(RunDirectory(args.resume).read_config(), args)
+        return _with_options(_job().resumed_config(args.resume), args)
     if args.preset and args.config:
         raise ConfigError(f"preset {args.preset!r} beside --config {args.config}: give one of them")
     if args.init is None:
         if given:
             raise ConfigError(f"{given[0]} is for a model that is trained already: add --init DIR")
-        start = read_config(args.config) if args.config else run_preset(args.preset or "tiny")
+        start = read_run_config(args.config) if args.config else run_preset(args.preset or "tiny")
         if start.init is not None:
             raise ConfigError(
                 f"{args.config} is of a run that began with the weights of {start.init.path}: give "
                 f"--init {start.init.path} instead of it, and its other settings with --set"
             )
-        return _with_options(start, args)
+        return _with_warmup(_with_options(start, args), args)
     if args.preset or args.config:
         named = f"preset {args.preset!r}" if args.preset else f"--config {args.config}"
         raise ConfigError(
@@ -180,10 +139,8 @@ def config_of(args: argparse.Namespace) -> RunConfig:
             "and change training with --set"
         )
     lora = None if args.lora is None else parse_lora(args.lora)
-    start = finetuning_config(read_initial(args.init), lora=lora, chat=args.chat)
-    config = _with_options(start, args)
-    require_same_start(config, start)
-    return config
+    change = functools.partial(_with_options, args=args)
+    return _with_warmup(_job().initial_config(args.init, lora, args.chat, change), args)
 
 
 def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
@@ -198,41 +155,20 @@ def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     return config
 
 
+def _with_warmup(config: RunConfig, args: argparse.Namespace) -> RunConfig:
+    """A run that was made shorter than its warm-up gets one of a tenth of it, and is told so."""
+    steps, warmup = config.training.steps, config.optimizer.warmup_steps
+    if warmup <= steps or any(each.startswith("optimizer.warmup_steps=") for each in args.set):
+        return config
+    shorter = steps // 10
+    print(f"warm-up of {shorter} steps instead of {warmup}: the run has {steps}")
+    optimizer = dataclasses.replace(config.optimizer, warmup_steps=shorter)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
 def new_directory(name: str) -> Path:
     """The first of runs/NAME-1, -2, ... that is not there."""
     number = 1
     while (path := Path("runs") / f"{name}-{number}").exists():
         number += 1
     return path
-
-
-def user_cache() -> Path:
-    """Where tokenized corpora are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxinfra"
-
-
-def _report(summary: dict) -> None:
-    bits = summary["heldout_bits_per_byte"]
-    print(
-        "\nheld-out text, bits per byte: this model "
-        f"{'not finite' if bits is None else format(bits, '.3f')}, "
-        f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
-        f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
-    )
-    causes = summary["wall_s_by_cause"]
-    whole = sum(causes.values())
-    shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)
-    parts = [f"{cause} {seconds / whole:.1%}" for seconds, cause in shares if seconds > 0]
-    print(
-        f"wall time {whole:.1f} s: {', '.join(parts)}; saves kept steps waiting for "
-        f"{summary['stall_s']:.3f} s in all"
-    )
-
-
-def _sample(directory: Path) -> None:
-    sampling = SamplingConfig(temperature=0.8, top_p=0.95)
-    print(f"\nsample after {_SAMPLE_PROMPT!r}:\n")
-    pieces = generate_text(
-        load_run(directory), _SAMPLE_PROMPT, max_new_tokens=120, sampling=sampling, seed=0
-    )
-    print(_SAMPLE_PROMPT + "".join(printable(piece.text) for piece in pieces))

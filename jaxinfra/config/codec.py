@@ -1,8 +1,10 @@
 """Configs to and from JSON, and single fields by dotted path. Strict both ways."""
 
 import enum
+import functools
 import json
 import math
+import operator
 import typing
 from typing import Any
 
@@ -10,21 +12,51 @@ import cattrs
 from cattrs.strategies import configure_tagged_union
 
 from jaxinfra.config.model import FeedForwardConfig, MixerConfig
+from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeScaling
 from jaxinfra.core.errors import ConfigError, nearest
+from jaxinfra.core.parts import find_part, part_name
 from jaxinfra.core.text import whole_number
 
 
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     configure_tagged_union(RopeScaling.__value__, converter, tag_name="kind")
-    for union in (MixerConfig, FeedForwardConfig):  # whose members have a field ``kind``
-        configure_tagged_union(union.__value__, converter, tag_name="type")
+    # Members of these have a field ``kind``.
+    _configure_layers(converter, MixerConfig, OwnMixer)
+    _configure_layers(converter, FeedForwardConfig, OwnFeedForward)
     # cattrs would turn "3" into 3 and 1 into True; a config means what it says.
     for scalar in (int, float, bool, str):
         converter.register_structure_hook(scalar, _exactly)
     converter.register_structure_hook(enum.StrEnum, _member)
     return converter
+
+
+def _configure_layers(converter: cattrs.Converter, alias: Any, own: type) -> None:
+    """Reads and writes a union of layers' records, those of users by the names of their parts."""
+    union = alias.__value__
+    ours = functools.reduce(
+        operator.or_, (each for each in typing.get_args(union) if each is not own)
+    )
+    configure_tagged_union(ours, converter, tag_name="type")
+
+    def structure(value: Any, _: Any) -> Any:
+        name = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(name, str) or ":" not in name:
+            return converter.structure(value, ours)
+        kind = find_part(name)
+        if not (isinstance(kind, type) and issubclass(kind, own)):
+            raise ConfigError(f"{name!r} is no {own.__name__}, which belongs there")
+        settings = {key: each for key, each in value.items() if key != "type"}
+        return converter.structure(settings, kind)
+
+    def unstructure(value: Any) -> dict[str, Any]:
+        if isinstance(value, own):
+            return {**converter.unstructure(value), "type": part_name(type(value))}
+        return converter.unstructure(value, ours)
+
+    converter.register_structure_hook_func(lambda kind: kind == union, structure)
+    converter.register_unstructure_hook_func(lambda kind: kind == union, unstructure)
 
 
 def _exactly(value: Any, scalar: type) -> Any:

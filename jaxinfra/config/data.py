@@ -13,7 +13,7 @@ class DataFormat(enum.StrEnum):
     """What a document is."""
 
     TEXT = "text"
-    CHAT = "chat"  # a JSON line {"messages": [{"role": ..., "content": ...}, ...]}
+    CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
 
 
 class TokenizerKind(enum.StrEnum):
@@ -28,8 +28,8 @@ class TokenizerKind(enum.StrEnum):
 class TokenizerConfig:
     """The tokenizer; its vocabulary may not exceed the model's."""
 
-    kind: TokenizerKind = TokenizerKind.BPE
-    path: str | None = None
+    kind: TokenizerKind = TokenizerKind.BPE  # trained on the corpus, bytes, or a file
+    path: str | None = None  # of a tokenizer.json, with kind=file
 
     def __post_init__(self) -> None:
         if (self.kind is TokenizerKind.FILE) != (self.path is not None):
@@ -44,20 +44,21 @@ class DataConfig:
     """A corpus and its split.
 
     ``source`` is ``"stdlib"`` (the standard library source of the running Python), a directory, a
-    glob, a ``.txt``/``.jsonl``/``.jsonl.gz``/``.jsonl.zst``/``.parquet`` file, or a directory of
-    pre-tokenized arrays written by this package. ``heldout_source`` names separate held-out text;
-    without it ``heldout_fraction`` of the documents is set aside, chosen by a hash of their names.
+    glob, a ``.txt``, ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst``, ``.parquet`` or ``.arrow`` file, a
+    directory saved by Hugging Face's ``datasets``, or one of pre-tokenized arrays written by this
+    package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
+    documents is set aside, chosen by a hash of their names.
     """
 
-    source: str = STDLIB
-    heldout_source: str | None = None
-    heldout_fraction: float = 0.03
+    source: str = STDLIB  # text to train on
+    heldout_source: str | None = None  # text to evaluate on; None: a part of source
+    heldout_fraction: float = 0.03  # of documents, where it is a part
     text_field: str = "text"  # of JSON lines and Parquet rows
-    format: DataFormat = DataFormat.TEXT
+    format: DataFormat = DataFormat.TEXT  # what a document is
     chat_template: str | None = None  # a model's directory; its template renders conversations
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    num_prefetch_threads: int = 2
-    prefetch_batches: int = 4
+    tokenizer: TokenizerConfig = TokenizerConfig()  # how text becomes tokens
+    num_prefetch_threads: int = 2  # that read ahead
+    prefetch_batches: int = 4  # batches read ahead
 
     def __post_init__(self) -> None:
         if not 0.0 < self.heldout_fraction < 1.0:

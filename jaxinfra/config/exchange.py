@@ -30,9 +30,9 @@ class ExchangeConfig:
     for whatever comes.
     """
 
-    form: ExchangeForm = ExchangeForm.PER_DEVICE
-    implementation: ExchangeImplementation = ExchangeImplementation.AUTO
-    room_factor: float | None = None
+    form: ExchangeForm = ExchangeForm.PER_DEVICE  # what travels: a token per device or per expert
+    implementation: ExchangeImplementation = ExchangeImplementation.AUTO  # the collective
+    room_factor: float | None = None  # rows of a buffer over their mean; None: room for all
 
     def __post_init__(self) -> None:
         if self.room_factor is not None and self.room_factor < 1.0:

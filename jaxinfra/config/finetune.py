@@ -27,9 +27,9 @@ class InitConfig:
 class LoraConfig:
     """Low-rank adapters (Hu et al. 2021): y = W x + (alpha / rank) B A x, W frozen."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    targets: tuple[str, ...] = ("query", "value")
+    rank: int = 8  # inner width of an adapter
+    alpha: float = 16.0  # strength; the factor is alpha / rank
+    targets: tuple[str, ...] = ("query", "value")  # projections that get one
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not (0.0 < self.alpha < math.inf):

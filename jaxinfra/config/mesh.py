@@ -15,11 +15,11 @@ EXPERT = "expert"
 class MeshConfig:
     """Sizes of the mesh axes, slowest link first. One device by default."""
 
-    pipe: int = 1
-    replica: int = 1
-    fsdp: int = 1
-    context: int = 1
-    tensor: int = 1
+    pipe: int = 1  # stages of a pipeline
+    replica: int = 1  # copies of the whole state
+    fsdp: int = 1  # devices that share parameters and the batch
+    context: int = 1  # devices that share a sequence
+    tensor: int = 1  # devices that share each matmul
     # Devices that share a layer's experts, taken from the data axes: a part of fsdp, times the
     # whole of context, of replica, or of both where that is not enough.
     expert: int = 1

@@ -5,6 +5,7 @@ import enum
 
 from jaxinfra.config.cache import CachedArray, CacheSpec
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.core import axes
@@ -45,10 +46,11 @@ class MlpKind(enum.StrEnum):
 class NormConfig:
     """A normalization layer."""
 
-    kind: NormKind = NormKind.RMS
-    epsilon: float = 1e-5
-    bias: bool = False
+    kind: NormKind = NormKind.RMS  # root mean square, or layer norm
+    epsilon: float = 1e-5  # added to the mean square
+    bias: bool = False  # a learned bias beside the scale
     scale_offset: float = 0.0  # Gemma multiplies by (1 + scale): 1.0
+    function: str | None = None  # your own in place of kind: a part, (x, epsilon) -> x
 
     def __post_init__(self) -> None:
         if self.epsilon <= 0.0:
@@ -59,17 +61,18 @@ class NormConfig:
 class GroupedAttentionConfig:
     """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head)."""
 
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig | None
+    num_q_heads: int  # query heads
+    num_kv_heads: int  # key/value heads; divides num_q_heads
+    head_dim: int  # width of a head
+    rope: RopeConfig | None  # rotary positions; None: none
     window: int | None = None  # a query sees itself and the window-1 tokens before it
     logit_soft_cap: float | None = None  # cap * tanh(score / cap): Gemma-2
     scale: float | None = None  # multiplies scores; None: head_dim^-0.5
     qk_norm: NormConfig | None = None  # over head_dim, before rotary: Qwen3
-    qkv_bias: bool = False
-    out_bias: bool = False
+    qkv_bias: bool = False  # biases of queries, keys, values
+    out_bias: bool = False  # bias of the output projection
     sinks: bool = False  # a learned score of each head that no value belongs to: gpt-oss
+    function: str | None = None  # your own attention: a part, (q, k, v, *, mask, distance) -> out
 
     def __post_init__(self) -> None:
         q, k = self.num_q_heads, self.num_kv_heads
@@ -85,6 +88,11 @@ class GroupedAttentionConfig:
             check_rope(self.rope, head_dim=self.head_dim)
         _check_window(self.window)
         _check_cap(self.logit_soft_cap)
+        if self.function is not None and (self.sinks or self.logit_soft_cap or self.scale):
+            raise ConfigError(
+                f"function={self.function!r} computes the attention: sinks, logit_soft_cap and "
+                "scale are its own affair; leave them out"
+            )
 
     @property
     def rotated_dim(self) -> int:
@@ -121,17 +129,17 @@ class GroupedAttentionConfig:
 class LatentAttentionConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
-    num_q_heads: int
+    num_q_heads: int  # query heads
     query_rank: int | None  # None: queries are not compressed
-    kv_rank: int
+    kv_rank: int  # width of the cached latent
     nope_dim: int  # of a head, without position
     rope_dim: int  # of a head, rotated; the key's is shared by all heads
-    value_dim: int
-    rope: RopeConfig | None
+    value_dim: int  # of a head's value
+    rope: RopeConfig | None  # rotary positions; None: none
     norm: NormConfig = NormConfig()  # of the compressed queries, keys and values
     bias: bool = False  # of the projections onto compressed widths, and of the one out
-    window: int | None = None
-    logit_soft_cap: float | None = None
+    window: int | None = None  # as in grouped attention
+    logit_soft_cap: float | None = None  # as in grouped attention
     scale: float | None = None  # multiplies scores; None: (nope_dim + rope_dim)^-0.5
 
     def __post_init__(self) -> None:
@@ -186,7 +194,7 @@ class LatentAttentionConfig:
         )
 
 
-type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig
+type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig | OwnMixer
 """What mixes the positions of a sequence."""
 
 
@@ -194,9 +202,9 @@ type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig
 class MlpConfig:
     """The dense feed-forward layer."""
 
-    hidden_dim: int
-    kind: MlpKind = MlpKind.SWIGLU
-    bias: bool = False
+    hidden_dim: int  # width of the hidden layer
+    kind: MlpKind = MlpKind.SWIGLU  # activation, gated or not
+    bias: bool = False  # of each projection
 
     def __post_init__(self) -> None:
         if self.hidden_dim < 1:
@@ -213,13 +221,13 @@ class MlpConfig:
 class ExpertsConfig:
     """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066)."""
 
-    num_experts: int
+    num_experts: int  # routed experts of a layer
     top_k: int  # routed experts of a token
     hidden_dim: int  # of one expert
-    kind: MlpKind = MlpKind.SWIGLU
+    kind: MlpKind = MlpKind.SWIGLU  # activation of an expert
     bias: bool = False  # of each expert's projections
-    routing: RoutingConfig = RoutingConfig()
-    balance: BalanceConfig = BalanceConfig()
+    routing: RoutingConfig = RoutingConfig()  # how experts are chosen
+    balance: BalanceConfig = BalanceConfig()  # what evens out their loads
     shared_hidden_dim: int = 0  # of all shared experts together
     shared_gate: bool = False  # Qwen2-MoE scales the shared expert by a learned gate
 
@@ -240,7 +248,7 @@ class ExpertsConfig:
         return {"experts.hidden_dim": self.hidden_dim} | (shared if self.shared_hidden_dim else {})
 
 
-type FeedForwardConfig = MlpConfig | ExpertsConfig
+type FeedForwardConfig = MlpConfig | ExpertsConfig | OwnFeedForward
 """What a block does to each position by itself."""
 
 
@@ -248,10 +256,10 @@ type FeedForwardConfig = MlpConfig | ExpertsConfig
 class BlockConfig:
     """One transformer block: mixer, then feed-forward layer, each on a residual branch."""
 
-    mixer: MixerConfig
-    feed_forward: FeedForwardConfig
-    norm: NormConfig = NormConfig()
-    norm_placement: NormPlacement = NormPlacement.PRE
+    mixer: MixerConfig  # mixes the positions of a sequence
+    feed_forward: FeedForwardConfig  # acts on each position alone
+    norm: NormConfig = NormConfig()  # of both layers' inputs
+    norm_placement: NormPlacement = NormPlacement.PRE  # before a layer, or after it too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,8 +269,8 @@ class Stack:
     One entry serves a uniform stack, two serve Gemma-2's alternating windows.
     """
 
-    pattern: tuple[BlockConfig, ...]
-    repeats: int
+    pattern: tuple[BlockConfig, ...]  # blocks that follow one another
+    repeats: int  # how often the pattern is repeated
 
     def __post_init__(self) -> None:
         if not self.pattern or self.repeats < 1:
@@ -289,15 +297,15 @@ class ModelConfig:
     Three dense layers and then 58 with experts are two stacks, each scanned by itself.
     """
 
-    vocab_size: int
-    model_dim: int
-    max_positions: int
-    stacks: tuple[Stack, ...]
-    tie_embeddings: bool
-    learned_positions: bool = False
+    vocab_size: int  # rows of the token table
+    model_dim: int  # width of the residual stream
+    max_positions: int  # longest sequence, in tokens
+    stacks: tuple[Stack, ...]  # the layers
+    tie_embeddings: bool  # logits by the token table
+    learned_positions: bool = False  # a table of positions: GPT-2
     embedding_scale: float = 1.0  # Gemma: sqrt(model_dim)
-    final_norm: NormConfig = NormConfig()
-    logit_soft_cap: float | None = None
+    final_norm: NormConfig = NormConfig()  # before the logits
+    logit_soft_cap: float | None = None  # cap * tanh(logit / cap): Gemma-2
     dropout_rate: float = 0.0  # on embeddings and residual branches, in training only
     # Weights are drawn from N(0, init_std); projections back into the residual stream from
     # N(0, init_std / sqrt(2 num_layers)), so that its variance does not grow with depth (GPT-2).

@@ -15,6 +15,16 @@ class LearningRateSchedule(enum.StrEnum):
     WSD = "wsd"  # warm-up, stable, decay (Hu et al. 2024)
 
 
+class OptimizerKind(enum.StrEnum):
+    """What makes a step of a gradient."""
+
+    ADAMW = "adamw"  # two moments of each parameter (Loshchilov and Hutter 2019)
+    LION = "lion"  # the sign of one moment (Chen et al. 2023): a third to a tenth of AdamW's rate
+    # A matrix's second moment as a row and a column (Shazeer and Stern 2018); constants of its own
+    # in place of the betas and epsilon.
+    ADAFACTOR = "adafactor"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
     """Muon (Jordan et al. 2024), for matrices between hidden widths."""
@@ -31,21 +41,36 @@ class MuonConfig:
             )
 
 
+class MomentFormat(enum.StrEnum):
+    """What a moment of Adam's is kept in between steps."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # rounded stochastically
+    FP16 = "fp16"  # with a scale for each array
+    FP8 = "fp8"  # e4m3 with a scale for each array, rounded stochastically
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019), or Muon beside it; decay applies to matrices only."""
+    """AdamW, or another kind, or Muon beside AdamW; decay applies to matrices only."""
 
-    learning_rate: float
-    schedule: LearningRateSchedule = LearningRateSchedule.COSINE
-    warmup_steps: int = 0
+    learning_rate: float  # its peak
+    kind: OptimizerKind = OptimizerKind.ADAMW  # what makes a step of a gradient
+    schedule: LearningRateSchedule = LearningRateSchedule.COSINE  # its shape after the warm-up
+    warmup_steps: int = 0  # steps in which it rises
     decay_steps: int | None = None  # of WSD's last phase; None: a fifth of the run
     final_fraction: float = 0.1  # learning rate at the end, over its peak
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
+    beta1: float = 0.9  # decay of the first moment
+    beta2: float = 0.95  # decay of the second moment
+    epsilon: float = 1e-8  # added to the update's divisor
+    weight_decay: float = 0.1  # of matrices, times the rate
+    clip_norm: float | None = 1.0  # of all gradients together; None: no clipping
+    first_moment: MomentFormat = MomentFormat.FP32  # what it is kept in between steps
+    second_moment: MomentFormat = MomentFormat.FP32  # likewise
     muon: MuonConfig | None = None  # None: AdamW for every parameter
+    # Decay per step of a running mean of the weights (Polyak and Juditsky 1992), which is then
+    # evaluated, generates and is exported; None: the weights themselves.
+    average: float | None = None
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.warmup_steps < 0:
@@ -53,9 +78,24 @@ class OptimizerConfig:
                 f"learning_rate={self.learning_rate} must be positive and "
                 f"warmup_steps={self.warmup_steps} not negative"
             )
+        if self.muon is not None and self.kind is not OptimizerKind.ADAMW:
+            raise ConfigError(
+                f"muon beside kind={self.kind.value}: it takes the matrices, and adamw the rest; "
+                "set optimizer.muon=none"
+            )
+        if self.average is not None and not 0.0 < self.average < 1.0:
+            raise ConfigError(f"average={self.average} must lie in (0, 1), or be none")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        is_adamw = self.muon is None and self.kind is OptimizerKind.ADAMW
+        if self.keeps_short_moments and not is_adamw:
+            other = self.kind.value if self.muon is None else "muon"
+            raise ConfigError(
+                f"first_moment={self.first_moment.value} and second_moment="
+                f"{self.second_moment.value} with {other}: only AdamW keeps moments in other "
+                "formats than fp32; leave them, or use kind=adamw without muon"
+            )
         if self.epsilon <= 0 or self.weight_decay < 0 or not 0 <= self.final_fraction <= 1:
             raise ConfigError(
                 f"epsilon={self.epsilon} must be positive, weight_decay={self.weight_decay} not "
@@ -65,3 +105,8 @@ class OptimizerConfig:
             raise ConfigError(f"clip_norm={self.clip_norm} must be positive, or none")
         if self.decay_steps is not None and self.decay_steps < 1:
             raise ConfigError(f"decay_steps={self.decay_steps} must be at least 1, or none")
+
+    @property
+    def keeps_short_moments(self) -> bool:
+        """Whether some moment is kept in fewer bits than it is computed in."""
+        return (self.first_moment, self.second_moment) != (MomentFormat.FP32,) * 2

@@ -22,6 +22,7 @@ class PipelineSchedule(enum.StrEnum):
 class PipelineConfig:
     """What runs where the mesh has a pipe axis; micro-batches are ``training.accumulation``."""
 
+    # The order of forward and backward passes.
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     chunks: int = 2  # of layers a stage, in the interleaved schedule
 

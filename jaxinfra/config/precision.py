@@ -37,6 +37,7 @@ class Fp8Scaling(enum.StrEnum):
     DELAYED = "delayed"  # the largest element of earlier steps (Micikevicius et al. 2022)
     ROW = "row"  # of each operand, the dim that is contracted
     BLOCKS = "blocks"  # 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3, 3.3)
+    SQUARES = "squares"  # 128x128 of all three, the same both ways (as Xi et al. 2024, Jetfire)
 
 
 class Fp8Format(enum.StrEnum):
@@ -60,7 +61,7 @@ class Fp8Matmuls:
     scaling: Fp8Scaling = Fp8Scaling.BLOCKS
     scales: Fp8Scales = Fp8Scales.FP32
     forward: Fp8Format = Fp8Format.E4M3  # of activations and weights
-    gradient: Fp8Format | None = None  # of cotangents; None: e4m3 with blocks, else e5m2
+    gradient: Fp8Format | None = None  # of cotangents; None: e4m3 with blocks, squares, else e5m2
     history: int = 16  # steps whose largest element a delayed scale is made of
     sites: tuple[Site, ...] = (Site.PROJECTION,)
 
@@ -86,7 +87,15 @@ class Fp8Matmuls:
         """That of cotangents: blocks leave few numbers to share a scale, so that e4m3 reaches."""
         if self.gradient is not None:
             return self.gradient
-        return Fp8Format.E4M3 if self.scaling is Fp8Scaling.BLOCKS else Fp8Format.E5M2
+        by_blocks = self.scaling in (Fp8Scaling.BLOCKS, Fp8Scaling.SQUARES)
+        return Fp8Format.E4M3 if by_blocks else Fp8Format.E5M2
+
+
+class StoredWeights(enum.StrEnum):
+    """What weights are kept in between steps."""
+
+    FP32 = "fp32"  # a master copy, cast where it is used
+    BF16 = "bf16"  # no master copy: updates are rounded stochastically
 
 
 class LossScaling(enum.StrEnum):
@@ -101,11 +110,12 @@ class LossScaling(enum.StrEnum):
 class PrecisionConfig:
     """Policy, matmuls in 8 bits and loss scaling."""
 
-    policy: PolicyName = PolicyName.FP32
+    policy: PolicyName = PolicyName.FP32  # compute dtype
+    weights: StoredWeights = StoredWeights.FP32  # what they are kept in between steps
     fp8: Fp8Matmuls | None = None  # None: every matmul computes in the policy's format
-    weight_gradients: WeightGradients = WeightGradients.FP32
-    loss_scaling: LossScaling = LossScaling.NONE
-    initial_loss_scale: float = 2.0**15
+    weight_gradients: WeightGradients = WeightGradients.FP32  # in which dtype they are summed
+    loss_scaling: LossScaling = LossScaling.NONE  # of fp16 gradients
+    initial_loss_scale: float = 2.0**15  # where scaling begins
     growth_interval: int = 2000  # finite steps in a row before the dynamic scale doubles
 
     def __post_init__(self) -> None:
@@ -113,6 +123,11 @@ class PrecisionConfig:
             raise ConfigError(
                 "policy=fp16 with loss_scaling=none loses gradients under 6e-8; "
                 "choose loss_scaling=dynamic or static, or policy=bf16"
+            )
+        if self.weights is StoredWeights.BF16 and self.policy is not PolicyName.BF16:
+            raise ConfigError(
+                f"weights=bf16 with policy={self.policy.value}: weights without a master copy are "
+                "those that matmuls read; choose policy=bf16"
             )
         if self.fp8 is not None and self.policy is PolicyName.FP16:
             raise ConfigError(

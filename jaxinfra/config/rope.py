@@ -10,34 +10,34 @@ from jaxinfra.core.errors import ConfigError
 class LinearScaling:
     """Position interpolation: every frequency divided by ``factor`` (Chen et al. 2023)."""
 
-    factor: float
+    factor: float  # positions are divided by it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NtkScaling:
     """NTK-aware scaling: base multiplied by factor^(d/(d-2)), so high frequencies stay."""
 
-    factor: float
+    factor: float  # of the context's length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Llama3Scaling:
     """Llama 3.1: low frequencies divided by ``factor``, high ones kept, a linear ramp between."""
 
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_max_positions: int
+    factor: float  # of the context's length
+    low_frequency_factor: float  # slower turns are all scaled
+    high_frequency_factor: float  # faster turns are not scaled
+    original_max_positions: int  # of pretraining
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class YarnScaling:
     """YaRN: interpolation by parts and a softmax temperature (Peng et al. 2023, section 3)."""
 
-    factor: float
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: float  # of the context's length
+    original_max_positions: int  # of pretraining
+    beta_fast: float = 32.0  # turns within that context that are kept
+    beta_slow: float = 1.0  # turns that are interpolated
     attention_factor: float | None = None  # None: 0.1 ln(factor) + 1
     truncate: bool = True  # round the ramp's ends to whole dims, as the reference code does
 
@@ -50,9 +50,9 @@ class LongRopeScaling:
     long factors at every position.
     """
 
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    original_max_positions: int
+    short_factors: tuple[float, ...]  # of each frequency, within the original context
+    long_factors: tuple[float, ...]  # of each frequency, beyond it
+    original_max_positions: int  # of pretraining
     attention_factor: float  # multiplies cos and sin
 
 
@@ -70,10 +70,10 @@ class RopePairs(enum.StrEnum):
 class RopeConfig:
     """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d)."""
 
-    theta: float = 10_000.0
-    scaling: RopeScaling | None = None
+    theta: float = 10_000.0  # base of the frequencies
+    scaling: RopeScaling | None = None  # to longer contexts; None: as trained
     fraction: float = 1.0  # of each head's width that is rotated, from its front; the rest is kept
-    pairs: RopePairs = RopePairs.HALVES
+    pairs: RopePairs = RopePairs.HALVES  # which numbers of a head turn together
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many of a head's elements are rotated."""

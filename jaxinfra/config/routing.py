@@ -25,13 +25,13 @@ class GroupScore(enum.StrEnum):
 class RoutingConfig:
     """From a router's logits to a token's experts and their weights, all in fp32."""
 
-    scoring: Scoring = Scoring.SOFTMAX
+    scoring: Scoring = Scoring.SOFTMAX  # of the router's logits
     renormalize: bool = True  # the chosen experts' weights sum to ``scale``
     scale: float = 1.0  # multiplies the weights
     # A token chooses among the experts of the ``top_groups`` best of ``num_groups`` equal groups.
     num_groups: int = 1
-    top_groups: int = 1
-    group_score: GroupScore = GroupScore.MAX
+    top_groups: int = 1  # groups that a token chooses from
+    group_score: GroupScore = GroupScore.MAX  # how a group is rated
     logit_bias: bool = False  # learned, of each expert: gpt-oss
     # Added to scores for the choice alone, and changed by a rule (arXiv 2408.15664).
     correction_bias: bool = False

@@ -4,19 +4,20 @@ import dataclasses
 import enum
 
 from jaxinfra.config.data import DataConfig
+from jaxinfra.config.divides import check_divides
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.limits import require_within
-from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
-    ExpertsConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     ModelConfig,
 )
 from jaxinfra.config.optimizer import OptimizerConfig
+from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.pipeline import PipelineConfig
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -59,19 +60,21 @@ LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
 class TrainingConfig:
     """Length, batch and step of a training run."""
 
-    steps: int
+    steps: int  # optimizer steps
     batch_size: int  # sequences a step, over all devices and accumulation
     sequence_length: int  # tokens
     accumulation: int = 1  # micro-batches per step
-    remat: Remat = Remat.NONE
+    remat: Remat = Remat.NONE  # what the backward pass computes again
     memory_budget_gib: float | None = None  # of a device, for remat=auto; None: what it has
     unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop
     xla_options: tuple[str, ...] = ()  # "name=value", on top of what is known to be good here
-    attention: AttentionImplementation = AttentionImplementation.AUTO
+    attention: AttentionImplementation = AttentionImplementation.AUTO  # who computes attention
+    # How a sequence over several devices attends.
     context_method: ContextMethod = ContextMethod.AUTO
+    loss: str | None = None  # your own: a part, (logits, targets, *, weights) -> loss of each token
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
     label_smoothing: float = 0.0  # of the target's probability, spread over all ids; not evaluated
-    seed: int = 0
+    seed: int = 0  # of initial weights, data order and dropout
     log_every: int = 1  # steps between progress lines; metrics.jsonl holds every step
     evaluate_every: int | None = None  # steps; None: at the end only
     max_bad_steps: int = 20  # non-finite steps in a row before the run stops
@@ -112,6 +115,11 @@ class TrainingConfig:
                 f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat.value}: a "
                 "budget is more than 0, and only remat=auto chooses by it"
             )
+        if self.loss is not None and (self.z_loss or self.label_smoothing):
+            raise ConfigError(
+                f"loss={self.loss!r} with z_loss={self.z_loss} and label_smoothing="
+                f"{self.label_smoothing}: these are of the cross entropy; add them to your own loss"
+            )
         if self.z_loss < 0:
             raise ConfigError(f"z_loss={self.z_loss} must not be negative")
         if not 0.0 <= self.label_smoothing < 1.0:
@@ -125,7 +133,7 @@ class CheckpointConfig:
     """When checkpoints are written and which are kept."""
 
     every: int | None = None  # steps; None: at the end and on a signal only
-    keep_last: int = 2
+    keep_last: int = 2  # newest checkpoints that stay
     keep_best: int = 1  # by held-out loss
 
     def __post_init__(self) -> None:
@@ -140,17 +148,17 @@ class CheckpointConfig:
 class RunConfig:
     """Everything that decides what a run computes."""
 
-    model: ModelConfig
-    data: DataConfig
-    optimizer: OptimizerConfig
-    training: TrainingConfig
-    precision: PrecisionConfig = PrecisionConfig()
-    mesh: MeshConfig = MeshConfig()
-    sharding: ShardingConfig = ShardingConfig()
-    pipeline: PipelineConfig = PipelineConfig()
-    exchange: ExchangeConfig = ExchangeConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    reliability: ReliabilityConfig = ReliabilityConfig()
+    model: ModelConfig  # what is trained
+    data: DataConfig  # what it reads
+    optimizer: OptimizerConfig  # how it learns
+    training: TrainingConfig  # how long, in which batches
+    precision: PrecisionConfig = PrecisionConfig()  # number formats
+    mesh: MeshConfig = MeshConfig()  # devices, by axis
+    sharding: ShardingConfig = ShardingConfig()  # what lies where, where there is a choice
+    pipeline: PipelineConfig = PipelineConfig()  # of stages, with mesh.pipe
+    exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts, with mesh.expert
+    checkpoint: CheckpointConfig = CheckpointConfig()  # when states are saved
+    reliability: ReliabilityConfig = ReliabilityConfig()  # what is watched
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
 
@@ -174,45 +182,14 @@ def validate(run: RunConfig) -> None:
         raise ConfigError(
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
+    _validate_own(run)
     _validate_sharding(run)
     _validate_context(run)
     _validate_pipeline(run)
     _validate_lora(run)
     _validate_fp8(run)
+    _validate_stored_weights(run)
     check_divides(model, mesh)
-
-
-def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
-    """Raises ConfigError where a size of the model does not divide over the axis that shards it."""
-    sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
-    sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
-    for block in model.blocks:
-        sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes
-        sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]
-        if isinstance(block.feed_forward, ExpertsConfig):
-            sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
-    _check_experts(model, mesh)
-    for name, size, axis, shards in sharded:
-        if name == "num_kv_heads" and shards % size == 0:
-            continue  # each device has a copy of one
-        if size % shards:
-            raise ConfigError(
-                f"{name}={size} does not divide over {axis}={shards}; "
-                f"choose a {axis} size that divides it"
-            )
-
-
-def _check_experts(model: ModelConfig, mesh: MeshConfig) -> None:
-    experts = [each for b in model.blocks if isinstance(each := b.feed_forward, ExpertsConfig)]
-    if mesh.expert > 1 and not experts:
-        raise ConfigError(f"expert={mesh.expert}, but this model has no experts; leave it out")
-    capacities = [each.balance.capacity_factor for each in experts]
-    if mesh.context > 1 and any(capacity is not None for capacity in capacities):
-        raise ConfigError(
-            f"capacity_factor={max(filter(None, capacities))} with context={mesh.context}: an "
-            "expert's room is filled in the order of a sequence, which several devices share; drop "
-            "nothing (capacity_factor=none), or use fsdp in place of context"
-        )
 
 
 def _validate_lora(run: RunConfig) -> None:
@@ -225,6 +202,14 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
             "tensor instead"
+        )
+
+
+def _validate_stored_weights(run: RunConfig) -> None:
+    if run.precision.weights is StoredWeights.BF16 and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"weights=bf16 with pipe={run.mesh.pipe}: stages sum gradients of micro-batches in the "
+            "format of the weights; use fsdp and tensor, or weights=fp32"
         )
 
 
@@ -284,6 +269,28 @@ def _validate_keep_gathered(run: RunConfig) -> None:
         raise ConfigError(
             f"keep_gathered multiplies with weights in {precision.policy}, and their gradients "
             "come back in it; say so with --set precision.weight_gradients=compute"
+        )
+
+
+def _validate_own(run: RunConfig) -> None:
+    """What parts of the user's own cannot do."""
+    mesh, training, mixers = run.mesh, run.training, [b.mixer for b in run.model.blocks]
+    functions = [m.function for m in mixers if isinstance(m, GroupedAttentionConfig) and m.function]
+    records = [type(mixer).__name__ for mixer in mixers if isinstance(mixer, OwnMixer)]
+    if mesh.context > 1 and (functions or records):
+        raise ConfigError(
+            f"context={mesh.context} with {', '.join([*functions, *records])}: a device would have "
+            "a part of the sequence, and your own attention sees all of it; use fsdp and tensor"
+        )
+    if functions and training.attention is not AttentionImplementation.AUTO:
+        raise ConfigError(
+            f"attention={training.attention.value} with {functions[0]}, which computes it: leave "
+            "training.attention out"
+        )
+    if mesh.pipe > 1 and training.loss is not None:
+        raise ConfigError(
+            f"pipe={mesh.pipe} with loss={training.loss}: stages take the loss of a part of the "
+            "tokens with the built-in cross entropy; use fsdp and tensor"
         )
 
 

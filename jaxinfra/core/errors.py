@@ -39,6 +39,8 @@ class LostPeerError(JaxinfraError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name, such as ``"; did you mean 'tiny'? Known: small, tiny"``."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    # A family's name, such as mixtral, means its members rather than another family like it.
+    close = [each for each in names if name and each.startswith(name)][:1]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ";"
     return f"{hint} Known: {', '.join(names)}"

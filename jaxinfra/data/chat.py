@@ -136,17 +136,51 @@ def rendered_spans(
     return text, spans
 
 
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, ASSISTANT: ASSISTANT}
+_SHAREGPT_ROLES |= {"chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT, "system": "system"}
+
+
+def as_messages(row: Mapping[str, Any]) -> Any:
+    """The messages of a row in any of three forms, as they are found; None where there are none.
+
+    ``messages`` of role and content; ``conversations`` of from and value (ShareGPT);
+    ``instruction`` with an ``input`` that may be empty, and ``output`` (Alpaca).
+    """
+    if "messages" in row:
+        return row["messages"]
+    turns = row.get("conversations")
+    if isinstance(turns, list):
+        return [_turn(turn) if isinstance(turn, dict) else turn for turn in turns]
+    if not {"instruction", "output"} <= row.keys():
+        return None
+    asked, given = row["instruction"], row.get("input")
+    if isinstance(asked, str) and isinstance(given, str) and given:
+        asked = f"{asked}\n\n{given}"
+    messages = [{"role": "user", "content": asked}, {"role": ASSISTANT, "content": row["output"]}]
+    if isinstance(row.get("system"), str) and row["system"]:
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return messages
+
+
+def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """A turn of ShareGPT as a message; other roles than those it knows stay as they are."""
+    speaker = turn.get("from")
+    role = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else None
+    return {"role": role, "content": turn.get("value")}
+
+
 def parse_conversation(
     document: Document,
 ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
     """The messages of a JSON line and the tools they may call; raises DataError naming it."""
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
-    messages = row.get("messages")
+    messages = as_messages(row)
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f'{where}: no messages; each line must be {{"messages": [{{"role": ..., "content": '
-            "...}, ...]}"
+            '...}, ...]}, {"conversations": [{"from": ..., "value": ...}, ...]} as ShareGPT has '
+            'it, or {"instruction": ..., "input": ..., "output": ...} as Alpaca has it'
         )
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):

@@ -1,12 +1,17 @@
-"""Documents out of one file: text, JSON lines (plain, gzip, zstd) and Parquet."""
+"""Documents out of one file: text, JSON lines (plain, gzip, zstd), Parquet and Arrow.
+
+Arrow files are those that Hugging Face's ``datasets`` saves.
+"""
 
 import dataclasses
 import gzip
+import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
@@ -18,6 +23,8 @@ _ZSTD_BYTES = 4096  # at a time: each may stand for 32,768
 _LINE_BYTES = 256 << 20
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _PARQUET = ".parquet"
+_ARROW = ".arrow"
+_ROWS = 1024  # read at a time
 EACH_LINE = "each line must be one JSON object"
 
 
@@ -35,8 +42,8 @@ def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Docume
     try:
         if name.endswith(_JSON_LINES):
             yield from _json_lines(path, name, text_field)
-        elif name.endswith(_PARQUET):
-            yield from _parquet(path, name, text_field)
+        elif name.endswith((_PARQUET, _ARROW)):
+            yield from _table(path, name, text_field)
         else:
             yield Document(name=name, text=_text(path))
     except OSError as error:
@@ -44,11 +51,17 @@ def read_documents(path: Path, *, name: str, text_field: str) -> Iterator[Docume
 
 
 def read_lines(path: Path, *, name: str) -> Iterator[Document]:
-    """The lines of a file of JSON lines as they are, empty ones left out."""
+    """The lines of a file of JSON lines as they are, empty ones left out; rows of a table as such
+    lines.
+    """
+    if name.endswith((_PARQUET, _ARROW)):
+        require_plain(path, error=DataError)
+        yield from _table_lines(path, name)
+        return
     if not name.endswith(_JSON_LINES):
         raise DataError(
-            f"{path}: conversations are read from {', '.join(_JSON_LINES)}; convert it, or name "
-            "the files by a glob"
+            f"{path}: conversations are read from {', '.join((*_JSON_LINES, _PARQUET, _ARROW))}; "
+            "convert it, or name the files by a glob"
         )
     require_plain(path, error=DataError)
     try:
@@ -64,7 +77,7 @@ def read_lines(path: Path, *, name: str) -> Iterator[Document]:
 
 def holds_one_document(name: str) -> bool:
     """Whether the file is one text, rather than rows of texts."""
-    return not name.endswith((*_JSON_LINES, _PARQUET))
+    return not name.endswith((*_JSON_LINES, _PARQUET, _ARROW))
 
 
 def decode(data: bytes) -> str | None:
@@ -101,24 +114,63 @@ def _json_lines(path: Path, name: str, text_field: str) -> Iterator[Document]:
         yield Document(name=f"{name}:{number}", text=_checked(row[text_field], where, text_field))
 
 
-def _parquet(path: Path, name: str, text_field: str) -> Iterator[Document]:
+def _table(path: Path, name: str, text_field: str) -> Iterator[Document]:
+    for number, row in enumerate(_rows(path, columns=[text_field]), start=1):
+        text = _checked(row[text_field], f"{path}: row {number}", text_field)
+        yield Document(name=f"{name}:{number}", text=text)
+
+
+def _table_lines(path: Path, name: str) -> Iterator[Document]:
+    for number, row in enumerate(_rows(path, columns=None), start=1):
+        present = {key: value for key, value in row.items() if value is not None}
+        try:
+            line = json.dumps(present, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{path}: row {number} has a value that is no JSON ({error}); leave its column out"
+            ) from error
+        yield Document(name=f"{name}:{number}", text=line)
+
+
+def _rows(path: Path, *, columns: list[str] | None) -> Iterator[dict[str, object]]:
+    """The rows of a Parquet or Arrow file; of these columns, or of all."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                raise DataError(
-                    f"{path}: no column {text_field!r} among {sorted(file.schema_arrow.names)}; "
-                    "set text_field to the one that holds the text"
-                )
-            number = 0
-            for rows in file.iter_batches(batch_size=1024, columns=[text_field]):
-                for value in rows.column(0).to_pylist():
-                    number += 1
-                    text = _checked(value, f"{path}: row {number}", text_field)
-                    yield Document(name=f"{name}:{number}", text=text)
+        if path.suffix == _PARQUET:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                _require_columns(path, file.schema_arrow.names, columns)
+                for rows in file.iter_batches(batch_size=_ROWS, columns=columns):
+                    yield from rows.to_pylist()
+            return
+        with pyarrow.memory_map(str(path)) as source, _arrow(source) as file:
+            _require_columns(path, file.schema.names, columns)
+            batches = file
+            if isinstance(file, pyarrow.ipc.RecordBatchFileReader):
+                batches = (file.get_batch(number) for number in range(file.num_record_batches))
+            for batch in batches:
+                chosen = batch if columns is None else batch.select(columns)
+                for first in range(0, chosen.num_rows, _ROWS):
+                    yield from chosen.slice(first, _ROWS).to_pylist()
     except pyarrow.ArrowException as error:
+        kind = "Parquet" if path.suffix == _PARQUET else "Arrow"
         raise DataError(
-            f"{path}: not a readable Parquet file ({_first_line(error)}); write or copy it anew"
+            f"{path}: not a readable {kind} file ({_first_line(error)}); write or copy it anew"
         ) from error
+
+
+def _arrow(source: pyarrow.NativeFile) -> pyarrow.ipc.RecordBatchStreamReader:
+    """A reader of either form: ``datasets`` writes streams, other programs files."""
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+
+
+def _require_columns(path: Path, found: list[str], columns: list[str] | None) -> None:
+    for name in columns or ():
+        if name not in found:
+            raise DataError(
+                f"{path}: no column {name!r} among {sorted(found)}; set text_field to the one "
+                "that holds the text"
+            )
 
 
 def _checked(value: object, where: str, text_field: str) -> str:

@@ -89,7 +89,7 @@ def scan(spec: str) -> Source:
         return _source(spec, root, names, "no .py files of the standard library there")
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _source(spec, path, _walk(path), "the directory holds no files")
+        return _source(spec, path, _tables_of(_walk(path)), "the directory holds no files")
     if path.exists():
         return _source(spec, path.parent, [path.name], "")
     if _GLOB_MARKS.intersection(spec):
@@ -110,6 +110,25 @@ def _source(spec: str, root: Path, names: list[str], if_none: str) -> Source:
     if not names:
         raise DataError(f"data source {spec!r} ({root}): {if_none}; name one that holds text")
     return Source(spec=spec, root=root.absolute(), names=tuple(names))
+
+
+_ABOUT_TABLES = ("state.json", "dataset_info.json", "dataset_dict.json")
+
+
+def _tables_of(names: list[str]) -> list[str]:
+    """Of a directory that ``datasets`` has saved the tables, without what is said of them and
+    without those of its cache; of any other all names.
+    """
+    if not any(name.endswith("/state.json") or name == "state.json" for name in names):
+        return names
+    if not any(name.endswith(".arrow") for name in names):
+        return names
+
+    def is_text(name: str) -> bool:
+        file = name.rpartition("/")[2]
+        return file not in _ABOUT_TABLES and not file.startswith("cache-")
+
+    return [name for name in names if is_text(name)]
 
 
 def _walk(root: Path) -> list[str]:

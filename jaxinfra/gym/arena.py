@@ -47,7 +47,7 @@ _COMPILE_FAST = (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 )
 _TIMEOUT_S = 900.0
-_TIMES = ("step_s", "stall_s", "elapsed_s")
+_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s")
 # Phases of a step, which the watchdog bounds.
 _SHORT = ("input", "place", "step", "wait", "evaluate", "host")
 _LOADING = threading.Lock()  # one state in memory at a time, whoever judges meanwhile

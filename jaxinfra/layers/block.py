@@ -20,6 +20,7 @@ from jaxinfra.config.model import (
     MlpConfig,
     NormPlacement,
 )
+from jaxinfra.config.own import OwnLayer
 from jaxinfra.core import axes
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.execution import Execution
@@ -75,7 +76,8 @@ class Block(nnx.Module):
 
         def layer(config: Any) -> _Layer:
             sizes = {"model_dim": model_dim, "std": std, "out_std": out_std}
-            return LAYERS[type(config)](config, **sizes, execution=execution, rngs=rngs)
+            built = config.layer if isinstance(config, OwnLayer) else LAYERS[type(config)]
+            return built(config, **sizes, execution=execution, rngs=rngs)
 
         self.attention_norm = norm()
         self.attention = layer(config.mixer)

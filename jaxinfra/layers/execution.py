@@ -58,6 +58,16 @@ class Prepare(Protocol):
         ...
 
 
+class SwiGlu(Protocol):
+    """A gated layer's hidden values; ``jaxinfra.ops.few_rows.swiglu_few_rows`` is one."""
+
+    def __call__(self, x_BTD: jax.Array, weight_DF: jax.Array, *, recipe: Recipe) -> jax.Array:
+        """Returns ``silu(x gate) * (x up)`` in the compute dtype; the weight's first half of
+        columns are gates.
+        """
+        ...
+
+
 class Attend(Protocol):
     """Self-attention over packed documents; ``jaxinfra.ops.attention.attention`` is one."""
 
@@ -292,6 +302,7 @@ class Execution:
 
     policy: Policy
     multiply: Multiply
+    swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
     prepare: Prepare
     attend: Attend
     attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
@@ -303,3 +314,4 @@ class Execution:
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat
     unroll: int
+    packed: bool  # projections of one input are one weight: for serving, without tensor parallelism

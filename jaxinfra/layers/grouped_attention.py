@@ -39,9 +39,9 @@ class GroupedAttention(nnx.Module):
         self.execution = execution
         width, heads, kv_heads = config.head_dim, config.num_q_heads, config.num_kv_heads
 
-        def inward(spec: str, num_heads: int, heads_dim: str) -> Projection:
+        def inward(num_heads: int, heads_dim: str | None) -> Projection:
             return Projection(
-                spec,
+                "BTD,DNH->BTNH",
                 shape=(model_dim, num_heads, width),
                 dims=(axes.EMBED, heads_dim, axes.HEAD),
                 bias_rank=2 if config.qkv_bias else 0,
@@ -51,9 +51,11 @@ class GroupedAttention(nnx.Module):
                 repeated=axes.KV_HEADS if heads_dim == axes.KV_HEADS else None,
             )
 
-        self.query = inward("BTD,DNH->BTNH", heads, axes.Q_HEADS)
-        self.key = inward("BTD,DKH->BTKH", kv_heads, axes.KV_HEADS)
-        self.value = inward("BTD,DKH->BTKH", kv_heads, axes.KV_HEADS)
+        self.packed = inward(heads + 2 * kv_heads, None) if execution.packed else None
+        if self.packed is None:
+            self.query = inward(heads, axes.Q_HEADS)
+            self.key = inward(kv_heads, axes.KV_HEADS)
+            self.value = inward(kv_heads, axes.KV_HEADS)
         self.out = Projection(
             "BTNH,NHD->BTD",
             shape=(heads, width, model_dim),
@@ -87,10 +89,7 @@ class GroupedAttention(nnx.Module):
         Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
         """
         place = self.execution.place
-        given_BTD = self.query.prepared(x_BTD)
-        q_BTNH, k_BTKH, v_BTKH = (
-            projection(given_BTD) for projection in (self.query, self.key, self.value)
-        )
+        q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.config.rope is not None and given.rope is not None:
@@ -124,3 +123,16 @@ class GroupedAttention(nnx.Module):
                     sinks_N=sinks_N,
                 )
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
+
+    def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, without position."""
+        if self.packed is None:
+            given_BTD = self.query.prepared(x_BTD)
+            return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
+        first_key, first_value = self.config.num_q_heads, -self.config.num_kv_heads
+        heads_BTNH = self.packed(x_BTD)
+        return (
+            heads_BTNH[:, :, :first_key],
+            heads_BTNH[:, :, first_key:first_value],
+            heads_BTNH[:, :, first_value:],
+        )

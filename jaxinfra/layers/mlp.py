@@ -5,10 +5,12 @@ Dims: B batch, T position, D model width, F hidden width.
 
 import functools
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import MlpConfig
+from jaxinfra.config.model import MlpConfig, MlpKind
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, Pass
@@ -34,16 +36,21 @@ class Mlp(nnx.Module):
         build = functools.partial(
             Projection, bias_rank=1 if config.bias else 0, execution=execution, rngs=rngs
         )
-        inward = functools.partial(
-            build,
-            "BTD,DF->BTF",
-            shape=(model_dim, config.hidden_dim),
-            dims=(axes.EMBED, axes.MLP),
-            std=std,
-            name=HIDDEN,
-        )
-        self.gate = inward() if config.kind.gated else None
-        self.up = inward()
+
+        def inward(width: int) -> Projection:
+            return build(
+                "BTD,DF->BTF",
+                shape=(model_dim, width),
+                dims=(axes.EMBED, axes.MLP),
+                std=std,
+                name=HIDDEN,
+            )
+
+        is_packed = execution.packed and config.kind.gated
+        self.packed = inward(2 * config.hidden_dim) if is_packed else None
+        if self.packed is None:
+            self.gate = inward(config.hidden_dim) if config.kind.gated else None
+            self.up = inward(config.hidden_dim)
         self.down = build(
             "BTF,FD->BTD",
             shape=(config.hidden_dim, model_dim),
@@ -54,12 +61,20 @@ class Mlp(nnx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """[B, T, D] to [B, T, D] in the compute dtype."""
         del given  # each position by itself
-        policy = self.execution.policy
-        given_BTD = x_BTD if self.gate is None else self.up.prepared(x_BTD)
-        up_BTF = policy.to_accum(self.up(given_BTD))
-        gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
-        hidden_BTF = activated(self.config.kind, up_BTF, gate_BTF)
         hidden_BTF = self.execution.place(
-            policy.to_compute(hidden_BTF), (axes.BATCH, axes.SEQUENCE, axes.MLP)
+            self._hidden(x_BTD), (axes.BATCH, axes.SEQUENCE, axes.MLP)
         )
         return LayerOutput(x=self.down(hidden_BTF))
+
+    def _hidden(self, x_BTD: jax.Array) -> jax.Array:
+        """What ``down`` reads, in the compute dtype."""
+        policy, swiglu = self.execution.policy, self.execution.swiglu
+        if self.packed is None:
+            given_BTD = x_BTD if self.gate is None else self.up.prepared(x_BTD)
+            up_BTF = policy.to_accum(self.up(given_BTD))
+            gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
+        elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
+            return swiglu(x_BTD, self.packed.weight[...], recipe=self.packed.recipe)
+        else:
+            gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
+        return policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra.config.model import NormConfig, NormKind
 from jaxinfra.core.axes import Dims
+from jaxinfra.core.parts import find_part
 from jaxinfra.layers.execution import Execution
 
 
@@ -26,9 +27,12 @@ class Norm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The rows normalized, in the compute dtype."""
         y = self.policy.to_accum(x)
-        if self.config.kind is NormKind.LAYER:
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.epsilon)
+        if self.config.function is not None:
+            y = find_part(self.config.function)(y, self.config.epsilon)
+        else:
+            if self.config.kind is NormKind.LAYER:
+                y = y - jnp.mean(y, axis=-1, keepdims=True)
+            y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.epsilon)
         y = y * (self._row(self.scale, y) + self.config.scale_offset)
         if self.bias is not None:
             y = y + self._row(self.bias, y)

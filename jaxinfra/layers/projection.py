@@ -100,18 +100,6 @@ class Projection(nnx.Module):
             weight = self.place(weight, (None,) * weight.ndim)
         return weight
 
-    def _repeated(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
-
-    def _multiplied(self) -> tuple[Float[Array, "..."], Dims]:
-        """The weight as devices multiply with it, and its dims that they share out."""
-        weight = self._repeated(self._used)
-        if self.place is None or self.copies == 1:
-            return weight, self.dims
-        copied = range(weight.ndim)[self.copied_axis]
-        dims = tuple(dim if at == copied else None for at, dim in enumerate(self.dims))
-        return self.place(weight, dims), dims
-
     def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
         """x for this projection and others that multiply with it alike: quantized once."""
         x_dims, _, out_dims = self.spec.replace("->", ",").split(",")
@@ -122,11 +110,28 @@ class Projection(nnx.Module):
     def _history(self) -> jax.Array | None:
         return None if self.quantization is None else self.quantization[...]
 
+    def _repeated(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
+
+    @property
+    def _multiplied(self) -> Float[Array, "..."]:
+        """The weight as devices multiply with it."""
+        weight = self._repeated(self._used)
+        if self.place is None or self.copies == 1:
+            return weight
+        copied = range(weight.ndim)[self.copied_axis]
+        dims = (dim if at == copied else None for at, dim in enumerate(self.dims))
+        return self.place(weight, tuple(dims))
+
     def __call__(self, x: Float[Array, "B T *_"] | Input) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
-        weight, dims = self._multiplied()
         y = self.multiply(
-            self.spec, x, weight, recipe=self.recipe, history=self._history, dims=dims
+            self.spec,
+            x,
+            self._multiplied,
+            recipe=self.recipe,
+            history=self._history,
+            dims=self.dims if self.place is None else None,
         )
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
@@ -134,8 +139,8 @@ class Projection(nnx.Module):
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         if self.adapter is not None:
-            added = self._repeated(self.adapter(x.x if isinstance(x, Input) else x))
-            y = self.policy.to_compute(self.policy.to_accum(y) + added)
+            added = self.adapter(x.x if isinstance(x, Input) else x)
+            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(added))
         return checkpoint_name(y, self.name)
 
 

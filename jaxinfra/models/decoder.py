@@ -15,10 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.config.model import BlockConfig, ModelConfig
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core import axes
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.block import Block
 from jaxinfra.layers.cache import Cache, ContiguousCache, after_pass, in_layer
 from jaxinfra.layers.dropout import dropout
@@ -29,6 +30,7 @@ from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
+from jaxinfra.models.layer_loop import one_by_one
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
@@ -98,7 +100,16 @@ class Decoder(nnx.Module):
         segment_ids: Int[Array | np.ndarray, "B T"] | None = None,
         positions: Int[Array | np.ndarray, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits of the next token, in the accum dtype (fp32). Compiled once a shape."""
+        """Logits of the next token, in the accum dtype (fp32). Compiled once per shape.
+
+        Raises ConfigError where the rows do not divide over the devices of a mesh.
+        """
+        rows, shards = token_ids.shape[0], self.execution.place.batch_shards
+        if rows % shards:
+            raise ConfigError(
+                f"{rows} rows of tokens do not divide over the {shards} devices of the mesh's data "
+                f"axes; give a multiple of {shards} rows"
+            )
         graphdef, parameters = nnx.split(self)
         return _logits(graphdef, parameters, token_ids, segment_ids, positions)
 
@@ -238,6 +249,11 @@ class Decoder(nnx.Module):
         blocks = list(self.blocks)[places]
         graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
         repeats, unroll = self.config.repeats[places.start], self._unroll(places)
+        if repeats == 1 and cache is not None:
+            with jax.named_scope("layer"):
+                return _one_repetition(
+                    x_BTD, parameters, given, tuple(ropes), cache, graphdefs=graphdefs
+                )
 
         # The cache is carried, not scanned over: the loop then works in the one buffer, where a
         # scan would read the whole cache from one and write it to another.
@@ -267,12 +283,18 @@ class Decoder(nnx.Module):
         stored = None if cache is None else [each.arrays for each in cache]
         indices = None if cache is None else jnp.arange(repeats)
         with jax.named_scope("layer"):
-            (x_BTD, stored), sums = jax.lax.scan(
-                self.rematerialized(repetition, in_loop=unroll < repeats),
-                (x_BTD, stored),
-                (indices, parameters, keys),
-                unroll=unroll,
+            repetition = self.rematerialized(repetition, in_loop=unroll < repeats)
+            start, layers = (x_BTD, stored), (indices, parameters, keys)
+            # Of experts there are more weights than of all else: how their gradients are put
+            # together is most of what an update takes.
+            has_experts = any(
+                isinstance(block.feed_forward, ExpertsConfig)
+                for block in self.config.blocks[places]
             )
+            if has_experts and cache is None and 1 < repeats == unroll:
+                (x_BTD, stored), sums = one_by_one(repetition, start, layers, count=repeats)
+            else:
+                (x_BTD, stored), sums = jax.lax.scan(repetition, start, layers, unroll=unroll)
         if cache is not None and stored is not None:
             cache = tuple(map(after_pass, cache, stored))
         return LayerOutput(x=x_BTD, cache=cache, sums=sums)
@@ -338,6 +360,28 @@ class Decoder(nnx.Module):
         """Repetitions of a stack's pattern in one body of its loop."""
         pattern = places.stop - places.start
         return min(max(1, self.execution.unroll // pattern), self.config.repeats[places.start])
+
+
+@functools.partial(jax.jit, static_argnames=("graphdefs",))
+def _one_repetition(
+    x_BTD: jax.Array,
+    parameters: tuple[nnx.State, ...],
+    given: Pass,
+    ropes: tuple[RopeTable | None, ...],
+    cache: KVCache,
+    *,
+    graphdefs: tuple[nnx.GraphDef[Block], ...],
+) -> LayerOutput:
+    """A stack that is not repeated: traced and lowered once for all stacks that are alike."""
+    written, sums = [], []
+    for graphdef, stacked, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
+        block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
+        seen = in_layer(cached, cached.arrays, jnp.int32(0))
+        out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
+        x_BTD = out.x
+        sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))
+        written.append(after_pass(cached, out.cache.arrays))
+    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.numerics.recipe import Recipe, Site, fp8_recipe
 
 
@@ -60,6 +60,8 @@ def policy_of(config: PrecisionConfig) -> Policy:
     policy = POLICIES[config.policy]
     if config.weight_gradients is WeightGradients.COMPUTE:
         policy = dataclasses.replace(policy, gradient=policy.compute)
+    if config.weights is StoredWeights.BF16:
+        policy = held_as_computed(policy)
     if config.fp8 is None:
         return policy
     fp8 = fp8_recipe(config.fp8)
@@ -76,5 +78,7 @@ def unquantized(policy: Policy) -> Policy:
 
 
 def held_as_computed(policy: Policy) -> Policy:
-    """The policy of weights that nothing trains: they need no masters of more precision."""
+    """The policy of weights without masters of more precision: those that nothing trains, or whose
+    updates are rounded stochastically.
+    """
     return dataclasses.replace(policy, param=policy.compute)

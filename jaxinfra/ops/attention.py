@@ -7,12 +7,15 @@ H head width.
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels
-from jaxinfra.config.model import MixerConfig
+from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.config.run import AttentionImplementation
-from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.core.parts import find_part
 from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
 
 
@@ -32,6 +35,13 @@ def attention(
     Returns [B, T, N, H] in q's dtype. Raises UnsupportedError where the named implementation
     cannot compute exactly that.
     """
+    if own_function(config) is not None:
+        index_T = jnp.arange(q_BTNH.shape[1], dtype=jnp.int32)
+        distance_BTS = (index_T[:, None] - index_T[None, :])[None]
+        mask_BTS = distance_BTS >= 0
+        if segment_ids_BT is not None:
+            mask_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        return own_attention(q_BTNH, k_BTKH, v_BTKH, config, mask_BTS, distance_BTS)
     try:
         return pallas_kernels.flash_attention(
             q_BTNH,
@@ -48,6 +58,45 @@ def attention(
         )
     except pallas_kernels.UnsupportedError as error:
         raise UnsupportedError(str(error)) from error
+
+
+def own_function(config: MixerConfig) -> str | None:
+    """The part that computes a mixer's attention in place of ours."""
+    return config.function if isinstance(config, GroupedAttentionConfig) else None
+
+
+def own_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    config: MixerConfig,
+    mask_BTS: jax.Array,
+    distance_BTS: jax.Array,
+) -> jax.Array:
+    """Attention by the user's function ``(q, k, v, *, mask, distance) -> out`` of q's shape.
+
+    Args:
+        mask_BTS: bool: which keys a query may see; of causality, documents, the window and padding.
+        distance_BTS: int32: how many tokens before the query a key stands.
+    """
+    name = own_function(config)
+    assert name is not None, "asked by the caller"
+    batch = q_BTNH.shape[0]
+    if config.window is not None:
+        mask_BTS = mask_BTS & (distance_BTS < config.window)
+    out_BTNH = find_part(name)(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=jnp.broadcast_to(mask_BTS, (batch, *mask_BTS.shape[1:])),
+        distance=jnp.broadcast_to(distance_BTS, (batch, *distance_BTS.shape[1:])),
+    )
+    if out_BTNH.shape != q_BTNH.shape:
+        raise ConfigError(
+            f"{name} returns {out_BTNH.shape} for queries of {q_BTNH.shape}; both are [batch, "
+            "queries, heads, width]"
+        )
+    return out_BTNH.astype(q_BTNH.dtype)
 
 
 def is_attention_result(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import pallas_kernels
 from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.attention import own_attention, own_function
 from jaxinfra.ops.multiply import multiply
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import PagedImplementation
@@ -105,6 +106,13 @@ def cached_attention(
     """
     # A latent cache is two arrays, and the kernels read keys from one.
     is_latent = isinstance(config, LatentAttentionConfig)
+    if own_function(config) is not None:
+        rows = pages.rows()
+        slots_S = jnp.arange(rows["k"].shape[1], dtype=jnp.int32)
+        distance_BTS = positions_BT[:, :, None] - slots_S[None, None, :]
+        # Padding sees the first key, so that no softmax is of nothing; nobody reads its result.
+        mask_BTS = jnp.maximum(positions_BT, 0)[:, :, None] >= slots_S[None, None, :]
+        return own_attention(q_BTNH, rows["k"], rows["v"], config, mask_BTS, distance_BTS)
     if pages.can_be_paged and not is_latent and device.target().capability == (9, 0):
         return paged_attention(
             q_BTNH, pages, config=config, positions_BT=positions_BT, sinks_N=sinks_N

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxinfra.config.precision import Fp8Scaling
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Fp8Recipe, Recipe
@@ -61,7 +60,7 @@ def _matrix(x: jax.Array, contracted: int, devices: Devices, fp8: Fp8Recipe) -> 
     """x as [M, K] where one device has it, else [..., T, K]."""
     *lead, _ = x.shape[: x.ndim - contracted + 1]
     x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
-    flat = devices.num == 1 and (fp8.scaling is not Fp8Scaling.BLOCKS or operands.in_blocks(x))
+    flat = devices.num == 1 and (not operands.form_of(fp8).by_blocks or operands.in_blocks(x))
     return x.reshape(-1, x.shape[-1]) if flat or x.ndim < 3 else x
 
 
@@ -229,8 +228,9 @@ class _Call:
         """The weight as this product reads it: its shares come together in 8 bits."""
         if self.devices.gather is None or self.dims is None:
             return w
-        values = self.devices.gather(w.values.reshape(self.weight_shape), self.dims)
-        return Quantized(values.reshape(self.matrix_shape), w.scale)
+        shaped = w.values.reshape(self.weight_shape)
+        values, scale = self.devices.gather(shaped, w.scale, self.dims)
+        return Quantized(values.reshape(self.matrix_shape), scale)
 
     def _multiply(self, a: Quantized, b: Quantized, forms, out: jnp.dtype) -> jax.Array:
         return product(

@@ -39,7 +39,12 @@ _FORMS = {
     Fp8Scaling.DELAYED: Scaling.TENSOR,
     Fp8Scaling.ROW: Scaling.ROW,
     Fp8Scaling.BLOCKS: Scaling.BLOCK_OF_ROW,
+    Fp8Scaling.SQUARES: Scaling.BLOCK,
 }
+
+
+type GatherQuantized = Callable[[jax.Array, jax.Array, Dims], tuple[jax.Array, jax.Array]]
+"""8-bit values and scales of a weight, and its dims, to those that all devices multiply with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +52,7 @@ class Devices:
     """Over what a matmul is spread, and how quantized weights come together there."""
 
     num: int = 1
-    gather: Callable[[jax.Array, Dims], jax.Array] | None = None  # of 8-bit values of a weight
+    gather: GatherQuantized | None = None
 
 
 ONE_DEVICE = Devices()
@@ -77,7 +82,7 @@ def form_of(fp8: Fp8Recipe) -> Scaling:
 
 def weight_form_of(fp8: Fp8Recipe) -> Scaling:
     """How a weight's scales lie."""
-    return Scaling.BLOCK if fp8.scaling is Fp8Scaling.BLOCKS else _FORMS[fp8.scaling]
+    return Scaling.BLOCK if _FORMS[fp8.scaling].by_blocks else _FORMS[fp8.scaling]
 
 
 def empty_history(fp8: Fp8Recipe) -> jax.Array:
@@ -131,9 +136,14 @@ def both_ways(
         scale: of the tensor, where it is known before.
     """
     form = form_of(fp8)
+    if x.ndim == 2:
+        # One array for what rounds it, by rows and across: XLA would compute it again for each.
+        x = jax.lax.optimization_barrier(x)
     rows = _cast(x, form, fp8, dtype=dtype, scale=scale, devices=devices)
     if form is Scaling.TENSOR:
         return BothWays(rows, Quantized(jnp.swapaxes(rows.values, -1, -2), rows.scale))
+    if form is Scaling.BLOCK:
+        return BothWays(rows, Quantized(*(jnp.swapaxes(each, -1, -2) for each in rows)))
     if form is Scaling.BLOCK_OF_ROW:
         tokens = quantize_across_xla(x, dtype=dtype, power_of_two=fp8.power_of_two)
         return BothWays(rows, tokens)

@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import optax
 
-from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
+from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig, OptimizerKind
 from jaxinfra.core.axes import Dims
+from jaxinfra.numerics.storage import exact
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.muon import is_hidden_matrix, is_matrix, orthogonalized
 from jaxinfra.optim.promotion import standard_promotion
+from jaxinfra.optim.stored_adam import scale_by_stored_adam
 
 
 def make_optimizer(
@@ -19,7 +21,8 @@ def make_optimizer(
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) over fp32 parameters, or Muon.
 
     theta -= lr * (m_hat / (sqrt(v_hat) + epsilon) + weight_decay * theta), decay on matrices only.
-    With Muon, hidden matrices get ``orthogonalized`` in place of the quotient.
+    With Muon, hidden matrices get ``orthogonalized`` in place of the quotient; Lion and Adafactor
+    have their own, with the same rate and decay.
 
     Args:
         dims: tree of ``DimsLeaf``: which parameters are matrices follows from their logical dims.
@@ -31,16 +34,30 @@ def make_optimizer(
         else optax.clip_by_global_norm(config.clip_norm)
     )
     rate = learning_rate(config, steps=steps)
-    if config.muon is None:
-        chain = optax.chain(clip, _adamw(config, rate, dims))
-    else:
+    if config.muon is not None:
         chain = optax.chain(clip, _muon(config, config.muon, rate, dims))
-    return optax.GradientTransformationExtraArgs(chain.init, standard_promotion(chain.update))
+    else:
+        chain = optax.chain(clip, _CHAINS[config.kind](config, rate, dims))
+    # Weights may be kept in fewer bits than moments and updates are computed in.
+    return optax.GradientTransformationExtraArgs(
+        lambda params: chain.init(exact(params)),
+        standard_promotion(
+            lambda updates, state, params=None, **extra: chain.update(
+                exact(updates), state, exact(params), **extra
+            )
+        ),
+    )
 
 
 def _adamw(
     config: OptimizerConfig, rate: optax.Schedule, dims: Any
 ) -> optax.GradientTransformation:
+    if config.keeps_short_moments:
+        return optax.chain(
+            scale_by_stored_adam(config),
+            optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
+            optax.scale_by_learning_rate(rate),
+        )
     return optax.adamw(
         rate,
         b1=config.beta1,
@@ -49,6 +66,37 @@ def _adamw(
         weight_decay=config.weight_decay,
         mask=_where(is_matrix, dims),
     )
+
+
+def _lion(config: OptimizerConfig, rate: optax.Schedule, dims: Any) -> optax.GradientTransformation:
+    return optax.lion(
+        rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=_where(is_matrix, dims),
+    )
+
+
+def _adafactor(
+    config: OptimizerConfig, rate: optax.Schedule, dims: Any
+) -> optax.GradientTransformation:
+    """Algorithm 4 with the paper's constants, without the parameter's own scale as a factor, so
+    that rates of AdamW carry over.
+    """
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.add_decayed_weights(config.weight_decay, _where(is_matrix, dims)),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+_CHAINS = {
+    OptimizerKind.ADAMW: _adamw,
+    OptimizerKind.LION: _lion,
+    OptimizerKind.ADAFACTOR: _adafactor,
+}
 
 
 def _muon(

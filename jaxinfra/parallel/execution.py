@@ -5,8 +5,11 @@ import functools
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
+from jaxinfra.core.axes import MeshAxis
+from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
 from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
@@ -27,6 +30,7 @@ def execution_on(
     exchange: ExchangeConfig | None = None,
     remat: Remat = Remat.NONE,
     unroll: int = 1,
+    packed: bool = False,
 ) -> Execution:
     """How a decoder runs on this mesh.
 
@@ -38,11 +42,30 @@ def execution_on(
         exchange: form and room of the experts' exchange; room for all by default.
         remat: what is kept for the backward pass.
         unroll: layers in one body of their loop.
+        packed: projections of one input are one weight: for serving, which takes no gradient.
+
+    Raises:
+        UnsupportedError: packed weights over a tensor axis, or in 8 bits.
     """
+    if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
+        raise UnsupportedError(
+            "packed projections in 8 bits: their scales are those of projections apart; leave "
+            "packed=False, or serve in the policy's 16 bits"
+        )
+    if packed and placement is not None and placement.mesh.shape[MeshAxis.TENSOR] > 1:
+        raise UnsupportedError(
+            f"packed projections over tensor={placement.mesh.shape[MeshAxis.TENSOR]}: a device's "
+            "part of the packed heads is not its part of queries, keys and values; leave "
+            "packed=False"
+        )
+    # Kernels are custom calls, which the compiler cannot split.
+    serves_alone = packed and (placement is None or placement.mesh.size == 1)
     devices = _devices(placement)
+    multiply_anywhere = functools.partial(multiply, devices=devices)
     return Execution(
         policy=policy,
-        multiply=functools.partial(multiply, devices=devices),
+        multiply=multiply_few_rows if serves_alone else multiply_anywhere,
+        swiglu=swiglu_few_rows if serves_alone else None,
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),
@@ -54,6 +77,7 @@ def execution_on(
         gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
         remat=remat,
         unroll=unroll,
+        packed=packed,
     )
 
 

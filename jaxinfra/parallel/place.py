@@ -204,12 +204,21 @@ class Placement:
     def optimizer(
         self, optimizer: optax.GradientTransformation, model: ModelDefinition
     ) -> optax.OptState:
-        """Shardings of the optimizer's state: a moment for each parameter, counters replicated."""
+        """Shardings of the optimizer's state: a moment lies as its parameter; what is of another
+        shape, such as the sums of its rows or a scale, is replicated, and so are counters.
+        """
+
+        def placed(moment: Any, sharding: NamedSharding, parameter: Any) -> Any:
+            if _is_absent(moment):
+                return moment
+            return sharding if moment.shape == parameter.shape else self.replicated
+
         return optax.tree_utils.tree_map_params(
             optimizer.init,
-            lambda moment, sharding: moment if _is_absent(moment) else sharding,
+            placed,
             jax.eval_shape(optimizer.init, model.shapes),
             self.updates(model),
+            model.shapes,
             transform_non_params=lambda _: self.replicated,
             is_leaf=_is_absent,
         )

@@ -43,11 +43,11 @@ class Conversion:
 
 
 def convert(
-    source: Path,
-    destination: Path,
+    source: str | Path,
+    destination: str | Path,
     *,
-    dtype: np.dtype | None,
-    max_shard_bytes: int,
+    dtype: np.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
     adapters_only: bool = False,
 ) -> Conversion:
     """Hugging Face to ours, ours to Hugging Face, a run to Hugging Face.
@@ -60,6 +60,7 @@ def convert(
         max_shard_bytes: of elements in a file of the destination.
         adapters_only: a run's adapters instead, in the layout of PEFT.
     """
+    source, destination = Path(source), Path(destination)
     inside = destination.resolve()
     if inside == source.resolve() or source.resolve() in inside.parents:
         raise ConfigError(

@@ -15,7 +15,7 @@ from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.load import LoadedModel
-from jaxinfra.serving.sampling import NO_TOKEN, SamplingConfig, SamplingRows
+from jaxinfra.serving.sampling import NO_TOKEN, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, prefill
 
 _MIN_BUCKET = 16
@@ -94,6 +94,17 @@ def generate(
     rows = [np.asarray(prompt, np.int64) for prompt in prompts]
     for number, ids in enumerate(rows):
         _check_prompt(number, ids, vocab_size=vocab_size, max_positions=max_positions)
+    needs = SamplingNeeds.of(settings)
+    if needs.logprobs is not None:
+        raise ConfigError(
+            "logprobs: generate yields tokens without log-probabilities; leave it out"
+        )
+    original = original_context(model.config)
+    if needs.penalties and original is not None:
+        raise ConfigError(
+            "penalties under LongRoPE: a row that crosses its original context is run again, its "
+            "drawn tokens as a prompt; leave them out"
+        )
     graphdef, parameters = nnx.split(model)
     begun = [
         _Row(number=number, ids=ids, budget=max_new_tokens, sampling=each)
@@ -103,11 +114,10 @@ def generate(
         _stream,
         parameters=parameters,
         eos_ids=frozenset(eos_ids),
-        config=StepConfig(graphdef=graphdef, num_ids=num_ids),
+        config=StepConfig(graphdef=graphdef, num_ids=num_ids, needs=needs),
         batch_shards=model.execution.place.batch_shards,
         seed=seed,
     )
-    original = original_context(model.config)
     if original is None:
         return run(begun, max_positions=max_positions)
     return _crossing(begun, run, original=original, max_positions=max_positions)

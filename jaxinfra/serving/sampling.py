@@ -1,21 +1,26 @@
 """From logits to the next token, by settings that are arrays: one row per sequence.
 
-Dims: B batch, V vocabulary, K most likely tokens.
+Dims: B batch, V vocabulary, K most likely tokens, E biased tokens, W words of 32 tokens.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, UInt32
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.cuts import kept_tokens
+from jaxinfra.serving.token_history import TokenHistory
 
 _TINY = float(np.finfo(np.float32).tiny)
-_FEW = 256  # tokens that are found without a sort
+_BLOCK = 1024  # ids whose most likely are found at a time
+MOST_LOGPROBS = 20
+"""Alternatives that a request may ask for, as OpenAI's API bounds them."""
 
 NO_TOKEN = -1
 """Drawn in place of an id where a row's logits have a NaN, an infinity, or exclude every token."""
@@ -23,14 +28,23 @@ NO_TOKEN = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
-    """How a token is drawn: temperature first, then top-k, then top-p of what top-k left.
+    """How a token is drawn.
 
-    A temperature of 0 is greedy: the most likely token, the lowest id among equals.
+    In this order: bias, penalties, temperature, min-p, top-k, top-p of what those left. A
+    temperature of 0 is greedy: the most likely token, the lowest id among equals.
     """
 
     temperature: float = 1.0
     top_k: int | None = None  # keep the k most likely, lower ids first among equals
     top_p: float | None = None  # keep the fewest whose probabilities reach p (Holtzman et al. 2020)
+    min_p: float | None = None  # keep those at least p times as likely as the most likely
+    # Logits of the prompt's and drawn tokens are divided by it if positive, else multiplied (CTRL,
+    # Keskar et al. 2019).
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0  # taken from logits of tokens drawn before
+    frequency_penalty: float = 0.0  # the same, as often as each was drawn
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id and what its logit is given
+    logprobs: int | None = None  # most likely tokens told beside the drawn one; None: nothing
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < math.inf:
@@ -41,9 +55,62 @@ class SamplingConfig:
             raise ConfigError(f"top_k={self.top_k} must be at least 1; leave it out to keep all")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]; leave it out to keep all")
+        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p={self.min_p} must lie in [0, 1]; leave it out to keep all")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ConfigError(
+                f"repetition_penalty={self.repetition_penalty} must be a positive number; 1 is none"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not -2.0 <= value <= 2.0:
+                raise ConfigError(f"{name}={value} must lie in [-2, 2]; 0 is none")
+        ids = [token for token, _ in self.logit_bias]
+        if len(set(ids)) < len(ids) or min(ids, default=0) < 0:
+            raise ConfigError(f"logit_bias of ids {ids}: each must be at least 0, and named once")
+        if any(math.isnan(bias) or bias == math.inf for _, bias in self.logit_bias):
+            raise ConfigError(
+                f"logit_bias={self.logit_bias} must be numbers; -inf excludes a token"
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise ConfigError(f"logprobs={self.logprobs} must lie in 0..{MOST_LOGPROBS}")
+
+    @property
+    def is_penalized(self) -> bool:
+        """Whether a draw depends on the row's earlier tokens."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 GREEDY = SamplingConfig(temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingNeeds:
+    """What the rows of a batch ask for in all: static, so that nothing else is computed.
+
+    Each value is a program of its own. A row draws the same by every program that has what it asks
+    for. A branch taken on the device instead would make the host wait for the device.
+    """
+
+    noise: bool = False  # a row is not greedy
+    cuts: bool = False  # a row that is not greedy has top-k, top-p or min-p
+    bias: bool = False
+    penalties: bool = False  # takes a ``TokenHistory``
+    logprobs: int | None = None  # most likely tokens told; None: no log-probabilities
+
+    @classmethod
+    def of(cls, configs: Iterable[SamplingConfig]) -> "SamplingNeeds":
+        """What these ask for."""
+        configs = [*configs]
+        drawn = [c for c in configs if c.temperature > 0]
+        told = [c.logprobs for c in configs if c.logprobs is not None]
+        return cls(
+            noise=bool(drawn),
+            cuts=any(c.top_k or c.min_p or (c.top_p or 1.0) < 1.0 for c in drawn),
+            bias=any(c.logit_bias for c in configs),
+            penalties=any(c.is_penalized for c in configs),
+            logprobs=max(told, default=None),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -54,103 +121,211 @@ class SamplingRows:
     temperature_B: jax.Array  # fp32; 0: greedy
     top_k_B: jax.Array  # int32; 0: all tokens
     top_p_B: jax.Array  # fp32; 1: all that top-k left
+    min_p_B: jax.Array  # fp32; 0: all tokens
+    repetition_B: jax.Array  # fp32; 1: none
+    presence_B: jax.Array  # fp32
+    frequency_B: jax.Array  # fp32
+    bias_ids_BE: jax.Array  # int32; below 0: none
+    bias_BE: jax.Array  # fp32
 
     @classmethod
-    def of(cls, configs: Sequence[SamplingConfig]) -> "SamplingRows":
-        """One row for each config."""
+    def of(
+        cls, configs: Sequence[SamplingConfig], *, num_biases: int | None = None
+    ) -> "SamplingRows":
+        """One row for each config.
+
+        Args:
+            num_biases: biased tokens that each row has room for; by default as many as are needed.
+        """
+        most = max((len(c.logit_bias) for c in configs), default=0)
+        width = most if num_biases is None else num_biases
+        if most > width:
+            raise ConfigError(f"logit_bias of {most} tokens; this engine has room for {width}")
+        bias_ids_BE = np.full((len(configs), width), -1, np.int32)
+        bias_BE = np.zeros((len(configs), width), np.float32)
+        for row, config in enumerate(configs):
+            for place, (token, bias) in enumerate(config.logit_bias):
+                bias_ids_BE[row, place], bias_BE[row, place] = token, bias
         # Not under the smallest normal number: a device may flush what is smaller to 0, greedy.
         temperatures = [c.temperature and max(c.temperature, _TINY) for c in configs]
         top_ks = [min(c.top_k or 0, np.iinfo(np.int32).max) for c in configs]
         top_ps = [1.0 if c.top_p is None else max(c.top_p, _TINY) for c in configs]
+
+        def floats(values: Sequence[float]) -> jax.Array:
+            return jnp.asarray(np.asarray(values, np.float32))
+
         return cls(
-            temperature_B=jnp.asarray(np.asarray(temperatures, np.float32)),
-            top_k_B=jnp.asarray(top_ks, jnp.int32),
-            top_p_B=jnp.asarray(np.asarray(top_ps, np.float32)),
+            temperature_B=floats(temperatures),
+            top_k_B=jnp.asarray(np.asarray(top_ks, np.int32)),
+            top_p_B=floats(top_ps),
+            min_p_B=floats([c.min_p or 0.0 for c in configs]),
+            repetition_B=floats([c.repetition_penalty for c in configs]),
+            presence_B=floats([c.presence_penalty for c in configs]),
+            frequency_B=floats([c.frequency_penalty for c in configs]),
+            bias_ids_BE=jnp.asarray(bias_ids_BE),
+            bias_BE=jnp.asarray(bias_BE),
         )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LogProbabilities:
+    """Log-probabilities by the model alone, before bias, penalties, temperature and cuts; fp32."""
+
+    chosen_B: Float[Array, "B"]
+    top_ids_BK: Int[Array, "B K"]  # int32, the most likely first, lower ids first among equals
+    top_BK: Float[Array, "B K"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Sampled:
+    """One drawn token for each row."""
+
+    ids_B: Int[Array, "B"]  # int32; ``NO_TOKEN`` where there is nothing to draw from
+    logprobs: LogProbabilities | None  # where needed
+
+
 def sample(
-    logits_BV: Float[Array, "B V"], keys_B: Key[Array, "B"], *, rows: SamplingRows
-) -> Int[Array, "B"]:
-    """Draws one token id per row, int32; it depends on the row's own logits, key and settings only.
-
-    ``NO_TOKEN`` where there is nothing to draw from.
-
-    Noise is drawn only where a row is not greedy, and the vocabulary is sorted only where a row
-    cuts it: what no row of the batch asks for is compiled, and not run.
+    logits_BV: Float[Array, "B V"],
+    keys_B: Key[Array, "B"],
+    *,
+    rows: SamplingRows,
+    needs: SamplingNeeds | None = None,
+    history: TokenHistory | None = None,
+    allowed_BW: UInt32[Array, "B W"] | None = None,
+) -> Sampled:
+    """Draws one token id per row; it depends on the row's own logits, key, settings and history.
 
     Args:
         logits_BV: fp32; -inf excludes a token.
         keys_B: typed PRNG keys, one per row; not used by a greedy row.
+        needs: at least what the rows ask for; settings beyond it are not looked at. None: noise
+            and cuts as the rows ask for them, which the host waits for; bias where rows have room
+            for it, penalties where there is a history.
+        history: of the rows, where penalties are needed.
+        allowed_BW: bit ``i % 32`` of word ``i // 32`` says whether token i may be drawn.
     """
-    is_drawn_B = rows.temperature_B > 0
-    is_cut_B = is_drawn_B & ((rows.top_k_B > 0) | (rows.top_p_B < 1))
+    given_BV = logits_BV
+    if needs is None:
+        has_bias = rows.bias_ids_BE.shape[1] > 0
+        told = SamplingNeeds(noise=True, cuts=True, bias=has_bias, penalties=history is not None)
+    else:
+        told = needs
+    if allowed_BW is not None:
+        logits_BV = jnp.where(_bits(allowed_BW, logits_BV.shape[1]), logits_BV, -jnp.inf)
+    if told.bias:
+        num_ids = logits_BV.shape[1]
+        ids_BE = jnp.where(rows.bias_ids_BE < 0, num_ids, rows.bias_ids_BE)
+        rows_B1 = jnp.arange(len(logits_BV))[:, None]
+        logits_BV = logits_BV.at[rows_B1, ids_BE].add(rows.bias_BE, mode="drop")
+    if told.penalties:
+        assert history is not None, "penalties need a history"
+        logits_BV = _penalized(logits_BV, rows, history)
     greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     # A NaN counts as the largest.
-    largest_B = jnp.take_along_axis(logits_BV, greedy_B[:, None], axis=-1)[:, 0]
+    largest_B1 = jnp.take_along_axis(logits_BV, greedy_B[:, None], axis=-1)
 
-    def greedy() -> jax.Array:
-        return greedy_B
+    def drawn(*, cuts: bool) -> jax.Array:
+        return _drawn(logits_BV, largest_B1, greedy_B, keys_B, rows, cuts=cuts)
 
-    def drawn() -> jax.Array:
-        scaled_BV, noise_BV = _scaled_and_noise(logits_BV, keys_B, rows.temperature_B)
-        free_B = jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
+    if needs is None:
+        is_drawn_B = rows.temperature_B > 0
+        is_cut_B = (rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)
+        branch = jnp.where(jnp.any(is_drawn_B & is_cut_B), 2, jnp.any(is_drawn_B).astype(jnp.int32))
+        branches = (
+            lambda: greedy_B,
+            functools.partial(drawn, cuts=False),
+            functools.partial(drawn, cuts=True),
+        )
+        ids_B = jax.lax.switch(branch, branches)
+    else:
+        ids_B = drawn(cuts=told.cuts) if told.noise else greedy_B
+    logprobs = None
+    if told.logprobs is not None:
+        logprobs = log_probabilities(given_BV, ids_B, num_top=told.logprobs)
+    is_sound_B = jnp.isfinite(largest_B1[:, 0])
+    return Sampled(ids_B=jnp.where(is_sound_B, ids_B, NO_TOKEN), logprobs=logprobs)
 
-        def cut() -> jax.Array:
-            ranked_BV, ids_BV = _ranked(scaled_BV, jnp.where(is_cut_B, rows.top_k_B, 1))
-            cut_B = jax.vmap(_draw_cut)(ranked_BV, ids_BV, noise_BV, rows.top_k_B, rows.top_p_B)
-            return jnp.where(is_cut_B, cut_B, free_B)
 
-        return jnp.where(is_drawn_B, jax.lax.cond(jnp.any(is_cut_B), cut, lambda: free_B), greedy_B)
-
-    tokens_B = jax.lax.cond(jnp.any(is_drawn_B), drawn, greedy)
-    return jnp.where(jnp.isfinite(largest_B), tokens_B, NO_TOKEN)
-
-
-def _scaled_and_noise(
-    logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Logits over temperature, and the Gumbel noise that is added to them before an argmax."""
+def _drawn(
+    logits_BV: jax.Array,
+    largest_B1: jax.Array,
+    greedy_B: jax.Array,
+    keys_B: jax.Array,
+    rows: SamplingRows,
+    *,
+    cuts: bool,
+) -> jax.Array:
+    """Draws of the rows that are not greedy, among the tokens that their settings keep."""
+    is_drawn_B = rows.temperature_B > 0
     # Relative to the largest, so that a small temperature cannot overflow it.
-    divisor_B1 = jnp.where(temperature_B > 0, temperature_B, 1.0)[:, None]
-    scaled_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / divisor_B1
+    scaled_BV = (logits_BV - largest_B1) / jnp.where(is_drawn_B, rows.temperature_B, 1.0)[:, None]
+    noisy_BV = scaled_BV + _noise(keys_B, scaled_BV)
+    if cuts:
+        # At least the most likely is left: its logarithm is 0.
+        is_likely_BV = scaled_BV >= jnp.log(rows.min_p_B)[:, None]
+        likely_BV = jnp.where(is_likely_BV, scaled_BV, -jnp.inf)
+        is_kept_BV = is_likely_BV & kept_tokens(likely_BV, rows.top_k_B, rows.top_p_B)
+        noisy_BV = jnp.where(is_kept_BV, noisy_BV, -jnp.inf)
+    drawn_B = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
+    return jnp.where(is_drawn_B, drawn_B, greedy_B)
+
+
+def log_probabilities(
+    logits_BV: Float[Array, "B V"], ids_B: Int[Array, "B"], *, num_top: int
+) -> LogProbabilities:
+    """Log-probabilities of these tokens, and of the most likely ones."""
+    total_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    chosen_B1 = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1) - total_B1
+    top_BK, top_ids_BK = _most_likely(logits_BV, num_top)
+    return LogProbabilities(
+        chosen_B=chosen_B1[:, 0], top_ids_BK=top_ids_BK, top_BK=top_BK - total_B1
+    )
+
+
+def _noise(keys_B: jax.Array, like_BV: jax.Array) -> jax.Array:
+    """The Gumbel noise that is added to logits before an argmax."""
     # Noise belongs to ids, not ranks: cutting the tail changes only the draws that were in it.
     # "high": the default's 23 bits misjudge tokens less likely than 1e-7, of which there are many.
 
     def noise(key: jax.Array) -> jax.Array:
-        return jax.random.gumbel(key, scaled_BV.shape[1:], scaled_BV.dtype, mode="high")
+        return jax.random.gumbel(key, like_BV.shape[1:], like_BV.dtype, mode="high")
 
-    return scaled_BV, jax.vmap(noise)(keys_B)
+    return jax.vmap(noise)(keys_B)
 
 
-def _ranked(scaled_BV: jax.Array, top_k_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Every row's logits from the most likely down, and their ids; lower ids first among equals.
+def _penalized(logits_BV: jax.Array, rows: SamplingRows, history: TokenHistory) -> jax.Array:
+    """Logits after the repetition, frequency and presence penalties."""
+    drawn_BV = history.drawn_BV
+    repetition_B1 = rows.repetition_B[:, None]
+    is_repeated_BV = (drawn_BV > 0) | history.prompted_BV
+    repeated_BV = jnp.where(logits_BV > 0, logits_BV / repetition_B1, logits_BV * repetition_B1)
+    logits_BV = jnp.where(is_repeated_BV, repeated_BV, logits_BV)
+    logits_BV = logits_BV - rows.frequency_B[:, None] * drawn_BV.astype(logits_BV.dtype)
+    return logits_BV - jnp.where(drawn_BV > 0, rows.presence_B[:, None], 0.0)
 
-    Where all rows keep few, what lies beyond those few is -inf instead: they are found without
-    sorting the vocabulary.
+
+def _most_likely(logits_BV: jax.Array, num_top: int) -> tuple[jax.Array, jax.Array]:
+    """The largest logits and their ids, lower ids first among equals.
+
+    Of each block of ids first: to sort a whole vocabulary takes a GPU many passes over it.
     """
-    num_ids = scaled_BV.shape[1]
-    num_few = min(_FEW, num_ids)
+    batch, num_ids = logits_BV.shape
+    num_top = min(num_top, num_ids)
+    if num_ids <= _BLOCK or num_top == 0:
+        return jax.lax.top_k(logits_BV, num_top)
+    num_blocks = -(-num_ids // _BLOCK)
+    padding = ((0, 0), (0, num_blocks * _BLOCK - num_ids))
+    padded_BV = jnp.pad(logits_BV, padding, constant_values=-jnp.inf)
+    few_BCK, places_BCK = jax.lax.top_k(padded_BV.reshape(batch, num_blocks, _BLOCK), num_top)
+    ids_BCK = places_BCK + _BLOCK * jnp.arange(num_blocks)[None, :, None]
+    top_BK, ranks_BK = jax.lax.top_k(few_BCK.reshape(batch, -1), num_top)
+    return top_BK, jnp.take_along_axis(ids_BCK.reshape(batch, -1), ranks_BK, axis=1)
 
-    def few() -> tuple[jax.Array, jax.Array]:
-        ranked_BK, ids_BK = jax.lax.top_k(scaled_BV, num_few)
-        beyond = ((0, 0), (0, num_ids - num_few))
-        return jnp.pad(ranked_BK, beyond, constant_values=-jnp.inf), jnp.pad(ids_BK, beyond)
 
-    is_few = jnp.all((top_k_B > 0) & (top_k_B <= num_few))
-    return jax.lax.cond(is_few, few, lambda: tuple(jax.lax.top_k(scaled_BV, num_ids)))
-
-
-def _draw_cut(
-    ranked_V: jax.Array, ids_V: jax.Array, noise_V: jax.Array, top_k: jax.Array, top_p: jax.Array
-) -> jax.Array:
-    """The draw among the tokens that top-k and top-p keep."""
-    # What top-k cuts has a probability of 0 from here on.
-    is_kept_V = (jnp.arange(ranked_V.size) < top_k) | (top_k == 0)
-    ranked_V = jnp.where(is_kept_V, ranked_V, -jnp.inf)
-    probabilities_V = jax.nn.softmax(ranked_V)
-    more_likely_V = jnp.cumsum(probabilities_V) - probabilities_V
-    # The first is always kept: nothing is more likely.
-    is_kept_V = (more_likely_V < top_p) | (top_p >= 1)
-    noisy_V = jnp.where(is_kept_V, ranked_V + noise_V[ids_V], -jnp.inf)
-    return ids_V[jnp.argmax(noisy_V)].astype(jnp.int32)
+def _bits(words_BW: jax.Array, num_ids: int) -> jax.Array:
+    """The first so many bits of every row's words, bool [B, V]."""
+    shifts = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    bits_BV = ((words_BW[:, :, None] >> shifts) & 1).reshape(len(words_BW), -1)
+    return bits_BV[:, :num_ids] == 1

@@ -13,7 +13,8 @@ from jaxtyping import Array, Int, Key
 
 from jaxinfra.core import axes
 from jaxinfra.models.decoder import Decoder, KVCache
-from jaxinfra.serving.sampling import SamplingRows, sample
+from jaxinfra.serving.sampling import SamplingNeeds, SamplingRows, sample
+from jaxinfra.serving.token_history import TokenHistory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +23,7 @@ class StepConfig:
 
     graphdef: nnx.GraphDef[Decoder]
     num_ids: int  # ids from here on are never drawn
+    needs: SamplingNeeds  # of all rows
 
 
 @jax.tree_util.register_dataclass
@@ -33,21 +35,31 @@ class DecodeState:
     positions_B: Int[Array, "B"]  # where each row's next token goes
     keys_B: Key[Array, "B"]  # one per row
     sampling: SamplingRows
+    history: TokenHistory | None = None  # where penalties are needed
 
 
 def empty_state(
-    model: Decoder, *, num_slots: int, keys_B: Key[Array, "B"], sampling: SamplingRows
+    model: Decoder,
+    *,
+    num_slots: int,
+    keys_B: Key[Array, "B"],
+    sampling: SamplingRows,
+    config: StepConfig,
 ) -> DecodeState:
     """Rows without a token yet.
 
     Args:
         num_slots: tokens that each row has room for.
     """
+    batch, history = len(keys_B), None
+    if config.needs.penalties:
+        history = TokenHistory.empty(batch=batch, num_ids=config.num_ids)
     return DecodeState(
-        cache=model.empty_cache(batch=len(keys_B), num_slots=num_slots),
-        positions_B=jnp.zeros(len(keys_B), jnp.int32),
+        cache=model.empty_cache(batch=batch, num_slots=num_slots),
+        positions_B=jnp.zeros(batch, jnp.int32),
         keys_B=keys_B,
         sampling=sampling,
+        history=history,
     )
 
 
@@ -68,7 +80,8 @@ def prefill(
         num_slots: of the cache; at least T.
     """
     model = nnx.merge(config.graphdef, parameters)
-    state = empty_state(model, num_slots=num_slots, keys_B=keys_B, sampling=sampling)
+    state = empty_state(model, num_slots=num_slots, keys_B=keys_B, sampling=sampling, config=config)
+    state = _prompted(state, ids_BT, lengths_B)
     return _extend(model, state, ids_BT, lengths_B, lengths_B, config)
 
 
@@ -94,7 +107,7 @@ def extend(
         contexts_B: tokens that each row's prompt has in all, by which LongRoPE chooses its angles.
     """
     model = nnx.merge(config.graphdef, parameters)
-    return _extend(model, state, ids_BT, counts_B, contexts_B, config)
+    return _extend(model, _prompted(state, ids_BT, counts_B), ids_BT, counts_B, contexts_B, config)
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
@@ -109,7 +122,15 @@ def decode(
     model = nnx.merge(config.graphdef, parameters)
     counts_B = (state.positions_B < state.cache[0].num_slots).astype(jnp.int32)
     contexts_B = state.positions_B + counts_B
+    if state.history is not None:
+        state = dataclasses.replace(state, history=state.history.after(tokens_B, counts_B > 0))
     return _extend(model, state, tokens_B[:, None], counts_B, contexts_B, config)
+
+
+def _prompted(state: DecodeState, ids_BT: jax.Array, counts_B: jax.Array) -> DecodeState:
+    if state.history is None:
+        return state
+    return dataclasses.replace(state, history=state.history.prompted(ids_BT, counts_B))
 
 
 def _extend(
@@ -132,4 +153,7 @@ def _extend(
     logits_BV = model.execution.place(logits_BV, (axes.BATCH, None))
     # A key for every row and position: what a row draws does not depend on the rest of the batch.
     keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.positions_B)
-    return sample(logits_BV, keys_B, rows=state.sampling), state
+    drawn = sample(
+        logits_BV, keys_B, rows=state.sampling, needs=config.needs, history=state.history
+    )
+    return drawn.ids_B, state

@@ -64,6 +64,11 @@ class Clock:
         """Over all devices, at that time a step."""
         return None if step_s is None else self._tokens / step_s
 
+    def rates(self, step_s: float | None) -> dict[str, float | None]:
+        """A step's time and what follows from it, for its record."""
+        rates = {"tokens_per_s": self.tokens_per_s(step_s), "mfu": self.mfu(step_s)}
+        return {"step_s": step_s, **rates}
+
     def mfu(self, step_s: float | None) -> float | None:
         """Model FLOPs over the devices' dense bf16 peak; None where either is not known."""
         return None if self._ideal_s is None or step_s is None else self._ideal_s / step_s

@@ -8,6 +8,7 @@ from jaxinfra.checkpoint.manifest import verify
 from jaxinfra.checkpoint.restoring import require_finite_parameters
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import JaxinfraError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +19,13 @@ class Outcome:
     step: int
     was_complete: bool = False  # before the call, which did nothing
     together: bool = False  # all processes of the job end here
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The figures of summary.json; raises JaxinfraError where the run was asked to stop."""
+        if self.summary is None:
+            raise JaxinfraError(f"the run was asked to stop at step {self.step}: resume it first")
+        return self.summary
 
 
 def final_summary(config: RunConfig, run: RunDirectory) -> dict[str, Any] | None:

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from jaxinfra.config.run import TrainingConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.parts import find_part
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, merged, only
 from jaxinfra.models.gradients import Gradients, added, nothing_added
+from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
@@ -59,16 +62,25 @@ def batch_loss(
     *,
     z_loss: float,
     label_smoothing: float = 0.0,
+    loss: str | None = None,
     dropout_key: Key[Array, ""] | None = None,
 ) -> BatchSums:
-    """The objective of a batch; ``tree`` has parameters and state."""
+    """The objective of a batch; ``tree`` has parameters and state.
+
+    Args:
+        loss: the part that computes it in place of the cross entropy, whose sum is then the nll's.
+    """
     out = model.bind(tree).run(
         batch.tokens,
         segment_ids=batch.segment_ids,
         positions=batch.positions,
         dropout_key=dropout_key,
     )
-    sums = hidden_loss(model, tree, out.x, batch, z_loss=z_loss, label_smoothing=label_smoothing)
+    if loss is None:
+        options = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+        sums = hidden_loss(model, tree, out.x, batch, **options)
+    else:
+        sums = own_loss(model, tree, out.x, batch, loss=loss)
     objective = sums.total
     for emitted in jax.tree.leaves([block.losses for block in out.sums]):
         objective = objective + jnp.sum(emitted)
@@ -100,6 +112,29 @@ def hidden_loss(
         )
 
 
+def own_loss(
+    model: ModelDefinition,
+    tree: Parameters,
+    hidden_BTD: Float[Array, "B T D"],
+    batch: Batch,
+    *,
+    loss: str,
+) -> CrossEntropySums:
+    """The sum over tokens of a user's loss, which sees all logits of a micro-batch at once:
+    ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
+    """
+    with jax.named_scope("loss"):
+        logits_BTV = model.bind(tree).logits(hidden_BTD)
+        each_BT = find_part(loss)(logits_BTV, batch.targets, weights=batch.weights)
+        if each_BT.shape != batch.targets.shape:
+            raise ConfigError(
+                f"loss {loss} returns {each_BT.shape} for targets of {batch.targets.shape}; it "
+                "gives each token's loss, which is weighed and averaged here"
+            )
+        total = jnp.sum(each_BT.astype(batch.weights.dtype) * batch.weights)
+    return CrossEntropySums(total, total)
+
+
 def make_gradient(
     model: ModelDefinition, *, training: TrainingConfig, placement: Placement | None = None
 ) -> GradientFunction:
@@ -119,6 +154,7 @@ def make_gradient(
     if placement is not None:
         last = placement.summed_last(model, accumulation=training.accumulation)
     drops_out = model.config.dropout_rate > 0.0
+    is_unrolled = model.execution.unroll >= max(model.config.repeats)
 
     def gradient(
         parameters: Parameters, batch: Batch, state: Parameters, key, loss_scale, num_targets
@@ -132,6 +168,7 @@ def make_gradient(
                 batch,
                 z_loss=training.z_loss,
                 label_smoothing=training.label_smoothing,
+                loss=training.loss,
                 dropout_key=key if drops_out else None,
             )
             aux = sums.nll / num_targets, sums.layers
@@ -149,22 +186,31 @@ def make_gradient(
 
     def accumulated(parameters: Parameters, batch: Batch, *rest: Any) -> Gradients:
         """The sum over micro-batches."""
+        # Once for all micro-batches, and gradients are summed from what matmuls hand on. A loop
+        # over layers rounds one layer at a time instead: a copy of all would cost it memory.
+        read = model.as_read(parameters) if is_unrolled else parameters
+
+        def part(batch: Batch, *rest: Any) -> Gradients:
+            found = gradient(read, batch, *rest)
+            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), found.gradients, parameters)
+            return dataclasses.replace(found, gradients=gradients)
+
         if training.accumulation == 1:
-            return gradient(parameters, batch, *rest)
+            return part(batch, *rest)
         state, key, loss_scale, num_targets = rest
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
-            part = gradient(parameters, micro[0], state, micro[1], loss_scale, num_targets)
-            return added(sums, part), None
+            found = part(micro[0], state, micro[1], loss_scale, num_targets)
+            # Summed in fp32, whatever the weights are kept in.
+            return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
         first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
-        shapes = jax.eval_shape(
-            gradient, parameters, first[0], state, first[1], loss_scale, num_targets
-        )
+        shapes = jax.eval_shape(part, first[0], state, first[1], loss_scale, num_targets)
         start = dataclasses.replace(
-            nothing_added(shapes), gradients=placed(jax.tree.map(jnp.zeros_like, parameters))
+            nothing_added(shapes),
+            gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),
         )
         return jax.lax.scan(add, start, (micro_batches, keys))[0]
 

@@ -103,8 +103,6 @@ class Trainer:
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
         self._train_step: Callable[..., Any] = job.train_step
-        heldout = log.find("heldout_loss")
-        self._heldout_loss: float | None = heldout["heldout_loss"] if heldout else None
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
@@ -225,7 +223,7 @@ class Trainer:
             sums = [row.rows_sum for row in rows] or [pending.rows_sum]
             copies = len(sums) // self._share[1]
             record |= {"samples": pending.samples, "batch": whole_sum(sums, copies=copies)}
-            record |= {"step_s": step_s, "stall_s": self._stall_s}
+            record |= {**self._clock.rates(step_s), "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
             self._log.write(record)
@@ -238,7 +236,7 @@ class Trainer:
                         record,
                         self._clock,
                         steps=self._training.steps,
-                        heldout_loss=self._heldout_loss,
+                        heldout=self._log.find("heldout_loss"),
                     )
                 )
                 if int(values.skipped_in_a_row) == 1:
@@ -341,13 +339,12 @@ class Trainer:
         try:
             result = evaluate_heldout(
                 self._job,
-                self._state.tree,
+                self._state.evaluated,
                 self._corpus.heldout,
                 stop=self._is_to_stop_evaluating,
             )
         except Interrupted:
             return
-        self._heldout_loss = result.loss
         self._log.write(
             {
                 "step": self._step,
@@ -381,6 +378,7 @@ class Trainer:
             )
         finally:
             self._stall_s += self._saver.last_stall_s
+        self._log.tell_of_save(self._step)
         self._progress.message(
             f"step {self._step}: saving; training stood still for {self._saver.last_stall_s:.3f} s"
         )

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_BLUE, _ORANGE = "#0072B2", "#D55E00"  # told apart by every eye (Okabe and Ito 2008)
+
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
-    """Training loss by step (and its moving average), held-out loss where it was measured.
+    """Training loss by step (and its mean over steps around), held-out loss where it was measured.
 
     A step whose loss was not finite (None) is a gap.
     """
@@ -17,13 +19,11 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     steps, losses = _curve(records, "loss")
-    axes.plot(
-        steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training, each step"
-    )
-    axes.plot(steps, _moving_average(losses, 0.95), color="tab:blue", label="training, smoothed")
+    axes.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
+    axes.plot(steps, _smoothed(losses), color=_BLUE, label="training, smoothed")
     heldout_steps, heldout_losses = _curve(records, "heldout_loss")
     if heldout_steps:
-        axes.plot(heldout_steps, heldout_losses, "o-", color="tab:orange", label="held-out")
+        axes.plot(heldout_steps, heldout_losses, "o-", color=_ORANGE, label="held-out")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.3)
@@ -39,12 +39,15 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [record["step"] for record in found], values
 
 
-def _moving_average(values: Sequence[float], decay: float) -> list[float]:
-    """Exponential, corrected for its start; a value that is not finite is passed over."""
-    average, weight, result = 0.0, 0.0, []
-    for value in values:
-        if math.isfinite(value):
-            average = decay * average + (1 - decay) * value
-            weight = decay * weight + (1 - decay)
-        result.append(average / weight if weight else math.nan)
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Means over a window centred on each step, so that the curve does not lag behind the loss.
+
+    The window is a fiftieth of the run, shorter at the ends; what is not finite is passed over.
+    """
+    half = len(values) // 100
+    result = []
+    for place in range(len(values)):
+        reach = min(half, place, len(values) - 1 - place)
+        near = [x for x in values[place - reach : place + reach + 1] if math.isfinite(x)]
+        result.append(sum(near) / len(near) if near else math.nan)
     return result

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypedDict, final
 
@@ -16,6 +17,7 @@ from tensorboardX.summary import scalar
 
 from jaxinfra.core.files import is_of_type
 from jaxinfra.core.json_lines import read_log
+from jaxinfra.training.callbacks import Callback
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,11 +42,21 @@ class MetricsLog:
     Args:
         after_step: a resumed run repeats what came after this step, so later lines are dropped.
         writes: False on all processes of a run but the first: they have the records, in memory.
+        callbacks: are told of each record, and of each save.
     """
 
-    def __init__(self, file: Path, tensorboard: Path, *, after_step: int, writes: bool = True):
+    def __init__(
+        self,
+        file: Path,
+        tensorboard: Path,
+        *,
+        after_step: int,
+        writes: bool = True,
+        callbacks: Sequence[Callback] = (),
+    ):
         self._paths = (file, tensorboard)
         self._writes = writes
+        self._callbacks = callbacks
         found, damaged = read_log(file, holds=_Record)
         self.records = [record for record in found if _is_flat(record)]
         self.damaged = len(damaged) + len(found) - len(self.records)  # lines that are kept aside
@@ -95,6 +107,17 @@ class MetricsLog:
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float):
                 self._add_event(Event(step=record["step"], summary=scalar(name, value)))
+
+        for callback in self._callbacks:
+            if "heldout_loss" in record:
+                callback.on_evaluation(record)
+            else:
+                callback.on_step(record)
+
+    def tell_of_save(self, step: int) -> None:
+        """Tells callbacks that a checkpoint of this step is being written."""
+        for callback in self._callbacks:
+            callback.on_save(step)
 
     def _add_event(self, event: Event) -> None:
         event.wall_time = time.time()

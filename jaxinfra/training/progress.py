@@ -25,13 +25,18 @@ class Status:
     mfu: float | None
     loss_scale: float
     skipped: int
-    heldout_loss: float | None
+    heldout: Mapping[str, Any] | None  # the newest record of an evaluation
     remaining_s: float | None
     left_out: float = 0.0  # choices of experts, dropped or without room in the exchange
 
     @classmethod
     def of(
-        cls, record: Mapping[str, Any], clock: Clock, *, steps: int, heldout_loss: float | None
+        cls,
+        record: Mapping[str, Any],
+        clock: Clock,
+        *,
+        steps: int,
+        heldout: Mapping[str, Any] | None,
     ) -> Self:
         """After a step's record, by the clock's average of the steps before it."""
         step_s = clock.step_s
@@ -45,7 +50,7 @@ class Status:
             mfu=clock.mfu(step_s),
             loss_scale=record["loss_scale"],
             skipped=record["skipped"],
-            heldout_loss=heldout_loss,
+            heldout=heldout,
             remaining_s=None if step_s is None else (steps - record["step"]) * step_s,
             left_out=record.get("layers/dropped", 0.0) + record.get("layers/overflowed", 0.0),
         )
@@ -67,8 +72,10 @@ class Status:
             cells.append(("skipped", str(self.skipped)))
         if self.left_out:
             cells.append(("choices left out", f"{self.left_out:,.0f}"))
-        if self.heldout_loss is not None:
-            cells.append(("held-out", f"{self.heldout_loss:.4f}"))
+        if self.heldout is not None:
+            loss = _or_unknown(self.heldout["heldout_loss"], lambda value: f"{value:.4f}")
+            when = "" if self.heldout["step"] == self.step else f" (step {self.heldout['step']})"
+            cells.append(("held-out", f"{loss}{when}"))
         return cells
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from jaxinfra.core.errors import (
     JaxinfraError,
     LostPeerError,
 )
+from jaxinfra.core.places import local_path, user_cache
 from jaxinfra.core.signals import StopRequest, noted_signals
 from jaxinfra.data.corpus import Corpus, open_corpus
 from jaxinfra.data.tokenizer import Tokenizer
@@ -30,6 +32,7 @@ from jaxinfra.reliability import faults
 from jaxinfra.reliability.exchange import Exchange
 from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.watchdog import Watchdog, launcher_of
+from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
 from jaxinfra.training.finished import Outcome, final_summary
@@ -47,11 +50,12 @@ from jaxinfra.training.watch import Watch, attempt, compute_s
 
 def train(
     config: RunConfig,
-    directory: Path,
+    directory: str | Path,
     *,
-    resume: bool,
-    cache_dir: Path,
+    resume: bool = False,
+    cache_dir: Path | None = None,
     profile: ProfileRange | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Outcome:
     """Trains until ``config.training.steps``, or until SIGINT or SIGTERM asks to stop.
 
@@ -61,8 +65,11 @@ def train(
     this alike, and all stop alike.
 
     Args:
-        cache_dir: where tokenized corpora and compiled programs are kept between runs.
+        resume: continue the run there, which may have another ``config`` than before.
+        cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
+            cache by default.
         profile: steps to trace.
+        callbacks: hooks around steps, such as loggers; called on the first process.
 
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
@@ -70,7 +77,7 @@ def train(
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
-        run = RunDirectory(directory)
+        run, cache_dir = RunDirectory(local_path(directory)), cache_dir or user_cache()
         stop.words = functools.partial(_nothing_lost, run)
         cluster = connect()
         rank = 0 if cluster is None else cluster.process_id
@@ -89,6 +96,7 @@ def train(
             progress=progress,
             resources=resources,
             began=began,
+            callbacks=tuple(callbacks) if rank == 0 else (),
         )
         try:
             return session.outcome()
@@ -113,6 +121,7 @@ class _Session:
     progress: Progress
     resources: contextlib.ExitStack
     began: float
+    callbacks: tuple[Callback, ...]
 
     def outcome(self) -> Outcome:
         """Sets up and trains."""
@@ -127,7 +136,10 @@ class _Session:
         trainer = None
         try:
             trainer = self._set_up()
-            return dataclasses.replace(trainer.run(), together=True)
+            done = dataclasses.replace(trainer.run(), together=True)
+            for callback in self.callbacks:
+                callback.on_end(done.summary)
+            return done
         except jax.errors.JaxRuntimeError as error:
             if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
                 raise DeviceMemoryError(
@@ -186,8 +198,11 @@ class _Session:
                 run.tensorboard,
                 after_step=start.batches.step,
                 writes=jax.process_index() == 0,
+                callbacks=self.callbacks,
             )
         )
+        for callback in self.callbacks:
+            callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)
         resources.callback(profiler.close)
         exchange = Exchange() if jax.process_count() > 1 else None

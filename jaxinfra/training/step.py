@@ -16,6 +16,7 @@ from jaxinfra.data.batch import Batch
 from jaxinfra.layers.passes import Sums
 from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.loss_scale import next_loss_scale
+from jaxinfra.numerics.storage import EXACT, after_update
 from jaxinfra.training.fp8_watch import emitted_by_site, fp8_record
 from jaxinfra.training.gradients import GradientFunction
 from jaxinfra.training.state import State, TrainState
@@ -37,6 +38,9 @@ class StepMetrics:
     fp8: dict[str, Float[Array, "..."]]  # what 8-bit matmuls emit, as ``emitted_by_site``
 
 
+_ROUNDING = 1 << 20
+"""Folded into a step's key for the rounding of weights."""
+
 type TrainStep = Callable[[State, Batch], tuple[State, StepMetrics]]
 
 
@@ -48,6 +52,7 @@ def make_train_step(
     precision: PrecisionConfig,
     next_model_state: Callable[[Parameters, Any, Parameters], Parameters],
     updates: Any = None,
+    average: float | None = None,
 ) -> TrainStep:
     """Builds the step; jit it with the state donated.
 
@@ -57,6 +62,7 @@ def make_train_step(
         next_model_state: ``ModelDefinition.next_state``.
         updates: shardings of what the optimizer works on, a tree as the parameters'; where those
             lie otherwise, each device updates its share and the shares are gathered.
+        average: decay of the mean of the parameters; None: there is none.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
@@ -73,11 +79,12 @@ def make_train_step(
             old = state.parameters
             if updates is not None:
                 gradients, old = jax.lax.with_sharding_constraint((gradients, old), (updates,) * 2)
-            gradients = jax.tree.map(lambda g: g / state.loss_scale.value, gradients)
+            scale = state.loss_scale.value
+            gradients = jax.tree.map(lambda g: g.astype(scale.dtype) / scale, gradients)
             norm = optax.tree_utils.tree_norm(gradients)
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             steps, moments = optimizer.update(gradients, state.optimizer, old)
-            parameters = optax.apply_updates(old, steps)
+            parameters = _after_updates(old, steps, key)
 
             def applied(new, before):
                 return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)
@@ -96,6 +103,13 @@ def make_train_step(
                 loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=precision),
                 rng=state.rng,
             )
+            if average is not None:
+                mean = jax.tree.map(
+                    lambda a, b: average * a + (1.0 - average) * b,
+                    state.average,
+                    new_state.parameters,
+                )
+                new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
         metrics = StepMetrics(
             loss=loss,
             gradient_norm=norm,
@@ -110,6 +124,16 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def _after_updates(parameters: Parameters, steps: Any, key: jax.Array) -> Parameters:
+    """Parameters with their updates, in the dtypes that they are kept in."""
+    leaves, structure = jax.tree.flatten(parameters)
+    each = structure.flatten_up_to(steps)
+    if all(leaf.dtype == EXACT for leaf in leaves):
+        return jax.tree.map(jnp.add, parameters, steps)
+    keys = jax.random.split(jax.random.fold_in(key, _ROUNDING), len(leaves))
+    return structure.unflatten(map(after_update, leaves, each, keys))
 
 
 def pass_over(state: State) -> State:

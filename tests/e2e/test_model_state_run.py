@@ -1,6 +1,6 @@
 """Runs of a model whose layers emit losses and have state: killed, resumed, moved, evaluated.
 
-The kind of layer is the tests' own (``tests/tally.py``), so each process is told of it first.
+The kind of layer is the tests' own (``tests/tally.py``), which their configs name.
 """
 
 import json
@@ -16,7 +16,7 @@ from jaxinfra.serving.load import load_model
 from tests import tally
 
 STEPS = 4
-FEED_FORWARD = json.dumps({"type": "TallyConfig", "hidden_dim": 64, "num_gains": 4})
+FEED_FORWARD = json.dumps({"type": "tests.tally:TallyConfig", "hidden_dim": 64, "num_gains": 4})
 SETTINGS = {
     "training__steps": STEPS,
     "training__evaluate_every": STEPS,
@@ -27,20 +27,13 @@ SETTINGS = {
 REPLACED = "model.stacks.0.pattern.0.feed_forward.hidden_dim"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    tally.register()
-
-
-def registered_and_killed() -> None:
+def killed_at_step_4() -> None:
     """As the checkpoint of step 4 would be complete: that of step 2 is."""
-    tally.register()
     signal_at("jaxinfra.checkpoint.directory_layout:commit", signal.SIGKILL, call=2)()
 
 
-def registered_on_two_devices() -> None:
+def on_two_devices() -> None:
     """Before the backend starts."""
-    tally.register()
     jax.config.update("jax_num_cpu_devices", 2)
 
 
@@ -56,12 +49,12 @@ def own(directory) -> dict[str, np.ndarray]:
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(bench):
-    ended = bench.run(new(bench, "whole"), before=tally.register)
+    ended = bench.run(new(bench, "whole"))
     assert (ended.code, ended.stderr) == (0, ""), ended
-    killed = bench.run(new(bench, "killed"), before=registered_and_killed)
+    killed = bench.run(new(bench, "killed"), before=killed_at_step_4)
     assert killed.code == -signal.SIGKILL, killed
     assert checkpoints(bench / "killed") == [2]
-    resumed = bench.run(bench.resume("killed"), before=tally.register)
+    resumed = bench.run(bench.resume("killed"))
     assert resumed.code == 0, resumed
     whole = state_sums(bench / "whole", STEPS)
     assert state_sums(bench / "killed", STEPS) == whole
@@ -77,19 +70,19 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(bench):
 
 @pytest.mark.slow
 def test_a_run_moves_to_a_pipeline_and_is_evaluated_on_a_mesh(bench):
-    ended = bench.run(new(bench, "run"), before=tally.register)
+    ended = bench.run(new(bench, "run"))
     assert ended.code == 0, ended
     evaluate = ["evaluate", bench / "run", "--cache", bench.cache, "--json"]
     losses = []
     for mesh in ("fsdp=1", "fsdp=2"):
-        said = bench.run([*evaluate, "--mesh", mesh], before=registered_on_two_devices)
+        said = bench.run([*evaluate, "--mesh", mesh], before=on_two_devices)
         assert said.code == 0, said
         losses.append(json.loads(said.stdout)["heldout_loss"])
     np.testing.assert_allclose(*losses, rtol=1e-5)
     before = own(bench / "run")
     ended = bench.run(
         bench.resume("run", "--mesh", "pipe=2", "--steps", STEPS + 2),
-        before=registered_on_two_devices,
+        before=on_two_devices,
     )
     assert ended.code == 0, ended
     after = own(bench / "run")

@@ -39,11 +39,6 @@ STEPS = 2
 EPSILON = float(np.finfo(np.float32).eps)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    tally.register()
-
-
 def model(*, num_layers: int = 5) -> ModelConfig:
     """A pattern of two blocks, one of which emits nothing.
 

@@ -91,6 +91,7 @@ SIZES = {  # of x or a cotangent, of a weight: rows and contracted dim; None is 
     Fp8Scaling.DELAYED: ((None, None), (None, None)),
     Fp8Scaling.ROW: ((1, None), (1, None)),
     Fp8Scaling.BLOCKS: ((1, 128), (128, 128)),
+    Fp8Scaling.SQUARES: ((128, 128), (128, 128)),
 }
 
 
@@ -112,6 +113,7 @@ CONFIGS = {
     "delayed": Fp8Matmuls(scaling=Fp8Scaling.DELAYED),
     "row": Fp8Matmuls(scaling=Fp8Scaling.ROW),
     "blocks": Fp8Matmuls(),
+    "squares": Fp8Matmuls(scaling=Fp8Scaling.SQUARES),
     "blocks by powers of two": Fp8Matmuls(scales=Fp8Scales.POWER_OF_TWO, gradient=Fp8Format.E5M2),
 }
 
@@ -139,7 +141,7 @@ def test_product_and_gradients_are_those_of_rounded_operands(name):
     assert_within_rounding((y, dx, dweight), expected(CONFIGS[name], *arrays()))
 
 
-@pytest.mark.parametrize("name", ["tensor", "row", "blocks"])
+@pytest.mark.parametrize("name", ["tensor", "row", "blocks", "squares"])
 def test_a_mesh_quantizes_to_the_same_bits(name):
     """Sums may be in another order; there are no more than a rounding of them."""
     one, mesh = (computed(name, place)[:3] for place in PLACES)

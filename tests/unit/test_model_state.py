@@ -58,11 +58,6 @@ RUN = RunConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    tally.register()
-
-
 @pytest.fixture(scope="module")
 def arrays():
     """Of every parameter and of the state, random, by path."""

@@ -20,7 +20,7 @@ from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import define_model, only
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.sampling import GREEDY, SamplingRows
+from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import DecodeState, StepConfig, decode
 from tests.decoder_oracle import MODELS, drawn, make, oracle
 from tests.seeds import seeded
@@ -211,7 +211,7 @@ def test_decoding_keeps_one_cache():
         sampling=SamplingRows.of([GREEDY] * batch),
     )
     graphdef, weights = nnx.split(decoder)
-    config = StepConfig(graphdef=graphdef, num_ids=31)
+    config = StepConfig(graphdef=graphdef, num_ids=31, needs=SamplingNeeds())
     compiled = decode.lower(weights, state, jnp.zeros(batch, jnp.int32), config=config).compile()
     cache_bytes = batch * cached_elements(MODELS["gqa"], num_slots, evicted=False) * 4
     memory = compiled.memory_analysis()

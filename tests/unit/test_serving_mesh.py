@@ -29,7 +29,7 @@ from jaxinfra.serving.convert import convert
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.load import load
 from jaxinfra.serving.placement import serving_placement
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, prefill
 from jaxinfra.training.job import make_job
 from tests.decoder_oracle import attention, drawn, model, oracle
@@ -93,7 +93,7 @@ def test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread(decoders, 
     assert_within_rounding(logits(decoders[name], ids), true)
 
     graphdef, weights = nnx.split(decoders[name])
-    config = StepConfig(graphdef=graphdef, num_ids=32)
+    config = StepConfig(graphdef=graphdef, num_ids=32, needs=SamplingNeeds())
     keys = jax.random.split(jax.random.key(0), 4)
     sampling = SamplingRows.of([GREEDY] * 4)
     lengths = np.full(4, 16, np.int32)
@@ -111,7 +111,7 @@ def test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread(decoders, 
 def test_decoding_exchanges_no_cache(decoders):
     decoder = decoders["fsdp_tensor"]
     graphdef, weights = nnx.split(decoder)
-    config = StepConfig(graphdef=graphdef, num_ids=32)
+    config = StepConfig(graphdef=graphdef, num_ids=32, needs=SamplingNeeds())
     batch, num_slots = 4, 4096
     keys = jax.random.split(jax.random.key(0), batch)
     args = (np.zeros((batch, 8), np.int32), np.full(batch, 8, np.int32), keys)

@@ -1,5 +1,7 @@
 """Sampling draws from the distribution its config describes, and from nothing else."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,13 +9,21 @@ import numpy as np
 import pytest
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.sampling import GREEDY, NO_TOKEN, SamplingConfig, SamplingRows, sample
+from jaxinfra.serving.sampling import (
+    GREEDY,
+    NO_TOKEN,
+    SamplingConfig,
+    SamplingNeeds,
+    SamplingRows,
+    sample,
+)
 
 DRAWS = 20_000
 # All tests draw from 12 logits: few shapes, few compilations.
 TIED = np.array([1.0, 2.0, 2.0, 0.5, 2.0, 1.0, *[0.0] * 6], np.float32)
 RANDOM = np.random.default_rng(0).normal(size=12).astype(np.float32) * 2
 MIXED = SamplingConfig(temperature=1.7, top_k=6, top_p=0.7)
+CUTS = SamplingNeeds(noise=True, cuts=True)
 SETTINGS = [
     GREEDY,
     SamplingConfig(),
@@ -28,7 +38,13 @@ SETTINGS = [
 @chex.assert_max_traces(n=3)
 def _sample(logits, keys, rows):
     """Traced once for each shape that these tests draw from, whatever the settings."""
-    return sample(logits, keys, rows=rows)
+    return sample(logits, keys, rows=rows, needs=CUTS).ids_B
+
+
+@functools.partial(jax.jit, static_argnames="needs")
+def _sample_needed(logits, keys, rows, *, needs):
+    """What is not needed is not computed; None: what the rows ask for, found on the device."""
+    return sample(logits, keys, rows=rows, needs=needs).ids_B
 
 
 def draws(logits: np.ndarray, config: SamplingConfig, *, num: int = DRAWS) -> np.ndarray:
@@ -45,6 +61,9 @@ def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
     order = np.argsort(-logits, kind="stable")
     kept = order[: config.top_k]
     weights = np.exp((logits[kept] - logits.max()) / config.temperature)
+    if config.min_p is not None:
+        weights = weights[weights >= config.min_p]  # the first is 1
+        kept = kept[: len(weights)]
     weights /= weights.sum()
     if config.top_p is not None:
         count = 1
@@ -66,12 +85,17 @@ def expected(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
         (RANDOM, SamplingConfig(top_p=0.8)),
         (RANDOM, SamplingConfig(top_p=1.0, top_k=1000)),
         (RANDOM, MIXED),
+        (RANDOM, SamplingConfig(min_p=0.2)),
+        (RANDOM, SamplingConfig(min_p=0.05, top_k=9, top_p=0.8)),
         (TIED, SamplingConfig(top_k=2)),
         (TIED, SamplingConfig(top_k=4)),
         (TIED, SamplingConfig(top_p=0.5)),
     ],
-    ids=repr,
-)
+    ids=[
+        "free", "cold", "hot", "top-k", "top-p", "all", "mixed", "min-p", "min-p-mixed",
+        "ties-top-k-2", "ties-top-k-4", "ties-top-p",
+    ],
+)  # fmt: skip
 def test_frequencies(logits, config):
     probabilities = expected(logits, config)
     counts = np.bincount(draws(logits, config), minlength=logits.size)
@@ -102,7 +126,7 @@ def test_order_is_temperature_then_top_k_then_top_p():
         SamplingConfig(top_k=1),
         SamplingConfig(top_p=1e-45),
     ],
-    ids=repr,
+    ids=["zero", "zero-cut", "top-1", "tiny-p"],
 )
 def test_narrowest_settings_are_greedy(config):
     for logits in (RANDOM, TIED, RANDOM * 1e30):
@@ -138,9 +162,12 @@ def test_a_row_depends_on_itself_only():
     shuffled = SamplingRows.of([configs[i] for i in order])
     elsewhere = np.asarray(_sample(rows[order], keys[order], shuffled))
     np.testing.assert_array_equal(ids[order], elsewhere)
-    # Alone among its like, a setting may take another branch, which draws the same.
+    # Alone among its like, a setting may take another program, which draws the same.
     for config in SETTINGS:
-        alone = np.asarray(_sample(rows, keys, SamplingRows.of([config] * DRAWS)))
+        needs = SamplingNeeds.of([config])
+        of_like = SamplingRows.of([config] * DRAWS)
+        alone = np.asarray(_sample_needed(rows, keys, of_like, needs=needs))
+        np.testing.assert_array_equal(alone, _sample_needed(rows, keys, of_like, needs=None))
         mine = np.array([each is config for each in configs])
         assert mine.any()
         np.testing.assert_array_equal(ids[mine], alone[mine])
@@ -179,7 +206,7 @@ def drawn_one_by_one(logits, keys, config: SamplingConfig) -> np.ndarray:
         SamplingConfig(temperature=1.3, top_k=300),
         SamplingConfig(temperature=2.0, top_k=50, top_p=0.8),
     ],
-    ids=repr,
+    ids=["free", "top-k", "top-p", "wide-top-k", "both"],
 )
 def test_rows_draw_what_compiled_settings_draw(config):
     """To the last draw; top-p of top-k sums its probabilities in another order (the vocabulary's
@@ -201,8 +228,13 @@ def test_rows_draw_what_compiled_settings_draw(config):
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_p": float("nan")},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": float("nan")},
+        {"logprobs": 21},
     ],
-    ids=repr,
+    ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
 )
 def test_settings_that_mean_nothing_are_refused(options):
     ((name, value),) = options.items()

@@ -12,12 +12,13 @@ from jaxinfra.config.rope import LongRopeScaling, RopeConfig
 from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import generate
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
 from jaxinfra.serving.steps import StepConfig, decode, empty_state, extend
 from tests.decoder_oracle import attention, drawn, model
 
 PROMPTS = ((5,) * 3, tuple(range(1, 24)), (7, 25, 3, 29, 4, 8, 1, 2, 3, 30))
 SETTINGS = [GREEDY, SamplingConfig(temperature=0.8), GREEDY]
+NEEDS = SamplingNeeds.of(SETTINGS)
 NEW, CHUNK, SLOTS = 6, 8, 64
 
 LONG = LongRopeScaling(
@@ -36,10 +37,10 @@ def in_chunks(config: ModelConfig, seed: int) -> list[list[int]]:
     """Rows take chunks of random sizes, none at times, then a token each."""
     decoder = bound(config)
     graphdef, weights = nnx.split(decoder)
-    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size)
+    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size, needs=NEEDS)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(3), np.arange(3))
     sampling = SamplingRows.of(SETTINGS)
-    state = empty_state(decoder, num_slots=SLOTS, keys_B=keys, sampling=sampling)
+    state = empty_state(decoder, num_slots=SLOTS, keys_B=keys, sampling=sampling, config=step)
     lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
     done, rng = np.zeros(3, np.int32), np.random.default_rng(seed)
     first = np.zeros(3, np.int32)
@@ -89,12 +90,13 @@ def test_a_full_row_stays_as_it_is():
     config = dataclasses.replace(MODELS["window"], max_positions=SLOTS)
     decoder = bound(config)
     graphdef, weights = nnx.split(decoder)
-    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size)
+    step = StepConfig(graphdef=graphdef, num_ids=config.vocab_size, needs=SamplingNeeds())
     state = empty_state(
         decoder,
         num_slots=CHUNK,
         keys_B=jax.random.split(jax.random.key(0), 2),
         sampling=SamplingRows.of([GREEDY] * 2),
+        config=step,
     )
     ids = np.arange(2 * CHUNK, dtype=np.int32).reshape(2, CHUNK)
     counts = np.array([CHUNK, 2], np.int32)

@@ -1,0 +1,173 @@
+"""Matmuls of a few rows: the kernel, by tiles, beside XLA's choice of its own and of libraries.
+
+python -m experiments.bench.skinny_matmul --out experiments/results/skinny-matmul-h200.json
+
+Times are medians of CUPTI kernel times; calls rotate through as many weights as keep L2 from
+holding one. "of_copy" is the weight's bytes over those of a copy in the same process. Errors are
+relative to the product in fp32. With --tables the fastest go into the tables of a folder.
+"""
+
+import argparse
+import concurrent.futures
+import functools
+import itertools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+from experiments.bench.decode import copied
+from experiments.bench.environment import environment
+from experiments.bench.table import Table
+from pallas_kernels.common import device, tables
+from pallas_kernels.skinny_matmul.choice import OP, QUESTION
+from pallas_kernels.skinny_matmul.config import DEPTHS, SkinnyConfig, config_for
+from pallas_kernels.skinny_matmul.hopper import padded, skinny_matmul_hopper
+from pallas_kernels.skinny_matmul.reference import skinny_matmul_reference
+
+SHAPES = {  # K, N, gated
+    "8b qkv": (4096, 6144, False),
+    "8b out": (4096, 4096, False),
+    "8b gate and up": (4096, 28_672, True),
+    "8b down": (14_336, 4096, False),
+    "1b qkv": (2048, 3072, False),
+    "1b out": (2048, 2048, False),
+    "1b gate and up": (2048, 16_384, True),
+    "1b down": (8192, 2048, False),
+}
+ROWS = (1, 16, 64, 128, 256)
+BEYOND_CACHE = 160 * 2**20
+
+
+class Case:
+    """A shape at a number of rows, and its programs, which compile side by side."""
+
+    def __init__(self, name: str, M: int, pool: concurrent.futures.Executor, *, clusters: bool):
+        self.K, self.N, self.swiglu = SHAPES[name]
+        self.clusters = (1, 4) if clusters and padded(M) >= 32 else (1,)
+        self.name, self.M = name, M
+        self.count = max(2, min(8, 1 + BEYOND_CACHE // (2 * self.K * self.N)))
+        x = jax.ShapeDtypeStruct((M, self.K), jnp.bfloat16)
+        w = [jax.ShapeDtypeStruct((self.K, self.N), jnp.bfloat16)] * self.count
+        self.candidates = self.configs()
+        self.programs = {
+            key: pool.submit(lambda f=f: jax.jit(f).lower(x, w).compile())
+            for key, f in {c: self.calls(c) for c in self.candidates}.items()
+        }
+
+    def configs(self) -> list[SkinnyConfig | None]:
+        """None for XLA, and tiles around the default."""
+        rows = padded(self.M)
+        default = config_for(rows, self.N, self.K, swiglu=self.swiglu)
+        if default is None:
+            return [None]
+        widths = {default.tile_n, 128} if self.swiglu else {default.tile_n, 32}
+        each = [
+            SkinnyConfig(tile_n=width, depth=depth, cluster=cluster)
+            for width, depth, cluster in itertools.product(sorted(widths), DEPTHS, self.clusters)
+        ]
+        return [None, *(c for c in each if self.fits(c))]
+
+    def fits(self, config: SkinnyConfig) -> bool:
+        """Whether tiles fit this case."""
+        return config.unsupported(padded(self.M), self.N, self.K, swiglu=self.swiglu) is None
+
+    def calls(self, config: SkinnyConfig | None) -> Callable:
+        """As many products as there are weights."""
+        f = functools.partial(skinny_matmul_reference, swiglu=self.swiglu)
+        if config is not None:
+            f = functools.partial(skinny_matmul_hopper, swiglu=self.swiglu, config=config)
+        return lambda x, ws: [f(x, w) for w in ws]
+
+    def arrays(self) -> tuple[jax.Array, list[jax.Array]]:
+        """Random x, and weights."""
+        x = jax.random.normal(jax.random.key(9), (self.M, self.K), jnp.bfloat16)
+        keys = jax.random.split(jax.random.key(0), self.count)
+        return x, [0.02 * jax.random.normal(key, (self.K, self.N), jnp.bfloat16) for key in keys]
+
+    def measure(self, config: SkinnyConfig | None, x, ws, copy: float) -> dict:
+        """Time of one product, and its error."""
+        program = self.programs[config].result()
+        wide = [a.astype(jnp.float32) for a in (x, ws[0])]
+        want = skinny_matmul_reference(*wide, swiglu=self.swiglu)
+        got = program(x, ws)[0].astype(jnp.float32)
+        _, launches = profiler.measure(program, aggregate=False, iterations=4)(x, ws)
+        assert launches is not None, "the product launched no kernel"
+        taken = statistics.median(sum(t for _, t in each) for each in launches) / self.count
+        return {
+            "us": round(1e3 * taken, 2),
+            "of_copy": round(2e3 * self.K * self.N / taken / copy, 3),
+            "error": float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want)),
+        }
+
+    def row(self, config: SkinnyConfig | None, us: float) -> tables.Row:
+        """As the tables have it."""
+        case: dict[str, tables.Value] = {
+            "rows": padded(self.M), "depth": self.K, "columns": self.N, "swiglu": self.swiglu,
+        }  # fmt: skip
+        choice: dict[str, tables.Value] = {"implementation": "xla"}
+        if config is not None:
+            choice = {
+                "implementation": "hopper", "tile_n": config.tile_n, "depth": config.depth,
+                "cluster": config.cluster,
+            }  # fmt: skip
+        return tables.Row.of(case=case, choice=choice, ms=us / 1e3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--tables", type=pathlib.Path, help="folder whose table takes the times")
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds in all")
+    parser.add_argument("--only", nargs="+", default=[""], help="shapes whose names begin so")
+    parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--clusters", action="store_true", help="that share copies, too")
+    args = parser.parse_args()
+    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
+    found = []
+    with concurrent.futures.ThreadPoolExecutor(14) as pool:
+        cases = [
+            Case(name, M, pool, clusters=args.clusters)
+            for name in SHAPES
+            if name.startswith(tuple(args.only))
+            for M in args.rows
+        ]
+        # Compilers try kernels on the GPU: nothing is timed before they are done.
+        concurrent.futures.wait([p for case in cases for p in case.programs.values()])
+    copy = copied()
+    table.add("copy", lambda: {"gb_s": round(copy / 1e9, 1)})
+    for case in cases:
+        x, ws = case.arrays()
+        for config in case.candidates:
+            name = f"{case.name}, {case.M} rows: {config or 'xla'}"
+            row = table.add(name, functools.partial(case.measure, config, x, ws, copy))
+            if "us" in row:
+                found.append(case.row(config, row["us"]))
+    if args.tables is not None:
+        keep(args.tables, found)
+
+
+def keep(folder: pathlib.Path, rows: list[tables.Row]) -> None:
+    """Writes the table, its other rows as they were."""
+    facts = device.target()
+    path = folder / f"{QUESTION}-{facts.slug}.json"
+    told = environment()
+    told |= {name: str(value) for name, value in told.pop("versions").items()}
+    names = ("clocks", "command", "date", "jax", "jaxlib")
+    fresh = tables.Table(
+        op=OP,
+        question=QUESTION,
+        device_kind=facts.kind,
+        environment=tuple(sorted((name, str(told[name])) for name in names)),
+        rows=(),
+    )
+    before = tables.load(path).rows if path.exists() else ()
+    tables.save(fresh.with_rows([*before, *rows]), path)
+
+
+if __name__ == "__main__":
+    main()

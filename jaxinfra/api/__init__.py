@@ -1,0 +1,1 @@
+"""What scripts call as ``jaxinfra.NAME`` and no single floor below has."""

@@ -1,0 +1,72 @@
+"""What a run would cost, and where a step's time went."""
+
+import dataclasses
+from pathlib import Path
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.core.places import user_cache
+from jaxinfra.diagnostics.trace import device_events
+from jaxinfra.diagnostics.trace_axes import mesh_axes
+from jaxinfra.diagnostics.waterfall import Waterfall, explain
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.measured import with_bench_results
+from jaxinfra.planning.model import find_model, plan_model
+from jaxinfra.planning.plan import Plan, make_plan
+from jaxinfra.planning.search import Question, search
+
+_TOKENS_A_STEP = 4 * 2**20
+
+
+def plan(
+    model: str | ModelConfig,
+    *,
+    devices: int = 1,
+    device: str = "h200",
+    mesh: MeshConfig | None = None,
+    batch: int | None = None,
+    length: int | None = None,
+) -> Plan:
+    """The fastest layout of a training step that fits, with its memory, time and communication.
+
+    >>> plan("llama3_8b", devices=8, device="h100").fits
+    True
+
+    Args:
+        model: a preset, a directory with a Hugging Face config.json, or a config.
+        devices: how many GPUs.
+        device: their kind: a100, h100, h200 or b200.
+        mesh: this mesh only, as ``ShardingConfig``'s stage 3 lays it out; searched by default.
+        batch: sequences per step; about four million tokens by default, with a mesh one per device.
+        length: tokens of a sequence; the model's, at most 8192, by default.
+
+    Raises:
+        ConfigError: nothing fits, or the mesh cannot be.
+    """
+    planned = find_model(model) if isinstance(model, str) else plan_model(model)
+    kind = with_bench_results(find_device(device), user_cache() / "bench")
+    length = length or min(planned.config.max_positions, 8192)
+    if mesh is not None:
+        layout = Layout(length=length, mesh=mesh, batch=1)
+        return make_plan(planned, dataclasses.replace(layout, batch=batch or layout.data), kind)
+    rows = max(devices, _TOKENS_A_STEP // length // devices * devices)
+    question = Question(devices=devices, length=length, batch=batch or rows)
+    return search(planned, question, kind).best
+
+
+def trace(run: str | Path, *, device: int = 0, steps: int | None = None) -> Waterfall:
+    """Where the milliseconds of a profiled step went on one GPU, each moment counted once.
+
+    >>> trace("runs/small-1").by_kind()                             # doctest: +SKIP
+
+    Args:
+        run: a run that was trained with a profile, or any directory with a trace in it.
+        device: which GPU of the traced process.
+        steps: that the trace holds; found from it by default.
+
+    Raises:
+        DataError: no trace there, or none of a GPU.
+    """
+    path = Path(run)
+    return explain(device_events(path, device=device), steps=steps, axes=mesh_axes(path))

@@ -1,0 +1,162 @@
+"""Trained models: evaluated, continued, written."""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.places import user_cache
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.models.definition import define_model
+from jaxinfra.models.hf import by_path, to_hf_config
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving import generate as tokens
+from jaxinfra.serving.convert import write_tokenizer
+from jaxinfra.serving.generate import FinishReason
+from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
+from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
+from jaxinfra.weights.conversion import write_hf
+from jaxinfra.weights.model_directory import is_model_directory
+from jaxinfra.weights.parameter_sources import LiveParameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GeneratedText:
+    """What a model wrote after a prompt."""
+
+    prompt: str
+    text: str  # without the prompt
+    tokens: tuple[int, ...]  # the new ones, the end token included
+    finish: FinishReason
+
+
+def generate(
+    model: str | Path | LoadedModel,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> tuple[GeneratedText, ...]:
+    """Continues each prompt, all in one batch.
+
+    >>> generate("runs/tiny-1", ["def main("])[0].text              # doctest: +SKIP
+
+    Args:
+        model: a run, a model directory, or what ``load`` returned: loaded once, it answers often.
+        temperature: 0 takes the most likely token.
+        top_k, top_p: draw from the k most likely tokens, or from the fewest that make up p, only.
+
+    Raises:
+        ConfigError, DataError: a setting out of range; a prompt longer than the model's positions.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    tokenizer = loaded.tokenizer
+    sampling = SamplingConfig(temperature=temperature, top_k=top_k, top_p=top_p)
+    prefix = (tokenizer.bos_id,) if loaded.prefix_ids is None else loaded.prefix_ids
+    ends = (tokenizer.eos_id,) if loaded.eos_ids is None else loaded.eos_ids
+    begun = [[*prefix, *tokenizer.encode(prompt).tolist()] or [ends[0]] for prompt in prompts]
+    rows: list[list[int]] = [[] for _ in prompts]
+    finishes: dict[int, FinishReason] = {}
+    for each in tokens.generate(
+        loaded.decoder,
+        begun,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        eos_ids=ends,
+        num_ids=min(tokenizer.vocab_size, loaded.definition.config.vocab_size),
+    ):
+        rows[each.row].append(each.token)
+        if each.finish is not None:
+            finishes[each.row] = each.finish
+    return tuple(
+        GeneratedText(
+            prompt=prompt,
+            text=_text_after(tokenizer, begun[number], [each for each in row if each not in ends]),
+            tokens=tuple(row),
+            finish=finishes[number],
+        )
+        for number, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    )
+
+
+def _text_after(tokenizer: Tokenizer, before: Sequence[int], row: Sequence[int]) -> str:
+    """The text of new tokens: some tokenizers drop the space before a text's first word."""
+    decoder = tokenizer.stream_decoder()
+    for token in before:
+        decoder.push(token)
+    return "".join(decoder.push(token) for token in row) + decoder.flush()
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    data: str | None = None,
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    cache_dir: Path | None = None,
+) -> RunEvaluation:
+    """Loss, perplexity and bits per byte over every token of a text, once.
+
+    >>> evaluate("runs/tiny-1").evaluation.bits_per_byte            # doctest: +SKIP
+
+    Args:
+        model: a run or a model directory.
+        data: the text; by default the documents that a run held out.
+        step: a certain checkpoint of a run; the newest good one by default.
+    """
+    path, mesh = Path(model), mesh or MeshConfig()
+    cache_dir = cache_dir or user_cache()
+    if not is_model_directory(path):
+        return evaluate_run(path, mesh=mesh, cache_dir=cache_dir, source=data, step=step)
+    if step is not None:
+        raise ConfigError(f"step={step}: {path} is a single model, without steps")
+    return evaluate_pretrained(path, mesh=mesh, cache_dir=cache_dir, source=data)
+
+
+def save(
+    model: LoadedModel,
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model as a Hugging Face directory, with its tokenizer.
+
+    >>> save(load("runs/small-1"), "exported", dtype="bfloat16")    # doctest: +SKIP
+
+    Args:
+        directory: a new one.
+        dtype: of all weights; as they are held by default.
+        max_shard_bytes: of the weights in one file.
+
+    Raises:
+        ConfigError: no Hugging Face architecture can express the model, or it has adapters.
+    """
+    if model.definition.lora is not None:
+        raise ConfigError("a model with adapters: jaxinfra.convert merges a run's into its base")
+    config = model.definition.config
+    hf = to_hf_config(config) | {
+        "bos_token_id": model.tokenizer.bos_id,
+        "eos_token_id": model.tokenizer.eos_id,
+    }
+    with tempfile.TemporaryDirectory() as made:
+        write_tokenizer(model.tokenizer, Path(made))
+        write_hf(
+            LiveParameters(arrays=by_path(model.parameters)),
+            define_model(config, execution_on()),
+            Path(directory),
+            hf=hf,
+            tokenizer_directory=Path(made),
+            dtype=None if dtype is None else np.dtype(dtype),
+            max_shard_bytes=max_shard_bytes,
+        )

@@ -1,0 +1,58 @@
+"""Presets as a table: what there is, how large, and what for."""
+
+import dataclasses
+import inspect
+
+from jaxinfra.config.presets import MODELS, run_preset
+from jaxinfra.config.run import RunConfig
+from jaxinfra.planning.model import active_parameters, plan_model, total_parameters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PresetInfo:
+    """One preset of ``presets``."""
+
+    name: str
+    parameters: int
+    active_parameters: int  # that one token meets
+    layers: int
+    max_positions: int
+    purpose: str
+
+
+def preset(name: str) -> RunConfig:
+    """The run of that name: a model with data, optimizer, batch and precision that suit it.
+
+    >>> preset("tiny").training.sequence_length
+    128
+
+    Raises:
+        ConfigError: there is none; with the nearest name.
+    """
+    return run_preset(name)
+
+
+def presets(part: str = "") -> tuple[PresetInfo, ...]:
+    """The presets whose names have this part; all of them by default.
+
+    >>> [each.name for each in presets("tiny")]
+    ['tiny', 'tiny_moe']
+    """
+    found = []
+    for name, make in MODELS.items():
+        if part not in name:
+            continue
+        config = make()
+        planned = plan_model(config, name=name)
+        doc = inspect.getdoc(make) or ""
+        found.append(
+            PresetInfo(
+                name=name,
+                parameters=total_parameters(planned),
+                active_parameters=active_parameters(planned),
+                layers=config.num_layers,
+                max_positions=config.max_positions,
+                purpose=" ".join(doc.split("\n\n")[0].split()),
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,76 @@
+"""Talk with a model, which stays loaded and keeps its cache.
+
+jaxinfra chat HF_DIR
+jaxinfra chat runs/tiny-1 --plain            a model without a chat template continues the text
+
+/forget begins anew, /quit or the end of input ends.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from jaxinfra.cli.terminal import printable
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.chat_template import load_chat_template
+from jaxinfra.serving.conversation import Conversation
+from jaxinfra.serving.engine.requests import EndReason
+from jaxinfra.serving.load import load
+from jaxinfra.serving.sampling import SamplingConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", metavar="RUN", type=Path, help="run, or a Hugging Face model")
+    parser.add_argument("--system", metavar="TEXT", help="what the conversation begins with")
+    parser.add_argument("--plain", action="store_true", help="without a chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: likeliest")
+    parser.add_argument("--top-p", type=float, metavar="P", help="of the fewest that make up P")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--context", type=int, default=8192, metavar="N", help="most tokens (8192)")
+    parser.add_argument("--policy", choices=[name.value for name in PolicyName], help="dtype")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads messages and writes answers until the input ends."""
+    template = None if args.plain else load_chat_template(args.run)
+    policy = None if args.policy is None else PolicyName(args.policy)
+    conversation = Conversation(
+        load(args.run, policy=policy),
+        args.run,
+        template,
+        sampling=SamplingConfig(temperature=args.temperature, top_p=args.top_p),
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        system=args.system,
+        context=args.context,
+    )
+    is_terminal = sys.stdin.isatty()
+    while (line := _read(is_terminal)) not in (None, "/quit"):
+        if line == "/forget":
+            conversation.forget()
+        elif line:
+            _answer(conversation, line)
+    return 0
+
+
+def _read(is_terminal: bool) -> str | None:
+    if is_terminal:
+        print("> ", end="", flush=True)
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None
+
+
+def _answer(conversation: Conversation, line: str) -> None:
+    try:
+        for text in conversation.ask(line):
+            print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+    except DataError as error:
+        print(f"{error}; /forget begins anew", file=sys.stderr)
+        return
+    print()
+    if conversation.end is EndReason.CONTEXT:
+        print("the context is full; /forget begins anew", file=sys.stderr)

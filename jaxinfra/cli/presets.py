@@ -1,0 +1,48 @@
+"""Presets: their sizes, and what each is for.
+
+jaxinfra presets                 all of them
+jaxinfra presets qwen            those whose name has this in it
+jaxinfra presets --json
+"""
+
+import argparse
+import dataclasses
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxinfra.api.presets import presets
+from jaxinfra.config.presets import MODELS
+from jaxinfra.core.errors import ConfigError, nearest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", nargs="?", default="", help="a part of the names to list")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a table, or JSON."""
+    found = presets(args.name)
+    if not found:
+        raise ConfigError(f"no preset is named {args.name!r}{nearest(args.name, MODELS)}")
+    if args.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found], indent=1))
+        return 0
+    table = Table("preset", "parameters", "active", "layers", "positions", "what for")
+    for each in found:
+        active = "" if each.active_parameters == each.parameters else _size(each.active_parameters)
+        cells = (_size(each.parameters), active, str(each.layers), f"{each.max_positions:,}")
+        table.add_row(each.name, *cells, each.purpose)
+    Console().print(table)
+    return 0
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return f"{count:,}"

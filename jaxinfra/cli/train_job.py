@@ -1,0 +1,118 @@
+"""``jaxinfra train``, once its options are known to be right: this loads JAX."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.out_of_memory import explain_out_of_memory
+from jaxinfra.cli.terminal import printable
+from jaxinfra.cli.train import new_directory
+from jaxinfra.config import codec
+from jaxinfra.config.data import STDLIB
+from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError
+from jaxinfra.core.places import user_cache
+from jaxinfra.core.signals import RESUMABLE_EXIT
+from jaxinfra.launch.cluster import detect_cluster
+from jaxinfra.launch.connect import leave
+from jaxinfra.serving.generate import generate_text
+from jaxinfra.serving.load import load_run
+from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.training.describe import placement_table
+from jaxinfra.training.initialize import finetuning_config, require_same_start
+from jaxinfra.training.job import make_job
+from jaxinfra.training.profile import parse_profile_range
+from jaxinfra.training.session import train
+
+
+def resumed_config(directory: Path) -> RunConfig:
+    """The config of a run that is continued."""
+    return RunDirectory(directory).read_config()
+
+
+def initial_config(
+    directory: Path,
+    lora: LoraConfig | None,
+    chat: bool,
+    change: Callable[[RunConfig], RunConfig],
+) -> RunConfig:
+    """The config of a run that begins with a model's weights, changed by options."""
+    start = finetuning_config(read_initial(directory), lora=lora, chat=chat)
+    config = change(start)
+    require_same_start(config, start)
+    return config
+
+
+def run(args: argparse.Namespace, config: RunConfig) -> int:
+    """Trains; prints the outcome, compressors' figures beside it, and a sample."""
+    resume = args.resume is not None or (
+        args.continued and RunDirectory(args.run).config_file.is_file()
+    )
+    profile = None if args.profile is None else parse_profile_range(args.profile)
+    if args.dry_run:
+        job = make_job(config)
+        print(f"{codec.to_json(job.config)}\n{placement_table(job)}")
+        return 0
+    cluster = detect_cluster(os.environ)
+    if cluster is not None and not (args.resume or args.run):
+        raise ConfigError(
+            f"{cluster.num_processes} processes ({cluster.source}) must share one run directory: "
+            "name it with --run"
+        )
+    preset = args.config.stem if args.config else args.preset or "tiny"
+    name = args.init.resolve().name if args.init else preset
+    directory = args.resume or args.run or new_directory(name)
+    try:
+        outcome = train(
+            config,
+            directory,
+            resume=resume,
+            cache_dir=args.cache or user_cache(),
+            profile=profile,
+        )
+    except DeviceMemoryError as error:
+        if cluster is None or cluster.process_id == 0:
+            print(explain_out_of_memory(config, directory, error), file=sys.stderr)
+        raise
+    if outcome.summary is None:
+        # All is saved, and threads that read ahead may be waiting for a disk that hangs.
+        return leave(RESUMABLE_EXIT, together=outcome.together, wait=False)
+    if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
+        _report(outcome.summary)
+        if cluster is None and not args.no_sample:
+            _sample(directory, "def " if config.data.source == STDLIB else "")
+        print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
+    return leave(0, together=outcome.together)
+
+
+def _report(summary: dict) -> None:
+    bits = summary["heldout_bits_per_byte"]
+    print(
+        "\nheld-out text, bits per byte: this model "
+        f"{'not finite' if bits is None else format(bits, '.3f')}, "
+        f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
+        f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
+    )
+    causes = summary["wall_s_by_cause"]
+    whole = sum(causes.values())
+    shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)
+    parts = [f"{cause} {seconds / whole:.1%}" for seconds, cause in shares if seconds > 0]
+    print(
+        f"wall time {whole:.1f} s: {', '.join(parts)}; saves kept steps waiting for "
+        f"{summary['stall_s']:.3f} s in all"
+    )
+
+
+def _sample(directory: Path, prompt: str) -> None:
+    """Text of the model: after a prompt that fits its data, or a document of its own."""
+    sampling = SamplingConfig(temperature=0.8, top_p=0.95)
+    print(f"\nsample after {prompt!r}:\n" if prompt else "\nsample of a document:\n")
+    pieces = generate_text(
+        load_run(directory), prompt, max_new_tokens=120, sampling=sampling, seed=0
+    )
+    print(prompt + "".join(printable(piece.text) for piece in pieces))

@@ -1,0 +1,71 @@
+"""A run with parts of one's own: functions and records in place of the built-in layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxinfra.config.model import (
+    BlockConfig,
+    FeedForwardConfig,
+    GroupedAttentionConfig,
+    MixerConfig,
+)
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.parts import part_name
+
+
+def customize(
+    config: RunConfig,
+    *,
+    loss: Callable[..., Any] | None = None,
+    attention: Callable[..., Any] | None = None,
+    norm: Callable[..., Any] | None = None,
+    mixer: MixerConfig | None = None,
+    feed_forward: FeedForwardConfig | None = None,
+) -> RunConfig:
+    """The config with these parts in every block; its JSON names them, so checkpoints do.
+
+    Functions and records that other processes read, such as ``jaxinfra generate``, are marked with
+    ``jaxinfra.part`` where they are defined.
+
+    Args:
+        loss: ``(logits [B, T, V] fp32, targets [B, T], *, weights [B, T]) -> [B, T]``, each
+            token's loss, which is averaged by ``weights``: 0 where a target does not count. It sees
+            a whole micro-batch, so rows may be compared. What is held out is judged by the cross
+            entropy all the same, so that runs compare.
+        attention: ``(q [B, T, N, H], k [B, S, K, H], v [B, S, K, H], *, mask, distance) -> [B, T,
+            N, H]``, of grouped attention: ``mask`` [B, T, S] says which keys a query may see, and
+            ``distance`` how many tokens before it they stand. On a mesh it is given a device's rows
+            and heads.
+        norm: ``(x [..., D] fp32, epsilon) -> [..., D]``; scale and bias follow.
+        mixer, feed_forward: records, of your own (``OwnMixer``, ``OwnFeedForward``) or built in.
+
+    Raises:
+        ConfigError: a function that no config can name; attention for a mixer that has none.
+    """
+
+    def changed(block: BlockConfig) -> BlockConfig:
+        mixing = mixer or block.mixer
+        if attention is not None:
+            if not isinstance(mixing, GroupedAttentionConfig):
+                raise ConfigError(
+                    f"attention={attention.__name__} for {type(mixing).__name__}: it takes the "
+                    "place of grouped attention only"
+                )
+            mixing = dataclasses.replace(mixing, function=part_name(attention))
+        normed = block.norm
+        if norm is not None:
+            normed = dataclasses.replace(normed, function=part_name(norm))
+        feeding = feed_forward or block.feed_forward
+        return dataclasses.replace(block, mixer=mixing, feed_forward=feeding, norm=normed)
+
+    stacks = tuple(
+        dataclasses.replace(stack, pattern=tuple(map(changed, stack.pattern)))
+        for stack in config.model.stacks
+    )
+    training = config.training
+    if loss is not None:
+        training = dataclasses.replace(training, loss=part_name(loss))
+    model = dataclasses.replace(config.model, stacks=stacks)
+    return dataclasses.replace(config, model=model, training=training)

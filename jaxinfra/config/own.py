@@ -1,0 +1,84 @@
+"""Records for layers of a user's own, which take a built-in layer's place in a block.
+
+A record is a frozen dataclass whose fields are the layer's settings. Marked with ``jaxinfra.part``,
+it is written to ``config.json`` by its name, and read back in any process that can import it.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from jaxinfra.config.cache import CacheSpec
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.core.errors import UnsupportedError
+
+_PLANNED = ("num_q_heads", "num_kv_heads", "head_dim", "hidden_dim", "kind")
+"""What only the planner, and what exchanges heads, ask of a record."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnLayer:
+    """What records of both kinds have.
+
+    Set ``layer`` to the layer's class: a ``flax.nnx.Module`` that is built with ``(config,
+    *, model_dim, std, out_std, execution, rngs)`` and called with ``(x, given)``, x of [B, T, D] in
+    the compute dtype; it returns a ``LayerOutput``. ``jaxinfra.layers.mlp.Mlp`` is one.
+    """
+
+    layer: ClassVar[Callable[..., Any]]
+
+    def __getattr__(self, name: str) -> Any:
+        # No properties: a record may have fields of these names.
+        if name in _PLANNED:
+            raise UnsupportedError(f"{type(self).__name__} is not known to the planner")
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    @property
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by name."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnFeedForward(OwnLayer):
+    """Base of a record for a feed-forward layer of your own: each position by itself.
+
+    The planner does not know its costs.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnMixer(OwnLayer):
+    """Base of a record for a mixer of your own: what lets positions of a sequence see each other.
+
+    It trains on every mesh without a context axis. It keeps no cache, so it generates nothing; the
+    planner does not know its costs.
+    """
+
+    rope: RopeConfig | None = None  # ``given.rope`` has its angles, for ``rotated_dim`` numbers
+    window: int | None = dataclasses.field(default=None, init=False)
+    scale: float | None = dataclasses.field(default=None, init=False)
+    logit_soft_cap: float | None = dataclasses.field(default=None, init=False)
+
+    @property
+    def rotated_dim(self) -> int:
+        """Width that rotary embedding turns; override it where ``rope`` is given."""
+        return 0
+
+    @property
+    def score_width(self) -> int:
+        """Width of scores between positions, which count towards FLOPs: none."""
+        return 0
+
+    @property
+    def value_width(self) -> int:
+        """Width of values that scores weigh, which count towards FLOPs: none."""
+        return 0
+
+    @property
+    def cache(self) -> CacheSpec:
+        """Raises UnsupportedError: it keeps no cache."""
+        raise UnsupportedError(
+            f"{type(self).__name__} keeps no cache, which generating needs; evaluate it, or train "
+            "with grouped attention"
+        )

@@ -1,0 +1,88 @@
+"""A decoder as serving runs it: each layer's arrays by themselves, projections of one input packed.
+
+Training scans over layers whose parameters are stacked, so that one layer is compiled. In a decode
+step, which should only read memory, a loop costs as much again: its turns are launched by the host
+one after another, and a weight is cut out of its stack before a library can multiply with it. Here
+the step is one straight program, and queries, keys and values are one product, as gate and up are.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.model import ModelConfig, Stack
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.layers.execution import Execution
+from jaxinfra.models.definition import (
+    ModelDefinition,
+    Parameters,
+    by_path,
+    define_model,
+    nest,
+)
+
+_PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
+"""What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
+which of a bias is the same from the end.
+"""
+
+
+def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefinition:
+    """The same model, its layers each a stack of their own.
+
+    Args:
+        execution: how it runs; with ``packed``, projections of one input are one weight.
+
+    Raises:
+        UnsupportedError: a model with adapters.
+    """
+    if definition.lora is not None:
+        raise UnsupportedError(
+            "the serving form of a model with adapters: its projections are packed; merge the "
+            "adapters first (jaxinfra convert)"
+        )
+    stacks = tuple(
+        Stack(pattern=(block,), repeats=1)
+        for stack in definition.config.stacks
+        for _ in range(stack.repeats)
+        for block in stack.pattern
+    )
+    return define_model(dataclasses.replace(definition.config, stacks=stacks), execution)
+
+
+def serving_parameters(
+    form: ModelDefinition, config: ModelConfig, parameters: Parameters
+) -> Parameters:
+    """Parameters and state for ``form.bind``; copies, but for what lies outside of layers.
+
+    Args:
+        config: of the stacked model.
+        parameters: as that model's ``bind`` takes them.
+    """
+    sources, layers = by_path(parameters), [*config.layer_places]
+    result: dict[tuple[Any, ...], jax.Array] = {}
+    for path in by_path(form.arrays):
+        head, *rest = path.split("/")
+        if head != "blocks":
+            result[head, *rest] = sources[path]
+            continue
+        number, *rest = rest
+        place, repetition = layers[int(number)]
+        names, dim = [rest[-2]], 0
+        if rest[-2] == "packed":
+            names, dim = _PACKED[rest[-3]]
+        stacked = [
+            sources["/".join(["blocks", str(place), *rest[:-2], name, rest[-1]])] for name in names
+        ]
+        result["blocks", int(number), *rest] = _cut(stacked, repetition, dim=dim)
+    return nest(result)
+
+
+@functools.partial(jax.jit, static_argnames=("dim",))
+def _cut(stacked: list[jax.Array], repetition: int, *, dim: int) -> jax.Array:
+    """One repetition of these arrays, one after another, as a stack of one."""
+    cut = [jax.lax.dynamic_slice_in_dim(each, repetition, 1) for each in stacked]
+    return cut[0] if len(cut) == 1 else jnp.concatenate(cut, axis=dim)

@@ -1,0 +1,89 @@
+"""How weights and moments are kept between steps: formats, scales and unbiased rounding."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfra.config.optimizer import MomentFormat
+
+EXACT = jnp.dtype(jnp.float32)
+"""What updates are computed in, whatever is kept."""
+
+_FORMATS = {
+    MomentFormat.FP32: EXACT,
+    MomentFormat.BF16: jnp.dtype(jnp.bfloat16),
+    MomentFormat.FP16: jnp.dtype(jnp.float16),
+    MomentFormat.FP8: jnp.dtype(jnp.float8_e4m3fn),
+}
+_SCALED = (MomentFormat.FP16, MomentFormat.FP8)
+_EXPONENT_BITS = 0x7F800000  # of float32
+
+
+def exact(tree):
+    """A tree of arrays in float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(EXACT), tree)
+
+
+def stochastically_rounded(x: jax.Array, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x, float32, as one of its two neighbours in ``dtype``: x itself on average.
+
+    Rounded to the nearest, what changes by less than half a unit in the last place at each step
+    never changes: bf16 weights stop learning, moments of 8 bits stop decaying. Larger than the
+    largest saturates.
+    """
+    info = jnp.finfo(dtype)
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32) & _EXPONENT_BITS
+    binade = jax.lax.bitcast_convert_type(bits, EXACT)  # the power of two below |x|
+    least = jnp.asarray(info.smallest_normal, EXACT)
+    fraction = jnp.asarray(2.0**-info.nmant, EXACT)
+    # In two factors: of bf16 the product is below float32's normal numbers, which may be flushed.
+    units = x / jnp.maximum(binade, least) / fraction
+    units = jnp.floor(units + jax.random.uniform(key, x.shape, EXACT))
+    rounded = units * fraction * jnp.maximum(binade, least)
+    top = jnp.asarray(info.max, EXACT)
+    return jnp.where(jnp.isfinite(x), jnp.clip(rounded, -top, top), x).astype(dtype)
+
+
+def after_update(weight: jax.Array, step: jax.Array, key: jax.Array) -> jax.Array:
+    """``weight + step``, computed in float32 and kept in the weight's dtype: rounded stochastically
+    where that has fewer bits, since no master copy has the rest.
+    """
+    after = weight.astype(EXACT) + step.astype(EXACT)
+    return after if weight.dtype == EXACT else stochastically_rounded(after, key, weight.dtype)
+
+
+def empty_moment(weight: jax.Array, format_: MomentFormat) -> jax.Array:
+    """A moment of a weight before the first step, 0."""
+    return jnp.zeros_like(weight, _FORMATS[format_])
+
+
+def empty_scales(weights, format_: MomentFormat):
+    """Scales of such moments of a tree of weights, float32 []; None where the format has none."""
+    if format_ not in _SCALED:
+        return None
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, EXACT, shape=()), weights)
+
+
+def stored_moment(
+    moment: jax.Array, format_: MomentFormat, key: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """A moment in its format, and what its values are multiplied with when they are read.
+
+    The scale brings the largest element to the format's largest (FP8-LM, Peng et al. 2023). 16 bits
+    with a scale are rounded to the nearest, fewer and bf16 stochastically.
+    """
+    dtype = _FORMATS[format_]
+    if format_ is MomentFormat.FP32:
+        return moment, None
+    if format_ is MomentFormat.BF16:
+        return stochastically_rounded(moment, key, dtype), None
+    scale = jnp.max(jnp.abs(moment)) / jnp.asarray(jnp.finfo(dtype).max, EXACT)
+    scale = jnp.where(scale > 0.0, scale, 1.0)
+    if format_ is MomentFormat.FP16:
+        return (moment / scale).astype(dtype), scale
+    return stochastically_rounded(moment / scale, key, dtype), scale
+
+
+def read_moment(values: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """The moment in float32."""
+    moment = values.astype(EXACT)
+    return moment if scale is None else moment * scale

@@ -1,0 +1,112 @@
+"""Many prompts, or a dialogue, through one engine whose cache keeps what prompts share."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+from jaxinfra.data.chat_template import ChatTemplate, encode_chat
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
+from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.sampling import SamplingConfig
+
+
+def plain_prompt(model: LoadedModel, text: str) -> list[int]:
+    """The tokens of a text that is to be continued, after what documents begin with."""
+    tokenizer = model.tokenizer
+    prefix = (tokenizer.bos_id,) if model.prefix_ids is None else model.prefix_ids
+    return [*prefix, *tokenizer.encode(text).tolist()] or [tokenizer.bos_id]
+
+
+def request_of(
+    model: LoadedModel,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    seed: int = 0,
+) -> GenerationRequest:
+    """A request that ends where the model ends its texts."""
+    ends = (model.tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids
+    return GenerationRequest(
+        prompt_ids=tuple(prompt_ids),
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        seed=seed,
+        eos_ids=frozenset(ends),
+    )
+
+
+@final
+class Conversation:
+    """A dialogue with a model; each turn computes the new tokens only.
+
+    Args:
+        path: where the model lies, whose tokenizer reads what the template renders.
+        template: of the model's turns; None: the dialogue is one text, which the model continues.
+        system: what the conversation begins with.
+        context: most tokens of the conversation.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        path: Path,
+        template: ChatTemplate | None,
+        *,
+        sampling: SamplingConfig,
+        max_new_tokens: int = 512,
+        seed: int = 0,
+        system: str | None = None,
+        context: int = 8192,
+    ):
+        self._model, self._path, self._template = model, path, template
+        self._settings = {"sampling": sampling, "max_new_tokens": max_new_tokens, "seed": seed}
+        self._system = system
+        self._engine = Engine.of(model, options=EngineOptions(max_running=1, max_context=context))
+        self.messages: list[dict[str, str]] = []
+        self.num_cached = 0  # of the last prompt's tokens: not computed again
+        self.end: EndReason | None = None  # why the last answer ended
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins the conversation anew."""
+        self.messages = []
+        if self._system is not None:
+            self.messages.append({"role": "system", "content": self._system})
+
+    def ask(self, text: str) -> Iterator[str]:
+        """The model's answer to a message, as it is drawn.
+
+        Raises:
+            DataError: the conversation has become longer than the context.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            number = self._engine.submit(
+                request_of(self._model, self._prompt(), **self._settings)  # pyrefly: ignore
+            )
+        except Exception:
+            self.messages.pop()  # the message was not taken
+            raise
+        return self._answer(number)
+
+    def _prompt(self) -> list[int]:
+        if self._template is not None:
+            return encode_chat(self._path, self._template.render(self.messages))
+        return plain_prompt(self._model, "".join(each["content"] for each in self.messages))
+
+    def _answer(self, number: int) -> Iterator[str]:
+        pieces: list[str] = []
+        try:
+            while self._engine.is_busy:
+                for progress in self._engine.step():
+                    if progress.text:
+                        pieces.append(progress.text)
+                        yield progress.text
+                    if progress.end is not None:
+                        self.num_cached, self.end = progress.num_cached, progress.end
+        finally:
+            self._engine.cancel(number)  # where nobody wants the rest
+            self.messages.append({"role": "assistant", "content": "".join(pieces)})

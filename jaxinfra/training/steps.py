@@ -1,0 +1,202 @@
+"""Training steps for a loop of one's own: (state, batch) -> (state, metrics), and what goes with
+them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from jaxinfra.checkpoint import load
+from jaxinfra.checkpoint.checkpointer import Checkpointer
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config import codec
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.places import user_cache
+from jaxinfra.data.batch import Batch
+from jaxinfra.data.corpus import Corpus, open_corpus
+from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.models.decoder import Decoder
+from jaxinfra.training.initialize import first_state, with_frozen
+from jaxinfra.training.job import make_job
+from jaxinfra.training.state import State
+from jaxinfra.training.step import StepMetrics
+
+
+@final
+class Steps:
+    """A run's compiled step on its mesh, for a loop of your own.
+
+    >>> steps = Steps(config)                                        # doctest: +SKIP
+    >>> state = steps.initial_state()                                # doctest: +SKIP
+    >>> for batch in steps.batches():                                # doctest: +SKIP
+    ...     state, metrics = steps(state, batch)
+
+    Args:
+        config: what to train; ``data`` is used by ``batches`` alone.
+
+    Raises:
+        ConfigError: the config cannot run on the devices that are here.
+    """
+
+    def __init__(self, config: RunConfig):
+        self._job = with_frozen(make_job(config))
+        self._corpus: Corpus | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        """The config, with what "auto" settings became."""
+        return self._job.config
+
+    def initial_state(self) -> State:
+        """Parameters drawn by ``training.seed``, or those that ``init`` names, and an optimizer's
+        state, on the mesh.
+        """
+        return first_state(self._job)
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, StepMetrics]:
+        """One step; the state given is consumed. ``float(metrics.loss)`` waits for the devices.
+
+        Args:
+            batch: of [B, T], such as ``batches`` yields or ``batch_of`` makes; B and T may differ
+                from the config's, at the price of a compilation.
+
+        Raises:
+            ConfigError: the batch does not divide over the mesh.
+        """
+        self._check(batch, parts=self.config.training.accumulation)
+        return self._job.train_step(state, self._job.put(batch))
+
+    def loss(self, state: State, batch: Batch) -> float:
+        """Mean cross entropy of a batch in nats per counted target; nothing is trained."""
+        self._check(batch, parts=1)
+        nll, count = self._job.evaluation_step(state.evaluated, self._job.put(batch))
+        return float(nll) / float(count)
+
+    def model(self, state: State) -> Decoder:
+        """The model with a state's parameters: ``model(token_ids)`` gives logits."""
+        return self._job.model.bind(state.evaluated)
+
+    def batches(self, *, first: int = 0, cache_dir: Path | None = None) -> Iterator[Batch]:
+        """Batches of the config's data in the order in which ``train`` reads them, without end.
+
+        Args:
+            first: steps that are done already.
+            cache_dir: where tokenized text is kept; the user's cache by default.
+        """
+        training, corpus = self.config.training, self._open(cache_dir)
+        part, parts = self._job.process_share()
+        batches = train_batches(
+            corpus.train,
+            sequence_length=training.sequence_length,
+            batch_size=training.batch_size,
+            seed=training.seed,
+            process_index=part,
+            process_count=parts,
+            num_threads=self.config.data.num_prefetch_threads,
+            prefetch=self.config.data.prefetch_batches,
+        )
+        if first:
+            batches.restore({**batches.state(), "step": first})
+        return batches
+
+    def save(self, state: State, directory: str | Path) -> None:
+        """Writes a checkpoint of the state into a run directory, made where there is none.
+
+        ``jaxinfra.load``, ``generate`` and ``evaluate`` read it, where ``batches`` was used or the
+        directory has a tokenizer.json.
+        """
+        run = RunDirectory(Path(directory))
+        if not run.config_file.exists():
+            run.create(self.config)
+        if self._corpus is not None and not run.tokenizer_file.exists():
+            self._corpus.tokenizer.save(run.tokenizer_file)
+        with Checkpointer(
+            run.checkpoints,
+            self.config.checkpoint,
+            identity=identity(run, self.config),
+            settings=codec.to_dict(self.config),
+        ) as saver:
+            step = int(state.step)
+            saver.save(step, state, data_state={"step": step})
+
+    def restore(self, directory: str | Path, *, step: int | None = None) -> State:
+        """The state of a checkpoint, on this mesh, whatever mesh it was saved from.
+
+        Args:
+            step: a certain checkpoint; the newest good one by default.
+
+        Raises:
+            CheckpointError: there is none, or it is of another model.
+        """
+        run = RunDirectory(Path(directory))
+        return load(
+            run.checkpoints,
+            self._job.abstract_state(),
+            step=step,
+            identity=identity(run, self.config),
+        ).state
+
+    def _open(self, cache_dir: Path | None) -> Corpus:
+        if self._corpus is None:
+            self._corpus = open_corpus(
+                self.config.data,
+                vocab_size=self.config.model.vocab_size,
+                cache_dir=cache_dir or user_cache(),
+            )
+        return self._corpus
+
+    def _check(self, batch: Batch, *, parts: int) -> None:
+        """Raises ConfigError where this process's rows do not divide over its devices."""
+        mesh, (_, processes) = self.config.mesh, self._job.process_share()
+        rows, length = batch.tokens.shape
+        shards = mesh.num_data_shards // processes * parts
+        if rows % shards:
+            raise ConfigError(
+                f"a batch of {rows} rows does not divide over replica={mesh.replica} x fsdp="
+                f"{mesh.fsdp} devices and {parts} micro-batches; give a multiple of {shards} rows"
+            )
+        if length % (2 * mesh.context) and mesh.context > 1:
+            raise ConfigError(
+                f"rows of {length} tokens do not divide into 2 x context={mesh.context} chunks; "
+                f"give a multiple of {2 * mesh.context} tokens"
+            )
+        if length > self.config.model.max_positions:
+            raise ConfigError(
+                f"rows of {length} tokens exceed the model's max_positions="
+                f"{self.config.model.max_positions}; give shorter ones"
+            )
+
+
+def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
+    """A batch of rows that hold one document each, to be trained on the token that follows.
+
+    >>> batch_of([[1, 2, 3, 4]]).targets.tolist()
+    [[2, 3, 4]]
+
+    Args:
+        tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
+        weights: float [B, T]: 0 where a target does not count; all count by default.
+
+    Raises:
+        ConfigError: other shapes.
+    """
+    rows = np.asarray(tokens)
+    if rows.ndim != 2 or rows.shape[1] < 2 or not np.issubdtype(rows.dtype, np.integer):
+        raise ConfigError(
+            f"tokens of shape {rows.shape} and dtype {rows.dtype}: give whole numbers of [batch, "
+            "length + 1], with a length of at least 1"
+        )
+    shape = (rows.shape[0], rows.shape[1] - 1)
+    counted = np.ones(shape, np.float32) if weights is None else np.asarray(weights, np.float32)
+    if counted.shape != shape:
+        raise ConfigError(f"weights of shape {counted.shape} for targets of {shape}: give as many")
+    return Batch(
+        tokens=rows[:, :-1].astype(np.int32),
+        targets=rows[:, 1:].astype(np.int32),
+        segment_ids=None,
+        positions=None,
+        weights=counted,
+    )

@@ -1,0 +1,61 @@
+"""Who computes a call, as measured: the compiler, or the kernel with which tiles."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+
+from pallas_kernels.common import device, tables
+
+from .config import SkinnyConfig, config_for
+
+OP, QUESTION = "skinny_matmul", "dispatch"
+TUNED = pathlib.Path(__file__).parent / "tuned"
+LEAST_GAIN = 1.03
+"""How much faster than XLA a kernel must have been measured for "auto" to take it."""
+_FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
+"""Powers of two from the nearest measured size within which its measurement is trusted."""
+
+
+def measured_config(M: int, N: int, K: int, *, swiglu: bool) -> SkinnyConfig | None:
+    """The kernel's tiles for a call of the kernel's, where it was faster at the nearest size."""
+    return _measured(M, N, K, swiglu, device.target().slug, str(tables.user_folder()))
+
+
+@functools.cache
+def _measured(M: int, N: int, K: int, swiglu: bool, slug: str, folder: str) -> SkinnyConfig | None:
+    del slug, folder  # what the table depends on
+    table = tables.find(TUNED, OP, QUESTION)
+    if table is None:
+        return None
+    wanted = {"rows": M, "depth": K, "columns": N}
+    found: dict[tuple, list[tables.Row]] = {}
+    for row in table.rows:
+        case = dict(row.case)
+        if case["swiglu"] is not swiglu:
+            continue
+        apart = {name: abs(math.log2(size / _count(case[name]))) for name, size in wanted.items()}
+        if all(apart[name] <= _FARTHEST[name] for name in apart):
+            found.setdefault((sum(apart.values()), row.case), []).append(row)
+    if not found:
+        return None
+    compiler_ms, times = math.inf, {}
+    for row in found[min(found)]:
+        choice = dict(row.choice)
+        if choice.pop("implementation") == "xla":
+            compiler_ms = row.ms
+        else:
+            times[SkinnyConfig(**{name: _count(value) for name, value in choice.items()})] = row.ms
+    for config in sorted(times, key=lambda config: times[config]):
+        if compiler_ms == math.inf or compiler_ms < LEAST_GAIN * times[config]:
+            return None
+        for each in (config, dataclasses.replace(config, cluster=1)):
+            if each.unsupported(M, N, K, swiglu=swiglu) is None:
+                return each
+    return config_for(M, N, K, swiglu=swiglu) if times else None
+
+
+def _count(value: tables.Value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise tables.TableError(f"a measured case or choice has {value!r} for a size")
+    return value

@@ -1,0 +1,107 @@
+"""Experiments to copy run as they stand, at tiny size; the programs of the documentation too."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "experiments" / "copy"
+SMALL = [
+    "model.vocab_size=300",
+    "model.model_dim=16",
+    "model.stacks.0.repeats=2",
+    "model.stacks.0.pattern.0.mixer.head_dim=4",
+    "model.stacks.0.pattern.0.feed_forward.hidden_dim=32",
+    "training.batch_size=2",
+    "data.tokenizer.kind=bytes",
+    "data.heldout_fraction=0.3",
+]
+FIGURES = {
+    "ablation": (["--steps", "2"], ["full: held-out loss", "windowed: held-out loss"]),
+    "learning_rate": (["--steps", "2", "--rates", "1e-3", "1e-2"], ["lowest held-out loss at"]),
+    "new_layer": (["--steps", "2"], ["attention: held-out", "decay: held-out"]),
+    "preferences": (["--steps", "20"], ["step 0:", "step 20:"]),
+    "long_context": (["--steps", "2", "--length", "64"], ["one: final loss", "difference"]),
+    "fine_tune": (["--steps", "4"], ["before", "after"]),
+}
+
+
+def run(module: str, *words: object, place: Path, devices: int = 1) -> str:
+    env = {**os.environ, "XDG_CACHE_HOME": str(place / "cache")}
+    env |= {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", f"experiments.copy.{module}", *map(str, words)]
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def texts(tmp_path) -> Path:
+    place = tmp_path / "texts"
+    place.mkdir()
+    for number in range(8):
+        (place / f"{number}.txt").write_text(f"{number} the cat sat on the mat. " * (20 + number))
+    return place
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_an_experiment_is_a_page(path):
+    lines = path.read_text().splitlines()
+    limit = 40 if path.stem == "own_parts" else 60
+    assert len(lines) <= limit
+    assert path.stem == "own_parts" or "What to conclude" in " ".join(path.read_text().split())
+    assert path.stem in (ROOT / "docs" / "experiments.md").read_text()
+
+
+def test_plans_and_profiles_are_explained_at_once(tmp_path):
+    """Both are pure arithmetic."""
+    assert "tensor: 8.17 ms exposed" in run("explain_profile", place=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIGURES)
+def test_an_experiment_runs(name, texts, tmp_path):
+    options, words = FIGURES[name]
+    settings = [f"--set={each}" for each in (*SMALL, f"data.source={texts}")]
+    if name in ("ablation", "new_layer", "learning_rate"):
+        settings.append("--set=training.sequence_length=32")
+    if name == "preferences":
+        fast = ["optimizer.learning_rate=3e-2", "optimizer.muon=none", "training.steps=20"]
+        fast += ["training.sequence_length=32", "optimizer.warmup_steps=2"]
+        settings += [f"--set={each}" for each in fast]
+    devices = 4 if name == "long_context" else 1
+    said = run(name, *options, "--out", "out", *settings, place=tmp_path, devices=devices)
+    assert all(each in said for each in words), said
+    if name == "preferences":
+        assert "step 0: 0.00" in said
+        assert "step 20: 1.00" in said
+    if name == "long_context":  # sums of another order, in fp32
+        assert float(said.split()[-1]) < 1e-4
+    pictures = {"ablation": "ablation.png", "learning_rate": "rates.png"}
+    assert name not in pictures or (tmp_path / "out" / pictures[name]).stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_plan_says_how_many_gpus(tmp_path):
+    said = run("planning", "--days", "7", "--devices", "8", "64", place=tmp_path)
+    assert "64 GPUs suffice" in said
+
+
+@pytest.mark.slow
+def test_own_model_loss_and_attention_train_on_eight_devices(texts, tmp_path):
+    """In forty lines, with checkpoints and a resumption; another command then reads the run."""
+    said = run("own_parts", texts, tmp_path / "run", place=tmp_path)
+    assert "resumed at step 25" in said
+    assert "fsdp=4, tensor=2" in said
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+    where = str(tmp_path / "run")
+    code = f"import jaxinfra; print(jaxinfra.generate({where!r}, ['the '], max_new_tokens=3))"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GeneratedText(prompt='the '" in done.stdout

@@ -1,0 +1,98 @@
+"""Dialogues and files of prompts: what one prompt alone gives, and a cache that is used."""
+
+import dataclasses
+import io
+import json
+import sys
+
+import chat_model
+import pytest
+
+from jaxinfra.cli.main import main
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.chat_template import encode_chat, load_chat_template
+from jaxinfra.serving.conversation import Conversation
+from jaxinfra.serving.generate import generate_text_after
+from jaxinfra.serving.load import load
+from jaxinfra.serving.sampling import GREEDY
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model") / "chat"
+    config = dataclasses.replace(chat_model.MODEL, max_positions=160)
+    chat_model.write_model(place, config=config)
+    return place
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return load(path)
+
+
+def alone(model, path, messages):
+    """The answer to a conversation that is computed from its first token."""
+    ids = encode_chat(path, load_chat_template(path).render(messages))
+    pieces = generate_text_after(model, ids, max_new_tokens=NEW, sampling=GREEDY)
+    return "".join(piece.text for piece in pieces)
+
+
+@pytest.mark.slow
+def test_a_dialogue_is_what_its_turns_are_alone_and_computes_new_tokens_only(model, path):
+    talk = Conversation(
+        model, path, load_chat_template(path), sampling=GREEDY, max_new_tokens=NEW, context=160
+    )
+    first = "".join(talk.ask("hello there, how is the weather"))
+    assert first == alone(model, path, talk.messages[:1])
+    assert talk.num_cached == 0
+    second = "".join(talk.ask("and tomorrow"))
+    assert second == alone(model, path, talk.messages[:3])
+    assert talk.num_cached >= 16  # pages of what was said before
+    assert [each["role"] for each in talk.messages] == ["user", "assistant"] * 2
+    talk.forget()
+    assert not talk.messages
+    with pytest.raises(DataError):
+        talk.ask("x" * 200)
+    assert not talk.messages  # it was not taken
+
+
+@pytest.mark.slow
+def test_the_command_reads_messages_and_writes_answers(path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n\n/forget\nhello\n/quit\nnever read\n"))
+    options = ["--max-new-tokens", str(NEW), "--temperature", "0", "--context", "96"]
+    assert main(["chat", str(path), *options]) == 0
+    said = capsys.readouterr().out
+    half = len(said) // 2
+    assert said[:half] == said[half:]  # forgotten, the second is the first again
+    assert said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_file_of_prompts_is_answered_in_its_order(name, model, path, tmp_path):
+    prompts = ["hello", "weather and", "el"]
+    lines = [json.dumps({"prompt": each}) if name == "a.jsonl" else each for each in prompts]
+    (tmp_path / name).write_text("\n".join(lines) + "\n")
+    words = ["generate", str(path), "--prompts", str(tmp_path / name), "--chat"]
+    words += ["--max-new-tokens", str(NEW), "--temperature", "0", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    found = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [each["prompt"] for each in found] == prompts
+    for each in found:
+        messages = [{"role": "user", "content": each["prompt"]}]
+        assert each["text"] == alone(model, path, messages)
+        assert each["finish"] in ("length", "eos")
+    assert main(words) == 1  # what is there is not written over
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "is empty"), ('{"text": 3}\n', "neither a"), ("[1]\n", "is no")],
+    ids=["empty", "field", "list"],
+)
+def test_bad_files_of_prompts(text, words, path, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(text)
+    assert main(["generate", str(path), "--prompts", str(tmp_path / "a.jsonl")]) == 1
+    assert words in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""What somebody meets in the first hour: refusals at once, words that help, figures that agree."""
+
+import argparse
+import json
+import resource
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxinfra.cli import train
+from jaxinfra.cli.main import Parser, main
+from jaxinfra.cli.plan_headline import headline, train_command
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.run import Remat, validate
+from jaxinfra.core.errors import ConfigError, DataError, nearest
+from jaxinfra.core.places import local_path
+from jaxinfra.diagnostics import trace
+from jaxinfra.planning.devices import find_device
+from jaxinfra.planning.layout import Layout
+from jaxinfra.planning.model import find_model
+from jaxinfra.planning.plan import make_plan
+from jaxinfra.training.progress import Status
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = Parser(prog="jaxinfra train", allow_abbrev=False)
+    train.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "llama3_8b"])
+def test_fewer_steps_than_the_warm_up_shorten_it_and_say_so(preset, capsys):
+    config = train.config_of(parsed(preset, "--steps", "20"))
+    validate(config)
+    assert (config.training.steps, config.optimizer.warmup_steps) == (20, 2)
+    assert "warm-up of 2 steps instead of" in capsys.readouterr().out
+
+
+def test_a_warm_up_that_was_asked_for_stays(capsys):
+    args = parsed("tiny", "--steps", "20", "--set", "optimizer.warmup_steps=30")
+    with pytest.raises(ConfigError, match="warmup_steps=30 exceeds"):
+        validate(train.config_of(args))
+    assert not capsys.readouterr().out
+
+
+def test_a_refusal_loads_no_jax():
+    program = (
+        "import sys\nfrom jaxinfra.cli.main import main\n"
+        "assert main(['train', 'tiny', '--mesh', 'fsdp=3']) == 1\n"
+        "assert 'jax' not in sys.modules"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "multiple of 3" in done.stderr
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_a_family_is_not_taken_for_another():
+    assert "did you mean 'mixtral_8x7b'" in nearest("mixtral", ["mistral_7b", "mixtral_8x7b"])
+    assert "did you mean 'steps'" in nearest("step", ["seed", "steps"])
+
+
+@pytest.mark.parametrize("place", ["gs://bucket/run", "s3://bucket/run", Path("gs://bucket/run")])
+def test_object_stores_are_refused_by_name(place):
+    with pytest.raises(ConfigError, match="directories that all processes see"):
+        local_path(place)
+    assert local_path("runs/a:b") == Path("runs/a:b")
+
+
+LAYOUTS = {
+    "one device": Layout(length=1024, batch=4, accumulation=2),
+    "sharded": Layout(
+        length=8192, batch=16, mesh=MeshConfig(fsdp=4, tensor=2), sequence_parallel=True
+    ),
+    "zero": Layout(length=512, batch=16, mesh=MeshConfig(replica=2, fsdp=4), zero=2),
+    "interleaved": Layout(length=512, batch=16, mesh=MeshConfig(pipe=4), chunks=4, accumulation=8),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_plan_begins_with_a_command_that_trains_so(name):
+    layout = LAYOUTS[name]
+    plan = make_plan(find_model("llama3_8b"), layout, find_device("h200"))
+    words = shlex.split(train_command("llama3_8b", layout) or "")
+    assert words[:2] == ["jaxinfra", "train"]
+    config = train.config_of(parsed(*words[2:]))
+    validate(config)
+    training, sharding = config.training, config.sharding
+    assert (training.batch_size, training.sequence_length) == (layout.batch, layout.length)
+    assert (training.accumulation, training.remat) == (layout.accumulation, layout.remat)
+    assert (config.mesh, sharding.zero) == (layout.mesh, layout.zero)
+    assert sharding.sequence_parallel == layout.sequence_parallel
+    if layout.chunks > 1:
+        assert config.pipeline.chunks_a_stage == layout.chunks
+    first, second, *_ = headline(plan, searched=True)
+    assert first.startswith(("fastest that fits: llama3_8b", "llama3_8b"))
+    assert f"{plan.time.total_s:.4g} s per step" in first
+    if plan.fits:
+        assert second.strip() == " ".join(words)
+
+
+def test_a_plan_says_why_recomputing_is_predicted_to_be_faster():
+    layout = Layout(length=8192, batch=8, mesh=MeshConfig(fsdp=8), remat=Remat.DOTS)
+    plan = make_plan(find_model("llama3_8b"), layout, find_device("h200"))
+    forms = plan.by_remat()
+    assert forms["none"].time.total_s > forms["dots"].time.total_s
+    (line,) = (line for line in headline(plan, searched=False) if "remat=none" in line)
+    assert "memory takes" in line
+
+
+def test_a_schedule_draws_nothing_unasked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--schedule", "1f1b", "-p", "2", "-m", "4"]) == 0
+    assert "bubble" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_lists_what_there_is(capsys):
+    assert main(["bench"]) == 0
+    assert "linear_cross_entropy" in capsys.readouterr().out
+
+
+def test_bench_step_takes_a_size_that_a_cpu_can_do(monkeypatch, capsys):
+    from experiments.bench import step
+
+    monkeypatch.setattr(sys, "argv", ["step"])
+    args = step._arguments()
+    step._require_size(args)
+    assert (args.preset, args.batch, args.length) == ("tiny", 2, 128)
+    assert "on a CPU" in capsys.readouterr().out
+
+
+def test_an_example_of_a_trace_ships(capsys):
+    assert main(["trace", "--example", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["by_kind_ms"].values()) == pytest.approx(found["span_ms"], rel=1e-6)
+    assert found["communication_by_axis"]["tensor"]["launches"] == 101
+    assert main(["trace"]) == 1
+
+
+def test_a_profile_of_a_cpu_says_what_to_do(monkeypatch, tmp_path):
+    class Plane:
+        name = "/host:CPU"
+        lines = ()
+
+    class Profile:
+        planes = (Plane(),)
+
+        @staticmethod
+        def from_file(_):
+            return Profile()
+
+    monkeypatch.setattr(trace.jax.profiler, "ProfileData", Profile)
+    (tmp_path / "a.xplane.pb").touch()
+    with pytest.raises(DataError, match=r"tensorboard --logdir.*jaxinfra trace --example"):
+        trace.device_events(tmp_path)
+
+
+def test_the_held_out_loss_shown_says_of_which_step_it_is():
+    values = {"step": 9, "loss": 1.0, "gradient_norm": 1.0, "learning_rate": 1e-3}
+    values |= {"loss_scale": 1.0, "skipped": 0}
+
+    class Stopped:
+        step_s = None
+
+        def tokens_per_s(self, step_s):
+            return step_s
+
+        mfu = tokens_per_s
+
+    def cells(step):
+        heldout = {"step": step, "heldout_loss": 2.5}
+        return dict(Status.of(values, Stopped(), steps=10, heldout=heldout).cells())
+
+    assert cells(9)["held-out"] == "2.5000"
+    assert cells(4)["held-out"] == "2.5000 (step 4)"
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxinfra 0.")
+
+
+def test_presets(capsys):
+    assert main(["presets", "mixtral", "--json"]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)] == [
+        "mixtral_8x7b",
+        "mixtral_8x22b",
+    ]
+    assert main(["presets", "mixtrall"]) == 1

@@ -1,0 +1,118 @@
+"""Lion and Adafactor against their formulas in NumPy; on a mesh they are one device's."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.optimizer import (
+    LearningRateSchedule,
+    MuonConfig,
+    OptimizerConfig,
+    OptimizerKind,
+)
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.definition import DimsLeaf, define_model
+from jaxinfra.optim.optimizer import make_optimizer
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.mesh import make_mesh
+from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.rules import state_rules
+from tests.sharded.cases import gpt_like
+
+RATE, DECAY = 0.01, 0.1
+CONFIG = OptimizerConfig(
+    learning_rate=RATE,
+    schedule=LearningRateSchedule.CONSTANT,
+    weight_decay=DECAY,
+    beta1=0.9,
+    beta2=0.99,
+    clip_norm=None,
+)
+DIMS = {"matrix": DimsLeaf(("embed", "mlp")), "scale": DimsLeaf(("embed",))}
+SHAPES = {"matrix": (128, 256), "scale": (128,)}
+
+
+def config(kind: OptimizerKind) -> OptimizerConfig:
+    return dataclasses.replace(CONFIG, kind=kind)
+
+
+def drawn(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def third_update(kind: OptimizerKind) -> dict[str, np.ndarray]:
+    optimizer = make_optimizer(config(kind), dims=DIMS, steps=10)
+    parameters = drawn(0)
+    state, updates = optimizer.init(parameters), None
+    for step in range(3):
+        updates, state = optimizer.update(drawn(step + 1), state, parameters)
+    return updates
+
+
+def test_lion():
+    moment = dict.fromkeys(SHAPES, 0.0)
+    for step in range(3):
+        gradient = drawn(step + 1)
+        turned = {name: 0.9 * moment[name] + 0.1 * gradient[name] for name in SHAPES}
+        moment = {name: 0.99 * moment[name] + 0.01 * gradient[name] for name in SHAPES}
+    parameters, found = drawn(0), third_update(OptimizerKind.LION)
+    decayed = {"matrix": DECAY * parameters["matrix"], "scale": 0.0}
+    for name in SHAPES:
+        clear = np.abs(turned[name]) > 1e-6  # of the rest rounding decides the sign
+        expected = -RATE * (np.sign(turned[name]) + decayed[name])
+        np.testing.assert_allclose(found[name][clear], expected[clear], rtol=1e-5)
+
+
+def test_adafactor():
+    rows, columns, whole = np.zeros(128), np.zeros(256), np.zeros(128)
+    for step in range(3):
+        gradient = {name: value.astype(np.float64) for name, value in drawn(step + 1).items()}
+        decay = 1.0 - (step + 1.0) ** -0.8
+        square = gradient["matrix"] ** 2 + 1e-30
+        rows = decay * rows + (1 - decay) * square.mean(axis=1)
+        columns = decay * columns + (1 - decay) * square.mean(axis=0)
+        whole = decay * whole + (1 - decay) * (gradient["scale"] ** 2 + 1e-30)
+    moment = np.outer(rows, columns) / rows.mean()
+    steps = {
+        "matrix": gradient["matrix"] / np.sqrt(moment),
+        "scale": gradient["scale"] / np.sqrt(whole),
+    }
+    steps = {k: v / max(1.0, float(np.sqrt(np.mean(v**2)))) for k, v in steps.items()}
+    steps["matrix"] += DECAY * drawn(0)["matrix"]
+    found = third_update(OptimizerKind.ADAFACTOR)
+    for name in SHAPES:
+        # A dozen roundings of means of up to 256 terms in fp32.
+        np.testing.assert_allclose(found[name], -RATE * steps[name], rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", [OptimizerKind.LION, OptimizerKind.ADAFACTOR])
+def test_on_a_mesh_updates_are_one_device_s(kind):
+    model = define_model(gpt_like(), execution_on())
+    optimizer = make_optimizer(config(kind), dims=model.dims, steps=10)
+    placement = Placement(
+        mesh=make_mesh(MeshConfig(fsdp=4, tensor=2)), rules=state_rules(ShardingConfig())
+    )
+    shares, states = placement.updates(model), placement.optimizer(optimizer, model)
+    rng = np.random.default_rng(0)
+    parameters, gradients = (
+        jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), model.shapes)
+        for _ in range(2)
+    )
+    state = optimizer.init(parameters)
+    alone, _ = jax.jit(optimizer.update)(gradients, state, parameters)
+    step = jax.jit(
+        optimizer.update, in_shardings=(shares, states, shares), out_shardings=(shares, states)
+    )
+    spread, after = step(gradients, state, parameters)
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+def test_muon_is_beside_adamw_only():
+    with pytest.raises(ConfigError, match=r"set optimizer\.muon=none"):
+        dataclasses.replace(CONFIG, kind=OptimizerKind.LION, muon=MuonConfig())

@@ -1,0 +1,95 @@
+"""The form that serving runs computes what the model computes."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import MlpConfig, MlpKind, Stack
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.models.definition import by_path, define_model
+from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.placement import serving_placement
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig
+from tests.decoder_oracle import attention, drawn, model, oracle
+from tests.tolerance import assert_within_rounding
+
+GATED = MlpConfig(kind=MlpKind.SWIGLU, hidden_dim=24, bias=True)
+# Two stacks, one of two blocks, with all that is packed, and what is not.
+_PATTERN = model(attention(window=5, qkv_bias=True), attention(num_kv_heads=1))
+CONFIG = dataclasses.replace(
+    _PATTERN,
+    stacks=(
+        Stack(pattern=(dataclasses.replace(_PATTERN.blocks[0], feed_forward=GATED),), repeats=3),
+        Stack(pattern=_PATTERN.stacks[0].pattern, repeats=2),
+    ),
+)
+PROMPTS = ((5,) * 3, tuple(range(1, 24)))
+
+
+@pytest.fixture(scope="module")
+def forms():
+    definition = define_model(CONFIG, execution_on())
+    parameters = drawn(definition)
+    served = serving_form(definition, execution_on(packed=True))
+    return definition, parameters, served
+
+
+def test_every_layer_has_arrays_of_its_own(forms):
+    definition, parameters, served = forms
+    arrays = by_path(serving_parameters(served, CONFIG, parameters))
+    assert {path: x.shape for path, x in arrays.items()} == {
+        path: x.shape for path, x in by_path(served.arrays).items()
+    }
+    assert sum(x.size for x in arrays.values()) == definition.num_parameters
+    # Three layers of the first stack, then the second stack's pattern of two, twice.
+    np.testing.assert_array_equal(
+        arrays["blocks/4/attention_norm/scale"][0],
+        parameters["blocks"][2]["attention_norm"]["scale"][0],
+    )
+
+
+def test_logits_are_within_rounding(forms):
+    _, parameters, served = forms
+    ids = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    decoder = served.bind(serving_parameters(served, CONFIG, parameters))
+    assert_within_rounding(jax.jit(decoder)(ids), oracle(parameters, CONFIG, ids))
+
+
+@pytest.fixture(scope="module")
+def decoders(forms):
+    definition, parameters, _ = forms
+    loaded = LoadedModel(
+        definition=definition,
+        parameters=parameters,
+        tokenizer=bytes_tokenizer(),
+        config=None,
+        step=None,
+    )
+    return loaded.decoder, loaded.serving_decoder(is_straight=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingConfig(top_k=5)], ids=["greedy", "drawn"])
+def test_generation_is_the_same(decoders, sampling):
+    assert [len(each.blocks) for each in decoders] == [3, CONFIG.num_layers]
+    plain, form = (
+        [(t.row, t.token) for t in generate(each, PROMPTS, max_new_tokens=8, sampling=sampling)]
+        for each in decoders
+    )
+    assert plain == form
+
+
+def test_what_cannot_be_packed_is_refused():
+    adapted = define_model(CONFIG, execution_on(), lora=LoraConfig(rank=2, targets=("query",)))
+    with pytest.raises(UnsupportedError, match="adapters"):
+        serving_form(adapted, execution_on(packed=True))
+    placement = serving_placement(model(attention(), vocab_size=32), MeshConfig(tensor=2))
+    with pytest.raises(UnsupportedError, match="tensor=2"):
+        execution_on(placement, packed=True)

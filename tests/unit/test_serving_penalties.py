@@ -1,0 +1,145 @@
+"""Bias, penalties, masks and log-probabilities of a draw, against the formulas in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.sampling import (
+    GREEDY,
+    NO_TOKEN,
+    SamplingConfig,
+    SamplingNeeds,
+    SamplingRows,
+    log_probabilities,
+    sample,
+)
+from jaxinfra.serving.token_history import TokenHistory
+
+IDS = 40
+PROMPT, DRAWN = (3, 5, 5, 8), (8, 9, 9, 9, 2)
+CONFIGS = [
+    GREEDY,
+    SamplingConfig(temperature=0.0, repetition_penalty=1.8),
+    SamplingConfig(temperature=0.0, repetition_penalty=0.5),
+    SamplingConfig(temperature=0.0, presence_penalty=1.1),
+    SamplingConfig(temperature=0.0, frequency_penalty=-0.7),
+    SamplingConfig(temperature=0.0, logit_bias=((7, 9.0), (1, -np.inf))),
+    SamplingConfig(
+        temperature=0.0,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias=((9, 4.0),),
+    ),
+]
+
+
+def history(batch: int) -> TokenHistory:
+    empty = TokenHistory.empty(batch=batch, num_ids=IDS)
+    ids = np.zeros((batch, 6), np.int32)
+    ids[:, : len(PROMPT)] = PROMPT
+    filled = empty.prompted(jnp.asarray(ids), jnp.full(batch, len(PROMPT), jnp.int32))
+    for token in DRAWN:
+        filled = filled.after(jnp.full(batch, token, jnp.int32), jnp.ones(batch, bool))
+    return filled
+
+
+def expected_logits(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    for token, bias in config.logit_bias:
+        logits[token] += bias
+    for token in {*PROMPT, *DRAWN}:
+        repetition = config.repetition_penalty
+        logits[token] *= repetition if logits[token] < 0 else 1 / repetition
+    for token in DRAWN:
+        logits[token] -= config.frequency_penalty
+    for token in set(DRAWN):
+        logits[token] -= config.presence_penalty
+    return logits
+
+
+def test_penalties_and_bias_move_the_logits_by_their_formulas():
+    rng = np.random.default_rng(0)
+    rows, needs = SamplingRows.of(CONFIGS), SamplingNeeds.of(CONFIGS)
+    assert needs == SamplingNeeds(bias=True, penalties=True)
+    told = jax.jit(sample, static_argnames="needs")
+    keys = jax.random.split(jax.random.key(0), len(CONFIGS))
+    changed = 0
+    for _ in range(50):
+        logits = rng.normal(size=(len(CONFIGS), IDS)).astype(np.float32)
+        got = told(logits, keys, rows=rows, needs=needs, history=history(len(CONFIGS)))
+        want = [
+            int(np.argmax(expected_logits(row, config)))
+            for row, config in zip(logits, CONFIGS, strict=True)
+        ]
+        assert got.ids_B.tolist() == want
+        changed += sum(np.argmax(logits, axis=1) != want)
+    assert changed > 50, "these settings would have shown nothing"
+
+
+def test_a_row_begun_again_has_the_history_it_had():
+    batch, ids = 3, np.array([*PROMPT, *DRAWN, 30, 30], np.int32)
+    whole = history(batch)
+    other = whole.after(jnp.full(batch, 33, jnp.int32), jnp.array([False, True, False]))
+    assert other.drawn_BV[:, 33].tolist() == [0, 1, 0]
+    again = other.begin(
+        jnp.int32(1),
+        jnp.asarray(ids),
+        num_prompt=jnp.int32(len(PROMPT)),
+        num_tokens=jnp.int32(len(PROMPT) + len(DRAWN)),
+    )
+    np.testing.assert_array_equal(again.drawn_BV, whole.drawn_BV)
+    np.testing.assert_array_equal(again.prompted_BV, whole.prompted_BV)
+
+
+def test_a_mask_of_bits_says_what_may_be_drawn():
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.normal(size=(4, IDS)), jnp.float32)
+    allowed = rng.integers(0, 2, (4, IDS)).astype(bool)
+    allowed[3] = False
+    bits = np.zeros((4, 64), np.uint8)
+    bits[:, :IDS] = allowed
+    words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
+    keys = jax.random.split(jax.random.key(0), 4)
+    greedy = {"rows": SamplingRows.of([GREEDY] * 4), "needs": SamplingNeeds()}
+    got = sample(logits, keys, allowed_BW=jnp.asarray(words), **greedy)
+    want = np.argmax(np.where(allowed, logits, -np.inf), axis=1)
+    # Nothing is left to draw in the last: whoever asked must be told.
+    assert got.ids_B.tolist() == [*want[:3].tolist(), NO_TOKEN]
+
+
+@pytest.mark.parametrize("num_ids", [IDS, 5000], ids=["one-block", "blocks"])
+def test_log_probabilities_are_the_models_own(num_ids):
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(3, num_ids)).astype(np.float32)
+    logits[0, [7, 17, 27]] = 9.0  # equals: lower ids first
+    ids = np.array([1, 17, 5], np.int32)
+    got = log_probabilities(jnp.asarray(logits), jnp.asarray(ids), num_top=20)
+    wide = logits.astype(np.float64)
+    true = wide - np.log(np.sum(np.exp(wide), axis=1, keepdims=True))
+    order = np.argsort(-wide, axis=1, kind="stable")[:, :20]
+    np.testing.assert_array_equal(got.top_ids_BK, order)
+    # fp32: the sum of exponentials to log2(V) roundings, then a difference of numbers below 16.
+    bound = (np.log2(num_ids) + 4) * 2.0**-24 * 16
+    np.testing.assert_allclose(got.top_BK, np.take_along_axis(true, order, 1), atol=bound, rtol=0)
+    np.testing.assert_allclose(got.chosen_B, true[np.arange(3), ids], atol=bound, rtol=0)
+    assert SamplingNeeds.of([GREEDY, SamplingConfig(logprobs=3)]).logprobs == 3
+    drawn = sample(
+        jnp.asarray(logits), jax.random.split(jax.random.key(0), 3),
+        rows=SamplingRows.of([SamplingConfig(temperature=0.0, logit_bias=((4, 50.0),))] * 3),
+        needs=SamplingNeeds(bias=True, logprobs=0),
+    )  # fmt: skip
+    assert drawn.ids_B.tolist() == [4] * 3
+    assert drawn.logprobs is not None
+    np.testing.assert_allclose(drawn.logprobs.chosen_B, true[:, 4], atol=bound, rtol=0)
+
+
+def test_bias_has_as_much_room_as_it_is_given():
+    config = SamplingConfig(logit_bias=((3, 1.0), (4, 1.0)))
+    assert SamplingRows.of([config, GREEDY], num_biases=5).bias_BE.shape == (2, 5)
+    with pytest.raises(ConfigError, match="room for 1"):
+        SamplingRows.of([config], num_biases=1)
+    with pytest.raises(ConfigError, match="named once"):
+        SamplingConfig(logit_bias=((3, 1.0), (3, 2.0)))
