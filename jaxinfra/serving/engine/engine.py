@@ -15,7 +15,6 @@ from jaxinfra.serving.engine.detokenize import TextStream
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import StepPlan
-from jaxinfra.serving.engine.programs import MOST_SCORES
 from jaxinfra.serving.engine.requests import (
     EndReason,
     GenerationRequest,
@@ -23,7 +22,7 @@ from jaxinfra.serving.engine.requests import (
     RequestStream,
     TokenScore,
 )
-from jaxinfra.serving.engine.runner import Dispatched, Drawn, ModelRunner
+from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, Drawn, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.generate import original_context
 from jaxinfra.serving.load import LoadedModel
@@ -167,11 +166,13 @@ class Engine:
                 f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
                 f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
             )
-        if request.num_scores is not None and not 0 <= request.num_scores <= MOST_SCORES:
-            raise ConfigError(f"{request.num_scores} scores: it must lie in 0..{MOST_SCORES}")
-        if request.scores_prompt and request.num_scores is None:
+        if request.scores_prompt and request.sampling.logprobs is None:
+            raise ConfigError("scores_prompt needs sampling.logprobs: how many are told")
+        biased = [token for token, _ in request.sampling.logit_bias]
+        if len(biased) > MOST_BIASES or max(biased, default=0) >= self.num_ids:
             raise ConfigError(
-                "scores_prompt needs num_scores: how many of the most likely are told"
+                f"logit_bias of {len(biased)} ids up to {max(biased)}: at most {MOST_BIASES} ids "
+                f"below {self.num_ids} can be given one"
             )
         if request.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be at least 1")

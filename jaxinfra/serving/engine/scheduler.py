@@ -109,7 +109,7 @@ class Scheduler:
     def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
         """One token of a request that is past its prompt, and drafts after it."""
         room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
-        if stream.request.constraint is None and stream.request.num_scores is None:
+        if stream.can_be_drafted:
             if self._propose is not None:
                 drafts = tuple(self._propose(stream))[:room]
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)

@@ -59,6 +59,11 @@ class GenerationBody(pydantic.BaseModel):
     temperature: float = pydantic.Field(default=1.0, ge=0.0, le=100.0)
     top_p: float | None = pydantic.Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = pydantic.Field(default=None, ge=-1)
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
     n: int = pydantic.Field(default=1, ge=1, le=128)
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -78,7 +83,17 @@ class GenerationBody(pydantic.BaseModel):
     def sampling(self) -> SamplingConfig:
         """How tokens are drawn."""
         top_k = self.top_k if self.top_k and self.top_k > 0 else None  # 0 and -1: all
-        return SamplingConfig(temperature=self.temperature, top_k=top_k, top_p=self.top_p)
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_k=top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            logprobs=self.num_scores,
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:

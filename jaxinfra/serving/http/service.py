@@ -134,7 +134,6 @@ class Service:
                         stop_ids=frozenset(body.stop_token_ids),
                         stop=body.stops,
                         constraint=constraint,
-                        num_scores=body.num_scores,
                         scores_prompt=scores_prompt,
                     )
                 )
