@@ -3,6 +3,7 @@
 jaxinfra doctor                     GPUs, links, host, software and settings of this machine
 jaxinfra doctor --record FILE       the same, and what the driver answered, for others to look at
 jaxinfra doctor --answers FILE      what such a recording says
+jaxinfra doctor data SOURCE         odd documents of a run's data, or of a directory or file
 jaxinfra doctor checkpoint RUN      every file of every checkpoint against its SHA-256
 jaxinfra doctor recorder RUN        what every rank did last, and where it was when a run hung
 """
@@ -12,6 +13,7 @@ import collections
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,19 @@ import jax
 
 from jaxinfra.checkpoint import directory_layout, verify
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.data import DataConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_json
+from jaxinfra.data.sources import scan
+from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.examine import machine_findings
-from jaxinfra.diagnostics.machine.finding import Grade, worst
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, worst
 from jaxinfra.diagnostics.machine.links import link_findings, measure_links
 from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
 from jaxinfra.reliability.recorder import describe_events, read_records
 from jaxinfra.reliability.watchdog import REPORT, read_report
 
-_OF_A_RUN = ("checkpoint", "recorder")
+_OF_A_RUN = ("checkpoint", "data", "recorder")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     if args.run is None:
         raise ConfigError(f"doctor {args.what} needs a run directory: doctor {args.what} RUN")
     directory = RunDirectory(args.run)
+    if args.what == "data":
+        return _data(args, directory)
     directory.read_config()
     return _checkpoint(args, directory) if args.what == "checkpoint" else _recorder(args)
 
@@ -67,7 +74,21 @@ def _machine(args: argparse.Namespace) -> int:
     broken = any(each.subject == "XLA_FLAGS" and each.grade is Grade.FAIL for each in found)
     if answers is None and not args.no_links and not broken and jax.default_backend() == "gpu":
         found += link_findings(measure_links(LiveAnswers(), jax.local_devices()))
-    if args.json:
+    return _show(found, as_json=args.json)
+
+
+def _data(args: argparse.Namespace, directory: RunDirectory) -> int:
+    """Oddities of documents: a run's training source, or the source that is named."""
+    spec, text_field = str(args.run), DataConfig().text_field
+    if directory.config_file.is_file():
+        data = directory.read_config().data
+        spec, text_field = data.source, data.text_field
+    return _show(audit(scan(spec).documents(text_field=text_field)).findings(), as_json=args.json)
+
+
+def _show(found: Sequence[Finding], *, as_json: bool) -> int:
+    """Prints findings; 1 where one fails."""
+    if as_json:
         rows = [dataclasses.asdict(each) for each in found]
         print(json.dumps({"grade": worst(found), "findings": rows}, indent=1))
         return 1 if worst(found) is Grade.FAIL else 0

@@ -3,6 +3,7 @@
 jaxinfra gym --list
 jaxinfra gym 1 9 13
 jaxinfra gym --all --jobs 4
+jaxinfra gym --causes
 jaxinfra gym 1 2 -- small --data /texts --set model.stacks.0.repeats=2
 jaxinfra gym --all -- --config runs/mine/config.json --set model.stacks.0.repeats=2
 
@@ -28,6 +29,7 @@ from jaxinfra.core.signals import raised_signals
 from jaxinfra.core.text import whole_number
 from jaxinfra.gym import damage, deaths, own_config, wrong_or_slow  # entered by import
 from jaxinfra.gym.arena import Arena
+from jaxinfra.gym.causes import CAUSES
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
 _LISTS = (deaths, wrong_or_slow, damage)
@@ -37,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--all", action="store_true", help="every fault")
+    parser.add_argument(
+        "--causes", action="store_true", help="causes of slow steps: are they named first?"
+    )
     parser.add_argument("--list", action="store_true", help="say which there are, and stop")
     parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: gym/TIME)")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
@@ -54,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
         for number in sorted(FAULTS):
             print(f"{number:2d}  {FAULTS[number].title}")
         return 0
+    if args.causes:
+        return _causes(args)
     unknown = [word for word in numbers if whole_number(word) not in FAULTS]
     if not args.all and not numbers:
         unknown = options[:1]
@@ -86,6 +93,24 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"{len(chosen) - failed} of {len(chosen)} faults passed; runs and logs in {place}")
     return 1 if failed else 0
+
+
+def _causes(args: argparse.Namespace) -> int:
+    place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
+    arena = Arena(place.absolute(), options=(), processes=2)
+    missed = 0
+    for name, judge_cause in CAUSES.items():
+        found = judge_cause(arena)
+        missed += not found.is_first
+        if args.json:
+            print(json.dumps({"name": name} | dataclasses.asdict(found)), flush=True)
+            continue
+        gain = ""
+        if found.predicted_ms is not None and found.measured_ms is not None:
+            gain = f"  said {found.predicted_ms:.0f} ms, measured {found.measured_ms:.0f} ms"
+        word = "named" if found.is_first else "MISSED"
+        print(f"{word:6s}  {name}: {found.made_by}: {found.said}{gain}", flush=True)
+    return 1 if missed else 0
 
 
 def _show(verdict: Verdict, *, as_json: bool) -> None:

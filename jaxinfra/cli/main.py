@@ -17,6 +17,7 @@ from typing import NoReturn, override
 from jaxinfra import __version__
 from jaxinfra.core.errors import JaxinfraError, nearest
 from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
+from jaxinfra.core.text import is_text
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -30,6 +31,9 @@ COMMANDS = {
     "launch": "start several processes of one job, and start them again when one fails",
     "gym": "inject faults into small runs, and judge what was lost",
     "doctor": "what is wrong with this machine or a run, and what to do",
+    "watch": "a run as it trains",
+    "report": "a run in one HTML file",
+    "compare": "runs side by side",
     "memory": "where a step's memory goes, and what would fit",
     "bench": "ours beside the alternatives, in one process",
     "trace": "a profiler trace, explained: what delays a step",
@@ -70,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"jaxinfra {__version__}")
         return 0
+    for number, word in enumerate(arguments, start=1):
+        if not is_text(word):
+            print(f"jaxinfra: argument {number} is not UTF-8 text: {word!a}", file=sys.stderr)
+            return 2
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"jaxinfra: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)

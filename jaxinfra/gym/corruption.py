@@ -103,6 +103,12 @@ def _like(
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
+def shorten(batch: Any, plan: Mapping[str, Any]) -> Any:
+    """A batch of half the tokens, for ``jaxinfra.training.job:Job.put`` in a job of one process."""
+    del plan
+    return jax.tree.map(lambda leaf: leaf[:, : leaf.shape[1] // 2], batch)
+
+
 def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
     """A step that ends as on a device with ``limit`` bytes where it needs more.
 

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
 import pynvml
 import pytest
@@ -147,6 +148,14 @@ def test_what_a_driver_does_not_tell_is_no_alarm():
     found = gpu_findings(RecordedAnswers(answers))
     assert worst(found) is Grade.OK
     assert sum(each.grade is Grade.UNKNOWN for each in found) == 9
+
+
+def test_a_recorded_h200_is_healthy():
+    """What the driver of a machine with one H200 answered: it has no NVLink to tell of."""
+    answers = RecordedAnswers.read(Path(__file__).with_name("nvml_h200.json"))
+    found = driver_findings(answers) + gpu_findings(answers)
+    assert [each.subject for each in found if each.grade is not Grade.OK] == ["gpu 0: NVLink"]
+    assert worst(found) is Grade.OK
 
 
 def test_an_old_driver_fails():

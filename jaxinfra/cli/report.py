@@ -1,0 +1,27 @@
+"""A run in one HTML file: what delays it, curves, wall time, ranks, incidents, settings.
+
+jaxinfra report runs/small-1                  writes runs/small-1/report.html
+"""
+
+import argparse
+from pathlib import Path
+
+from jaxinfra.checkpoint.run_directory import write_atomically
+from jaxinfra.diagnostics.run_page import run_page
+from jaxinfra.diagnostics.run_view import read_view
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="(RUN/report.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads the run and writes the page."""
+    page = run_page(read_view(args.run))
+    file = args.out or args.run / "report.html"
+    write_atomically(file, page)
+    print(f"{file}: {len(page) / 1e6:.2f} MB")
+    return 0

@@ -1,0 +1,115 @@
+"""A run in one HTML file, with its pictures inside."""
+
+import base64
+import html
+import io
+from collections.abc import Iterable, Sequence
+
+from matplotlib.figure import Figure
+
+from jaxinfra.diagnostics.run_view import RunView
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:62rem;margin:2rem auto;padding:0 1rem}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem;border-bottom:1px solid #ddd}
+table{border-collapse:collapse;font-size:.9rem}td,th{padding:.2rem .8rem .2rem 0;text-align:left;
+vertical-align:top;border-bottom:1px solid #eee}img{max-width:100%}p.first{background:#f4f6f8;
+padding:.7rem 1rem;border-left:4px solid #4e79a7}details{margin-top:1rem}
+"""
+
+
+def run_page(view: RunView) -> str:
+    """The page: what delays the run, curves, wall time, ranks, incidents, settings."""
+    first = view.explanation.paragraph() if view.explanation else "No step is done yet."
+    parts = [
+        f"<h1>{html.escape(str(view.path))}</h1>",
+        _table(list(view.headline()), [list(view.headline().values())]),
+        f'<p class="first">{html.escape(first)}</p>',
+    ]
+    if view.records:
+        parts += ["<h2>Loss</h2>", _image(draw_curves([view]), "training and held-out loss")]
+        parts += ["<h2>Time per step</h2>", _image(_times(view), "seconds per step")]
+    if view.causes:
+        whole = sum(view.causes.values())
+        rows = [
+            [cause, f"{seconds:.1f}", f"{seconds / whole:.1%}"]
+            for cause, seconds in sorted(view.causes.items(), key=lambda item: -item[1])
+        ]
+        parts += ["<h2>Wall time</h2>", _table(["cause", "s", "share"], rows)]
+    if any(view.ranks.values()):
+        phases = sorted({name for each in view.ranks.values() for name in each})
+        rows = [
+            [str(rank), *(f"{each.get(name, 0.0):.1f}" for name in phases)]
+            for rank, each in sorted(view.ranks.items())
+        ]
+        parts += ["<h2>Ranks, ms per step</h2>", _table(["rank", *phases], rows)]
+    shown = [[str(each["step"]), each["kind"], each["text"]] for each in view.incidents]
+    parts += ["<h2>Incidents</h2>", _table(["step", "kind", "what"], shown or [["-", "none", ""]])]
+    balance = [name for name in (view.records or [{}])[-1] if name.startswith("layers/")]
+    if balance:
+        rows = [[name, f"{view.records[-1][name]:.4g}"] for name in balance]
+        parts += ["<h2>Layers, last step</h2>", _table(["what", "value"], rows)]
+    settings = [[path, str(value)] for path, value in view.config.items()]
+    parts.append(f"<details><summary>Settings</summary>{_table(['', ''], settings)}</details>")
+    title = html.escape(view.path.name)
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def draw_curves(views: Sequence[RunView]) -> Figure:
+    """Training loss of runs, faint and smoothed, and their held-out losses as points."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for number, view in enumerate(views):
+        color = f"C{number}"
+        steps = [each["step"] for each in view.records if each["loss"] is not None]
+        losses = [each["loss"] for each in view.records if each["loss"] is not None]
+        axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, _smooth(losses), color=color, label=view.path.name)
+        if view.heldout:
+            axes.plot(*zip(*view.heldout, strict=True), "o", color=color, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token (points: held-out)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _times(view: RunView) -> Figure:
+    figure = Figure(figsize=(9, 2.4), layout="constrained")
+    axes = figure.add_subplot()
+    known = [(each["step"], each["step_s"]) for each in view.records if each.get("step_s")]
+    if known:
+        axes.plot(*zip(*known, strict=True), linewidth=0.8)
+    for each in view.incidents:
+        axes.axvline(each["step"], color="#e15759", linewidth=0.8, linestyle=":")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step (dotted: incidents)")
+    axes.set_ylabel("s per step")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    found: list[float] = []
+    for value in values:
+        found.append(value if not found else 0.9 * found[-1] + 0.1 * value)
+    return found
+
+
+def _image(figure: Figure, text: str) -> str:
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=110)
+    inside = base64.b64encode(data.getvalue()).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{inside}">'
+
+
+def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    def row(cells: Iterable[str], kind: str) -> str:
+        inside = "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells)
+        return f"<tr>{inside}</tr>"
+
+    return f"<table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table>"

@@ -1,0 +1,102 @@
+"""A run directory as people look at it: while it runs, afterwards, and beside others."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config import codec
+from jaxinfra.core.json_lines import read_log
+from jaxinfra.diagnostics.delays import Explanation, explain_step, phase_ms
+from jaxinfra.reliability.goodput import goodput, read_sessions, sum_causes
+from jaxinfra.reliability.incidents import read_incidents
+from jaxinfra.reliability.recorder import read_records
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What a run's files say at one moment."""
+
+    path: Path
+    config: dict[str, Any]  # settings by their dotted path
+    tokens_per_step: int
+    num_steps: int
+    records: list[dict[str, Any]]  # of steps, oldest first
+    heldout: list[tuple[int, float]]  # step and loss
+    causes: dict[str, float]  # seconds of wall time
+    goodput: float | None
+    incidents: list[dict[str, Any]]
+    ranks: dict[int, dict[str, float]]  # milliseconds per step by phase
+    summary: dict[str, Any] | None
+    explanation: Explanation | None
+
+    @property
+    def step_s(self) -> float | None:
+        """The median of the newest 50 steps."""
+        times = [each["step_s"] for each in self.records[-50:] if each.get("step_s")]
+        return statistics.median(times) if times else None
+
+    def headline(self) -> dict[str, str]:
+        """Names and values, as a first line shows them."""
+        last = self.records[-1] if self.records else {}
+        step_s = self.step_s
+        summary = self.summary or {}
+        return {
+            "step": f"{last.get('step', 0)}/{self.num_steps}",
+            "loss": _number(last.get("loss"), ".4f"),
+            "held-out": _number(self.heldout[-1][1] if self.heldout else None, ".4f"),
+            "tokens/s": _number(self.tokens_per_step / step_s if step_s else None, ",.0f"),
+            "ms per step": _number(1e3 * step_s if step_s else None, ".1f"),
+            "MFU": _number(summary.get("mfu"), ".1%"),
+            "peak": _number((summary.get("peak_bytes") or 0) / 2**30 or None, ".2f", " GiB"),
+            "goodput": _number(self.goodput, ".1%"),
+            "incidents": str(len(self.incidents)),
+        }
+
+
+def read_view(directory: Path) -> RunView:
+    """Reads a run; raises ConfigError where the directory is none."""
+    run = RunDirectory(directory)
+    config = run.read_config()
+    lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
+    causes = sum_causes(read_sessions(run.goodput_file))
+    return RunView(
+        path=directory,
+        config=dict(_flat(codec.to_dict(config))),
+        tokens_per_step=config.training.batch_size * config.training.sequence_length,
+        num_steps=config.training.steps,
+        records=[line for line in lines if "loss" in line],
+        heldout=[
+            (line["step"], line["heldout_loss"])
+            for line in lines
+            if line.get("heldout_loss") is not None
+        ],
+        causes={cause: seconds for cause, seconds in causes.items() if seconds > 0},
+        goodput=goodput(causes),
+        incidents=read_incidents(run.incidents_file),
+        ranks={each.rank: phase_ms(each) for each in read_records(run.recorder)},
+        summary=run.read_summary(),
+        explanation=explain_step(None, directory),
+    )
+
+
+def differing_settings(views: Sequence[RunView]) -> dict[str, list[str]]:
+    """Settings that are not the same in all runs, with each run's value; "-" where it has none."""
+    paths = dict.fromkeys(path for view in views for path in view.config)
+    rows = {path: [str(view.config.get(path, "-")) for view in views] for path in paths}
+    return {path: values for path, values in rows.items() if len(set(values)) > 1}
+
+
+def _flat(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    items = values.items() if isinstance(values, Mapping) else enumerate(values)
+    for name, value in items:
+        if isinstance(value, Mapping) or (isinstance(value, list) and value):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, form) + unit

@@ -1,0 +1,80 @@
+"""A run directory is shown as it stands, in a terminal, as a page and beside others."""
+
+import json
+import re
+
+import pytest
+
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.main import main
+from jaxinfra.config import codec
+from jaxinfra.config.presets import run_preset
+from jaxinfra.diagnostics.run_view import differing_settings, read_view
+from jaxinfra.reliability.incidents import record_incident
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two runs that differ in a setting; the second has met something."""
+    found = []
+    for name, rate in (("one", "0.001"), ("two", "0.002")):
+        config = codec.override(run_preset("tiny"), [f"optimizer.learning_rate={rate}"])
+        run = RunDirectory(tmp_path / name)
+        run.create(config)
+        records = [{"step": n, "loss": 5 - n / 10, "step_s": 0.1} for n in range(1, 21)]
+        lines = [*records, {"step": 20, "heldout_loss": 3.25}]
+        run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        snapshot = {"session": 1, "began": 0.0, "time": 4.0, "step": 20}
+        seconds = {"compute": 3.0, "compile": 1.0}
+        run.goodput_file.write_text(json.dumps(snapshot | {"seconds": seconds}) + "\n")
+        found.append(run.path)
+    record_incident(found[1] / "incidents.jsonl", "slow rank", step=7, text="rank 1 <is> slow")
+    return found
+
+
+def test_a_view_says_how_a_run_stands(runs):
+    view = read_view(runs[1])
+    tokens = view.tokens_per_step / 0.1
+    head = view.headline()
+    assert head["step"] == f"20/{view.num_steps}"
+    assert (head["loss"], head["held-out"]) == ("3.0000", "3.2500")
+    assert head["tokens/s"] == f"{tokens:,.0f}"
+    assert (head["goodput"], head["incidents"]) == ("75.0%", "1")
+
+
+def test_settings_that_differ_are_named(runs):
+    found = differing_settings([read_view(each) for each in runs])
+    assert found == {"optimizer.learning_rate": ["0.001", "0.002"]}
+
+
+def test_the_page_holds_everything_in_one_file(runs, capsys):
+    assert main(["report", str(runs[1])]) == 0
+    page = (runs[1] / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert "rank 1 &lt;is&gt; slow" in page
+    assert "learning_rate" in page
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_runs_are_compared_and_watched(runs, capsys, tmp_path):
+    words = [str(each) for each in runs]
+    assert main(["compare", *words, "--json", "--picture", str(tmp_path / "c.png")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["runs"]) == 2
+    assert found["settings"]
+    assert (tmp_path / "c.png").stat().st_size > 5_000
+    assert main(["watch", words[1], "--once"]) == 0
+    said = capsys.readouterr().out
+    assert "compute 75%" in said
+    assert "slow rank: step 7" in said
+    assert main(["watch", str(tmp_path), "--once"]) == 1
+    assert "no run directory" in capsys.readouterr().err
+
+
+def test_a_run_that_has_done_nothing_is_shown_too(tmp_path):
+    run = RunDirectory(tmp_path / "new")
+    run.create(run_preset("tiny"))
+    view = read_view(run.path)
+    assert view.headline()["loss"] == "-"
+    assert main(["report", str(run.path)]) == 0
