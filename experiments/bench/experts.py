@@ -1,13 +1,13 @@
 """A training step of models with experts: tokens/s and MFU of active parameters.
 
 Layers of Qwen3-30B-A3B and of Mixtral-8x7B, with bf16 weights and AdamW or with fp32 masters, on
-one GPU; with ``--expert N`` the experts of a layer on N GPUs, beside one GPU with as many tokens.
+one GPU; with ``--expert 1 N`` also the experts of a layer on N GPUs, each with as many tokens.
 With ``--torch`` the same step in transformers, in turns. FLOPs are 6 x the parameters that a token
 is multiplied with (no look-up), and causal attention.
 
     python -m experiments.bench.experts --models qwen3 mixtral --torch --out experts.json
     python -m experiments.bench.experts --weights master --accumulation 4 --batch 16
-    python -m experiments.bench.experts --models qwen3 --expert 2 --room 1.25
+    python -m experiments.bench.experts --models qwen3 --expert 1 2 --room 1.25
     python -m experiments.bench.experts --models small --length 64 --batch 2 --steps 1   # CPU
 """
 
@@ -18,10 +18,11 @@ import importlib
 import itertools
 import json
 import pathlib
+import re
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options, parse_options
 
 _STEPS = 1_000_000  # of a schedule that is constant
+_TRACED_STEPS = 4
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:
@@ -103,8 +105,16 @@ class Setting:
         return " ".join(parts)
 
 
-def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.Array]]:
-    """The step of this package, and the choices that each step will have left out."""
+class Traced(NamedTuple):
+    """The step of this package, not lowered yet."""
+
+    step: Any  # jax.stages.Traced
+    start: Callable[[int], Any]  # a seed to the first state
+    placement: Placement
+
+
+def traced(config: ModelConfig, setting: Setting, devices: Sequence[Any]) -> Traced:
+    """The step for these devices, which need not be there."""
     training = TrainingConfig(
         steps=_STEPS,
         batch_size=setting.batch,
@@ -125,7 +135,7 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
     policy = policy_of(precision)
     mesh = MeshConfig(fsdp=setting.expert, expert=setting.expert)
     placement = Placement(
-        mesh=make_mesh(mesh, devices=jax.devices()[: setting.expert]),
+        mesh=make_mesh(mesh, devices=list(devices)),
         rules=state_rules(ShardingConfig(), mesh),
     )
     execution = execution_on(
@@ -154,29 +164,42 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
 
     initial = functools.partial(initial_state, model, optimizer, precision=precision)
 
+    def nothing() -> Batch[jax.Array]:
+        tokens = jnp.zeros((setting.batch, setting.length), jnp.int32)
+        weights = jnp.ones(tokens.shape, jnp.float32)
+        return Batch(
+            tokens=tokens, targets=tokens, segment_ids=None, positions=None, weights=weights
+        )
+
+    step_of_shapes = jax.jit(
+        in_place,
+        in_shardings=(shardings, placement.batch),
+        out_shardings=(shardings, placement.replicated),
+        donate_argnums=0,
+        compiler_options=setting.options,
+    ).trace(jax.eval_shape(functools.partial(initial, seed=0)), jax.eval_shape(nothing))
+    return Traced(
+        step=step_of_shapes,
+        start=lambda seed: jax.jit(
+            functools.partial(initial, seed=seed), out_shardings=shardings
+        )(),
+        placement=placement,
+    )
+
+
+def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.Array]]:
+    """The compiled step, and the choices that each step will have left out."""
+    form = traced(config, setting, jax.devices()[: setting.expert])
+    began = time.perf_counter()
+    program = form.step.lower().compile()
+    compile_s = time.perf_counter() - began
+
     def put(tokens: np.ndarray, targets: np.ndarray) -> Batch:
         weights = np.ones(tokens.shape, np.float32)
         whole = Batch(
             tokens=tokens, targets=targets, segment_ids=None, positions=None, weights=weights
         )
-        return jax.device_put(whole, placement.batch)
-
-    began = time.perf_counter()
-    program = (
-        jax.jit(
-            in_place,
-            in_shardings=(shardings, placement.batch),
-            out_shardings=(shardings, placement.replicated),
-            donate_argnums=0,
-            compiler_options=setting.options,
-        )
-        .lower(
-            jax.eval_shape(functools.partial(initial, seed=0)),
-            put(*data(config, batch=setting.batch, length=setting.length)),
-        )
-        .compile()
-    )
-    compile_s = time.perf_counter() - began
+        return jax.device_put(whole, form.placement.batch)
 
     def advance(state: Any, inputs: Any) -> tuple[Any, jax.Array]:
         state, metrics = program(state, inputs)
@@ -191,9 +214,7 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
     lost: list[jax.Array] = []
     return Program(
         name=setting.name,
-        start=lambda seed: jax.jit(
-            functools.partial(initial, seed=seed), out_shardings=shardings
-        )(),
+        start=form.start,
         put=put,
         advance=advance,
         temp_bytes=temp_bytes(program),
@@ -215,7 +236,8 @@ def measured(
     rows = []
     for name, contender in contenders.items():
         step_s = statistics.median(seconds[name])
-        devices = args.expert if f"expert={args.expert} " in name else 1
+        shared = re.search(r" expert=(\d+)", name)
+        devices = int(shared[1]) if shared else 1
         tokens_per_s = args.batch * args.length / step_s  # of a device
         row = {
             "name": name,
@@ -249,6 +271,8 @@ def main() -> None:
         config = MODELS[name]()
         contenders = _contenders(name, config, args)
         rows = measured(contenders, config, args) if contenders else []
+        if args.trace is not None:
+            _trace(contenders, args.trace / name)
         result["rows"] += [{"model": name, "layers": config.num_layers, **row} for row in rows]
         result["clocks_after"] = clocks()
         del contenders
@@ -256,11 +280,18 @@ def main() -> None:
             args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
+def _trace(contenders: dict[str, Any], directory: pathlib.Path) -> None:
+    """A profile of a few steps of each contender of this package, for ``jaxinfra trace``."""
+    ours = [each for each in contenders.values() if isinstance(each, Contender)]
+    for i, contender in enumerate(ours):
+        with jax.profiler.trace(str(directory / str(i))):
+            contender.time_steps(_TRACED_STEPS - 1)  # after one that it does first
+
+
 def _contenders(name: str, config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    sizes = [1] if args.expert == 1 else [1, args.expert]
     forms = [ExchangeForm(form) for form in args.forms]
-    for remat, unroll, expert in itertools.product(args.remat, args.unroll, sizes):
+    for remat, unroll, expert in itertools.product(args.remat, args.unroll, args.expert):
         for form in forms if expert > 1 else forms[:1]:
             setting = Setting(
                 batch=args.batch * expert,
@@ -275,6 +306,9 @@ def _contenders(name: str, config: ModelConfig, args: argparse.Namespace) -> dic
             )
             try:
                 program, lost = compiled(config, setting)
+                if args.compile_only:
+                    print(f"{name} {setting.name}: compile {program.compile_s:.1f} s", flush=True)
+                    continue
                 batch = data(config, batch=setting.batch, length=setting.length)
                 contender = Contender.of(program, *batch)
                 seconds = contender.time_steps(1)
@@ -310,12 +344,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--remat", nargs="+", default=["none"])
     parser.add_argument("--unroll", nargs="+", type=int, default=[4])
-    parser.add_argument("--expert", type=int, default=1, help="GPUs that share the experts")
+    parser.add_argument(
+        "--expert", nargs="+", type=int, default=[1], help="numbers of GPUs that share the experts"
+    )
     parser.add_argument("--forms", nargs="+", default=["per_device"])
     parser.add_argument("--room", type=float, help="room_factor of the exchange; room for all")
     parser.add_argument("--options", help="XLA's, as name=value,name=value")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile-only", action="store_true", help="as for JAX's compile cache")
+    parser.add_argument("--trace", type=pathlib.Path, help="where a profile of each is put")
     parser.add_argument("--torch", action="store_true")
     parser.add_argument("--out", type=pathlib.Path)
     return parser.parse_args()

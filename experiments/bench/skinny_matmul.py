@@ -46,8 +46,9 @@ BEYOND_CACHE = 160 * 2**20
 class Case:
     """A shape at a number of rows, and its programs, which compile side by side."""
 
-    def __init__(self, name: str, M: int, pool: concurrent.futures.Executor):
+    def __init__(self, name: str, M: int, pool: concurrent.futures.Executor, *, clusters: bool):
         self.K, self.N, self.swiglu = SHAPES[name]
+        self.clusters = (1, 4) if clusters and padded(M) >= 32 else (1,)
         self.name, self.M = name, M
         self.count = max(2, min(8, 1 + BEYOND_CACHE // (2 * self.K * self.N)))
         x = jax.ShapeDtypeStruct((M, self.K), jnp.bfloat16)
@@ -64,11 +65,10 @@ class Case:
         default = config_for(rows, self.N, self.K, swiglu=self.swiglu)
         if default is None:
             return [None]
-        widths = {default.tile_n, 64, 128, 256} if self.swiglu else {default.tile_n, 32, 64}
-        clusters = {1, 4} if rows >= 32 else {1}
+        widths = {default.tile_n, 128} if self.swiglu else {default.tile_n, 32}
         each = [
             SkinnyConfig(tile_n=width, depth=depth, cluster=cluster)
-            for width, depth, cluster in itertools.product(sorted(widths), DEPTHS, sorted(clusters))
+            for width, depth, cluster in itertools.product(sorted(widths), DEPTHS, self.clusters)
         ]
         return [None, *(c for c in each if self.fits(c))]
 
@@ -125,12 +125,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=120.0, help="seconds in all")
     parser.add_argument("--only", nargs="+", default=[""], help="shapes whose names begin so")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument("--clusters", action="store_true", help="that share copies, too")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
     found = []
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         cases = [
-            Case(name, M, pool)
+            Case(name, M, pool, clusters=args.clusters)
             for name in SHAPES
             if name.startswith(tuple(args.only))
             for M in args.rows

@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/long"))
     parser.add_argument("--set", action="append", default=[], help="settings of both runs")
     args = parser.parse_args()
-    if jax.default_backend() == "cpu" and jax.config.jax_num_cpu_devices != 8:
-        raise SystemExit("without GPUs, start with JAX_NUM_CPU_DEVICES=4")
+    if len(jax.devices()) != 4:
+        raise SystemExit("this needs four devices; without GPUs start with JAX_NUM_CPU_DEVICES=4")
     sizes = [f"training.steps={args.steps}", "optimizer.warmup_steps=0", "training.batch_size=2"]
     sizes.append(f"training.sequence_length={args.length}")
     base = jaxinfra.override(jaxinfra.preset("tiny"), [*sizes, *args.set])

@@ -21,7 +21,7 @@ def attention(q, k, v, *, mask, distance):
 
 
 @jaxinfra.part
-def loss(logits, targets):
+def loss(logits, targets, *, weights):
     """Cross entropy that counts less where the model is sure (Lin et al. 2017)."""
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
     return (1.0 - jnp.exp(-nll)) ** 2 * nll

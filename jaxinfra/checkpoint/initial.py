@@ -114,7 +114,8 @@ def _model_files(init: InitConfig, config: ModelConfig) -> ParameterSource:
 def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Parameters:
     run, step = RunDirectory(Path(init.path)), init.step
     assert step is not None
-    of_run = identity(run, run.read_config())
+    of_run = identity(run, config_of_run := run.read_config())
+    weights = "parameters" if config_of_run.optimizer.average is None else "average"
     _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
     model = define_model(config, execution_on())
 
@@ -126,9 +127,9 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
         )
 
     # The names of fields of the training state; what else is in there is not read.
-    wanted = {"parameters": placed(model.shapes), "model_state": placed(model.state_shapes)}
+    wanted = {weights: placed(model.shapes), "model_state": placed(model.state_shapes)}
     read = load(run.checkpoints, wanted, step=step, identity=of_run).state
-    return merged(read["parameters"], read["model_state"])
+    return merged(read[weights], read["model_state"])
 
 
 def _require_same(init: InitConfig, found: str) -> None:

@@ -1,6 +1,7 @@
 """Where a process of the command line begins: signals first, then everything else."""
 
 import gc
+import io
 import signal
 import sys
 
@@ -18,6 +19,9 @@ def main() -> int:
     from jaxinfra.core.signals import guard_process  # these take their time
 
     guard_process()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may know few characters
     from jaxinfra.cli.main import main as run
 
     return run(sys.argv[1:])

@@ -11,12 +11,14 @@ from jaxinfra.cli.generate_file import generate_file, read_prompts
 from jaxinfra.cli.terminal import printable
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
 from jaxinfra.serving.generate import FinishReason, generate_text, generate_text_after
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
+
+_PROMPT_BYTES = 64 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
     if prompts is not None:
         return _file(args, model, prompts, sampling)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _standard_input() if args.prompt == "-" else args.prompt
     num_tokens, first, finish = 0, started, None
     options = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     if args.chat:
@@ -106,6 +108,16 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _standard_input() -> str:
+    data = sys.stdin.buffer.read(_PROMPT_BYTES + 1)
+    if len(data) > _PROMPT_BYTES:
+        raise DataError(f"the prompt on standard input has more than {_PROMPT_BYTES:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt on standard input is not UTF-8 text ({error})") from error
 
 
 def _file(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from jaxinfra.core.errors import ConfigError, DataError
+from jaxinfra.core.errors import CheckpointError, ConfigError, DataError
 from jaxinfra.core.files import parse_json, read_bytes
 from jaxinfra.data.chat_template import encode_chat, load_chat_template
 from jaxinfra.serving.conversation import plain_prompt, request_of
@@ -20,7 +20,10 @@ def read_prompts(file: Path) -> list[Any]:
     Raises:
         DataError: a line that has neither; it is named.
     """
-    text = read_bytes(file, error=DataError).decode(errors="strict")
+    try:
+        text = read_bytes(file, error=DataError).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text ({error})") from error
     lines = [(number, each) for number, each in enumerate(text.split("\n"), 1) if each.strip()]
     if file.suffix != ".jsonl":
         return [each for _, each in lines]
@@ -45,7 +48,11 @@ def generate_file(
     seed: int,
     chat: bool,
 ) -> int:
-    """Writes a JSON line for each prompt, in their order; returns the number of new tokens."""
+    """Writes a JSON line for each prompt, in their order; returns the number of new tokens.
+
+    Raises:
+        CheckpointError: after all of them, where some ended with an error.
+    """
     if not prompts:
         raise ConfigError("the file of prompts is empty; give a prompt on each line")
     template = None
@@ -64,7 +71,7 @@ def generate_file(
         request_of(model, ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
         for ids in encoded()
     ]
-    num_tokens = 0
+    num_tokens, errors = 0, []
     for prompt, told in zip(prompts, Engine.of(model).run(requests), strict=True):
         tokens = sum(len(each.tokens) for each in told)
         num_tokens += tokens
@@ -72,5 +79,8 @@ def generate_file(
         line["finish"] = told[-1].end
         if told[-1].error is not None:
             line["error"] = told[-1].error
+            errors.append(told[-1].error)
         out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    if errors:
+        raise CheckpointError(f"{len(errors)} of {len(prompts)} prompts failed: {errors[0]}")
     return num_tokens

@@ -17,6 +17,7 @@ from typing import NoReturn, override
 from jaxinfra import __version__
 from jaxinfra.core.errors import JaxinfraError, nearest
 from jaxinfra.core.signals import RESUMABLE_EXIT, process_request
+from jaxinfra.core.text import is_text
 
 COMMANDS = {
     "train": "train a model, or continue a run",
@@ -73,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[0] == "--version":
         print(f"jaxinfra {__version__}")
         return 0
+    for number, word in enumerate(arguments, start=1):
+        if not is_text(word):
+            print(f"jaxinfra: argument {number} is not UTF-8 text: {word!a}", file=sys.stderr)
+            return 2
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"jaxinfra: unknown command {name!r}{nearest(name, COMMANDS)}", file=sys.stderr)

@@ -89,6 +89,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans and prints."""
+    try:
+        return _run(args)
+    except ArithmeticError as error:
+        raise ConfigError(
+            f"a figure of this plan is no number ({error}); the sizes given, --constants or the "
+            "results in --bench do not fit together"
+        ) from error
+
+
+def _run(args: argparse.Namespace) -> int:
     require_within(devices=args.devices, stages=args.p, micro_batches=args.m)
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
     require_within(sequence_length=max(args.length or 1, args.context))
@@ -249,12 +259,19 @@ def _report(args: argparse.Namespace, plan: Plan, found: Found | None) -> int:
                     for each in found.pareto
                 ],
             }
-        print(json.dumps(values, allow_nan=False))
+        _print_json(values)
         return 0
     tables = table.plan_tables(plan, tokens=args.tokens)
     print("\n".join(headline(plan, searched=found is not None)))  # a command is one line
     table.show(*(table.ranking(found) if found is not None else []), *tables)
     return 0
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    try:
+        print(json.dumps(values, allow_nan=False))
+    except ValueError as error:
+        raise ArithmeticError(str(error)) from error
 
 
 def _form(layout: Layout) -> dict[str, Any]:
@@ -288,7 +305,7 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
         receipt = compile_for_gpu(plan.model.config, plan.layout, plan.device)
     if args.json:
         values = {**plan.as_dict(tokens=args.tokens), "receipt": receipt.as_dict()}
-        print(json.dumps(values, allow_nan=False))
+        _print_json(values)
     else:
         table.show(*table.receipt_tables(receipt))
     return 0 if receipt.arguments_equal and receipt.axes_equal else 1
@@ -323,7 +340,7 @@ def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) ->
         draw_serving(model, device, serving, args.pictures, context=args.context)
     if args.json:
         figures = summary(model, device, serving, context=args.context, batch=batch)
-        print(json.dumps(figures, allow_nan=False))
+        _print_json(figures)
         return 0
     table.show(*table.serving_tables(model, device, serving, context=args.context, batch=batch))
     return 0

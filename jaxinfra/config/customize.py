@@ -30,8 +30,10 @@ def customize(
     ``jaxinfra.part`` where they are defined.
 
     Args:
-        loss: ``(logits [B, T, V] fp32, targets [B, T]) -> [B, T]``, each token's loss. What is
-            held out is judged by the cross entropy all the same, so that runs compare.
+        loss: ``(logits [B, T, V] fp32, targets [B, T], *, weights [B, T]) -> [B, T]``, each
+            token's loss, which is averaged by ``weights``: 0 where a target does not count. It sees
+            a whole micro-batch, so rows may be compared. What is held out is judged by the cross
+            entropy all the same, so that runs compare.
         attention: ``(q [B, T, N, H], k [B, S, K, H], v [B, S, K, H], *, mask, distance) -> [B, T,
             N, H]``, of grouped attention: ``mask`` [B, T, S] says which keys a query may see, and
             ``distance`` how many tokens before it they stand. On a mesh it is given a device's rows

@@ -19,7 +19,7 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import parse_json, read_bytes, require_type
 
-_BYTES = 16 << 20
+_BYTES = 1 << 20  # a hundred times a large one; parsers of YAML are slow
 _TAGS = ("type", "kind")  # say which record of a union it is
 
 
@@ -35,6 +35,8 @@ def read_run_config(file: str | Path) -> RunConfig:
         ConfigError: the file cannot be read, or a setting is unknown or out of range; named.
     """
     path = Path(file)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory, a config is a file: name {path / 'config.json'}")
     values = _parse(path)
     if "preset" in values:
         name = values.pop("preset")

@@ -68,6 +68,9 @@ class OptimizerConfig:
     first_moment: MomentFormat = MomentFormat.FP32  # what it is kept in between steps
     second_moment: MomentFormat = MomentFormat.FP32  # likewise
     muon: MuonConfig | None = None  # None: AdamW for every parameter
+    # Decay per step of a running mean of the weights (Polyak and Juditsky 1992), which is then
+    # evaluated, generates and is exported; None: the weights themselves.
+    average: float | None = None
 
     def __post_init__(self) -> None:
         if self.learning_rate <= 0 or self.warmup_steps < 0:
@@ -80,6 +83,8 @@ class OptimizerConfig:
                 f"muon beside kind={self.kind.value}: it takes the matrices, and adamw the rest; "
                 "set optimizer.muon=none"
             )
+        if self.average is not None and not 0.0 < self.average < 1.0:
+            raise ConfigError(f"average={self.average} must lie in (0, 1), or be none")
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")

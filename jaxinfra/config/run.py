@@ -4,12 +4,12 @@ import dataclasses
 import enum
 
 from jaxinfra.config.data import DataConfig
+from jaxinfra.config.divides import check_divides
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.limits import require_within
-from jaxinfra.config.mesh import EXPERT, MeshConfig, ShardingConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
-    ExpertsConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     ModelConfig,
@@ -71,7 +71,7 @@ class TrainingConfig:
     attention: AttentionImplementation = AttentionImplementation.AUTO  # who computes attention
     # How a sequence over several devices attends.
     context_method: ContextMethod = ContextMethod.AUTO
-    loss: str | None = None  # your own: a part, (logits, targets) -> loss of each token
+    loss: str | None = None  # your own: a part, (logits, targets, *, weights) -> loss of each token
     z_loss: float = 0.0  # weight of logsumexp(logits)^2 (PaLM, section 5)
     label_smoothing: float = 0.0  # of the target's probability, spread over all ids; not evaluated
     seed: int = 0  # of initial weights, data order and dropout
@@ -190,39 +190,6 @@ def validate(run: RunConfig) -> None:
     _validate_fp8(run)
     _validate_stored_weights(run)
     check_divides(model, mesh)
-
-
-def check_divides(model: ModelConfig, mesh: MeshConfig) -> None:
-    """Raises ConfigError where a size of the model does not divide over the axis that shards it."""
-    sharded = [("vocab_size", model.vocab_size, "tensor", mesh.tensor)]
-    sharded.append(("model_dim", model.model_dim, "fsdp", mesh.fsdp))
-    for block in model.blocks:
-        sizes = block.mixer.tensor_sizes | block.feed_forward.tensor_sizes
-        sharded += [(name, size, "tensor", mesh.tensor) for name, size in sizes.items()]
-        if isinstance(block.feed_forward, ExpertsConfig):
-            sharded.append(("num_experts", block.feed_forward.num_experts, EXPERT, mesh.expert))
-    _check_experts(model, mesh)
-    for name, size, axis, shards in sharded:
-        if name == "num_kv_heads" and shards % size == 0:
-            continue  # each device has a copy of one
-        if size % shards:
-            raise ConfigError(
-                f"{name}={size} does not divide over {axis}={shards}; "
-                f"choose a {axis} size that divides it"
-            )
-
-
-def _check_experts(model: ModelConfig, mesh: MeshConfig) -> None:
-    experts = [each for b in model.blocks if isinstance(each := b.feed_forward, ExpertsConfig)]
-    if mesh.expert > 1 and not experts:
-        raise ConfigError(f"expert={mesh.expert}, but this model has no experts; leave it out")
-    capacities = [each.balance.capacity_factor for each in experts]
-    if mesh.context > 1 and any(capacity is not None for capacity in capacities):
-        raise ConfigError(
-            f"capacity_factor={max(filter(None, capacities))} with context={mesh.context}: an "
-            "expert's room is filled in the order of a sequence, which several devices share; drop "
-            "nothing (capacity_factor=none), or use fsdp in place of context"
-        )
 
 
 def _validate_lora(run: RunConfig) -> None:

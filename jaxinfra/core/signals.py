@@ -22,6 +22,8 @@ RESUMABLE_EXIT = 75
 
 _ASKING = (signal.SIGINT, signal.SIGTERM)
 _LAST_WORDS_S = 0.5
+# In the pipe of signals' numbers: what came before it came while they were handled elsewhere.
+_BACK = b"\0"
 
 
 @final
@@ -38,6 +40,7 @@ class StopRequest:
         self.code, self.words = code, words
         self._held = False
         self._elsewhere = False
+        self._back = threading.Event()
         self._num_seen = 0
         self._unfinished: set[Path] = set()
 
@@ -56,13 +59,27 @@ class StopRequest:
         self._held = True
 
     @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Within, signals are left to handlers of the caller's own."""
+    def elsewhere(self, notice: int) -> Iterator[None]:
+        """Within, signals are left to handlers of the caller's own.
+
+        Args:
+            notice: the pipe whose reader calls ``obey`` and ``come_back``, in order.
+        """
         self._elsewhere = True
+        self._back.clear()
         try:
             yield
         finally:
+            # A signal of within may not be read yet: obeyed now, it would end the process while
+            # the caller ends its jobs.
+            os.write(notice, _BACK)
+            self._back.wait(_LAST_WORDS_S)
             self._elsewhere = False
+
+    def come_back(self) -> None:
+        """Called in the thread that obeys, when all signals of ``elsewhere`` are read."""
+        self._elsewhere = False
+        self._back.set()
 
     @contextlib.contextmanager
     def unfinished(self, path: Path) -> Iterator[None]:
@@ -111,6 +128,7 @@ class StopRequest:
 
 
 _of_process: StopRequest | None = None
+_notice = -1  # where signals' numbers are written
 
 
 def guard_process() -> StopRequest:
@@ -118,16 +136,16 @@ def guard_process() -> StopRequest:
 
     Raises nothing, and returns the request that ``process_request`` will return too.
     """
-    global _of_process
+    global _of_process, _notice
     if _of_process is not None:
         return _of_process
     _of_process = StopRequest()
-    noticed, notice = os.pipe()
-    os.set_blocking(notice, False)  # as signal.set_wakeup_fd asks
+    noticed, _notice = os.pipe()
+    os.set_blocking(_notice, False)  # as signal.set_wakeup_fd asks
     for number in _ASKING:
         signal.signal(number, _note)
     # Written by the handler in C, in whichever thread, whatever the main thread does.
-    signal.set_wakeup_fd(notice, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(_notice, warn_on_full_buffer=False)
     threading.Thread(
         target=_watch, args=(noticed, _of_process), name="signals", daemon=True
     ).start()
@@ -172,7 +190,7 @@ def noted_signals() -> Iterator[StopRequest]:
 @contextlib.contextmanager
 def handled_elsewhere() -> Iterator[None]:
     """Within, signals are left to handlers that the caller has set."""
-    with _of_process.elsewhere() if _of_process is not None else contextlib.nullcontext():
+    with _of_process.elsewhere(_notice) if _of_process is not None else contextlib.nullcontext():
         yield
 
 
@@ -204,5 +222,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def _watch(noticed: int, request: StopRequest) -> None:
     while number := os.read(noticed, 1):
-        if number[0] in _ASKING:
+        if number == _BACK:
+            request.come_back()
+        elif number[0] in _ASKING:
             request.obey(number[0])

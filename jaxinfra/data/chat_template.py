@@ -16,6 +16,7 @@ from typing import Any, TypedDict, final
 
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.core.files import read_bytes, read_json, require_type
+from jaxinfra.core.text import is_text
 from jaxinfra.data import template_program
 from jaxinfra.data.template_program import BEGIN, END
 from jaxinfra.data.tokenizer import panics, read_tokenizer
@@ -159,7 +160,10 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return _PROCESS.ask({"source": self._source, "variables": variables})
+            text = _PROCESS.ask({"source": self._source, "variables": variables})
+            if not is_text(text):
+                raise DataError("what it makes has half of a character in it")
+            return text
         except DataError as error:
             raise DataError(f"the chat template refuses the messages: {error}") from error
 

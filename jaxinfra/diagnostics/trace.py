@@ -15,6 +15,11 @@ _TRACE_BYTES = 8 << 30
 SCOPES = (
     "attention/core",
     "attention",
+    "routing",
+    "exchange",
+    "experts",
+    "combine",
+    "shared",
     "mlp",
     "loss",
     "optimizer",
@@ -22,7 +27,9 @@ SCOPES = (
     "final_norm",
     "collective",
 )
-"""Named scopes of the step, the more specific first; the rest counts as "other"."""
+"""Named scopes of the step, the more specific first; the rest counts as "other". Of a layer of
+experts ``mlp`` has the rest: the sort of tokens by expert, and norms.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,5 +151,6 @@ def kind_of(event: TraceEvent) -> str:
     kind = next((kind for kind, pattern in _KINDS if re.search(pattern, text)), "elementwise")
     is_mosaic = "mosaic_gpu" in text
     if is_mosaic and "/attention/" not in f"/{event.op_name}/":
-        return "matmul" if "/loss/" in re.sub(r"[\w.]+\(|\)", "/", event.op_name) else "elementwise"
+        path = re.sub(r"[\w.]+\(|\)", "/", event.op_name)
+        return "matmul" if "/loss/" in path or "/experts/" in path else "elementwise"
     return kind

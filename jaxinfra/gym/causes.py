@@ -26,7 +26,7 @@ _ONE_READER = ("data.num_prefetch_threads=1", "data.prefetch_batches=1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NamedCause:
+class CauseVerdict:
     """What was said of a job with one cause."""
 
     cause: str
@@ -37,7 +37,7 @@ class NamedCause:
     measured_ms: float | None  # that steps take longer than without it
 
 
-type _Judge = Callable[[Arena], NamedCause]
+type _Judge = Callable[[Arena], CauseVerdict]
 
 CAUSES: dict[str, _Judge] = {}
 
@@ -51,12 +51,12 @@ def _cause(name: str) -> Callable[[_Judge], _Judge]:
 
 
 @_cause("healthy")
-def healthy(arena: Arena) -> NamedCause:
+def healthy(arena: Arena) -> CauseVerdict:
     """Nothing is made to happen, and nothing must be named."""
     explained = explain_step(None, arena.reference(*_ONE_READER))
     assert explained is not None
     first = explained.delays[0].cause if explained.delays else "nothing"
-    return NamedCause(
+    return CauseVerdict(
         cause="none",
         made_by="-",
         said=first,
@@ -67,28 +67,28 @@ def healthy(arena: Arena) -> NamedCause:
 
 
 @_cause("stalled-reader")
-def stalled_reader(arena: Arena) -> NamedCause:
+def stalled_reader(arena: Arena) -> CauseVerdict:
     """Every rank's batches take long to read."""
     plan = _sleep(_BATCH, _STALL_S)
     return _named(arena, "stalled-reader", plan, "waiting for input", f"{_STALL_S} s per batch")
 
 
 @_cause("slow-loader")
-def slow_loader(arena: Arena) -> NamedCause:
+def slow_loader(arena: Arena) -> CauseVerdict:
     """One rank's batches do, and the others wait for it."""
     plan = _sleep(_BATCH, _STALL_S, rank=1)
     return _named(arena, "slow-loader", plan, "rank 1, which is slow", "rank 1 reads slowly")
 
 
 @_cause("slow-host")
-def slow_host(arena: Arena) -> NamedCause:
+def slow_host(arena: Arena) -> CauseVerdict:
     """One rank's host is slow to place its batches."""
     plan = _sleep(_PUT, _STALL_S, rank=1)
     return _named(arena, "slow-host", plan, "rank 1, which is slow", "rank 1 places slowly")
 
 
 @_cause("slow-checkpoints")
-def slow_checkpoints(arena: Arena) -> NamedCause:
+def slow_checkpoints(arena: Arena) -> CauseVerdict:
     """Steps stand still while a checkpoint is begun."""
     plan = _sleep(_SAVE, 2.0)
     found = _named(arena, "slow-checkpoints", plan, "checkpoints", "2 s per save")
@@ -100,7 +100,7 @@ def slow_checkpoints(arena: Arena) -> NamedCause:
 
 
 @_cause("changed-shape")
-def changed_shape(arena: Arena) -> NamedCause:
+def changed_shape(arena: Arena) -> CauseVerdict:
     """A batch has fewer tokens, and the step compiles again."""
     plan = {"target": _PUT, "action": "jaxinfra.gym.corruption:shorten", "call": 7, "until": 7}
     command = arena.settings(*_ONE_READER, processes=1)
@@ -118,7 +118,7 @@ def changed_shape(arena: Arena) -> NamedCause:
 
 
 @_cause("too-little-memory")
-def too_little_memory(arena: Arena) -> NamedCause:
+def too_little_memory(arena: Arena) -> CauseVerdict:
     """The step needs more than the device has; its report's first remedy must fit."""
     config = RunDirectory(arena.reference(processes=1)).read_config()
     needs = step_bytes(lower_step(make_job(config)).compile())
@@ -134,7 +134,7 @@ def too_little_memory(arena: Arena) -> NamedCause:
     require(file.exists(), f"no report: {ended.said[-2000:]}")
     report = json.loads(file.read_text())
     remedies = report["remedies"]
-    return NamedCause(
+    return CauseVerdict(
         cause="out of memory",
         made_by=f"a device of {plan['limit']} bytes for a step of {needs}",
         said=report["explained"],
@@ -148,7 +148,9 @@ def _sleep(target: str, seconds: float, **where: Any) -> dict[str, Any]:
     return {"target": target, "action": "sleep", "value": seconds, "until": _ALWAYS, **where}
 
 
-def _named(arena: Arena, run: str, plan: Mapping[str, Any], cause: str, made_by: str) -> NamedCause:
+def _named(
+    arena: Arena, run: str, plan: Mapping[str, Any], cause: str, made_by: str
+) -> CauseVerdict:
     reference = arena.reference(*_ONE_READER)
     ended = arena.run(run, arena.settings(*_ONE_READER), faults=[plan], restarts=0)
     require(ended.code == 0, ended.said[-2000:])
@@ -171,9 +173,11 @@ def _explained(arena: Arena, run: str) -> Explanation:
     return found
 
 
-def _judged(explained: Explanation, *, cause: str, made_by: str, measured_ms: float) -> NamedCause:
+def _judged(
+    explained: Explanation, *, cause: str, made_by: str, measured_ms: float
+) -> CauseVerdict:
     first = explained.delays[0] if explained.delays else None
-    return NamedCause(
+    return CauseVerdict(
         cause=cause,
         made_by=made_by,
         said="nothing" if first is None else first.cause,

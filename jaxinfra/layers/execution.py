@@ -302,8 +302,8 @@ class Execution:
 
     policy: Policy
     multiply: Multiply
-    prepare: Prepare
     swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
+    prepare: Prepare
     attend: Attend
     attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does
     decode: Decode

@@ -47,11 +47,14 @@ class Experts(nnx.Module):
         policy = execution.policy
         param, num = policy.param, config.num_experts
         active = config.top_k / num
+        read_as = policy.recipe(Site.EXPERTS).gradient  # as ``ops.experts`` rounds them
         build = functools.partial(Projection, execution=execution, rngs=rngs)
 
         def routed(shape: tuple[int, ...], dims: axes.Dims, std: float) -> nnx.Param:
             value = std * jax.random.normal(rngs.params(), (num, *shape), param)
-            return nnx.Param(value, axes=(axes.EXPERTS, *dims), matmul=True, active=active)
+            return nnx.Param(
+                value, axes=(axes.EXPERTS, *dims), matmul=True, active=active, read_as=read_as
+            )
 
         def bias(width: int, dim: str) -> nnx.Param | None:
             if not config.bias:

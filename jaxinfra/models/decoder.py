@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.config.model import BlockConfig, ModelConfig
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core import axes
@@ -30,6 +30,7 @@ from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack
+from jaxinfra.models.layer_loop import one_by_one
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
@@ -282,12 +283,18 @@ class Decoder(nnx.Module):
         stored = None if cache is None else [each.arrays for each in cache]
         indices = None if cache is None else jnp.arange(repeats)
         with jax.named_scope("layer"):
-            (x_BTD, stored), sums = jax.lax.scan(
-                self.rematerialized(repetition, in_loop=unroll < repeats),
-                (x_BTD, stored),
-                (indices, parameters, keys),
-                unroll=unroll,
+            repetition = self.rematerialized(repetition, in_loop=unroll < repeats)
+            start, layers = (x_BTD, stored), (indices, parameters, keys)
+            # Of experts there are more weights than of all else: how their gradients are put
+            # together is most of what an update takes.
+            has_experts = any(
+                isinstance(block.feed_forward, ExpertsConfig)
+                for block in self.config.blocks[places]
             )
+            if has_experts and cache is None and 1 < repeats == unroll:
+                (x_BTD, stored), sums = one_by_one(repetition, start, layers, count=repeats)
+            else:
+                (x_BTD, stored), sums = jax.lax.scan(repetition, start, layers, unroll=unroll)
         if cache is not None and stored is not None:
             cache = tuple(map(after_pass, cache, stored))
         return LayerOutput(x=x_BTD, cache=cache, sums=sums)

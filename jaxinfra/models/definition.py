@@ -124,6 +124,17 @@ class ModelDefinition:
             self.frozen,
         )
 
+    def as_read(self, parameters: Parameters) -> Parameters:
+        """Parameters in the dtypes that layers round them to before anything else, and hand their
+        gradients on in; as they are where a layer reads more of them.
+        """
+
+        def dtype(variable: nnx.Variable) -> jnp.dtype:
+            return variable.get_metadata().get("read_as") or variable.get_value().dtype
+
+        dtypes = _without(self._of(nnx.Param, dtype), self.frozen)
+        return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), parameters, dtypes)
+
     @property
     def state_shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every array of the state."""

@@ -14,7 +14,7 @@ from jaxinfra.config.model import MlpKind
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
-from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices, Input
+from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.multiply import multiply
 from pallas_kernels.common import device
 
@@ -30,15 +30,14 @@ def multiply_few_rows(
     out: jnp.dtype | None = None,
     history: jax.Array | None = None,
     dims: Dims | None = None,
-    devices: Devices = ONE_DEVICE,
 ) -> Float[Array, "..."]:
     """``ops.multiply.multiply``, without a gradient where the kernel computes it; on one device."""
+    assert recipe.fp8 is None, "execution_on"
+    del history, dims
+    x = x.x if isinstance(x, Input) else x
     rank = _contracted(spec)
-    is_plain = rank is not None and not isinstance(x, Input) and recipe.fp8 is None
-    if not is_plain or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
-        return multiply(
-            spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices
-        )
+    if rank is None or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
+        return multiply(spec, x, weight, recipe=recipe, out=out)
     product = pallas_kernels.skinny_matmul(*_as_matrices(x, weight, rank, recipe))
     return product.reshape(*x.shape[:-rank], *weight.shape[rank:])
 

@@ -228,8 +228,9 @@ class _Call:
         """The weight as this product reads it: its shares come together in 8 bits."""
         if self.devices.gather is None or self.dims is None:
             return w
-        values = self.devices.gather(w.values.reshape(self.weight_shape), self.dims)
-        return Quantized(values.reshape(self.matrix_shape), w.scale)
+        shaped = w.values.reshape(self.weight_shape)
+        values, scale = self.devices.gather(shaped, w.scale, self.dims)
+        return Quantized(values.reshape(self.matrix_shape), scale)
 
     def _multiply(self, a: Quantized, b: Quantized, forms, out: jnp.dtype) -> jax.Array:
         return product(

@@ -43,12 +43,16 @@ _FORMS = {
 }
 
 
+type GatherQuantized = Callable[[jax.Array, jax.Array, Dims], tuple[jax.Array, jax.Array]]
+"""8-bit values and scales of a weight, and its dims, to those that all devices multiply with."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Devices:
     """Over what a matmul is spread, and how quantized weights come together there."""
 
     num: int = 1
-    gather: Callable[[jax.Array, Dims], jax.Array] | None = None  # of 8-bit values of a weight
+    gather: GatherQuantized | None = None
 
 
 ONE_DEVICE = Devices()

@@ -45,8 +45,13 @@ def execution_on(
         packed: projections of one input are one weight: for serving, which takes no gradient.
 
     Raises:
-        UnsupportedError: packed weights over a tensor axis.
+        UnsupportedError: packed weights over a tensor axis, or in 8 bits.
     """
+    if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
+        raise UnsupportedError(
+            "packed projections in 8 bits: their scales are those of projections apart; leave "
+            "packed=False, or serve in the policy's 16 bits"
+        )
     if packed and placement is not None and placement.mesh.shape[MeshAxis.TENSOR] > 1:
         raise UnsupportedError(
             f"packed projections over tensor={placement.mesh.shape[MeshAxis.TENSOR]}: a device's "
@@ -56,13 +61,12 @@ def execution_on(
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
     devices = _devices(placement)
+    multiply_anywhere = functools.partial(multiply, devices=devices)
     return Execution(
         policy=policy,
-        multiply=functools.partial(
-            multiply_few_rows if serves_alone else multiply, devices=devices
-        ),
-        prepare=functools.partial(prepared, devices=devices),
+        multiply=multiply_few_rows if serves_alone else multiply_anywhere,
         swiglu=swiglu_few_rows if serves_alone else None,
+        prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),
         decode=decode_on(placement),

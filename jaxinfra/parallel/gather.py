@@ -51,9 +51,20 @@ class QuantizedWeights:
 
     placement: Placement
 
-    def __call__(self, values: jax.Array, dims: Dims) -> jax.Array:
-        """Returns 8-bit values of a weight as projections multiply with them."""
+    def __call__(
+        self, values: jax.Array, scale: jax.Array, dims: Dims
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns 8-bit values of a weight as projections multiply with them, and scales whole.
+
+        Were scales left in shares, the compiler would share out their product with the values, and
+        bring that together again in fp32.
+        """
         share = self.placement.sharding(dims)
         whole = self.placement.sharding(dims, self.placement.rules.used)
-        values = jax.lax.with_sharding_constraint(values, share)
-        return jax.lax.with_sharding_constraint(values, whole)
+        # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
+        bits = jax.lax.bitcast_convert_type(values, jnp.uint8)
+        bits = jax.lax.with_sharding_constraint(bits, share)
+        bits = jax.lax.with_sharding_constraint(bits, whole)
+        everywhere = self.placement.sharding((None,) * scale.ndim)
+        scale = jax.lax.with_sharding_constraint(scale, everywhere)
+        return jax.lax.bitcast_convert_type(bits, values.dtype), scale

@@ -94,8 +94,10 @@ def with_measurements(device: Device, measured: Mapping[str, Any], *, source: st
     if unknown:
         raise ConfigError(f"{source}: unknown constant {unknown[0]!r}{nearest(unknown[0], known)}")
     for name, value in measured.items():
-        ours = type(getattr(device, name))
-        holds = {str: str, int: float, float: float}.get(ours, dict[str, float | list[float]])
+        ours = getattr(device, name)
+        has_pairs = isinstance(ours, Mapping) and tuple in map(type, ours.values())
+        table = dict[str, list[float]] if has_pairs else dict[str, float]
+        holds = {str: str, int: float, float: float}.get(type(ours), table)
         require_type(value, holds, where=f"{source}, {name}", error=ConfigError)
     sources = {**device.sources, **dict.fromkeys(measured, source)}
     changes = {name: _merged(getattr(device, name), value) for name, value in measured.items()}

@@ -15,13 +15,16 @@ from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
+from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.parallel.place import Placement
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
 from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
@@ -40,11 +43,32 @@ class LoadedModel:
     # What text begins with and ends at; None: the tokenizer's own document separators.
     prefix_ids: tuple[int, ...] | None = None
     eos_ids: tuple[int, ...] | None = None
+    placement: Placement | None = None  # None: wherever the arrays are
 
     @property
     def decoder(self) -> Decoder:
         """The model with its parameters."""
         return self.definition.bind(self.parameters)
+
+    def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
+        """The model as an engine runs it: on GPUs layer by layer, with packed projections where
+        tensor parallelism does not split them; its weights are copied. With adapters or 8-bit
+        matmuls it stays as it is.
+
+        Args:
+            is_straight: the form of GPUs, or not, on any device.
+        """
+        definition = self.definition
+        if is_straight is None:
+            is_straight = jax.default_backend() == "gpu"
+        policy = definition.execution.policy
+        in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
+        if not is_straight or definition.lora is not None or in_8_bits:
+            return self.decoder
+        shards = 1 if self.placement is None else self.placement.mesh.shape[MeshAxis.TENSOR]
+        execution = execution_on(self.placement, policy=policy, packed=shards == 1)
+        form = serving_form(definition, execution)
+        return form.bind(serving_parameters(form, definition.config, self.parameters))
 
 
 def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:
@@ -100,6 +124,7 @@ def load(
         step=None,
         prefix_ids=separators.prefix_ids,
         eos_ids=separators.eos_ids or (tokenizer.eos_id,),
+        placement=serving_placement(pretrained.definition.config, mesh),
     )
 
 
@@ -141,11 +166,12 @@ def load_run(
         frozen = place_initial(config.init, base, placement.parameters(base))
     trained = definition.freeze(frozen)
     # Fields of the training state by name; what else is in there is not read.
+    weights = "parameters" if config.optimizer.average is None else "average"
     placed = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
-        {"parameters": trained.shapes, "model_state": trained.state_shapes},
+        {weights: trained.shapes, "model_state": trained.state_shapes},
         {
-            "parameters": placement.parameters(trained),
+            weights: placement.parameters(trained),
             "model_state": placement.model_state(trained),
         },
     )
@@ -173,6 +199,7 @@ def load_run(
         config=config,
         step=restored.step,
         eos_ids=eos_ids,
+        placement=placement,
     )
 
 

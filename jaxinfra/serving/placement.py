@@ -2,9 +2,9 @@
 
 import jax
 
+from jaxinfra.config.divides import check_divides
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.run import check_divides
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh

@@ -21,9 +21,11 @@ def describe_job(job: Job) -> str:
     if job.model.frozen:
         trained = f" ({job.model.num_parameters - job.model.num_frozen:,} of them trained)"
     options = "" if job.options is None else f"; XLA options {describe_options(job.options)}"
+    fp8 = config.precision.fp8
+    fp8 = "" if fp8 is None else f" with projections in fp8 by {fp8.scaling.value}"
     choice = "" if job.choice is None else f"\n{job.choice.describe()}"
     return (
-        f"{job.model.num_parameters:,} parameters{trained}, {config.precision.policy} on "
+        f"{job.model.num_parameters:,} parameters{trained}, {config.precision.policy}{fp8} on "
         f"{jax.devices()[0].device_kind} ({mesh or 'one device'}); {config.training.steps} steps "
         f"of {config.training.batch_size} x {config.training.sequence_length} tokens"
         f"{options}{choice}"
@@ -79,6 +81,10 @@ def placement_table(job: Job) -> str:
     moments = [
         (path_name(path), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
+    ]
+    moments += [
+        (f"average/{path_name(path)}", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.average)
     ]
     rows: list[tuple[str, ...]] = [
         ("parameter", "shape", "dtype", "lies over", "its moments", *_HELD)

@@ -54,18 +54,20 @@ def evaluate_run(
         tokenizer=Tokenizer.load(run.tokenizer_file),
         template_directory=run.path,
     )
+    state = job.abstract_state()
+    weights = "average" if state.average else "parameters"
     restored = load(
         run.checkpoints,
         dataclasses.replace(
-            jax.tree.map(lambda _: None, job.abstract_state()),
-            parameters=job.abstract_state().parameters,
-            model_state=job.abstract_state().model_state,
+            jax.tree.map(lambda _: None, state),
+            model_state=state.model_state,
+            **{weights: getattr(state, weights)},
         ),
         step=step,
         identity=identity(run, config),
         settings=codec.to_dict(as_it_is),
     )
-    result = evaluate_heldout(job, restored.state.tree, corpus.heldout)
+    result = evaluate_heldout(job, restored.state.evaluated, corpus.heldout)
     return RunEvaluation(
         step=restored.step,
         evaluation=result,

@@ -120,12 +120,12 @@ def own_loss(
     *,
     loss: str,
 ) -> CrossEntropySums:
-    """The sum of a user's loss ``(logits [B, T, V], targets [B, T]) -> [B, T]`` in fp32, which sees
-    all logits at once.
+    """The sum over tokens of a user's loss, which sees all logits of a micro-batch at once:
+    ``(logits [B, T, V], targets [B, T], *, weights) -> [B, T]`` in fp32.
     """
     with jax.named_scope("loss"):
         logits_BTV = model.bind(tree).logits(hidden_BTD)
-        each_BT = find_part(loss)(logits_BTV, batch.targets)
+        each_BT = find_part(loss)(logits_BTV, batch.targets, weights=batch.weights)
         if each_BT.shape != batch.targets.shape:
             raise ConfigError(
                 f"loss {loss} returns {each_BT.shape} for targets of {batch.targets.shape}; it "
@@ -154,6 +154,7 @@ def make_gradient(
     if placement is not None:
         last = placement.summed_last(model, accumulation=training.accumulation)
     drops_out = model.config.dropout_rate > 0.0
+    is_unrolled = model.execution.unroll >= max(model.config.repeats)
 
     def gradient(
         parameters: Parameters, batch: Batch, state: Parameters, key, loss_scale, num_targets
@@ -185,21 +186,28 @@ def make_gradient(
 
     def accumulated(parameters: Parameters, batch: Batch, *rest: Any) -> Gradients:
         """The sum over micro-batches."""
+        # Once for all micro-batches, and gradients are summed from what matmuls hand on. A loop
+        # over layers rounds one layer at a time instead: a copy of all would cost it memory.
+        read = model.as_read(parameters) if is_unrolled else parameters
+
+        def part(batch: Batch, *rest: Any) -> Gradients:
+            found = gradient(read, batch, *rest)
+            gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), found.gradients, parameters)
+            return dataclasses.replace(found, gradients=gradients)
+
         if training.accumulation == 1:
-            return gradient(parameters, batch, *rest)
+            return part(batch, *rest)
         state, key, loss_scale, num_targets = rest
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
-            part = gradient(parameters, micro[0], state, micro[1], loss_scale, num_targets)
+            found = part(micro[0], state, micro[1], loss_scale, num_targets)
             # Summed in fp32, whatever the weights are kept in.
-            return added(sums, dataclasses.replace(part, gradients=exact(part.gradients))), None
+            return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
         first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
-        shapes = jax.eval_shape(
-            gradient, parameters, first[0], state, first[1], loss_scale, num_targets
-        )
+        shapes = jax.eval_shape(part, first[0], state, first[1], loss_scale, num_targets)
         start = dataclasses.replace(
             nothing_added(shapes),
             gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),

@@ -77,6 +77,7 @@ class Job:
                 self.optimizer,
                 precision=self.config.precision,
                 seed=self.config.training.seed,
+                averages=self.config.optimizer.average is not None,
             )
 
         return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
@@ -106,6 +107,7 @@ class Job:
             self.optimizer,
             precision=self.config.precision,
             seed=self.config.training.seed,
+            averages=self.config.optimizer.average is not None,
         )
 
     def put(self, batch: Batch) -> Batch:
@@ -202,7 +204,8 @@ def make_job(
         frozen = define_model(config.model, execution)
         model, base = model.freeze(frozen.shapes), (placement.parameters(frozen),)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
-    shardings = state_shardings(model, optimizer, placement)
+    averages = config.optimizer.average is not None
+    shardings = state_shardings(model, optimizer, placement, averages=averages)
     gradient = functools.partial(make_gradient, training=training, placement=placement)
     if config.mesh.pipe > 1:
         gradient = functools.partial(
@@ -220,6 +223,7 @@ def make_job(
             precision=config.precision,
             next_model_state=model.next_state,
             updates=placement.updates(model),
+            average=config.optimizer.average,
         )
 
     whole, rows = placement.replicated, placement.batch

@@ -339,7 +339,7 @@ class Trainer:
         try:
             result = evaluate_heldout(
                 self._job,
-                self._state.tree,
+                self._state.evaluated,
                 self._corpus.heldout,
                 stop=self._is_to_stop_evaluating,
             )

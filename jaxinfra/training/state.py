@@ -26,11 +26,18 @@ class TrainState[Leaf]:
     optimizer: optax.OptState
     loss_scale: LossScale[Leaf]
     rng: Leaf  # uint32 [2], key data; a step's keys are folded from it and ``step``
+    # The running mean of the parameters, where ``optimizer.average`` asks for one; else empty.
+    average: Parameters = dataclasses.field(default_factory=dict)
 
     @property
     def tree(self) -> Parameters:
         """Parameters and state of the model, as ``ModelDefinition.bind`` takes them."""
         return merged(self.parameters, self.model_state)
+
+    @property
+    def evaluated(self) -> Parameters:
+        """``tree`` with the mean of the parameters in their place, where there is one."""
+        return merged(self.average or self.parameters, self.model_state)
 
 
 type State = TrainState[jax.Array]
@@ -42,6 +49,7 @@ def initial_state(
     *,
     precision: PrecisionConfig,
     seed: int,
+    averages: bool = False,
 ) -> State:
     """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings."""
     init_key, _ = jax.random.split(jax.random.key(seed))
@@ -51,6 +59,7 @@ def initial_state(
         optimizer,
         precision=precision,
         seed=seed,
+        averages=averages,
     )
 
 
@@ -61,8 +70,13 @@ def state_around(
     *,
     precision: PrecisionConfig,
     seed: int,
+    averages: bool = False,
 ) -> State:
-    """``initial_state`` with these parameters and this state instead of new ones."""
+    """``initial_state`` with these parameters and this state instead of new ones.
+
+    Args:
+        averages: keep a mean of the parameters, which begins with these.
+    """
     _, rng = jax.random.split(jax.random.key(seed))
     zero = jnp.int32(0)
     return TrainState(
@@ -74,13 +88,18 @@ def state_around(
         optimizer=optimizer.init(parameters),
         loss_scale=initial_loss_scale(precision),
         rng=jax.random.key_data(rng),
+        average=parameters if averages else {},
     )
 
 
 def state_shardings(
-    model: ModelDefinition, optimizer: optax.GradientTransformation, placement: Placement
+    model: ModelDefinition,
+    optimizer: optax.GradientTransformation,
+    placement: Placement,
+    *,
+    averages: bool = False,
 ) -> TrainState[NamedSharding]:
-    """A TrainState of shardings: moments lie as their parameters, scalars everywhere."""
+    """A TrainState of shardings: moments and means lie as their parameters, scalars everywhere."""
     whole = placement.replicated
     return TrainState(
         step=whole,
@@ -91,4 +110,5 @@ def state_shardings(
         optimizer=placement.optimizer(optimizer, model),
         loss_scale=LossScale(value=whole, finite_steps=whole),
         rng=whole,
+        average=placement.parameters(model) if averages else {},
     )

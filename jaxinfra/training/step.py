@@ -52,6 +52,7 @@ def make_train_step(
     precision: PrecisionConfig,
     next_model_state: Callable[[Parameters, Any, Parameters], Parameters],
     updates: Any = None,
+    average: float | None = None,
 ) -> TrainStep:
     """Builds the step; jit it with the state donated.
 
@@ -61,6 +62,7 @@ def make_train_step(
         next_model_state: ``ModelDefinition.next_state``.
         updates: shardings of what the optimizer works on, a tree as the parameters'; where those
             lie otherwise, each device updates its share and the shares are gathered.
+        average: decay of the mean of the parameters; None: there is none.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
@@ -101,6 +103,13 @@ def make_train_step(
                 loss_scale=next_loss_scale(state.loss_scale, finite=finite, config=precision),
                 rng=state.rng,
             )
+            if average is not None:
+                mean = jax.tree.map(
+                    lambda a, b: average * a + (1.0 - average) * b,
+                    state.average,
+                    new_state.parameters,
+                )
+                new_state = dataclasses.replace(new_state, average=applied(mean, state.average))
         metrics = StepMetrics(
             loss=loss,
             gradient_norm=norm,

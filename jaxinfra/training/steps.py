@@ -72,12 +72,12 @@ class Steps:
     def loss(self, state: State, batch: Batch) -> float:
         """Mean cross entropy of a batch in nats per counted target; nothing is trained."""
         self._check(batch, parts=1)
-        nll, count = self._job.evaluation_step(state.tree, self._job.put(batch))
+        nll, count = self._job.evaluation_step(state.evaluated, self._job.put(batch))
         return float(nll) / float(count)
 
     def model(self, state: State) -> Decoder:
         """The model with a state's parameters: ``model(token_ids)`` gives logits."""
-        return self._job.model.bind(state.tree)
+        return self._job.model.bind(state.evaluated)
 
     def batches(self, *, first: int = 0, cache_dir: Path | None = None) -> Iterator[Batch]:
         """Batches of the config's data in the order in which ``train`` reads them, without end.

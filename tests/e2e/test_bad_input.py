@@ -218,6 +218,7 @@ OTHERS = {
         ["train", "--config", "/tmp"],
         ["/tmp is a directory", "/tmp/config.json"],
     ),
+    "half a character": (["train", "--set=x=\udcff"], ["argument 2 is not UTF-8"]),
     "plan batch": (["plan", "gpt2", "--batch", "1000000000"], ["batch_size=1,000,000,000"]),
     "plan context": (["plan", "gpt2", "--context", "1000000000"], ["sequence_length"]),
     "plan search": (["plan", "gpt2", "--fix", "tensor=0"], ["tensor=0 must be at least 1"]),

@@ -233,6 +233,31 @@ def test_structured_output_fits(client, format_, check):
         assert check(choice.text), choice.text
 
 
+def test_log_probabilities(running, client):
+    """As evaluation harnesses ask for them: of a prompt that is echoed, token by token."""
+    settings = {"model": "letters", "prompt": "abc", "max_tokens": 3, "temperature": 0}
+    answer = client.completions.create(**settings, echo=True, logprobs=2)
+    told = answer.choices[0].logprobs
+    assert "".join(told.tokens[:4]).endswith("abc")
+    assert told.token_logprobs[0] is None
+    assert len(told.token_logprobs) == len(told.top_logprobs) == 4 + answer.usage.completion_tokens
+    for value, top in zip(told.token_logprobs[4:], told.top_logprobs[4:], strict=True):
+        assert value == max(top.values()) <= 0
+    chunks = [*client.completions.create(**settings, logprobs=2, stream=True)]
+    streamed = [x for c in chunks for x in c.choices[0].logprobs.token_logprobs]
+    assert streamed == pytest.approx(told.token_logprobs[4:], abs=1e-5)
+    chat = client.chat.completions.create(
+        model="letters",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=1,
+        temperature=0,
+    )
+    content = chat.choices[0].logprobs.content
+    assert [each.logprob for each in content] == [each.top_logprobs[0].logprob for each in content]
+
+
 def test_stop_strings_end_the_text_before_them(running, client):
     text = running.alone("abc", new=12)
     stop = text[4:6]

@@ -237,10 +237,12 @@ def lowers(f, *args):
     assert "mosaic_gpu" in text
 
 
-# By default every width with one mask, and every mask with the width of most models, forward. The
-# backward pass of every width is lowered with documents below; here the other masks, and the two
-# kernels of the deterministic one at the least width, at most models' and at the greatest.
+# By default every kind of width with one mask (80 and 192 tile as their neighbours do), and every
+# mask with the width of most models, forward. The backward pass of these widths is lowered with
+# documents below; here the other masks, and the two kernels of the deterministic one at the least
+# width, at most models' and at the greatest.
 ALL_MASKS_AT = (128, 128)
+LIKE_ANOTHER = {(80, 80), (192, 192)}
 QUICK_BACKWARD = {
     (ALL_MASKS_AT, "full", False),
     (ALL_MASKS_AT, "capped", False),
@@ -255,7 +257,7 @@ def quick(*cases):
 
     def is_quick(widths, mask, deterministic=None):
         if deterministic is None:
-            return widths == ALL_MASKS_AT or mask == "causal"
+            return widths == ALL_MASKS_AT or (mask == "causal" and widths not in LIKE_ANOTHER)
         return (widths, mask, deterministic) in QUICK_BACKWARD
 
     return [
@@ -292,7 +294,10 @@ def test_backward_lowers(widths, kind, deterministic):
     )
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+@pytest.mark.parametrize(
+    "widths",
+    [pytest.param(w, marks=[pytest.mark.slow] * (w in LIKE_ANOTHER), id=str(w)) for w in WIDTHS],
+)
 def test_backward_of_packed_documents_fits_shared_memory(widths):
     q, k, v, out = operands(*widths)
     lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)

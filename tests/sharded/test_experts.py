@@ -68,6 +68,7 @@ class Case:
     accumulation: int = 1
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     remat: Remat = Remat.NONE
+    unroll: int = 1
 
     @property
     def config(self) -> RunConfig:
@@ -81,6 +82,7 @@ class Case:
                 sequence_length=16,
                 accumulation=self.accumulation,
                 remat=self.remat,
+                unroll=self.unroll,
                 # LLVM's optimizations are most of the compile time and none of the arithmetic.
                 xla_options=("xla_backend_optimization_level=0",),
             ),
@@ -159,6 +161,7 @@ CASES = {
     ),
 }
 MORE = {
+    "without a loop": Case(mesh=MeshConfig(fsdp=4, tensor=2, expert=2), accumulation=2, unroll=2),
     "no expert axis": Case(mesh=MeshConfig(fsdp=2, tensor=2, replica=2), accumulation=2),
     "expert 8": Case(mesh=MeshConfig(fsdp=8, expert=8)),
     "context": Case(mesh=MeshConfig(fsdp=2, context=2, expert=4)),

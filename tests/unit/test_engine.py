@@ -230,7 +230,7 @@ KINDS = ("malformed", EndReason.LENGTH, EndReason.CANCELLED, EndReason.ERROR)
 
 
 def test_programs_are_those_listed_and_traced_once(monkeypatch):
-    for name in ("step", "copy_pages", "set_masks"):
+    for name in ("step", "score", "copy_pages", "set_masks", "begin_history"):
         function = getattr(programs, name)
         chex.clear_trace_counter()
         monkeypatch.setattr(programs, name, chex.assert_max_traces(function, 8))
@@ -239,3 +239,52 @@ def test_programs_are_those_listed_and_traced_once(monkeypatch):
     assert engine.runner.num_compiled == len(engine.runner.keys)
     engine.run([request(p) for p in PROMPTS])
     assert engine.runner.num_compiled == len(engine.runner.keys)
+
+
+def test_scores_are_those_of_the_uncached_model():
+    prompt, told = PROMPTS[1] + PROMPTS[3], dataclasses.replace(GREEDY, logprobs=3)
+    engine = plain_engine()
+    plain, scored, later = engine.run(
+        [
+            request(prompt, new=5),
+            request(prompt, new=5, sampling=told, scores_prompt=True),
+            request(PROMPTS[2], new=4, sampling=dataclasses.replace(DRAWN, logprobs=0), seed=1),
+        ]
+    )
+    tokens, _ = drawn(scored)
+    assert tokens == drawn(plain)[0]
+    scores = [*scored[0].prompt_scores, *(score for each in scored for score in each.scores)]
+    ids = [*prompt, *tokens]
+    assert len(scores) == len(ids) - 1
+    logits = np.asarray(model()(np.array([ids], np.int32)))[0, :-1, :257]
+    true = np.asarray(jax.nn.log_softmax(logits.astype(np.float64)))
+    for at, score in enumerate(scores):
+        assert score.logprob == pytest.approx(true[at, ids[at + 1]], abs=1e-4)
+        best = np.argsort(-true[at], kind="stable")[:3]
+        assert [token for token, _ in score.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in score.top], true[at, best], atol=1e-4)
+    assert all(score.top == () for each in later for score in each.scores)
+    assert sum(len(each.scores) for each in later) == 4
+    with pytest.raises(ConfigError, match="scores_prompt needs"):
+        engine.submit(request(prompt, scores_prompt=True))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SamplingConfig(temperature=0.0, repetition_penalty=1.7),
+        SamplingConfig(temperature=1.2, presence_penalty=1.5, frequency_penalty=1.0, min_p=0.01),
+        SamplingConfig(temperature=0.0, logit_bias=((7, 3.0), (250, -100.0))),
+    ],
+    ids=["repetition", "presence_and_frequency", "bias"],
+)
+def test_settings_hold_whatever_is_shared_and_begun_again(settings):
+    """Penalties count tokens whose keys were shared, and those of before a preemption once."""
+    engine = plain_engine()
+    requests = [request(p, new=20, sampling=settings, seed=2) for p in (*PROMPTS, PROMPTS[1])]
+    preempted = engine.scheduler.num_preemptions
+    got = served(engine, [*requests, request((9,) * 30, new=30)], [0, 0, 0, 0, 3, 0])
+    want = [alone(r.prompt_ids, new=20, sampling=settings, seed=2) for r in requests]
+    assert [drawn(each)[0] for each in got[:-1]] == want
+    assert engine.scheduler.num_preemptions > preempted
+    assert want[1] != alone(PROMPTS[1], new=20, seed=2), "the settings change something"

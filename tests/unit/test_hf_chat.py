@@ -46,6 +46,7 @@ HOSTILE = {
     "{{ 1 / 0 }}": "ZeroDivisionError",
     "{{ messages[0].content.nothing.more }}": "has no attribute",
     "{{ 10.0 ** 400 }}": "OverflowError",
+    "{{ '\\ud800' }}": "half of a character",
     "{{ messages | map(attribute=5) | list | sum }}": "the chat template refuses",
     "{{ ().__class__.__base__.__subclasses__() }}": "unsafe",
 }

@@ -14,6 +14,8 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.models.definition import merged, only
 from jaxinfra.models.hf import by_path, weight_map
 from jaxinfra.models.hf.config import FAMILIES
+from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import FinishReason, generate
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.weights.load_pretrained import load_pretrained
@@ -98,6 +100,19 @@ def test_bfloat16_logits(name):
     ],
 )
 def test_greedy_continuations(name):
+    assert_continues(name, decoder(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_continuations_of_the_serving_form(name):
+    model = pretrained(name)
+    form = serving_form(model.definition, execution_on(packed=True))
+    parameters = serving_parameters(form, model.definition.config, model.parameters)
+    assert_continues(name, form.bind(parameters))
+
+
+def assert_continues(name, decoder):
     arrays = golden(name)
     prompts = [ids[:length] for ids, length in zip(arrays["ids"], arrays["prompts"], strict=True)]
     # LongRoPE: one prompt is of the original context, one beyond it, which cannot share a batch.
@@ -106,7 +121,7 @@ def test_greedy_continuations(name):
         new = arrays["continued"][rows]
         drawn = np.full_like(new, -1)
         for each in generate(
-            decoder(name),
+            decoder,
             [prompts[row] for row in rows],
             max_new_tokens=new.shape[1],
             sampling=GREEDY,

@@ -333,10 +333,12 @@ def test_the_hook_does_what_is_planned_and_nothing_else(monkeypatch):
 WATCHED = """
 import sys, time, threading
 from pathlib import Path
-from jaxinfra.reliability.recorder import Recorder
+from jaxinfra.reliability.recorder import Recorder, read_record, record_file
 from jaxinfra.reliability.watchdog import Watchdog
 directory, rank, stuck = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 recorder = Recorder(directory, rank)
+while read_record(record_file(directory, 1 - rank)) is None:
+    time.sleep(0.02)
 with Watchdog(recorder, directory, num_ranks=2, hang_s=2.0, heartbeat_s=3.0, launcher=None):
     recorder.phase("wait", step=5)
     if rank == 1:

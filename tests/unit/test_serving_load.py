@@ -224,7 +224,7 @@ def test_command_streams_text_and_says_how_fast(saved, capsys, monkeypatch):
     shown = capsys.readouterr()
     assert "tokens of step 4: the first after" in shown.err
     assert "tokens/s" in shown.err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def f"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"def f")))
     assert generate(saved[0], "--prompt", "-", *options, "--policy", "fp32") == 0
     assert capsys.readouterr().out == shown.out
 

@@ -12,7 +12,7 @@ from jaxinfra.core.parts import part
 
 
 @part
-def half_cross_entropy(logits, targets):
+def half_cross_entropy(logits, targets, *, weights):
     """Half of each token's nll."""
     import jax
 
@@ -173,3 +173,34 @@ def test_callbacks_hear_of_every_step_and_an_own_loss_is_what_is_minimized(confi
     assert outcome.summary["heldout_loss"] > 4.0
     evaluated = jaxinfra.evaluate(tmp_path / "run", cache_dir=tmp_path / "cache")
     assert evaluated.evaluation.loss == pytest.approx(outcome.summary["heldout_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_mean_of_the_weights_is_kept_evaluated_saved_and_read(config, tmp_path):
+    """Against the mean taken here, from the parameters of each step."""
+    optimizer = dataclasses.replace(config.optimizer, average=0.75)
+    steps = jaxinfra.Steps(dataclasses.replace(config, optimizer=optimizer))
+    batches = steps.batches(cache_dir=tmp_path / "cache")
+    state = steps.initial_state()
+
+    def table(tree) -> np.ndarray:
+        return np.asarray(tree["embedding"]["table"], np.float64)
+
+    mean = table(state.parameters)
+    np.testing.assert_array_equal(table(state.average), mean)
+    for _ in range(2):
+        state, _ = steps(state, next(batches))
+        mean = 0.75 * mean + 0.25 * table(state.parameters)
+    np.testing.assert_allclose(table(state.average), mean, rtol=1e-6, atol=1e-8)
+    assert np.max(np.abs(mean - table(state.parameters))) > 1e-4
+    steps.save(state, tmp_path / "run")
+    restored = steps.restore(tmp_path / "run")
+    np.testing.assert_array_equal(table(restored.average), table(state.average))
+    held = next(batches)
+    batches.close()
+    plain = steps.loss(dataclasses.replace(state, average={}), held)
+    assert steps.loss(state, held) != pytest.approx(plain, rel=1e-5)
+    read = jaxinfra.load_model(tmp_path / "run")
+    np.testing.assert_array_equal(
+        np.asarray(read.embedding.table[...], np.float64), table(state.average)
+    )

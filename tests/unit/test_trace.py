@@ -117,6 +117,7 @@ def test_picture(tmp_path):
         (("gemm_fusion_dot_8", "gemm_fusion_dot.8", MLP), "matmul"),
         (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(layer)/attention/core/f"), "attention"),
         (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(loss)/while/f"), "matmul"),
+        (("body_mosaic_gpu_kernel", "x", "jit(f)/jvp(layer)/mlp/experts/body"), "matmul"),
         (("cudnn_generated_fort_native_sdpa_sm90", "x", ""), "attention"),
         (("input_reduce_fusion_2", "input_reduce_fusion.2", ""), "reduction"),
         (NORM, "elementwise"),
@@ -135,6 +136,9 @@ def test_kind_of(what, kind):
     [
         ("jit(f)/jvp(layer)/while/body/attention/core/exp", "attention/core"),
         ("jit(f)/transpose(jvp(layer))/while/body/attention/core/exp", "attention/core backward"),
+        ("jit(f)/jvp(layer)/mlp/routing/top_k", "routing"),
+        ("jit(f)/transpose(jvp(layer))/mlp/shard_map/exchange/all_to_all", "exchange backward"),
+        ("jit(f)/jvp(layer)/jit(repetition)/mlp/experts/body", "experts"),
         ("jit(f)/jvp(loss)/dot_general", "loss"),
         ("jit(f)/optimizer/mul", "optimizer"),
         ("jit(f)/attentions/mul", "other"),

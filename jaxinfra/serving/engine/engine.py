@@ -20,8 +20,9 @@ from jaxinfra.serving.engine.requests import (
     GenerationRequest,
     RequestProgress,
     RequestStream,
+    TokenScore,
 )
-from jaxinfra.serving.engine.runner import Dispatched, Drawn, ModelRunner
+from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, Drawn, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.generate import original_context
 from jaxinfra.serving.load import LoadedModel
@@ -53,6 +54,7 @@ class _Told:
     stream: RequestStream
     text: TextStream | None
     is_admitted: bool = False
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
 
 
 @final
@@ -121,13 +123,13 @@ class Engine:
         options: EngineOptions | None = None,
         draft: LoadedModel | None = None,
     ) -> Self:
-        """An engine of a loaded model, with its tokenizer."""
+        """An engine of a loaded model in the form that serves fastest, with its tokenizer."""
         return cls(
-            model.decoder,
+            model.serving_decoder(),
             tokenizer=model.tokenizer,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             options=options,
-            draft=None if draft is None else draft.decoder,
+            draft=None if draft is None else draft.serving_decoder(),
         )
 
     @property
@@ -163,6 +165,14 @@ class Engine:
             raise DataError(
                 f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
                 f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
+            )
+        if request.scores_prompt and request.sampling.logprobs is None:
+            raise ConfigError("scores_prompt needs sampling.logprobs: how many are told")
+        biased = [token for token, _ in request.sampling.logit_bias]
+        if len(biased) > MOST_BIASES or max(biased, default=0) >= self.num_ids:
+            raise ConfigError(
+                f"logit_bias of {len(biased)} ids up to {max(biased)}: at most {MOST_BIASES} ids "
+                f"below {self.num_ids} can be given one"
             )
         if request.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
@@ -249,8 +259,14 @@ class Engine:
         stream = drawn.row.stream
         told = self._requests.get(stream.number)
         if drawn.is_bad and told is not None:
-            stream.pending -= 1
+            stream.pending -= drawn.row.draws
             return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
+        if told is not None:
+            wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
+            if drawn.row.start == len(told.prompt_scores):  # else it was begun again
+                told.prompt_scores += drawn.prompt_scores[:wanted]
+        if not drawn.row.draws:
+            return None
         taken = self._scheduler.take(drawn.row, drawn.tokens, drawn.num_held)
         if told is None:
             return None
@@ -263,9 +279,20 @@ class Engine:
             end, piece = self._meaning(told, token, after=-place)
             text += piece
             if end is not None:
-                return self._end(told, end, tokens=tuple(tokens), text=text)
-        return RequestProgress(
+                progress = self._end(told, end, tokens=tuple(tokens), text=text)
+                return self._with_scores(progress, told, drawn)
+        progress = RequestProgress(
             request=stream.number, tokens=tuple(tokens), text=text, num_cached=stream.num_cached
+        )
+        return self._with_scores(progress, told, drawn)
+
+    def _with_scores(self, progress: RequestProgress, told: _Told, drawn: Drawn) -> RequestProgress:
+        if drawn.score is None:
+            return progress
+        prompt, told.prompt_scores = tuple(told.prompt_scores), []
+        is_first = len(told.stream.tokens) == len(told.stream.request.prompt_ids) + 1
+        return dataclasses.replace(
+            progress, scores=(drawn.score,), prompt_scores=prompt if is_first else ()
         )
 
     def _meaning(self, told: _Told, token: int, *, after: int) -> tuple[EndReason | None, str]:

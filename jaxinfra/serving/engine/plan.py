@@ -77,6 +77,7 @@ class PlannedRow:
     draws: bool  # whether the token after the last one is drawn
     context: int  # tokens that the request has come to
     num_drafts: int = 0  # of these tokens the last are proposed only, and judged by the step
+    targets: tuple[int, ...] = ()  # tokens after each of these, where the prompt is scored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

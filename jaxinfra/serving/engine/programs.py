@@ -10,16 +10,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Int, Shaped, UInt32
+from jaxtyping import Array, Int, Shaped, UInt32
 
 from jaxinfra.config.model import MixerConfig, ModelConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.cache import PagedCache
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.decoder import Decoder
-from jaxinfra.serving.sampling import SamplingRows, sample
+from jaxinfra.serving.sampling import (
+    MOST_LOGPROBS,
+    NO_TOKEN,
+    LogProbabilities,
+    SamplingNeeds,
+    SamplingRows,
+    log_probabilities,
+    sample,
+)
+from jaxinfra.serving.token_history import TokenHistory
 
 WORD_BITS = 32
+_PLAIN = SamplingNeeds(noise=True)
+_FULL = SamplingNeeds(noise=True, cuts=True, bias=True, penalties=True, logprobs=MOST_LOGPROBS)
+_DRAFTED = SamplingNeeds(noise=True, cuts=True, bias=True)
 
 type Pools = tuple[dict[str, Shaped[Array, "_ _ _ ..."]], ...]
 """The pages of each distinct block, by the names of its mixer's ``CacheSpec``."""
@@ -52,6 +64,7 @@ class DeviceState:
     draft_pools: Pools  # empty without a draft model
     last_S: Int[Array, "S"]  # the token that each request drew last
     masks_SW: UInt32[Array, "S W"]  # which ids a request's structure allows next
+    history: TokenHistory  # of each slot, as far as its request has penalties
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +83,7 @@ class RowInputs:
     key_positions_B: np.ndarray  # int32, tokens before the first draw: tells a request's apart
     draws_B: np.ndarray  # bool: the draw counts
     is_masked_B: np.ndarray  # bool: the slot's mask holds
+    is_counted_B: np.ndarray  # bool: the token was drawn, and is not in the slot's history yet
     sampling: SamplingRows
 
 
@@ -98,39 +112,104 @@ def step(
     *,
     config: ProgramConfig,
     is_fresh: bool,
-) -> tuple[Int[Array, "B"], DeviceState]:
-    """Rows take in their tokens; the token after each row's last one, int32 [B].
+    is_full: bool,
+) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None], DeviceState]:
+    """Rows take in their tokens; the token after each row's last one, int32 [B], and its score.
 
     It is -1 where the row's logits are not finite, and means nothing where the row does not draw.
 
     Args:
         is_fresh: every row begins at position 0, so that its tokens see each other only.
+        is_full: all settings hold, and log-probabilities are told; else temperatures only.
     """
-    model = nnx.merge(config.graphdef, weights.model)
+    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=is_fresh)
+    return _drawn(weights, state, rows, x_BTD, config=config, is_full=is_full)
+
+
+def score(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    targets_BT: Int[Array, "B T"],
+    *,
+    config: ProgramConfig,
+) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None, LogProbabilities], DeviceState]:
+    """``step`` with scores, and those of the tokens that follow each of the rows' tokens."""
+    x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
+    logits_BTV = _logits(nnx.merge(config.graphdef, weights.model), x_BTD, config)
+    of_prompt = log_probabilities(
+        logits_BTV.reshape(-1, logits_BTV.shape[-1]),
+        targets_BT.reshape(-1),
+        num_top=MOST_LOGPROBS,
+    )
+    drawn, state = _drawn(weights, state, rows, x_BTD, config=config, is_full=True)
+    return (*drawn, of_prompt), state
+
+
+def _taken_in(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    *,
+    config: ProgramConfig,
+    is_fresh: bool,
+) -> tuple[jax.Array, DeviceState]:
+    """Hidden states of the rows' tokens, [B, T, D], and the state with their keys and values."""
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
+    model = nnx.merge(config.graphdef, weights.model)
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
-    draft_pools = state.draft_pools
+    state = dataclasses.replace(state, pools=pools)
     if config.draft is not None:
         draft = nnx.merge(config.draft, weights.draft)
-        _, draft_pools = _run(draft, draft_pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
+        drafts = state.draft_pools
+        _, drafts = _run(draft, drafts, ids_BT, positions_BT, rows, is_fresh=is_fresh)
+        state = dataclasses.replace(state, draft_pools=drafts)
+    return x_BTD, state
+
+
+def _drawn(
+    weights: Weights,
+    state: DeviceState,
+    rows: RowInputs,
+    x_BTD: jax.Array,
+    *,
+    config: ProgramConfig,
+    is_full: bool,
+) -> tuple[tuple[jax.Array, LogProbabilities | None], DeviceState]:
+    """The token after each row's last one, its score, and the state that knows it."""
+    model = nnx.merge(config.graphdef, weights.model)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
     logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
-    keys_B = _keys(rows, offset=0)
-    is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
-    allowed_BV = _allowed(logits_BV, state, rows)
-    tokens_B = sample(allowed_BV, keys_B, rows=rows.sampling).ids_B
-    tokens_B = jnp.where(is_bad_B, -1, tokens_B)
-    num_slots = state.last_S.shape[0]
-    slots_B = jnp.where(rows.draws_B, rows.slots_B, num_slots)
-    state = dataclasses.replace(
-        state,
-        pools=pools,
-        draft_pools=draft_pools,
-        last_S=state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop"),
+    needs, allowed_BW, history = _PLAIN, None, None
+    if is_full:
+        needs, allowed_BW = _FULL, _allowed(state, rows)
+        history, state = _history(state, rows)
+    drawn = sample(
+        logits_BV,
+        _keys(rows, offset=0),
+        rows=rows.sampling,
+        needs=needs,
+        history=history,
+        allowed_BW=allowed_BW,
     )
-    return tokens_B, state
+    is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
+    tokens_B = jnp.where(is_bad_B, NO_TOKEN, drawn.ids_B)
+    slots_B = jnp.where(rows.draws_B, rows.slots_B, state.last_S.shape[0])
+    last_S = state.last_S.at[slots_B].set(jnp.maximum(tokens_B, 0), mode="drop")
+    return (tokens_B, drawn.logprobs), dataclasses.replace(state, last_S=last_S)
+
+
+def _history(state: DeviceState, rows: RowInputs) -> tuple[TokenHistory, DeviceState]:
+    """What penalties of the rows read, and the state with the tokens that they have just drawn."""
+    kept, num_slots = state.history, state.last_S.shape[0]
+    counted_B = jnp.where(rows.is_counted_B, rows.slots_B, num_slots)
+    drawn_SV = kept.drawn_BV.at[counted_B, _known_ids(state, rows)[:, 0]].add(1, mode="drop")
+    slots_B = jnp.minimum(rows.slots_B, num_slots - 1)
+    history = TokenHistory(drawn_BV=drawn_SV[slots_B], prompted_BV=kept.prompted_BV[slots_B])
+    kept = dataclasses.replace(kept, drawn_BV=drawn_SV)
+    return history, dataclasses.replace(state, history=kept)
 
 
 def verify(
@@ -161,9 +240,9 @@ def verify(
     is_bad_B = ~jnp.all(jnp.isfinite(logits_BTV) | ~is_there_BT[:, :, None], axis=(1, 2))
     logits_BTV = jnp.where(is_there_BT[:, :, None], logits_BTV, 0.0)
     keys_TB = jax.vmap(lambda offset: _keys(rows, offset=offset))(jnp.arange(length))
-    tokens_TB = jax.vmap(lambda logits, keys: sample(logits, keys, rows=rows.sampling).ids_B)(
-        jnp.moveaxis(logits_BTV, 1, 0), keys_TB
-    )
+    tokens_TB = jax.vmap(
+        lambda logits, keys: sample(logits, keys, rows=rows.sampling, needs=_DRAFTED).ids_B
+    )(jnp.moveaxis(logits_BTV, 1, 0), keys_TB)
     tokens_BT = tokens_TB.T
     holds_BT = (ids_BT[:, 1:] == tokens_BT[:, :-1]) & is_there_BT[:, 1:]
     num_held_B = jnp.sum(jnp.cumprod(holds_BT.astype(jnp.int32), axis=1), axis=1)
@@ -200,6 +279,18 @@ def set_masks(
     return dataclasses.replace(
         state, masks_SW=state.masks_SW.at[slots_N].set(masks_NW, mode="drop")
     )
+
+
+def begin_history(
+    state: DeviceState,
+    slot: Int[Array, ""],
+    ids_T: Int[Array, "T"],
+    num_prompt: Int[Array, ""],
+    num_tokens: Int[Array, ""],
+) -> DeviceState:
+    """The state with a request's tokens in its slot's history, the prompt's and those drawn."""
+    history = state.history.begin(slot, ids_T, num_prompt=num_prompt, num_tokens=num_tokens)
+    return dataclasses.replace(state, history=history)
 
 
 def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:
@@ -255,7 +346,8 @@ def _drafted(
         # Drafts that are not finite are judged as any others.
         logits_BV = jnp.where(jnp.isfinite(logits_BV), logits_BV, 0.0)
         keys_B = _keys(rows, offset=offset)
-        return (sample(logits_BV, keys_B, rows=rows.sampling).ids_B, pools), ids_B
+        drawn = sample(logits_BV, keys_B, rows=rows.sampling, needs=_DRAFTED)
+        return (drawn.ids_B, pools), ids_B
 
     (_, pools), ids_TB = jax.lax.scan(draw, (first_B, pools), jnp.arange(length))
     return ids_TB.T, pools
@@ -267,19 +359,11 @@ def _logits(model: Decoder, x_BTD: jax.Array, config: ProgramConfig) -> jax.Arra
     return model.execution.place(logits_BTV, (axes.BATCH, None, None))
 
 
-def _allowed(logits_BV: jax.Array, state: DeviceState, rows: RowInputs) -> jax.Array:
-    """The logits where a row's structure allows the id, -inf elsewhere."""
-
-    def masked() -> jax.Array:
-        slots_B = jnp.minimum(rows.slots_B, state.masks_SW.shape[0] - 1)
-        words_BW = state.masks_SW[slots_B]
-        bits_W = jnp.arange(WORD_BITS, dtype=jnp.uint32)[None, None]
-        bits_BWb: Bool[Array, "B W b"] = (words_BW[:, :, None] >> bits_W) & jnp.uint32(1) > 0
-        allowed_BV = bits_BWb.reshape(len(slots_B), -1)[:, : logits_BV.shape[1]]
-        is_free_B1 = ~rows.is_masked_B[:, None]
-        return jnp.where(allowed_BV | is_free_B1, logits_BV, -jnp.inf)
-
-    return jax.lax.cond(jnp.any(rows.is_masked_B), masked, lambda: logits_BV)
+def _allowed(state: DeviceState, rows: RowInputs) -> jax.Array:
+    """Words of the ids that each row's structure allows, [B, W]; all of them without one."""
+    slots_B = jnp.minimum(rows.slots_B, state.masks_SW.shape[0] - 1)
+    every = jnp.uint32(0xFFFFFFFF)
+    return jnp.where(rows.is_masked_B[:, None], state.masks_SW[slots_B], every)
 
 
 def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
 
@@ -57,14 +56,15 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
+    scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
 
-    def __post_init__(self) -> None:
-        asked = self.sampling
-        if asked.is_penalized or asked.logit_bias or asked.logprobs is not None:
-            raise UnsupportedError(
-                "the engine draws by temperature, min-p, top-k and top-p; leave penalties, "
-                "logit_bias and logprobs out"
-            )
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TokenScore:
+    """How likely the model alone says a token is, and which are the most likely at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # ids and their log-probabilities, the most likely first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,8 @@ class RequestProgress:
     end: EndReason | None = None  # set on the last one
     error: str | None = None  # with EndReason.ERROR
     num_cached: int = 0  # tokens of the prompt that were not computed again
+    scores: tuple[TokenScore, ...] = ()  # of the tokens, where they were asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # on the first: of the prompt after its first token
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
@@ -95,6 +97,13 @@ class RequestStream:
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
     is_over: bool = False
+
+    @property
+    def can_be_drafted(self) -> bool:
+        """Whether a draw depends on the tokens before it by the model alone, and is not scored."""
+        request, sampling = self.request, self.request.sampling
+        is_free = request.constraint is None and not sampling.is_penalized
+        return is_free and sampling.logprobs is None
 
     @property
     def total(self) -> int:

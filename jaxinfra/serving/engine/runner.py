@@ -22,9 +22,13 @@ from jaxinfra.serving.engine.programs import (
     RowInputs,
     Weights,
 )
-from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
+from jaxinfra.serving.engine.requests import GenerationRequest, TokenScore
+from jaxinfra.serving.sampling import GREEDY, LogProbabilities, SamplingConfig, SamplingRows
+from jaxinfra.serving.token_history import TokenHistory
 
 _PAGES_AT_ONCE = 8  # copied by a call
+MOST_BIASES = 300
+"""Ids of a request's ``logit_bias``, as OpenAI's API bounds them."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +41,11 @@ class ProgramKey:
     rows: int
     length: int = 1
     is_fresh: bool = False
+    is_full: bool = False
 
     def __str__(self) -> str:
-        fresh = " from position 0" if self.is_fresh else ""
-        return f"{self.name} {self.rows} x {self.length}{fresh}"
+        kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
+        return f"{self.name} {self.rows} x {self.length}{kind}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +56,15 @@ class Drawn:
     tokens: tuple[int, ...]  # after the first token, and after each draft
     num_held: int  # drafts that are what was drawn
     is_bad: bool  # its logits were not finite
+    score: TokenScore | None = None  # of the token, where it was asked for
+    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Dispatched:
     """A step that the device has been given; ``ModelRunner.read`` waits for it."""
 
-    rows: list[tuple[list[PlannedRow], jax.Array]]
+    rows: list[tuple[list[PlannedRow], Any]]  # and what their call gave
 
 
 @final
@@ -92,6 +99,7 @@ class ModelRunner:
         self._mask_words = -(-num_ids // WORD_BITS)
         self._verify_length = verify_length
         self._compiled: dict[ProgramKey, Callable[..., Any]] = {}
+        self._histories: dict[int, tuple[int, int]] = {}  # by slot: request, and tokens it has
         self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
         self.num_compiled = 0
         self.num_late = 0  # compiled after ``warm_up``
@@ -106,6 +114,7 @@ class ModelRunner:
                 draft_pools=() if draft is None else pools(draft.config, draft.execution),
                 last_S=jnp.zeros(limits.max_running, jnp.int32),
                 masks_SW=jnp.zeros((limits.max_running, self._mask_words), jnp.uint32),
+                history=TokenHistory.empty(batch=limits.max_running, num_ids=num_ids),
             )
 
         self._state = empty()
@@ -114,11 +123,21 @@ class ModelRunner:
     def keys(self) -> tuple[ProgramKey, ...]:
         """Every program that a step may need."""
         limits = self._limits
-        keys = [ProgramKey(name="step", rows=rows) for rows in limits.row_sizes]
+        # All settings cost passes over the logits, which beside a chunk's own work are nothing.
+        keys = [
+            ProgramKey(name="step", rows=rows, is_full=is_full)
+            for rows in limits.row_sizes
+            for is_full in (False, True)
+        ]
         keys += [
-            ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh)
+            ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_full=True)
             for rows, length in limits.chunk_shapes
             for is_fresh in (True, False)
+        ]
+        keys += [
+            ProgramKey(name="score", rows=limits.rows(1), length=length)
+            for length in limits.chunk_sizes
+            if length <= limits.max_step_tokens
         ]
         if self._verify_length is not None:
             keys += [
@@ -126,7 +145,8 @@ class ModelRunner:
                 for rows in limits.row_sizes
             ]
         copy = ProgramKey(name="copy", rows=_PAGES_AT_ONCE)
-        return (*keys, copy, ProgramKey(name="mask", rows=1))
+        history = ProgramKey(name="history", rows=1, length=limits.context)
+        return (*keys, copy, history, ProgramKey(name="mask", rows=1))
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Compiles every program.
@@ -172,29 +192,40 @@ class ModelRunner:
     def read(self, dispatched: Dispatched) -> list[Drawn]:
         """What a step drew, of the rows that draw; waits for it."""
         result = []
-        for rows, array in dispatched.rows:
+        for rows, (array, *told) in dispatched.rows:
             values = np.asarray(array)
-            for row, drawn in zip(rows, values, strict=False):
-                if not row.draws:
-                    continue
-                held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
-                is_bad = held < 0 or tokens[0] < 0
-                result.append(Drawn(row=row, tokens=tuple(tokens), num_held=held, is_bad=is_bad))
+            scores = [jax.tree.map(np.asarray, each) for each in told]
+            for place, (row, drawn) in enumerate(zip(rows, values, strict=False)):
+                if row.draws or row.targets:
+                    result.append(_of_row(row, place, drawn, scores))
         return result
 
     def _call(
         self, rows: Sequence[PlannedRow], name: str, length: int, masks: dict[int, np.ndarray]
-    ) -> jax.Array:
+    ) -> Any:
+        if name == "step" and length > 1 and rows[0].stream.request.scores_prompt:
+            name = "score"
+        is_chunk = name == "step" and length > 1
+        is_asked = any(row.stream.request.sampling.logprobs is not None for row in rows)
+        is_plain = all(_is_plain(row.stream.request) for row in rows)
         key = ProgramKey(
             name=name,
             rows=self._limits.rows(len(rows)),
             length=length,
-            is_fresh=length > 1 and name == "step" and all(row.start == 0 for row in rows),
+            is_fresh=is_chunk and all(row.start == 0 for row in rows),
+            is_full=is_chunk or (name == "step" and not is_plain),
         )
-        inputs = self._inputs(rows, key, masks)
-        drawn, self._state = self._program(key)(self._weights, self._state, inputs)
-        drawn.copy_to_host_async()
-        return drawn
+        arguments: list[Any] = [self._inputs(rows, key, masks)]
+        if name == "score":
+            targets_BT = np.zeros((key.rows, length), np.int32)
+            targets_BT[0, : len(rows[0].targets)] = rows[0].targets
+            arguments.append(targets_BT)
+        given, self._state = self._program(key)(self._weights, self._state, *arguments)
+        drawn, *told = given if isinstance(given, tuple) else (given,)
+        given = (drawn, *told) if is_asked else (drawn,)
+        for each in jax.tree.leaves(given):
+            each.copy_to_host_async()
+        return given
 
     def _inputs(
         self, rows: Sequence[PlannedRow], key: ProgramKey, masks: dict[int, np.ndarray]
@@ -217,14 +248,34 @@ class ModelRunner:
             inputs.key_positions_B[place] = row.start + row.count - row.num_drafts
             inputs.draws_B[place] = row.draws
             inputs.is_masked_B[place] = row.slot in masks
+            if request.sampling.is_penalized:
+                inputs.is_counted_B[place] = self._is_counted(row)
         return inputs
+
+    def _is_counted(self, row: PlannedRow) -> bool:
+        """Whether a row's token is new to its slot's history, which is begun here where need be."""
+        stream, (number, known) = row.stream, self._histories.get(row.slot, (None, 0))
+        is_begun_again = row.count > 1 and known < len(stream.tokens)
+        if number != stream.number or is_begun_again:
+            known = len(stream.tokens)
+            key = ProgramKey(name="history", rows=1, length=self._limits.context)
+            ids_T = np.zeros(key.length, np.int32)
+            ids_T[:known] = stream.tokens[: key.length]
+            prompt = len(stream.request.prompt_ids)
+            self._state = self._program(key)(
+                self._state, np.int32(row.slot), ids_T, np.int32(prompt), np.int32(known)
+            )
+        is_new = row.count == 1 and row.start >= known
+        self._histories[row.slot] = (stream.number, known + is_new)
+        return is_new
 
     def _sampling_rows(self, configs: tuple[SamplingConfig, ...], size: int) -> SamplingRows:
         """The settings on the device; kept, as most steps have the rows of the step before."""
         known = self._sampling.get(size)
         if known is None or known[0] != configs:
             padded = [*configs, *[GREEDY] * (size - len(configs))]
-            known = self._sampling[size] = (configs, SamplingRows.of(padded))
+            rows = SamplingRows.of(padded, num_biases=MOST_BIASES)
+            known = self._sampling[size] = (configs, rows)
         return known[1]
 
     def _blank(self, key: ProgramKey, sampling: SamplingRows) -> RowInputs:
@@ -243,6 +294,7 @@ class ModelRunner:
             key_positions_B=zeros(np.int32),
             draws_B=zeros(np.bool_),
             is_masked_B=zeros(np.bool_),
+            is_counted_B=zeros(np.bool_),
             sampling=sampling,
         )
 
@@ -272,6 +324,9 @@ class ModelRunner:
             case "mask":
                 masks = np.zeros((key.rows, self._mask_words), np.uint32)
                 function, arguments = programs.set_masks, (self._state, indices, masks)
+            case "history":
+                ids, one = np.zeros(key.length, np.int32), np.int32(0)
+                function, arguments = programs.begin_history, (self._state, one, ids, one, one)
             case "verify":
                 function = functools.partial(programs.verify, config=self._config)
                 arguments = (
@@ -279,15 +334,66 @@ class ModelRunner:
                     self._state,
                     self._blank(key, self._sampling_rows((), key.rows)),
                 )
+            case "score":
+                function = functools.partial(programs.score, config=self._config)
+                blank = self._blank(key, self._sampling_rows((), key.rows))
+                targets = np.zeros((key.rows, key.length), np.int32)
+                arguments = (self._weights, self._state, blank, targets)
             case _:
                 function = functools.partial(
-                    programs.step, config=self._config, is_fresh=key.is_fresh
+                    programs.step,
+                    config=self._config,
+                    is_fresh=key.is_fresh,
+                    is_full=key.is_full,
                 )
                 arguments = (
                     self._weights,
                     self._state,
                     self._blank(key, self._sampling_rows((), key.rows)),
                 )
-        donated = 0 if key.name in ("copy", "mask") else 1
+        donated = 0 if key.name in ("copy", "mask", "history") else 1
         jitted = jax.jit(function, donate_argnums=donated)
         self._compiled[key] = jitted.lower(*arguments).compile()
+
+
+def _is_plain(request: GenerationRequest) -> bool:
+    """Whether nothing but a temperature is asked for."""
+    plain = SamplingConfig(temperature=request.sampling.temperature)
+    return request.constraint is None and request.sampling == plain
+
+
+def _of_row(
+    row: PlannedRow, place: int, drawn: np.ndarray, scores: list[LogProbabilities]
+) -> Drawn:
+    """What a call gave for one row.
+
+    Args:
+        scores: of the draws, and of the tokens that follow the row's; none where nobody asked.
+    """
+    held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
+    asked, score, of_prompt = row.stream.request.sampling.logprobs, None, ()
+    if asked is not None and row.draws:
+        score = _score(scores[0], place, asked)
+    if asked is not None and row.targets and len(scores) > 1:
+        of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
+    return Drawn(
+        row=row,
+        tokens=tuple(tokens) if row.draws else (),
+        num_held=held,
+        is_bad=held < 0 or tokens[0] < 0,
+        score=score,
+        prompt_scores=of_prompt,
+    )
+
+
+def _score(scores: LogProbabilities, place: int, number: int) -> TokenScore:
+    return TokenScore(
+        logprob=float(scores.chosen_B[place]),
+        top=tuple(
+            zip(
+                scores.top_ids_BK[place, :number].tolist(),
+                scores.top_BK[place, :number].tolist(),
+                strict=True,
+            )
+        ),
+    )

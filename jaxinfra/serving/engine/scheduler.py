@@ -109,7 +109,7 @@ class Scheduler:
     def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
         """One token of a request that is past its prompt, and drafts after it."""
         room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
-        if stream.request.constraint is None:
+        if stream.can_be_drafted:
             if self._propose is not None:
                 drafts = tuple(self._propose(stream))[:room]
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)
@@ -138,6 +138,11 @@ class Scheduler:
             count=count,
             draws=draws,
             context=stream.total,
+            targets=(
+                tuple(stream.tokens[stream.computed + 1 : stream.computed + count + 1])
+                if stream.request.scores_prompt
+                else ()
+            ),
         )
 
     def _plan_prompts(self, plan: StepPlan, prompts: list[RequestStream], budget: int) -> StepPlan:
@@ -146,8 +151,14 @@ class Scheduler:
         source = iter(prompts)
         while True:
             room = self._chunk_rows(length, budget)
+            if rows and rows[0].stream.request.scores_prompt:
+                room = 1  # whose prompt is scored has a call for itself
             stream = next(source, None) if len(rows) < room else None
+            if stream is not None and rows and stream.request.scores_prompt:
+                continue
             if stream is None and len(rows) < room:
+                if rows and self.waiting and self.waiting[0].request.scores_prompt:
+                    break
                 stream = self._admit(plan.copies)
             if stream is None:
                 break
@@ -204,7 +215,7 @@ class Scheduler:
         """
         size, total = self.limits.page_size, stream.total
         pages, cached = [], 0
-        if self.limits.share_prefixes:
+        if self.limits.share_prefixes and not stream.request.scores_prompt:
             found = self.tree.match(stream.tokens, kind=stream.kind, limit=total - 1)
             pages, cached = [*found.pages], found.num_tokens
         whole = cached // size
@@ -232,7 +243,7 @@ class Scheduler:
 
     def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
         """Whether a running request's prompt begins as this one, further than pages know it."""
-        if not self.limits.share_prefixes:
+        if not self.limits.share_prefixes or stream.request.scores_prompt:
             return False
         size = self.limits.page_size
         whole = cached - cached % size

@@ -1,13 +1,20 @@
 """Answers in the shapes of OpenAI's API, whole and as streams of events."""
 
 import dataclasses
+import itertools
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, final
 
-from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.serving.engine.requests import (
+    EndReason,
+    GenerationRequest,
+    RequestProgress,
+    TokenScore,
+)
 from jaxinfra.serving.http.bodies import GenerationBody
 
 type Given = AsyncIterator[tuple[int, RequestProgress]]
@@ -50,6 +57,26 @@ class Usage:
         }
 
 
+@final
+@dataclasses.dataclass(kw_only=True, slots=True)
+class ChoicePart:
+    """What one choice, or a part of it, has come to."""
+
+    text: str = ""
+    finish: str | None = None
+    prompt: tuple[int, ...] = ()  # tokens that are told before those drawn
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    scores: list[TokenScore] = dataclasses.field(default_factory=list)
+
+    def add(self, progress: RequestProgress) -> None:
+        """What a step brought more."""
+        self.text += progress.text
+        self.tokens += progress.tokens
+        self.scores += (*progress.prompt_scores, *progress.scores)
+        if progress.end is not None:
+            self.finish = _FINISH[progress.end]
+
+
 class AnswerForm:
     """How the texts of one endpoint are wrapped. Subclasses are final."""
 
@@ -57,26 +84,33 @@ class AnswerForm:
     whole: str
     chunk: str
 
-    def __init__(self, model: str, prompts: Sequence[tuple[int, ...]], body: GenerationBody):
-        self._body, self._prompts = body, prompts
+    def __init__(
+        self,
+        model: str,
+        prompts: Sequence[tuple[int, ...]],
+        body: GenerationBody,
+        *,
+        tokenizer: Tokenizer,
+    ):
+        self._body, self._prompts, self._tokenizer = body, prompts, tokenizer
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+    def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
 
-    def piece(self, index: int, text: str, finish: str | None, *, is_first: bool) -> dict[str, Any]:
+    def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
         """A choice's part in one event."""
         raise NotImplementedError
 
-    def before(self, index: int) -> str:
-        """Text that a choice begins with, before what was drawn."""
+    def before(self, index: int) -> ChoicePart:
+        """What a choice begins with, before what was drawn."""
         del index
-        return ""
+        return ChoicePart()
 
     async def at_once(self, requests: list[GenerationRequest], given: Given) -> dict[str, Any]:
         """The body of an answer, once all of it has come.
@@ -85,17 +119,13 @@ class AnswerForm:
             GenerationFailedError: the engine could not go on with one of the requests.
         """
         usage = Usage(prompts=self._prompts)
-        texts = [self.before(index) for index in range(len(requests))]
-        finishes: list[str | None] = [None] * len(requests)
+        parts = [self.before(index) for index in range(len(requests))]
         async for place, progress in given:
             usage.count(place, progress)
-            texts[place] += progress.text
             if progress.end is EndReason.ERROR:
                 raise GenerationFailedError(progress.error)
-            if progress.end is not None:
-                finishes[place] = _FINISH[progress.end]
-        both = enumerate(zip(texts, finishes, strict=True))
-        choices = [self.choice(index, text, finish) for index, (text, finish) in both]
+            parts[place].add(progress)
+        choices = [self.choice(index, part) for index, part in enumerate(parts)]
         return self._head | {"object": self.whole, "choices": choices, "usage": usage.body()}
 
     async def events(self, given: Given) -> AsyncIterator[str]:
@@ -108,15 +138,18 @@ class AnswerForm:
                 yield event({"error": error_body(progress.error or "", kind="server_error")})
                 return
             is_first = place not in begun
-            text = (self.before(place) if is_first else "") + progress.text
-            finish = None if progress.end is None else _FINISH[progress.end]
-            if text or finish or is_first:
+            part = self.before(place) if is_first else ChoicePart()
+            part.add(progress)
+            if part.text or part.finish or part.scores or is_first:
                 begun.add(place)
-                choice = self.piece(place, text, finish, is_first=is_first)
+                choice = self.piece(place, part, is_first=is_first)
                 yield event(self._head | {"object": self.chunk, "choices": [choice]})
         if options is not None and options.include_usage:
             yield event(self._head | {"object": self.chunk, "choices": [], "usage": usage.body()})
         yield "data: [DONE]\n\n"
+
+    def _spelled(self, token: int) -> str:
+        return self._tokenizer.decode([token])
 
 
 @final
@@ -135,22 +168,45 @@ class CompletionForm(AnswerForm):
         prompts: Sequence[tuple[int, ...]],
         body: GenerationBody,
         *,
+        tokenizer: Tokenizer,
         echoes: Sequence[str] | None,
     ):
-        super().__init__(model, prompts, body)
+        super().__init__(model, prompts, body, tokenizer=tokenizer)
         self._echoes = echoes
 
-    def before(self, index: int) -> str:
+    def before(self, index: int) -> ChoicePart:
         """The prompt, where it was asked for."""
-        return "" if self._echoes is None else self._echoes[index // self._body.n]
+        if self._echoes is None:
+            return ChoicePart()
+        place = index // self._body.n
+        return ChoicePart(text=self._echoes[place], prompt=self._prompts[place])
 
-    def choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+    def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """A whole choice."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+        told = None if self._body.num_scores is None else self._logprobs(part)
+        finish = part.finish
+        return {"index": index, "text": part.text, "logprobs": told, "finish_reason": finish}
 
-    def piece(self, index: int, text: str, finish: str | None, *, is_first: bool) -> dict[str, Any]:
+    def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
         """A choice's part in one event."""
-        return self.choice(index, text, finish)
+        return self.choice(index, part)
+
+    def _logprobs(self, part: ChoicePart) -> dict[str, Any]:
+        """Lists over tokens; of the first of a prompt nothing can be said."""
+        tokens = [*part.prompt, *part.tokens]
+        scores = [*[None] * (len(tokens) - len(part.scores)), *part.scores]
+        texts = [self._spelled(token) for token in tokens]
+        offsets = [0, *itertools.accumulate(map(len, texts))][: len(texts)]
+        top = [
+            None if each is None else {self._spelled(token): value for token, value in each.top}
+            for each in scores
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if each is None else each.logprob for each in scores],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
 
 
 @final
@@ -159,15 +215,32 @@ class ChatForm(AnswerForm):
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, text: str, finish: str | None) -> dict[str, Any]:
+    def choice(self, index: int, part: ChoicePart) -> dict[str, Any]:
         """A whole choice."""
-        message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
+        message = {"role": "assistant", "content": part.text}
+        return self._wrapped(index, part) | {"message": message}
 
-    def piece(self, index: int, text: str, finish: str | None, *, is_first: bool) -> dict[str, Any]:
+    def piece(self, index: int, part: ChoicePart, *, is_first: bool) -> dict[str, Any]:
         """A choice's part in one event."""
-        delta = ({"role": "assistant"} if is_first else {}) | {"content": text}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        delta = ({"role": "assistant"} if is_first else {}) | {"content": part.text}
+        return self._wrapped(index, part) | {"delta": delta}
+
+    def _wrapped(self, index: int, part: ChoicePart) -> dict[str, Any]:
+        told = None
+        if self._body.num_scores is not None:
+            both = zip(part.tokens, part.scores, strict=True)
+            told = {
+                "content": [
+                    self._scored(token, score.logprob)
+                    | {"top_logprobs": [self._scored(*each) for each in score.top]}
+                    for token, score in both
+                ]
+            }
+        return {"index": index, "logprobs": told, "finish_reason": part.finish}
+
+    def _scored(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._spelled(token)
+        return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
 
 def event(body: dict[str, Any]) -> str:

@@ -112,14 +112,17 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
     async def completions(http: fastapi.Request, body: CompletionBody) -> responses.Response:
         _require_model(service, body.model)
         prompts = [service.encode(prompt) for prompt in body.prompts]
-        requests = service.requests(prompts, body, default_tokens=16)
+        scored = body.echo and body.logprobs is not None
+        requests = service.requests(prompts, body, default_tokens=16, scores_prompt=scored)
         echoes = None
         if body.echo:
             echoes = [
                 text if isinstance(text, str) else service.tokenizer.decode(text)
                 for text in body.prompts
             ]
-        form = CompletionForm(service.name, prompts, body, echoes=echoes)
+        form = CompletionForm(
+            service.name, prompts, body, tokenizer=service.tokenizer, echoes=echoes
+        )
         return await answer(http, body, form, requests)
 
     @app.post("/v1/chat/completions")
@@ -128,7 +131,8 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
         tools = None if body.tool_choice == "none" else body.tools
         prompt = await asyncio.to_thread(service.render, plain_messages(body.messages), tools)
         requests = service.requests([prompt], body, default_tokens=service.context)
-        return await answer(http, body, ChatForm(service.name, [prompt], body), requests)
+        form = ChatForm(service.name, [prompt], body, tokenizer=service.tokenizer)
+        return await answer(http, body, form, requests)
 
     @app.post("/v1/embeddings")
     async def embeddings() -> responses.Response:

@@ -59,6 +59,11 @@ class GenerationBody(pydantic.BaseModel):
     temperature: float = pydantic.Field(default=1.0, ge=0.0, le=100.0)
     top_p: float | None = pydantic.Field(default=None, gt=0.0, le=1.0)
     top_k: int | None = pydantic.Field(default=None, ge=-1)
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
     n: int = pydantic.Field(default=1, ge=1, le=128)
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -70,10 +75,25 @@ class GenerationBody(pydantic.BaseModel):
     user: str | None = None  # who asks; nothing depends on it
 
     @property
+    def num_scores(self) -> int | None:
+        """Most likely tokens told of each one; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
     def sampling(self) -> SamplingConfig:
         """How tokens are drawn."""
         top_k = self.top_k if self.top_k and self.top_k > 0 else None  # 0 and -1: all
-        return SamplingConfig(temperature=self.temperature, top_k=top_k, top_p=self.top_p)
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_k=top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            logprobs=self.num_scores,
+        )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -86,6 +106,12 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     echo: bool = False
+    logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
+
+    @property
+    def num_scores(self) -> int | None:
+        """Most likely tokens told of each one; None: no log-probabilities."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -105,6 +131,13 @@ class ChatBody(GenerationBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = pydantic.Field(default=None, ge=0, le=20)
+
+    @property
+    def num_scores(self) -> int | None:
+        """Most likely tokens told of each one; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @pydantic.model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -84,7 +84,12 @@ class Service:
         return tuple(self.tokenizer.encode_rendered([text])[0].tolist())
 
     def requests(
-        self, prompts: Sequence[tuple[int, ...]], body: GenerationBody, *, default_tokens: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        body: GenerationBody,
+        *,
+        default_tokens: int,
+        scores_prompt: bool = False,
     ) -> list[GenerationRequest]:
         """What the engine is asked for: ``n`` continuations of every prompt, in this order.
 
@@ -129,6 +134,7 @@ class Service:
                         stop_ids=frozenset(body.stop_token_ids),
                         stop=body.stops,
                         constraint=constraint,
+                        scores_prompt=scores_prompt,
                     )
                 )
         return result

@@ -1,0 +1,80 @@
+"""Layers without a loop compute what ``jax.lax.scan`` does."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.models.layer_loop import one_by_one
+from tests.sharded.cases import build, gradients_of, packed_batch
+from tests.sharded.test_experts import model
+
+COUNT, WIDTH = 3, 4
+EPSILON = 2.0**-8  # of bf16
+
+
+def step(carry, layer):
+    weights, key, _ = layer
+    after = jnp.tanh(carry @ weights["w"] + weights["b"][None])
+    return after + jax.random.normal(key, carry.shape), {"sum": jnp.sum(after)}
+
+
+def test_values_and_gradients_of_a_scan():
+    keys = jax.random.split(jax.random.key(0), COUNT)
+    weights = {
+        "w": jax.random.normal(keys[0], (COUNT, WIDTH, WIDTH)),
+        "b": jax.random.normal(keys[1], (COUNT, WIDTH)),
+    }
+    x = jax.random.normal(keys[2], (2, WIDTH))
+
+    def objective(run, weights, x):
+        after, results = run(step, x, (weights, keys, None))
+        return jnp.sum(after * x) + jnp.sum(results["sum"] ** 2), (after, results)
+
+    def results(run):
+        pulled = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)
+        return jax.jit(pulled, static_argnums=0)(run, weights, x)
+
+    def loop(*args):
+        return jax.lax.scan(*args)
+
+    def alone(*args):
+        return one_by_one(*args, count=COUNT)
+
+    chex.assert_trees_all_close(results(alone), results(loop), rtol=1e-6)
+
+
+ROUNDED = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=WeightGradients.COMPUTE)
+
+
+def built(*, unroll: int):
+    return build(model(num_layers=2), precision=ROUNDED, unroll=unroll, accumulation=2)
+
+
+def learned(*, unroll: int):
+    step = built(unroll=unroll)
+    state, metrics = step.step(step.state(), packed_batch())
+    return jax.device_get((metrics.loss, gradients_of(state)))
+
+
+def test_weights_of_experts_are_rounded_before_the_layers():
+    """In a loop each layer rounds its own: the same numbers, up to how bf16 sums are fused."""
+    loss, got = learned(unroll=2)
+    loop_loss, loop = learned(unroll=1)
+    np.testing.assert_allclose(loss, loop_loss, rtol=EPSILON)
+    for (path, mine), theirs in zip(
+        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(loop), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        assert mine.dtype == np.float32, name
+        difference = np.linalg.norm(mine - theirs)
+        assert difference <= 4 * EPSILON * np.linalg.norm(theirs), name
+
+
+def test_only_experts_are_read_as_rounded():
+    read = jax.eval_shape(built(unroll=2).model.as_read, built(unroll=2).model.shapes)
+    mlp = read["blocks"][0]["mlp"]
+    rounded = {name for name in mlp if getattr(mlp[name], "dtype", None) == jnp.bfloat16}
+    assert rounded == {"gate", "up", "down"}
+    assert mlp["router"]["weight"].dtype == jnp.float32
