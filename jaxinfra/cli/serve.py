@@ -17,9 +17,11 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.load import load
+from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
@@ -107,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         ),
         max_open=args.max_open,
     )
+    keep_compiled_programs(user_cache())
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):

@@ -76,6 +76,8 @@ def _exactly(value: Any, scalar: type) -> Any:
 
 def _member(value: Any, kind: type[enum.Enum]) -> enum.Enum:
     names = [member.value for member in kind]
+    if value is None and "none" in names:  # the word, as settings are read
+        value = "none"
     if value not in names:
         raise ConfigError(f"{value!r} is no {kind.__name__}{nearest(str(value), names)}")
     return kind(value)

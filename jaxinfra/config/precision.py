@@ -58,12 +58,12 @@ class Fp8Scales(enum.StrEnum):
 class Fp8Matmuls:
     """Matmuls of 8-bit operands, forward and backward; what they return is in the compute dtype."""
 
-    scaling: Fp8Scaling = Fp8Scaling.BLOCKS
-    scales: Fp8Scales = Fp8Scales.FP32
+    scaling: Fp8Scaling = Fp8Scaling.BLOCKS  # what shares a scale
+    scales: Fp8Scales = Fp8Scales.FP32  # which numbers they are
     forward: Fp8Format = Fp8Format.E4M3  # of activations and weights
     gradient: Fp8Format | None = None  # of cotangents; None: e4m3 with blocks, squares, else e5m2
     history: int = 16  # steps whose largest element a delayed scale is made of
-    sites: tuple[Site, ...] = (Site.PROJECTION,)
+    sites: tuple[Site, ...] = (Site.PROJECTION,)  # matmuls that are in 8 bits
 
     def __post_init__(self) -> None:
         if not 1 <= self.history <= 1024:

@@ -1,4 +1,7 @@
-"""What delays a step, in milliseconds that could be won, with what to do about each."""
+"""What delays a step, in the milliseconds that could be won at most, with what to do about each.
+
+A wait of the host is an upper bound: only a device trace says how long devices worked meanwhile.
+"""
 
 import collections
 import dataclasses
@@ -21,11 +24,13 @@ _SHARE = 0.02
 """Share of a step under which a cause is not worth a line."""
 _INPUT_SHARE = 0.1
 """Share of a step that a wait takes at least to count: less is the queue's own time."""
+_STALL_S = 1.0
+"""Seconds of a save under which it is what every save takes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Delay:
-    """One cause, and what a step would gain without it."""
+    """One cause, and what a step would gain without it at most."""
 
     cause: str
     ms: float  # per step
@@ -196,7 +201,7 @@ def checkpoint_delays(lines: Sequence[Mapping[str, Any]], *, step_ms: float) -> 
     steps = sum("step_s" in line for line in lines)
     ms = 1e3 * sum(stalls) / max(steps, 1)
     # A job of a few steps saves at its end alone.
-    if len(stalls) < 2 or ms < max(_SHARE, _INPUT_SHARE) * step_ms or max(stalls) < 0.2:
+    if len(stalls) < 2 or ms < _INPUT_SHARE * step_ms or statistics.median(stalls) < _STALL_S:
         return []
     return [
         Delay(

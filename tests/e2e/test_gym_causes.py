@@ -17,4 +17,5 @@ def test_a_cause_is_named_first(name, arena):
     found = CAUSES[name](arena)
     assert found.is_first, found
     if found.predicted_ms is not None:
-        assert found.predicted_ms == pytest.approx(found.measured_ms, rel=0.2), found
+        # What a step would gain at most: devices work while the host waits.
+        assert found.predicted_ms > 0.8 * found.measured_ms, found

@@ -258,6 +258,16 @@ def test_log_probabilities(running, client):
     assert [each.logprob for each in content] == [each.top_logprobs[0].logprob for each in content]
 
 
+def test_settings_reach_the_draw(client):
+    settings = {"model": "letters", "prompt": "abc", "max_tokens": 4, "temperature": 0}
+    biased = client.completions.create(**settings, logit_bias={"65": 100})
+    assert biased.choices[0].text == "AAAA"
+    penalized = client.completions.create(
+        **settings, logit_bias={"65": 99.9, "66": 99}, presence_penalty=2
+    )
+    assert set(penalized.choices[0].text) == {"A", "B"}
+
+
 def test_stop_strings_end_the_text_before_them(running, client):
     text = running.alone("abc", new=12)
     stop = text[4:6]

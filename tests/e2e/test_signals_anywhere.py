@@ -56,12 +56,13 @@ class Outcome:
     run: Path
     code: int
     took_s: float  # from the signal
+    before: str  # what it had said by then
     said: str
 
 
 def moments(rng: random.Random) -> list[Moment]:
     clock = [
-        Moment(number=(INT, TERM)[number % 2], after_s=_SPREAD_S * (number + 0.5) / 40)
+        Moment(number=(INT, TERM)[number % 2], after_s=_SPREAD_S * (number + 1) / 40)
         for number in range(40)
     ]
     phases = [
@@ -91,7 +92,8 @@ def signalled(bench: Bench, number: int, moment: Moment) -> Outcome:
     }
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxinfra", *words],
+            # A shell's background job ignores SIGINT, and so would its children until they begin.
+            ["env", "--default-signal=INT", sys.executable, "-m", "jaxinfra", *words],
             stdout=file,
             stderr=subprocess.STDOUT,
             env=os.environ | environment,
@@ -101,18 +103,20 @@ def signalled(bench: Bench, number: int, moment: Moment) -> Outcome:
                 while moment.words not in log.read_text() and process.poll() is None:
                     time.sleep(0.01)
                 time.sleep(moment.after_s)
+                before = log.read_text()
                 process.send_signal(moment.number)
                 began = time.monotonic()
                 code = process.wait(120)
             finally:
                 process.kill()
     took_s = time.monotonic() - began
-    return Outcome(moment=moment, run=run, code=code, took_s=took_s, said=log.read_text())
+    said = log.read_text()
+    return Outcome(moment=moment, run=run, code=code, took_s=took_s, before=before, said=said)
 
 
 def is_obeyed(outcome: Outcome) -> bool:
     if outcome.code == 0:  # it came when nothing was left to stop
-        return "loss picture" in outcome.said
+        return f"step {STEPS}: saving" in outcome.before and "loss picture" in outcome.said
     if outcome.code == RESUMABLE_EXIT:
         return f"stopped by {outcome.moment.number.name}" in outcome.said
     # Before this program's first line: Python itself is starting.

@@ -163,10 +163,7 @@ def run(case: Case, dtype, *, residual: bool = True, **options) -> dict[str, jax
     arrays, others = arguments(case, dtype)
     d_out, d_lse = cotangents(case, dtype)
 
-    # LLVM's optimizations double the time to compile and change nothing that is tested.
-    options_of_xla = {"xla_backend_optimization_level": 0} if _on_cpu() else None
-
-    @functools.partial(jax.jit, compiler_options=options_of_xla)
+    @jax.jit
     def results(arrays):
         def attend(arrays):
             return flash_attention(**arrays, **others, **options, return_residual=residual)
@@ -214,10 +211,6 @@ def oracle(case: Case, input_dtype, *, residual: bool = True) -> dict[str, Round
     if not residual:
         del result["lse"]
     return result
-
-
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
 
 
 def _array(x):

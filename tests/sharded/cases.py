@@ -6,6 +6,7 @@ shows.
 
 import dataclasses
 import functools
+import os
 from typing import Any
 
 import jax
@@ -50,11 +51,13 @@ from tests.seeds import seeded
 # first step is lr * sign(g), which turns rounding of a g near 0 into a full step.
 OPTIMIZER = OptimizerConfig(learning_rate=0.01, warmup_steps=2, epsilon=1e-2, clip_norm=0.5)
 STEPS = 10
-# LLVM's optimizations are half of the compile time and none of the arithmetic.
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+# LLVM's optimizations are half of the compile time and none of what is tested here. Where a session
+# has said which it wants (conftest, ``make numerics``), its word holds.
+_QUICK = {"xla_backend_optimization_level": 0}
+COMPILER_OPTIONS = {} if next(iter(_QUICK)) in os.environ.get("XLA_FLAGS", "") else _QUICK
 # By XLA's default code generator, which rounds alike whatever is fused: where two programs are the
 # same to the last bit. The one that tests use for its speed contracts products with sums.
-ALIKE_TO_THE_BIT = COMPILER_OPTIONS | {"xla_backend_extra_options": ""}
+ALIKE_TO_THE_BIT = _QUICK | {"xla_backend_extra_options": ""}
 
 
 def llama_like() -> ModelConfig:

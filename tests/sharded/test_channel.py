@@ -80,8 +80,6 @@ class Case:
                 sequence_length=16,
                 accumulation=self.accumulation,
                 remat=self.remat,
-                # LLVM's optimizations are most of the compile time and none of the arithmetic.
-                xla_options=("xla_backend_optimization_level=0",),
             ),
             mesh=self.mesh,
             pipeline=PipelineConfig(schedule=self.schedule),

@@ -83,8 +83,6 @@ class Case:
                 accumulation=self.accumulation,
                 remat=self.remat,
                 unroll=self.unroll,
-                # LLVM's optimizations are most of the compile time and none of the arithmetic.
-                xla_options=("xla_backend_optimization_level=0",),
             ),
             mesh=self.mesh,
             sharding=self.sharding,

@@ -10,7 +10,7 @@ from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import MlpKind, NormConfig
 from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
-from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.config.run import Remat, RunConfig, validate
 from jaxinfra.core.errors import ConfigError
 
 
@@ -230,3 +230,9 @@ def test_a_preset_varies_by_replace_only():
     longer = dataclasses.replace(run, training=dataclasses.replace(run.training, steps=3))
     assert longer.training.steps == 3
     assert run_preset("tiny") == run
+
+
+def test_none_is_a_word_where_a_setting_has_it():
+    run = override(run_preset("tiny"), ["training.remat=none", "optimizer.clip_norm=none"])
+    assert run.training.remat is Remat.NONE
+    assert run.optimizer.clip_norm is None

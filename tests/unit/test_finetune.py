@@ -1,6 +1,7 @@
 """Runs that start from a trained model: what they start from, keep, refuse and hand on."""
 
 import json
+import math
 import shutil
 
 import chex
@@ -123,7 +124,7 @@ def test_it_goes_back_as_it_came(full, place):
     np.testing.assert_array_equal(*(model(IDS) for model in models))
 
 
-def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_path):
+def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_path, capsys):
     config = RunDirectory(lora).read_config()
     assert config.lora.targets == ("query", "down")
     saved = json.loads((lora / "checkpoints/step_00000004/metadata.json").read_text())["tree"]
@@ -137,7 +138,10 @@ def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_pat
     # Weights of 0.1 merged and rounded once; what training changed is far larger.
     changed = float(np.abs(want - base).max())
     assert float(np.abs(got - want).max()) < 1e-4 * changed
+    capsys.readouterr()
     assert main(["convert", str(lora), str(tmp_path / "peft"), "--adapters-only"]) == 0
+    written = sum(math.prod(leaf["shape"]) for leaf in saved if leaf["path"] in paths)
+    assert f"{written:,} parameters in the layout of PEFT" in capsys.readouterr().out
     values = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
     assert values["base_model_name_or_path"] == str(place / "hf")

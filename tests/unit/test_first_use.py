@@ -152,7 +152,7 @@ def test_a_profile_of_a_cpu_says_what_to_do(monkeypatch, tmp_path):
         planes = (Plane(),)
 
         @staticmethod
-        def from_file(_):
+        def from_serialized_xspace(_):
             return Profile()
 
     monkeypatch.setattr(trace.jax.profiler, "ProfileData", Profile)

@@ -52,11 +52,7 @@ def decoder(name):
     return pretrained(name).definition.bind(pretrained(name).parameters)
 
 
-# Compiling is most of the time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@jit
+@jax.jit
 def logits(decoder, ids):
     return decoder(ids)
 
@@ -145,7 +141,7 @@ def test_loss_and_gradients(name):
 
     state = only(model.parameters, model.definition.state_shapes)
 
-    @jit
+    @jax.jit
     @jax.value_and_grad
     def loss(parameters):
         nll = -jax.nn.log_softmax(model.definition.bind(merged(parameters, state))(ids)[:, :-1])
