@@ -54,7 +54,7 @@ def test_a_signal_ends_it_after_its_requests(model):
         line = next(line for line in served.stdout if " at http" in line)
         assert line.startswith("m at http://127.0.0.1:")
         address = line.partition(" at ")[2].partition(": ")[0]
-        body = {"model": "m", "prompt": [1, 2], "max_tokens": 60, "ignore_eos": True}
+        body = {"model": "m", "prompt": [1, 2], "max_tokens": 60, "ignore_eos": True, "n": 60}
         request = urllib.request.Request(
             f"{address}/v1/completions",
             json.dumps(body).encode(),
@@ -69,14 +69,15 @@ def test_a_signal_ends_it_after_its_requests(model):
         asking = threading.Thread(target=ask)
         asking.start()
         metrics = ""
+        # They run one at a time.
         while 'num_requests_running{model_name="m"} 1.0' not in metrics:
             with urllib.request.urlopen(f"{address}/metrics") as answer:
                 metrics = answer.read().decode()
             assert asking.is_alive()
         os.kill(served.pid, signal.SIGTERM)
         asking.join()
-        assert answers[0]["usage"]["completion_tokens"] == 60
-        assert "stopped by SIGTERM: 1 requests, 60 tokens" in served.stdout.read()
+        assert answers[0]["usage"]["completion_tokens"] == 3600
+        assert "stopped by SIGTERM: 60 requests, 3600 tokens" in served.stdout.read()
         assert served.wait(30) == 0
 
 
