@@ -25,6 +25,7 @@ from jaxinfra.models.definition import (
     only,
 )
 from jaxinfra.models.hf import by_path
+from jaxinfra.numerics.policy import POLICIES, as_kept
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.conversion import TOKENIZER_FILES
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
@@ -117,7 +118,8 @@ def _masters(init: InitConfig, config: ModelConfig, shardings: Parameters) -> Pa
     of_run = identity(run, config_of_run := run.read_config())
     weights = "parameters" if config_of_run.optimizer.average is None else "average"
     _require_same(init, processes.on_first(lambda: _sum_of_step(run, step)))
-    model = define_model(config, execution_on())
+    kept = as_kept(POLICIES[PolicyName.FP32], config_of_run.precision)
+    model = define_model(config, execution_on(policy=kept))
 
     def placed(shapes: Parameters) -> Parameters:
         return jax.tree.map(

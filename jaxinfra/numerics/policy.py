@@ -82,3 +82,8 @@ def held_as_computed(policy: Policy) -> Policy:
     updates are rounded stochastically.
     """
     return dataclasses.replace(policy, param=policy.compute)
+
+
+def as_kept(policy: Policy, config: PrecisionConfig) -> Policy:
+    """The policy over weights as a run of this config keeps them."""
+    return dataclasses.replace(policy, param=policy_of(config).param)

@@ -22,7 +22,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
 from jaxinfra.models.serving_form import serving_form, serving_parameters
-from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
 from jaxinfra.serving.placement import serving_placement
@@ -152,7 +152,7 @@ def load_run(
     """
     config = _read_config(path)
     tokenizer = _read_tokenizer(path, vocab_size=config.model.vocab_size)
-    numbers = POLICIES[policy or config.precision.policy]
+    numbers = as_kept(POLICIES[policy or config.precision.policy], config.precision)
     placement = serving_placement(config.model, mesh)
     if config.lora is not None:
         # As in training: what is frozen is held as it is used.
