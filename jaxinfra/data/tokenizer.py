@@ -172,11 +172,10 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         with panics():
             return tokenizers.Tokenizer.from_str(data.decode())
-    except DataError:
-        raise
-    except Exception as error:  # The library raises bare Exception for a malformed file.
+    except DataError as error:  # a malformed file, or what makes the library panic
         raise DataError(
-            f"tokenizer {path}: not a tokenizer.json of the tokenizers library ({error})"
+            f"tokenizer {path}: not a tokenizer.json of the tokenizers library "
+            f"({' '.join(str(error.__cause__).split())[:200]})"
         ) from error
 
 
