@@ -166,6 +166,7 @@ def test_what_layers_emit_is_recorded_by_name(open_log, tmp_path):
         skipped=np.int32(0),
         skipped_in_a_row=np.int32(0),
         sums=(first, Sums(), second),
+        fp8={},
     )
     record = step_record(metrics)
     assert record["tokens"] == 8
