@@ -19,8 +19,12 @@ _EXPONENT_BITS = 0x7F800000  # of float32
 
 
 def exact(tree):
-    """A tree of arrays in float32."""
-    return jax.tree.map(lambda leaf: leaf.astype(EXACT), tree)
+    """A tree of arrays in float32; what has more bits stays as it is."""
+
+    def widened(leaf: jax.Array) -> jax.Array:
+        return leaf if leaf.dtype.itemsize > EXACT.itemsize else leaf.astype(EXACT)
+
+    return jax.tree.map(widened, tree)
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array, dtype: jnp.dtype) -> jax.Array:

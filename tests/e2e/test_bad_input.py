@@ -245,13 +245,21 @@ def test_evaluate_a_step_that_is_not_there(bench, whole):
 SMALL = {"training__accumulation": 1, "model__stacks__0__repeats": 1, "model__dropout_rate": 0.0}
 
 
-def test_a_model_that_no_device_holds_is_told_in_one_line(bench):
-    """Started again it would fail again: exit 1, and no 74 where there are others."""
+def test_a_model_that_no_device_holds_ends_with_what_would(bench):
+    """Started again it would fail again: exit 1, and no 74 where there are others. What the memory
+    went to is said before the error's one line.
+    """
     too_wide = "--set=model.stacks.0.pattern.0.feed_forward.hidden_dim=1000000000000"
     words = ["Out of memory", "jaxinfra plan", "--remat"]
     # Refused sooner as a slip, unless it is meant.
     meant = {"JAXINFRA_LIMITS": "off"}
-    assert_refused(bench, [*bench.new("run", **SMALL), too_wide], words, environment=meant)
+    ended = bench.run([*bench.new("run", **SMALL), too_wide], environment=meant)
+    assert ended.code == 1, ended
+    said, *more, line = ended.lines()
+    assert said.startswith("out of memory: "), said
+    assert "report:" in more[-1]
+    assert line.startswith("jaxinfra train"), line
+    assert [word for word in words if word not in line] == [], line
 
 
 def test_a_run_that_diverges_says_so_and_keeps_its_last_good_state(bench):

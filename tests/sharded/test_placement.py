@@ -103,7 +103,7 @@ def test_specs():
 def test_a_dim_that_does_not_divide_is_refused():
     placement = Placement(mesh=make_mesh(MeshConfig(tensor=8)))
     model = define_model(dataclasses.replace(llama_like(), vocab_size=60), execution_on())
-    with pytest.raises(ConfigError, match=r"kv_heads=4 does not divide over tensor = 8 devices"):
+    with pytest.raises(ConfigError, match=r"vocab=60 does not divide over tensor = 8 devices"):
         placement.parameters(model)
 
 
