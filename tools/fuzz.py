@@ -12,7 +12,6 @@ directory; their line says how to repeat them.
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ from typing import Any
 
 import jax
 import tokenizers
+from fuzz_files import is_set_aside, sums
 from fuzz_spoil import refused_by_reference, spoil_arguments, spoil_file
 
 ROOT = Path(__file__).parent.parent
@@ -261,14 +261,6 @@ def _child(arguments: list[str], log: Path) -> None:
     sys.exit(main(arguments))
 
 
-def _sums(place: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(place)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(place.rglob("*"))
-        if path.is_file() and not path.is_symlink()
-    }
-
-
 # What may be damaged without a reader's loss: logs, and outcomes that can be made again.
 _LOGS = ("summary.json", "metrics.jsonl", "goodput.jsonl", "incidents.jsonl", "hf_config.json")
 
@@ -318,6 +310,7 @@ class Case:
         for name in sorted(before.keys() | after.keys()):
             changed = before.get(name) != after.get(name)
             saved = "/step_" in name and "quarantine" not in name and name in before
+            saved = saved and not is_set_aside(name, before, after)
             if changed and (not name.startswith(ours) or (saved and name in after)):
                 return f"changed {name}"
         return None
@@ -341,11 +334,11 @@ def run_case(place: Path, number: int, seed: int) -> str | None:
     if target.name == "arguments":
         command = spoil_arguments(command, rng)
     what = f"{way} {spoilt and spoilt.relative_to(case)}: jaxinfra {' '.join(command)[:300]}"
-    before = _sums(case)
+    before = sums(case)
     code, said, peak = call(command, case)
     given = {"target": target, "command": command, "spoilt": spoilt, "is_same": is_same}
     ended = Case(**given, code=code, said=said, peak=peak)
-    wrong = ended.wrong(place) or ended.wrongly_changed(before, _sums(case))
+    wrong = ended.wrong(place) or ended.wrongly_changed(before, sums(case))
     if wrong is None:
         shutil.rmtree(case)
         return None
