@@ -59,9 +59,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = "unrecognized arguments: "
         if message.startswith(unknown):
-            name = message.removeprefix(unknown).split()[0].split("=")[0]
+            # Empty, where the argument is: a variable of a script that is not set.
+            name = message.removeprefix(unknown).partition(" ")[0].partition("=")[0].strip()
             options = [text for action in self._actions for text in action.option_strings]
-            message = f"unknown option {name!r}{nearest(name, options)}"
+            near = nearest(name, options) if name else "; leave the empty argument out"
+            message = f"unknown option {name!r}{near}"
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -115,8 +115,11 @@ def signalled(bench: Bench, number: int, moment: Moment) -> Outcome:
 
 
 def is_obeyed(outcome: Outcome) -> bool:
-    if outcome.code == 0:  # it came when nothing was left to stop
-        return f"step {STEPS}: saving" in outcome.before and "loss picture" in outcome.said
+    if outcome.code == 0:  # it came in the last step or later: the run ended as it would have
+        is_last = f"\nstep {STEPS - 1}/" in outcome.before
+        return (
+            is_last and "loss picture" in outcome.said and (outcome.run / "summary.json").exists()
+        )
     if outcome.code == RESUMABLE_EXIT:
         return f"stopped by {outcome.moment.number.name}" in outcome.said
     # Before this program's first line: Python itself is starting.

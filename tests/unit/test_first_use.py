@@ -193,3 +193,11 @@ def test_presets(capsys):
         "mixtral_8x22b",
     ]
     assert main(["presets", "mixtrall"]) == 1
+
+
+@pytest.mark.parametrize("argument", ["", "  "])
+def test_an_empty_argument_is_named(argument, capsys):
+    """What a script passes on whose variable is not set."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "tiny", argument])
+    assert "unknown option ''; leave the empty argument out" in capsys.readouterr().err
