@@ -16,7 +16,7 @@ def main() -> int:
     # Python's own handler would show where a SIGINT came, which is nobody's business yet.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
-    from jaxinfra.core.signals import guard_process  # these take their time
+    from jaxinfra.core.signals import guard_process, leave_ended  # these take their time
 
     guard_process()
     for stream in (sys.stdout, sys.stderr):
@@ -24,4 +24,7 @@ def main() -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal may know few characters
     from jaxinfra.cli.main import main as run
 
-    return run(sys.argv[1:])
+    try:
+        return run(sys.argv[1:])
+    finally:
+        leave_ended()

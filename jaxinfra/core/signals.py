@@ -152,6 +152,16 @@ def guard_process() -> StopRequest:
     return _of_process
 
 
+def leave_ended() -> None:
+    """From now on signals are ignored: the command has ended, and how is settled.
+
+    Python gives signals back to the system as it leaves, which takes a second with JAX: one that
+    came then would make a failure of what is done.
+    """
+    for number in _ASKING:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def process_request() -> StopRequest | None:
     """The request of ``guard_process``; None in a process that is not guarded."""
     return _of_process

@@ -143,7 +143,7 @@ def test_signals_are_obeyed_at_any_moment(bench, whole):
         or "Traceback" in outcome.said
         or "Exception ignored" in outcome.said
     ]
-    assert not wrong, wrong
+    assert not wrong, [(o.moment, o.code, round(o.took_s, 2), o.said[-200:]) for o in wrong]
     seconds = sorted(outcome.took_s for outcome in outcomes)
     codes = [outcome.code for outcome in outcomes]
     resumable = [outcome for outcome in outcomes if (outcome.run / "config.json").exists()]

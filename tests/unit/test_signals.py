@@ -35,13 +35,14 @@ _BUSY = {
 }
 
 
-def begin(program: str) -> subprocess.Popen[str]:
+def begin(program: str, **options) -> subprocess.Popen[str]:
     """A guarded process, once it is where the program says that it is ready."""
     process = subprocess.Popen(
         [sys.executable, "-c", _GUARD + program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        **options,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n", process.communicate()
@@ -158,3 +159,20 @@ def test_a_caller_s_own_program_notes_and_gets_its_handlers_back():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), INT)
     assert (signal.getsignal(TERM), signal.getsignal(INT)) == before
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_command_that_has_ended_has_ended(number):
+    """Python gives signals back as it leaves, and what is native ends after that: here the system
+    reads a byte before the process is gone.
+    """
+    program = (
+        "guard_process().hold()\nlibc = ctypes.CDLL(None)\n"
+        "libc.__cxa_atexit(libc.getchar, None, None)\n" + _READY + "leave_ended()\nsys.exit(3)\n"
+    )
+    with begin(program, stdin=subprocess.PIPE) as process:
+        time.sleep(0.5)
+        process.send_signal(number)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 3
