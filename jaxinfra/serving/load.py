@@ -21,10 +21,12 @@ from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.models.quantized_base import base_shapes
 from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
 from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
@@ -162,8 +164,9 @@ def load_run(
     frozen: Parameters = {}
     if config.lora is not None:
         assert config.init is not None, "validate"
-        base = define_model(config.model, execution)
-        frozen = place_initial(config.init, base, placement.parameters(base))
+        base, kept = define_model(config.model, execution), config.lora.base
+        shardings = base_shardings(placement, base, base_shapes(base, kept))
+        frozen = place_initial(config.init, base, shardings, kept=kept)
     trained = definition.freeze(frozen)
     # Fields of the training state by name; what else is in there is not read.
     weights = "parameters" if config.optimizer.average is None else "average"
