@@ -5,6 +5,7 @@ Dims: R rank, and those of the projection.
 
 import math
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,27 @@ class Adapter(nnx.Module):
         return self.scale * self.multiply(
             self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
         )
+
+    def adapted(
+        self,
+        y: Float[Array, "B T *_"],
+        x: Float[Array, "B T *_"],
+        weight: Float[Array, "..."] | QuantizedWeight,
+        *,
+        repeated: Callable[[jax.Array], jax.Array],
+    ) -> Float[Array, "B T *_"]:
+        """The projection's output y of x, before its bias, with what the adapter does to it.
+
+        Args:
+            weight: of the projection, a layer's.
+            repeated: gives outputs the copies of heads that y has.
+        """
+        y_accum = self.policy.to_accum(y) + repeated(self(x))
+        gain = self.gain(weight)
+        if gain is not None:
+            gain = repeated(gain)
+            y_accum *= jnp.expand_dims(gain, range(y.ndim - gain.ndim))
+        return self.policy.to_compute(y_accum)
 
     def merged(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
         """The weight with all that the adapter does to it, in the accum dtype."""

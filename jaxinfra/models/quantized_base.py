@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,23 +26,22 @@ _FORMATS = {
 }
 
 
-def quantized_weight(
-    weight: jax.Array,
-    base: BaseWeights,
-    *,
-    num_inputs: int,
-    settled: Callable[[jax.Array], jax.Array] = lambda scales: scales,
-) -> QuantizedWeight:
-    """A projection's stacked weight [layers, *inputs, *outputs] as ``base`` keeps it.
+def quantized_weight(weight: jax.Array, base: BaseWeights, *, num_inputs: int) -> QuantizedWeight:
+    """A projection's stacked weight [layers, *inputs, *outputs] as ``base`` keeps it."""
+    rounded = rounded_weight(weight, base, num_inputs=num_inputs)
+    if not rounds_scales(base):
+        return rounded
+    return dataclasses.replace(rounded, scales=double_quantized(rounded.scales))
 
-    Args:
-        settled: brings scales together whose mean is to be the same on any mesh.
-    """
-    rounded = round_weight(weight, _FORMATS[base], num_inputs=num_inputs, num_leading=1)
-    if base is BaseWeights.NF4_DOUBLE:
-        scales = double_quantized(settled(rounded.scales))
-        return dataclasses.replace(rounded, scales=scales)
-    return rounded
+
+def rounded_weight(weight: jax.Array, base: BaseWeights, *, num_inputs: int) -> QuantizedWeight:
+    """``quantized_weight`` with scales in fp32."""
+    return round_weight(weight, _FORMATS[base], num_inputs=num_inputs, num_leading=1)
+
+
+def rounds_scales(base: BaseWeights) -> bool:
+    """Whether ``base`` keeps scales in 8 bits."""
+    return base is BaseWeights.NF4_DOUBLE
 
 
 def base_shapes(definition: ModelDefinition, base: BaseWeights) -> Parameters:

@@ -168,15 +168,64 @@ def load_run(
         shardings = base_shardings(placement, base, base_shapes(base, kept))
         frozen = place_initial(config.init, base, shardings, kept=kept)
     trained = definition.freeze(frozen)
+    restored = restore_trained(
+        path,
+        config,
+        trained,
+        placement.parameters(trained),
+        placement.model_state(trained),
+        step=step,
+    )
+    eos_ids = None
+    if config.init is not None:
+        # A model that comes from elsewhere may end its turns otherwise than documents here end.
+        read = read_separators(path, vocab_size=config.model.vocab_size)
+        eos_ids = (*read.eos_ids, tokenizer.eos_id)
+    return LoadedModel(
+        definition=definition,
+        parameters=merged(frozen, restored.parameters),
+        tokenizer=tokenizer,
+        config=config,
+        step=restored.step,
+        eos_ids=eos_ids,
+        placement=placement,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedParameters:
+    """What a run has trained, as a checkpoint holds it."""
+
+    step: int
+    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
+
+
+def restore_trained(
+    path: Path,
+    config: RunConfig,
+    trained: ModelDefinition,
+    parameters: Parameters,
+    state: Parameters,
+    *,
+    step: int | None = None,
+) -> TrainedParameters:
+    """The parameters and the state of a run's newest good checkpoint.
+
+    Args:
+        config: of the run.
+        trained: its model, what it does not train frozen.
+        parameters, state: shardings.
+        step: a certain checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
     # Fields of the training state by name; what else is in there is not read.
     weights = "parameters" if config.optimizer.average is None else "average"
     placed = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
         {weights: trained.shapes, "model_state": trained.state_shapes},
-        {
-            weights: placement.parameters(trained),
-            "model_state": placement.model_state(trained),
-        },
+        {weights: parameters, "model_state": state},
     )
     checkpoints = RunDirectory(path).checkpoints
     if not checkpoints.is_dir():
@@ -190,19 +239,8 @@ def load_run(
         identity=identity(RunDirectory(path), config),
         settings=codec.to_dict(config),
     )
-    eos_ids = None
-    if config.init is not None:
-        # A model that comes from elsewhere may end its turns otherwise than documents here end.
-        read = read_separators(path, vocab_size=config.model.vocab_size)
-        eos_ids = (*read.eos_ids, tokenizer.eos_id)
-    return LoadedModel(
-        definition=definition,
-        parameters=functools.reduce(merged, restored.state.values(), frozen),
-        tokenizer=tokenizer,
-        config=config,
-        step=restored.step,
-        eos_ids=eos_ids,
-        placement=placement,
+    return TrainedParameters(
+        step=restored.step, parameters=functools.reduce(merged, restored.state.values())
     )
 
 

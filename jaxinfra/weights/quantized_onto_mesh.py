@@ -1,6 +1,8 @@
 """Weights from a source onto a mesh, those of projections rounded to few bits on the way."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from jaxinfra.models.definition import (
     nest,
 )
 from jaxinfra.models.hf.tensor_layout import Index
-from jaxinfra.models.quantized_base import quantized_weight
-from jaxinfra.ops.quantized import QuantizedWeight
+from jaxinfra.models.quantized_base import quantized_weight, rounded_weight, rounds_scales
+from jaxinfra.ops.quantized import QuantizedWeight, double_quantized
 from jaxinfra.parallel.place import path_name
 from jaxinfra.weights.finite import require_finite_piece
 from jaxinfra.weights.onto_mesh import place_parameters
@@ -65,21 +67,14 @@ def _rounded(
     spec = (None, rows, *(None,) * (inner - 1), columns, *(None,) * (outer - 1))
     whole = NamedSharding(mesh, PartitionSpec(*spec))
 
-    def round_layer(weight: jax.Array) -> QuantizedWeight:
-        return quantized_weight(
-            weight,
-            kept,
-            num_inputs=inner,
-            settled=lambda scales: jax.lax.with_sharding_constraint(
-                scales, NamedSharding(mesh, PartitionSpec())
-            ),
-        )
-
-    shapes = jax.eval_shape(round_layer, jax.ShapeDtypeStruct((1, *sizes), _STORED))
     one_layer = jax.tree.map(
         lambda each: NamedSharding(mesh, PartitionSpec(None, *each.spec[1:])), sharding
     )
-    to_few_bits = jax.jit(round_layer, out_shardings=one_layer)
+    to_few_bits = _rounding(kept, inner, one_layer)
+    shapes = jax.eval_shape(
+        lambda weight: quantized_weight(weight, kept, num_inputs=inner),
+        jax.ShapeDtypeStruct((1, *sizes), _STORED),
+    )
     stacked = jax.jit(
         lambda: jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape[1:]), x.dtype), shapes),
         out_shardings=sharding,
@@ -88,6 +83,36 @@ def _rounded(
         weight = _layer_of(source, info.path, (1, *sizes), layer, whole)
         stacked = _write_layer(stacked, to_few_bits(weight), layer)
     return stacked
+
+
+def _rounding(
+    kept: BaseWeights, num_inputs: int, sharding: Any
+) -> Callable[[jax.Array], QuantizedWeight]:
+    """Rounds a layer of a weight onto devices.
+
+    Scales in 8 bits depend on a mean, whose last bit depends on how it is summed. So each device
+    sums all of them, in a program of its own that is the same on any mesh.
+    """
+    if not rounds_scales(kept):
+        return jax.jit(
+            lambda weight: quantized_weight(weight, kept, num_inputs=num_inputs),
+            out_shardings=sharding,
+        )
+    codes = sharding.scales.codes
+    everywhere = NamedSharding(codes.mesh, PartitionSpec())
+    first = jax.jit(
+        lambda weight: rounded_weight(weight, kept, num_inputs=num_inputs),
+        out_shardings=dataclasses.replace(sharding, scales=codes),
+    )
+    gathered = jax.jit(lambda scales: scales, out_shardings=everywhere)
+    second = jax.jit(double_quantized, out_shardings=everywhere)
+    placed = jax.jit(lambda scales: scales, out_shardings=sharding.scales)
+
+    def rounded(weight: jax.Array) -> QuantizedWeight:
+        plain = first(weight)
+        return dataclasses.replace(plain, scales=placed(second(gathered(plain.scales))))
+
+    return rounded
 
 
 def _layer_of(

@@ -43,7 +43,7 @@ MODEL = ModelConfig(
             mixer=GroupedAttentionConfig(
                 num_q_heads=4, num_kv_heads=2, head_dim=32, rope=RopeConfig()
             ),
-            feed_forward=MlpConfig(hidden_dim=192),
+            feed_forward=MlpConfig(hidden_dim=256),
         ),
         num_layers=2,
     ),
@@ -191,7 +191,7 @@ def test_what_devices_hold_of_it(directory, monkeypatch):
     assert all(shape[0] == 1 for _, shape in projections)
     table = placement_table(job)
     rows = {line.split()[0]: line.split() for line in table.splitlines()}
-    elements = 2 * 128 * 192
+    elements = 2 * 128 * 256
     held = {
         "data": elements // 2,
         "scales/codes": elements // 64,
@@ -208,7 +208,7 @@ def test_what_devices_hold_of_it(directory, monkeypatch):
     assert {row.path for row in job.model.table() if row.trained} == set(by_path(job.model.shapes))
 
 
-MESHES = ["fsdp=2,tensor=2,replica=2", "tensor=2"]
+MESHES = ["fsdp=2,tensor=2,replica=2", "replica=4,tensor=2"]
 
 
 @pytest.mark.slow
