@@ -1,6 +1,7 @@
 """How many devices each mesh axis has."""
 
 import dataclasses
+import functools
 import math
 
 from jaxinfra.config.limits import require_within
@@ -34,6 +35,12 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def fsdp_beside_experts(self) -> int:
+        """Devices of the fsdp axis that have the same experts, and share these experts' widths."""
+        inner, _ = self._shared_by_experts()
+        return self.fsdp // inner
 
     @property
     def device_axes(self) -> dict[str, int]:
@@ -74,6 +81,7 @@ class MeshConfig:
         return self.replica * self.fsdp
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a search asks for each mesh again and again
 def shared_by_experts(
     expert: int, fsdp: int, context: int, replica: int
 ) -> tuple[int, tuple[str, ...]] | None:
