@@ -1,45 +1,15 @@
 """What a decoder is: shapes and choices of every layer, nothing about how or where it runs."""
 
 import dataclasses
-import enum
 
 from jaxinfra.config.cache import CachedArray, CacheSpec
+from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeConfig, check_rope
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig, check_choice
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
-
-
-class NormKind(enum.StrEnum):
-    """Which normalization a block uses."""
-
-    RMS = "rms"  # Zhang and Sennrich 2019
-    LAYER = "layer"  # Ba et al. 2016
-
-
-class NormPlacement(enum.StrEnum):
-    """Where a block normalizes."""
-
-    PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
-    SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma-2
-
-
-class MlpKind(enum.StrEnum):
-    """The activation of a feed-forward layer, gated ones first (Shazeer 2020)."""
-
-    SWIGLU = "swiglu"
-    GEGLU = "geglu"
-    GEGLU_TANH = "geglu_tanh"  # GELU by its tanh approximation: Gemma
-    SWIGLU_CLAMPED = "swiglu_clamped"  # (up + 1) gate sigmoid(1.702 gate), both clamped: gpt-oss
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"  # GPT-2
-
-    @property
-    def gated(self) -> bool:
-        """Whether the layer has a gate projection beside the up projection."""
-        return self not in (MlpKind.GELU, MlpKind.GELU_TANH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

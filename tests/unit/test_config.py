@@ -6,8 +6,9 @@ import json
 import pytest
 
 from jaxinfra.config.codec import from_dict, override, to_dict, to_json
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.model import MlpKind, NormConfig
+from jaxinfra.config.model import NormConfig
 from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
 from jaxinfra.config.run import Remat, RunConfig, validate
