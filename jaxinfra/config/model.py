@@ -14,7 +14,11 @@ from jaxinfra.core.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """A normalization layer."""
+    """A normalization layer.
+
+    Examples:
+        >>> norm = jaxinfra.NormConfig(kind="layer", bias=True)  # GPT-2's
+    """
 
     kind: NormKind = NormKind.RMS  # root mean square, or layer norm
     epsilon: float = 1e-5  # added to the mean square
@@ -29,7 +33,13 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedAttentionConfig:
-    """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head)."""
+    """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head).
+
+    Examples:
+        >>> rope = jaxinfra.RopeConfig(theta=500_000)
+        >>> jaxinfra.GroupedAttentionConfig(num_q_heads=32, num_kv_heads=8, head_dim=64, rope=rope)
+        GroupedAttentionConfig(num_q_heads=32, num_kv_heads=8, head_dim=64, ...)
+    """
 
     num_q_heads: int  # query heads
     num_kv_heads: int  # key/value heads; divides num_q_heads
@@ -97,7 +107,14 @@ class GroupedAttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttentionConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Examples:
+        >>> sizes = dict(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
+        >>> rope = jaxinfra.RopeConfig(pairs="neighbours")
+        >>> jaxinfra.LatentAttentionConfig(num_q_heads=128, rope=rope, **sizes).head_dim
+        192
+    """
 
     num_q_heads: int  # query heads
     query_rank: int | None  # None: queries are not compressed
@@ -170,7 +187,11 @@ type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig | OwnMixer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MlpConfig:
-    """The dense feed-forward layer."""
+    """The dense feed-forward layer.
+
+    Examples:
+        >>> layer = jaxinfra.MlpConfig(hidden_dim=8192, kind="geglu")
+    """
 
     hidden_dim: int  # width of the hidden layer
     kind: MlpKind = MlpKind.SWIGLU  # activation, gated or not
@@ -189,7 +210,11 @@ class MlpConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066)."""
+    """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066).
+
+    Examples:
+        >>> layer = jaxinfra.ExpertsConfig(num_experts=8, top_k=2, hidden_dim=14336)  # Mixtral's
+    """
 
     num_experts: int  # routed experts of a layer
     top_k: int  # routed experts of a token
@@ -224,7 +249,15 @@ type FeedForwardConfig = MlpConfig | ExpertsConfig | OwnFeedForward
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockConfig:
-    """One transformer block: mixer, then feed-forward layer, each on a residual branch."""
+    """One transformer block: mixer, then feed-forward layer, each on a residual branch.
+
+    Examples:
+        >>> mixer = jaxinfra.GroupedAttentionConfig(
+        ...     num_q_heads=4, num_kv_heads=2, head_dim=32, rope=None
+        ... )
+        >>> feed_forward = jaxinfra.MlpConfig(hidden_dim=512)
+        >>> block = jaxinfra.BlockConfig(mixer=mixer, feed_forward=feed_forward)
+    """
 
     mixer: MixerConfig  # mixes the positions of a sequence
     feed_forward: FeedForwardConfig  # acts on each position alone
@@ -237,6 +270,10 @@ class Stack:
     """Layers that are scanned over: a pattern of blocks, repeated.
 
     One entry serves a uniform stack, two serve Gemma-2's alternating windows.
+
+    Examples:
+        >>> block = jaxinfra.preset("tiny").model.blocks[0]
+        >>> stack = jaxinfra.Stack(pattern=(block,), repeats=4)
     """
 
     pattern: tuple[BlockConfig, ...]  # blocks that follow one another
@@ -265,6 +302,12 @@ class ModelConfig:
     """A decoder-only language model: stacks of layers, one after the other.
 
     Three dense layers and then 58 with experts are two stacks, each scanned by itself.
+
+    Examples:
+        >>> stacks = jaxinfra.preset("tiny").model.stacks
+        >>> model = jaxinfra.ModelConfig(
+        ...     vocab_size=512, model_dim=192, max_positions=64, stacks=stacks, tie_embeddings=True
+        ... )
     """
 
     vocab_size: int  # rows of the token table
