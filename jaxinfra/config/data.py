@@ -26,13 +26,21 @@ class TokenizerKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """The tokenizer; its vocabulary may not exceed the model's."""
+    """The tokenizer; its vocabulary may not exceed the model's.
+
+    Raises:
+        ConfigError: a file for a kind that reads none, or none for one that needs it.
+
+    Examples:
+        >>> jaxinfra.DataConfig(tokenizer=jaxinfra.TokenizerConfig(kind="bytes")).tokenizer.kind
+        'bytes'
+    """
 
     kind: TokenizerKind = TokenizerKind.BPE  # trained on the corpus, bytes, or a file
     path: str | None = None  # of a tokenizer.json, with kind=file
 
     def __post_init__(self) -> None:
-        if (self.kind is TokenizerKind.FILE) != (self.path is not None):
+        if (self.kind == TokenizerKind.FILE) != (self.path is not None):
             raise ConfigError(
                 f"tokenizer kind={self.kind} with path={self.path!r}: "
                 "a path goes with kind=file, and only with it"
@@ -48,6 +56,13 @@ class DataConfig:
     directory saved by Hugging Face's ``datasets``, or one of pre-tokenized arrays written by this
     package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
     documents is set aside, chosen by a hash of their names.
+
+    Raises:
+        ConfigError: a setting out of range, or a chat template without conversations.
+
+    Examples:
+        >>> data = jaxinfra.DataConfig(source="texts/", heldout_fraction=0.1)
+        >>> config = dataclasses.replace(jaxinfra.preset("tiny"), data=data)
     """
 
     source: str = STDLIB  # text to train on
@@ -63,12 +78,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.heldout_fraction < 1.0:
             raise ConfigError(f"heldout_fraction={self.heldout_fraction} must lie in (0, 1)")
-        if (self.format is DataFormat.CHAT) != (self.chat_template is not None):
+        if (self.format == DataFormat.CHAT) != (self.chat_template is not None):
             raise ConfigError(
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
                 "directory, whose template renders them, goes with conversations and only with them"
             )
-        if self.format is DataFormat.CHAT and self.tokenizer.kind is TokenizerKind.BPE:
+        if self.format == DataFormat.CHAT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(
                 "data format=chat with tokenizer kind=bpe: conversations are rendered for a "
                 "tokenizer that there is; choose kind=file and its path, or kind=bytes"

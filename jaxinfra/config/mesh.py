@@ -14,7 +14,16 @@ EXPERT = "expert"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slowest link first. One device by default."""
+    """Sizes of the mesh axes, slowest link first. One device by default.
+
+    Raises:
+        ConfigError: a size below 1, or an ``expert`` axis that the data axes do not contain.
+
+    Examples:
+        >>> mesh = jaxinfra.MeshConfig(fsdp=4, tensor=2)
+        >>> mesh.num_devices
+        8
+    """
 
     pipe: int = 1  # stages of a pipeline
     replica: int = 1  # copies of the whole state
@@ -99,7 +108,15 @@ def shared_by_experts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingConfig:
-    """What is sharded over the mesh axes, where there is a choice."""
+    """What is sharded over the mesh axes, where there is a choice.
+
+    Raises:
+        ConfigError: a ``zero`` that is none of the stages 1, 2 and 3.
+
+    Examples:
+        >>> jaxinfra.ShardingConfig(zero=1).zero  # the optimizer's state only
+        1
+    """
 
     # Over the fsdp axis (Rajbhandari et al. 2020): 1 shards the optimizer's state, 2 the gradients
     # too, 3 the parameters too (fully sharded data parallel).
@@ -120,7 +137,15 @@ class ShardingConfig:
 
 
 def parse_mesh(text: str) -> MeshConfig:
-    """Parses ``"fsdp=4,tensor=2"``; axes not named have size 1."""
+    """The mesh of a command line's ``text``; axes that it does not name have size 1.
+
+    Raises:
+        ConfigError: an axis that is not known or given twice, or a size that is no whole number.
+
+    Examples:
+        >>> jaxinfra.parse_mesh("fsdp=4,tensor=2") == jaxinfra.MeshConfig(fsdp=4, tensor=2)
+        True
+    """
     return MeshConfig(**parse_axes(text))
 
 

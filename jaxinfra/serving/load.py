@@ -33,13 +33,20 @@ from jaxinfra.weights.model_directory import is_model_directory, read_model_dire
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model, with the tokenizer that its tokens are of."""
+    """A model, with the tokenizer that its tokens are of: what ``load`` returns.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> ids = model.tokenizer.encode("the cat")
+        >>> model.decoder(ids[None]).shape == (1, len(ids), 300)
+        True
+    """
 
     definition: ModelDefinition
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     tokenizer: Tokenizer
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
-    step: int | None
+    step: int | None  # of the run's checkpoint
     # What text begins with and ends at; None: the tokenizer's own document separators.
     prefix_ids: tuple[int, ...] | None = None
     eos_ids: tuple[int, ...] | None = None
@@ -82,6 +89,11 @@ def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None
 
     Raises:
         ConfigError, DataError, CheckpointError: ``path`` is no model, or one that is not whole.
+
+    Examples:
+        >>> model = jaxinfra.load_model("runs/mine", dtype="bfloat16")
+        >>> model(np.array([[1, 2, 3]], np.int32)).dtype
+        dtype('float32')
     """
     policies = {policy.compute.name: name for name, policy in POLICIES.items()}
     if dtype not in policies:
@@ -103,9 +115,19 @@ def load(
     """A model with its tokenizer, from a run or a model directory.
 
     Args:
+        path: a run, or a directory with a Hugging Face model or a converted one.
         policy: numeric policy; None: the one trained with, or of the dtype stored.
-        step: a certain checkpoint of a run.
+        step: a certain checkpoint of a run; the newest good one by default.
         mesh: devices that the model is spread over, the first one by default.
+
+    Raises:
+        ConfigError: a ``step`` of a model directory, which has none; a mesh that cannot be.
+        DataError, CheckpointError: there is no model, or one that is not whole.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> model.step, model.config.training.batch_size
+        (4, 2)
     """
     path = Path(path)
     if not is_model_directory(path):

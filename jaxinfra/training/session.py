@@ -65,6 +65,8 @@ def train(
     this alike, and all stop alike.
 
     Args:
+        config: what to train, on what, and how long.
+        directory: of the run; a new one, unless it is resumed.
         resume: continue the run there, which may have another ``config`` than before.
         cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
             cache by default.
@@ -74,6 +76,11 @@ def train(
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
+
+    Examples:
+        >>> outcome = jaxinfra.train(jaxinfra.read_run_config("mine.toml"), "runs/new")
+        7,152 parameters, fp32 on cpu (one device); 4 steps of 2 x 32 tokens
+        ...
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
@@ -87,7 +94,7 @@ def train(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
-            config=config,
+            config=codec.normalized(config),
             run=run,
             resume=resume,
             cache_dir=cache_dir,
