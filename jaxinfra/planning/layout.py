@@ -196,6 +196,8 @@ def _widths(model: PlannedModel, layout: Layout) -> str | None:
         ("model_dim", model.config.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1)
     )
     for name, size, axis, shards in sizes:
+        if name == "num_kv_heads" and shards % size == 0:
+            continue  # each device has a copy of one
         if size % shards:
             return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"
     return None

@@ -16,7 +16,7 @@ from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.models.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
 from jaxinfra.planning.layout import Layout
-from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
+from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +84,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
     core_forward, core_backward = _core(layer, layout)
     passes, passes_backward = _memory(layer, layout)
     exchange = _exchange(layer, layout)
+    copied = [each for weight in weights for each in _copied_heads(weight, layout)]
     reduce_forward, reduce_backward = _tensor(layer, layout)
     forward = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
     # The layer's own output is not needed again, so its sum over the axis is not either.
@@ -115,6 +116,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         *passes_backward,
         *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
         *reduce_backward,
+        *copied,
     ]
     return LayerOperations(tuple(forward), tuple(backward), tuple(recomputed))
 
@@ -128,7 +130,7 @@ def _matmul(parameter: ParameterInfo, layout: Layout) -> PlannedMatmul:
         experts = parameter.size // elements
         count = max(experts / layout.mesh.expert, 1)
         tokens = max(tokens * parameter.active * experts / count, 1.0)
-    tensor = shards(parameter, tensor=layout.mesh.tensor, expert=1)
+    tensor = used_shards(parameter, tensor=layout.mesh.tensor)
     number_format = layout.bytes_a_parameter.compute
     if _is_inward(parameter):
         depth = sizes[0]
@@ -143,6 +145,20 @@ def _is_inward(parameter: ParameterInfo) -> bool:
     """Whether it is multiplied along its first dim: from the residual stream, or a latent."""
     first = next(dim for dim in parameter.dims if dim != EXPERTS)
     return first in (EMBED, LATENT)
+
+
+def _copied_heads(parameter: ParameterInfo, layout: Layout) -> list[PlannedCollective]:
+    """Gradients of heads fewer than the tensor axis: summed over the copies of a head, and all of
+    them gathered, because every device keeps them whole.
+    """
+    heads = used_shards(parameter, tensor=layout.mesh.tensor)
+    if heads == shards(parameter, tensor=layout.mesh.tensor, expert=1):
+        return []
+    size = layout.bytes_a_parameter.gradients * parameter.size
+    return [
+        PlannedCollective("sum copies", "all-reduce", "tensor", size / heads),
+        PlannedCollective("gather heads", "all-gather", "tensor", size),
+    ]
 
 
 def _input_gradient(each: PlannedMatmul) -> PlannedMatmul:
@@ -195,13 +211,12 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     """Of a pass and of its gradients: keys and values in a ring, or latents, whole on each."""
     mixer, num_shards = layer.mixer, layout.mesh.context
     latents = isinstance(mixer, LatentAttentionConfig)
-    heads = min(layout.mesh.tensor, mixer.num_kv_heads)
     sent = context_bytes(
         ContextMethod.ALL_GATHER if latents else ContextMethod.RING,
         num_shards=num_shards,
         tokens=layout.micro_tokens,
         q_width=mixer.score_width / layout.mesh.tensor,
-        kv_width=mixer.cache.elements if latents else layer.kv_width / heads,
+        kv_width=mixer.cache.elements if latents else layer.kv_width_on(layout.mesh.tensor),
         itemsize=layout.activation_bytes,
         is_packed=True,
     )
@@ -218,7 +233,7 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[Me
     tokens, tensor = layout.micro_tokens, layout.mesh.tensor
     stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
     mixer = layer.mixer
-    positions = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
+    positions = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
     hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
     mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
@@ -304,8 +319,8 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, layout)
     hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
-    rotated = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
-    inward = item * tokens * (mixer.score_width + layer.kv_width) / tensor
+    rotated = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
+    inward = item * tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor))
     # Outputs of the projections back into the stream are whole on every device of the axis.
     if remat is Remat.MLP:
         return stream + core + inward + 2 * stream

@@ -19,13 +19,13 @@ from tests.sharded.cases import gemma_like, gpt_like, llama_like
 LENGTH, WIDTH, LAYERS = 64, 512, 3
 
 
-def wide(config):
+def wide(config, **heads):
     """Its stack with heads and a feed-forward layer of more width."""
     (stack,) = config.stacks
     pattern = tuple(
         dataclasses.replace(
             block,
-            mixer=dataclasses.replace(block.mixer, head_dim=32),
+            mixer=dataclasses.replace(block.mixer, head_dim=32, **heads),
             feed_forward=dataclasses.replace(block.feed_forward, hidden_dim=1536),
         )
         for block in stack.pattern
@@ -35,7 +35,9 @@ def wide(config):
 
 
 UNTIED = dataclasses.replace(wide(llama_like()).with_layers(LAYERS), tie_embeddings=False)
+FEW_HEADS = wide(llama_like(), num_kv_heads=2).with_layers(LAYERS)
 MODELS = {
+    "few-heads": dataclasses.replace(FEW_HEADS, tie_embeddings=False),
     "llama": UNTIED,
     "tied": wide(llama_like()),
     "gpt": wide(gpt_like()),
@@ -84,6 +86,9 @@ MORE = [
     ("gpt", {"fsdp": 8}, set(), {"fsdp exchange"}),
     ("gpt", {"fsdp": 4, "zero": 2}, {"fsdp sum"}, set()),
     ("gemma", {"tensor": 2}, set(), {"tensor sum"}),
+    # Each device has a copy of a key/value head, and only that one is gathered over fsdp.
+    ("few-heads", {"tensor": 8, "accumulation": 4}, {"tensor gather"}, {"tensor sum"}),
+    ("few-heads", {"fsdp": 2, "tensor": 4}, {"fsdp sum", "tensor gather"}, {"tensor sum"}),
 ]
 
 

@@ -29,9 +29,9 @@ from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import memory
 from jaxinfra.planning.model import find_model, plan_model, total_parameters
 from jaxinfra.planning.operations import PlannedMatmul
-from jaxinfra.planning.plan import make_plan
+from jaxinfra.planning.plan import make_plan, traffic
 from jaxinfra.planning.search import CHOICES, Question, search
-from jaxinfra.planning.step import step_time
+from jaxinfra.planning.step import device_parameters, step_time
 from jaxinfra.planning.timing import matmul_s
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results"
@@ -161,7 +161,6 @@ def test_a_matmul_is_bound_by_memory_or_arithmetic():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"tensor": 16}, "num_kv_heads=8"),
         ({"tensor": 3}, "num_q_heads=32"),
         ({"pipe": 64, "accumulation": 64}, "64 stages"),
         ({"fsdp": 128}, "does not divide over"),
@@ -175,6 +174,20 @@ def test_a_matmul_is_bound_by_memory_or_arithmetic():
 def test_nonsense_is_refused_with_the_rule(sizes, words):
     with pytest.raises(ConfigError, match=words):
         check(EIGHT_B, layout(**sizes))
+
+
+def test_key_value_heads_fewer_than_the_tensor_axis_are_copied():
+    """Of 8 heads, 16 devices keep all for their use of one, and sum the copies' gradients."""
+    wide, wider = (layout(tensor=size) for size in (8, 16))
+    check(EIGHT_B, wider)
+    heads = 2 * 4096 * 8 * 128 * EIGHT_B.config.num_layers  # elements of keys' and values' weights
+    kept = [device_parameters(EIGHT_B, each, experts=False) for each in (wide, wider)]
+    used = device_parameters(EIGHT_B, wider, experts=False, used=True)
+    # A sixteenth of the rest, and all of the heads, which are an eighth each for the eight devices.
+    assert kept[1] - kept[0] / 2 == pytest.approx(heads * (1 - 1 / 16), rel=1e-3)
+    assert kept[1] - used == heads * (1 - 1 / 8)
+    gathers = {e.axis: e.array_bytes for e in traffic(EIGHT_B, wider, H200) if "gather" in e.kind}
+    assert gathers == {"tensor": wider.bytes_a_parameter.gradients * heads}
 
 
 def test_experts_must_divide():
