@@ -86,10 +86,7 @@ class Projection(nnx.Module):
     @property
     def merged_weight(self) -> Float[Array, "..."]:
         """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
-        weight = self._used
-        if self.adapter is None:
-            return weight
-        return self.policy.to_accum(weight) + self.adapter.weight
+        return self._used if self.adapter is None else self.adapter.merged(self._used)
 
     @property
     def _used(self) -> Float[Array, "..."]:
@@ -133,15 +130,22 @@ class Projection(nnx.Module):
             history=self._history,
             dims=self.dims if self.place is None else None,
         )
+        if self.adapter is not None:
+            y = self._adapted(self.adapter, y, x.x if isinstance(x, Input) else x)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        if self.adapter is not None:
-            added = self.adapter(x.x if isinstance(x, Input) else x)
-            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(added))
         return checkpoint_name(y, self.name)
+
+    def _adapted(self, adapter: Adapter, y: jax.Array, x: jax.Array) -> jax.Array:
+        y_accum = self.policy.to_accum(y) + self._repeated(adapter(x))
+        gain = adapter.gain(self.weight[...])
+        if gain is not None:
+            gain = self._repeated(gain)
+            y_accum *= jnp.expand_dims(gain, range(y.ndim - gain.ndim))
+        return self.policy.to_compute(y_accum)
 
 
 def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.finetune import AdapterKind, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
@@ -75,16 +75,26 @@ class ModelDefinition:
         execution = dataclasses.replace(self.execution, policy=policy)
         return define_model(self.config, execution, lora=self.lora).freeze(self.frozen)
 
-    def initialize(self, key: jax.Array) -> Parameters:
-        """Draws parameters from a typed PRNG key."""
-        return _without(self._drawn(key, nnx.Param), self.frozen)
+    def initialize(self, key: jax.Array, *, beside: Parameters | None = None) -> Parameters:
+        """Draws parameters from a typed PRNG key.
+
+        Args:
+            beside: the frozen ones' values, by which the magnitudes of DoRA begin.
+        """
+        is_measured = self.lora is not None and self.lora.kind is AdapterKind.DORA
+        assert beside or not (is_measured and self.frozen), "DoRA begins at the base's own norms"
+        drawn = self._drawn(key, nnx.Param, beside if is_measured else None)
+        return _without(drawn, self.frozen)
 
     def initial_state(self) -> Parameters:
         """The state before the first step: what layers give it, which no key decides."""
         return self._drawn(jax.random.key(0), ModelState) if self.state_shapes else {}
 
-    def _drawn(self, key: jax.Array, kind: type[nnx.Variable]) -> Parameters:
-        model = _build(self.config, self.execution, self.lora, nnx.Rngs(params=key))
+    def _drawn(
+        self, key: jax.Array, kind: type[nnx.Variable], beside: Parameters | None = None
+    ) -> Parameters:
+        rngs = nnx.Rngs(params=key)
+        model = _build(self.config, self.execution, self.lora, rngs, beside=beside)
         return nnx.to_pure_dict(nnx.filter_state(nnx.split(model)[1], kind))
 
     def bind(self, tree: Parameters) -> Decoder:
@@ -211,9 +221,18 @@ def define_model(
 
 
 def _build(
-    config: ModelConfig, execution: Execution, lora: LoraConfig | None, rngs: nnx.Rngs
+    config: ModelConfig,
+    execution: Execution,
+    lora: LoraConfig | None,
+    rngs: nnx.Rngs,
+    *,
+    beside: Parameters | None = None,
 ) -> Decoder:
     model = Decoder(config, execution=execution, rngs=rngs)
+    if beside:
+        state = nnx.state(model)
+        nnx.replace_by_pure_dict(state, beside)
+        nnx.update(model, state)
     if lora is not None:
         add_adapters(model, lora, rngs=rngs)
     return model
