@@ -332,7 +332,5 @@ def test_an_exchange_is_priced_with_the_room_it_has():
     ]
     visited = 8 * (1 - 7 * 6 / (8 * 7))
     assert rows[0] / rows[1] == pytest.approx(8 / visited, rel=1e-3)
-    parts = [
-        step_time(mixtral, each, H200).parts["expert communication"] for each in (wide, even)
-    ]
+    parts = [step_time(mixtral, each, H200).parts["expert communication"] for each in (wide, even)]
     assert parts[0] > 2 * parts[1]
