@@ -31,6 +31,17 @@ def test_as_people_start_it(bench, whole):
     assert without_times(bench / "run") == without_times(whole)
 
 
+def test_starting_waits_for_no_compiler_of_kernels(bench):
+    """Mosaic takes two thirds as long to import as JAX, and only a kernel's first trace needs it."""
+    assert bench.run(["--version"], before=nothing_of_mosaic).code == 0
+
+
+def nothing_of_mosaic() -> None:
+    """Called where everything that a command imports has been imported."""
+    assert "pallas_kernels.flash_attention.hopper" in sys.modules
+    assert "jax.experimental.mosaic.gpu" not in sys.modules
+
+
 def test_directory(whole):
     assert sorted(path.name for path in whole.iterdir()) == [
         "checkpoints",
