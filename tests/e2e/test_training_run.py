@@ -32,7 +32,7 @@ def test_as_people_start_it(bench, whole):
 
 
 def test_starting_waits_for_no_compiler_of_kernels(bench):
-    """Mosaic takes two thirds as long to import as JAX, and only a kernel's first trace needs it."""
+    """Mosaic takes two thirds as long to import as JAX; only the trace of a kernel needs it."""
     assert bench.run(["--version"], before=nothing_of_mosaic).code == 0
 
 
