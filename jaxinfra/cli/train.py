@@ -7,6 +7,9 @@ jaxinfra train --resume runs/small-1
 jaxinfra train --init DIR --data chats.jsonl --chat --lora rank=8,alpha=16,targets=query+value
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
 jaxinfra train --config mine.toml --seed 2     preset = "tiny" and changes to it; or a whole config
+
+Several sources with weights, and further texts to evaluate on, are data.mixture and data.validation
+of such a file.
 """
 
 import argparse

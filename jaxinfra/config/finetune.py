@@ -50,7 +50,16 @@ class AdapterScaling(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021): y = W x + s B A x, W frozen."""
+    """Low-rank adapters (Hu et al. 2021): y = W x + s B A x, W frozen.
+
+    Raises:
+        ConfigError: a rank below 1, or targets that are no projections.
+
+    Examples:
+        >>> lora = jaxinfra.LoraConfig(rank=4, targets=("query", "key", "value", "out"))
+        >>> lora.scale
+        4.0
+    """
 
     rank: int = 8  # inner width of an adapter
     alpha: float = 16.0  # strength; the factor s is alpha / rank

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import MlpConfig, MlpKind
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import MlpConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, Pass

@@ -87,7 +87,7 @@ class ModelDefinition:
         is_measured = self.lora is not None and self.lora.kind is AdapterKind.DORA
         assert beside or not (is_measured and self.frozen), "DoRA begins at the base's own norms"
         drawn = self._drawn(key, nnx.Param, beside if is_measured else None)
-        return _without(drawn, self.frozen)
+        return without(drawn, self.frozen)
 
     def initial_state(self) -> Parameters:
         """The state before the first step: what layers give it, which no key decides."""
@@ -127,12 +127,12 @@ class ModelDefinition:
     @property
     def shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every parameter."""
-        return _without(self._of(nnx.Param, lambda variable: variable.get_value()), self.frozen)
+        return without(self._of(nnx.Param, lambda variable: variable.get_value()), self.frozen)
 
     @property
     def dims(self) -> Parameters:
         """Logical dims of every parameter, in the structure of ``shapes``."""
-        return _without(
+        return without(
             self._of(nnx.Param, lambda variable: DimsLeaf(variable.get_metadata()["axes"])),
             self.frozen,
         )
@@ -145,7 +145,7 @@ class ModelDefinition:
         def dtype(variable: nnx.Variable) -> jnp.dtype:
             return variable.get_metadata().get("read_as") or variable.get_value().dtype
 
-        dtypes = _without(self._of(nnx.Param, dtype), self.frozen)
+        dtypes = without(self._of(nnx.Param, dtype), self.frozen)
         return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), parameters, dtypes)
 
     @property
@@ -298,12 +298,12 @@ def only(tree: Parameters, others: Parameters) -> Parameters:
     return result
 
 
-def _without(parameters: Parameters, others: Parameters) -> Parameters:
+def without(parameters: Parameters, others: Parameters) -> Parameters:
     """The parameters that are not among ``others``."""
     result = {}
     for name, value in parameters.items():
         if name not in others:
             result[name] = value
-        elif isinstance(value, dict) and (rest := _without(value, others[name])):
+        elif isinstance(value, dict) and (rest := without(value, others[name])):
             result[name] = rest
     return result

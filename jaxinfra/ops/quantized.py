@@ -12,6 +12,7 @@ from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuant
 from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized_matmul import WeightCode as WeightCode
 from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
+from pallas_kernels.quantized_matmul import are_alike as are_alike
 from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
 from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs

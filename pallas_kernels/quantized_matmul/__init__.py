@@ -1,6 +1,7 @@
 """Products with weights that are kept in 4 or 8 bits."""
 
 from .api import quantized_matmul as quantized_matmul
+from .columns import are_alike as are_alike
 from .columns import concatenated_columns as concatenated_columns
 from .columns import repeated_outputs as repeated_outputs
 from .reference import dequantized_rows as dequantized_rows

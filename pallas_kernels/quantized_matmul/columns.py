@@ -13,7 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError
 
-from .weight import QuantizedWeight
+from .weight import QuantizedWeight, WeightFormat
+
+
+def by_column_format(form: WeightFormat) -> WeightFormat:
+    """The format with a scale for each column."""
+    return dataclasses.replace(form, group_columns=1)
 
 
 def by_column(weight: QuantizedWeight) -> QuantizedWeight:
@@ -23,8 +28,7 @@ def by_column(weight: QuantizedWeight) -> QuantizedWeight:
     if form.group_columns == 1:
         return weight
     scales = jnp.repeat(weight.scales, form.group_columns or columns, axis=-1)[..., :columns]
-    form = dataclasses.replace(form, group_columns=1)
-    return dataclasses.replace(weight, scales=scales, format=form)
+    return dataclasses.replace(weight, scales=scales, format=by_column_format(form))
 
 
 def of_columns(
@@ -63,6 +67,18 @@ def repeated_outputs(weight: QuantizedWeight, copies: int, *, axis: int) -> Quan
     )
 
 
+def are_alike(weights: Sequence[Any]) -> bool:
+    """Whether weights of one input can be side by side in one matrix of few bits."""
+    kinds = {
+        (by_column_format(each.format), each.inputs, each.scales.dtype, each.zeros is None)
+        for each in weights
+        if isinstance(each, QuantizedWeight) and each.order is None
+    }
+    return len(kinds) == 1 and all(
+        isinstance(each, QuantizedWeight) and each.order is None for each in weights
+    )
+
+
 def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> QuantizedWeight:
     """Weights of one input side by side.
 
@@ -72,20 +88,14 @@ def concatenated_columns(weights: Sequence[QuantizedWeight], *, axis: int) -> Qu
     Raises:
         InputError: they differ in format, or the rows of one are in an order of its own.
     """
+    if not are_alike(weights):
+        raise InputError(
+            f"weights in {' and '.join(sorted({each.format.name for each in weights}))} side by "
+            "side: one matrix has one format, one dtype of scales, zero points or none, and rows "
+            "in no order of their own (act-order); keep them apart"
+        )
     weights = [by_column(weight) for weight in weights]
     first = weights[0]
-    for other in weights:
-        alike = (other.format, other.inputs, other.scales.dtype, other.zeros is None)
-        if alike != (first.format, first.inputs, first.scales.dtype, first.zeros is None):
-            raise InputError(
-                f"weights in {first.format.name} and {other.format.name} side by side: one matrix "
-                "has one format, one dtype of scales, and zero points or none; keep them apart"
-            )
-        if other.order is not None:
-            raise InputError(
-                "a weight whose rows are sorted by group, beside others: each has an order of its "
-                "own; keep them apart"
-            )
     outputs = list(first.outputs)
     outputs[axis] = sum(weight.outputs[axis] for weight in weights)
     shaped = [
