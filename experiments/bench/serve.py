@@ -115,7 +115,7 @@ async def asked(server: Server, call: Call) -> Answer:
         if status != 200:
             return Answer(status=status)
         first, usage = None, {}
-        async for said in _events(reader):
+        async for said in events(reader):
             if "error" in said:
                 return Answer(status=500)
             if first is None:
@@ -136,7 +136,8 @@ async def asked(server: Server, call: Call) -> Answer:
             await writer.wait_closed()
 
 
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The bodies of server-sent events, as they come."""
     while line := await reader.readline():
         if line.startswith(b"data: {"):
             yield json.loads(line.removeprefix(b"data: "))

@@ -19,9 +19,11 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
+from jaxinfra.reliability import faults
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.load import load
 from jaxinfra.training.job import keep_compiled_programs
+from jaxinfra.training.watch import attempt
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
@@ -110,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         max_open=args.max_open,
     )
     keep_compiled_programs(user_cache())
+    faults.arm(os.environ, rank=0, attempt=attempt())
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):

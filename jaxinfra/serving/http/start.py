@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.core.signals import StopRequest
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
@@ -11,6 +12,10 @@ from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
+
+
+class EngineFailedError(JaxinfraError):
+    """The engine could not go on, and its server has ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +40,9 @@ def serve(
 ) -> None:
     """Serves until a stop is asked for; requests that are open then are answered to their end.
 
+    Raises:
+        EngineFailedError: the engine failed.
+
     Args:
         draft: a smaller model of the same tokenizer, which proposes tokens.
         say: told what happens, in lines.
@@ -52,9 +60,15 @@ def serve(
         f"{options.engine.max_running} requests at a time"
     )
     try:
-        server.run_until_asked(lambda: request.asked)
+        # A server without an engine answers nobody: whoever watches it is to start another.
+        server.run_until_asked(lambda: request.asked or running.failure)
     finally:
         running.close()
+    if running.failure is not None:
+        raise EngineFailedError(
+            f"the engine failed ({type(running.failure).__name__}: {running.failure}); requests "
+            "that were open have been told so"
+        )
     counts = engine.counts
     say(
         f"stopped by {request.asked.name if request.asked else 'the server'}: "
