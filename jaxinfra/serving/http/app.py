@@ -65,6 +65,12 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
         del request
         return _error(500, str(error), kind="server_error")
 
+    @app.exception_handler(Exception)
+    async def broken(request: fastapi.Request, error: Exception) -> responses.Response:
+        """What nobody foresaw; the server says the rest in its log."""
+        del request
+        return _error(500, f"the server failed: {type(error).__name__}", kind="server_error")
+
     @app.exception_handler(RequestValidationError)
     async def malformed(
         request: fastapi.Request, error: RequestValidationError
