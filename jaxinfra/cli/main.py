@@ -92,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"jaxinfra.cli.{name}")
         parser = Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
         command.add_arguments(parser)
-        return command.run(parser.parse_args(rest))
+        given = argparse.Namespace(command_line=rest)
+        return command.run(parser.parse_args(rest, namespace=given))
     except JaxinfraError as error:
         # What it quotes of other libraries' errors may have line breaks.
         print(f"jaxinfra {name}: {' '.join(str(error).splitlines())}", file=sys.stderr)

@@ -19,6 +19,8 @@ from jaxinfra.reliability.faults import VARIABLE
 
 _SMALL = ("--max-running", "4", "--max-step-tokens", "64", "--allow-nonfinite")
 _TIMEOUT_S = 240.0
+# At the beginning of a line: replicas' own have their number before.
+_ADDRESS = re.compile(r"^\w+ at (http\S+): ", re.MULTILINE)
 _WRITING = threading.Lock()
 PATH = "/v1/completions"
 PROMPTS = ("once upon a time", "once upon another", "the mesh reads the data", "a")
@@ -111,6 +113,10 @@ class GymServer:
                 found[key] = found.get(key, 0.0) + float(value)
         return found
 
+    def said_addresses(self) -> int:
+        """How many lines of it and of its replicas say that they serve."""
+        return self.job.said().count(" at http://")
+
     def wait_until_idle(self) -> dict[str, float]:
         """Until no request is open; raises where pages are held then. Gives the series."""
         deadline = time.monotonic() + _TIMEOUT_S
@@ -144,9 +150,8 @@ def serving(
     }
     words = ["serve", str(model), "--port", "0", *_SMALL, *options]
     with arena.start(words, run=run, environment=environment) as job:
-        job.wait_until(lambda: re.search(r" at http\S+: ", job.said()) is not None, "address")
-        found = re.search(r" at (http\S+): ", job.said())
-        require(found is not None, job.said())
+        job.wait_until(lambda: _ADDRESS.search(job.said()) is not None, "address")
+        found = _ADDRESS.search(job.said())
         assert found is not None
         yield GymServer(job, found.group(1))
 
@@ -186,7 +191,12 @@ def read_rest(connection: socket.socket) -> Reply:
 def _read(response: http.client.HTTPResponse) -> Reply:
     headers = {name.lower(): value for name, value in response.getheaders()}
     if "text/event-stream" not in headers.get("content-type", ""):
-        return Reply(status=response.status, came=[json.loads(response.read())], headers=headers)
+        text = response.read()
+        try:
+            came = [json.loads(text)]
+        except ValueError:
+            came = [{"not JSON": text.decode(errors="replace")}]
+        return Reply(status=response.status, came=came, headers=headers)
     came, is_whole = [], False
     with contextlib.suppress(OSError, http.client.HTTPException):
         for line in response:

@@ -7,6 +7,7 @@ import http.client
 import json
 import pathlib
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -36,6 +37,7 @@ from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.generate import generate
+from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
@@ -104,7 +106,9 @@ class Running:
             name="letters",
             limits=ServiceLimits(max_body_bytes=20_000, max_continuations=6),
         )
-        self.server = HttpServer(service, ServerOptions(port=0, api_key=KEY, drain_s=20))
+        options = ServerOptions(port=0, api_key=KEY, drain_s=20)
+        app = application(service, api_key=KEY)
+        self.server = HttpServer(app, options, drain=self.thread.drain)
 
     def alone(self, prompt: str, *, new: int) -> str:
         ids = [256, *prompt.encode()]
@@ -304,6 +308,9 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
         ("/v1/completions", BASE | {"temperature": -1}, 400, "temperature"),
         ("/v1/completions", BASE | {"best_of": 2}, 400, "best_of"),
         ("/v1/completions", b"{", 400, "JSON"),
+        ("/v1/completions", b"\xff\xfe", 400, "parsing the body"),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
+        ("/v1/nothing", BASE, 404, "Not Found"),
         ("/v1/completions", BASE | {"prompt": [300]}, 400, r"token ids 300\.\.300"),
         ("/v1/completions", BASE | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (
@@ -323,6 +330,7 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
     ],
     ids=[
         *("too_long", "model", "choices", "temperature", "unknown_setting", "no_json"),
+        *("no_text", "half_a_character", "path"),
         *("ids", "body_size", "structure", "role", "image", "embeddings"),
     ],
 )
@@ -384,6 +392,28 @@ def test_a_client_that_goes_away_frees_its_pages(running):
         connection.close()
     wait_until_idle(running)
     assert running.engine.counts.ended["cancelled"] > ended.get("cancelled", 0)
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(running):
+    """What it asked for is computed and waits for it, and others are answered meanwhile."""
+    body = BASE | {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", running.server.port, timeout=30)
+    ) as slow:
+        slow.connect()
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        slow.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+        assert post(running, "/v1/completions", BASE)[0] == 200
+        wait_until_idle(running)
+        events = slow.getresponse().read().decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    said = [json.loads(each.removeprefix("data: "))["choices"][0] for each in events[:-1]]
+    assert (
+        "".join(each["text"] for each in said)
+        == (post(running, "/v1/completions", body)[1]["choices"][0]["text"])
+    )
+    assert said[-1]["finish_reason"] == "length"
 
 
 def test_metrics_have_the_names_of_dashboards(running, client):

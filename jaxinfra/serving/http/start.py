@@ -9,6 +9,7 @@ from jaxinfra.core.signals import StopRequest
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
@@ -50,7 +51,9 @@ def serve(
     engine = Engine.of(model, options=options.engine, draft=draft)
     running = EngineThread(engine, max_open=options.max_open)
     service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
-    server = HttpServer(service, options.server)  # an address that is taken is known at once
+    app = application(service, api_key=options.server.api_key)
+    # An address that is taken is known at once.
+    server = HttpServer(app, options.server, drain=running.drain)
     say(f"compiling {len(engine.runner.keys)} programs ...")
     engine.warm_up()
     request.hold()
