@@ -10,6 +10,8 @@ tensorboard/       the same curves as events
 checkpoints/       verified checkpoints (jaxinfra.checkpoint)
 trace/             profiler traces, where asked for
 incidents.jsonl    what went wrong and what was done (jaxinfra.reliability.incidents)
+environments.jsonl on what each session's steps were computed
+spikes/            why a loss was far above those before it, by step
 goodput.jsonl      where the wall time went, by session and cause
 metrics.prom       the same as a Prometheus text file
 recorder/          every rank's flight recorder and, after a hang, all stacks and a report
@@ -93,6 +95,15 @@ class RunDirectory:
         """What went wrong and what was done."""
         return self.path / "incidents.jsonl"
 
+    def spike_file(self, step: int) -> Path:
+        """Why this step's loss was far above those before it."""
+        return self.path / "spikes" / f"step-{step:08d}.json"
+
+    @property
+    def environments_file(self) -> Path:
+        """On what each session's steps were computed."""
+        return self.path / "environments.jsonl"
+
     @property
     def goodput_file(self) -> Path:
         """Where the wall time went."""
@@ -114,6 +125,7 @@ class RunDirectory:
         """
         files = (
             *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
+            self.environments_file,
             *(self.picture_file, self.loads_picture_file, self.summary_file),
         )
         odd = [each for each in files if _exists(each) and not _is_plain(each)]

@@ -33,12 +33,12 @@ from jaxinfra.training.guards import (
 )
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import Job
-from jaxinfra.training.loads_picture import draw_loads
 from jaxinfra.training.locate import locate_nonfinite
-from jaxinfra.training.loss_picture import draw_loss
+from jaxinfra.training.loss_picture import draw_run
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
+from jaxinfra.training.spikes import SpikeReports
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement, Stopped
@@ -98,6 +98,9 @@ class Trainer:
         self._profiler = profiler
         self._stop = stop
         self._watch = watch
+        self._spikes = SpikeReports(
+            job=job, run=run, batches=batches, tokenizer=corpora.tokenizer, watch=watch
+        )
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
@@ -129,8 +132,7 @@ class Trainer:
 
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
-            draw_loss(self._log.records, self._run.picture_file)
-            draw_loads(self._log.records, self._run.loads_picture_file)
+            draw_run(self._log.records, self._run)
 
     def _summarize(self) -> dict[str, Any]:
         spent = {"causes": self._watch.totals(step=self._step), "stall_s": self._stall_s}
@@ -184,6 +186,7 @@ class Trainer:
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
             metrics = None
             if step + 1 in self._watch.excluded:
+                self._spikes.explain(self._state, step=step + 1)
                 self._state = self._job.pass_over(self._state)
                 host_s = self._watch.phase("step", step + 1)
             else:

@@ -35,6 +35,7 @@ from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpora, describe_job, describe_ranking
+from jaxinfra.training.environment import record_environment
 from jaxinfra.training.finished import Outcome, final_summary
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
@@ -208,6 +209,7 @@ class _Session:
                 callbacks=self.callbacks,
             )
         )
+        record_environment(run.environments_file, job, step=start.batches.step)
         for callback in self.callbacks:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)

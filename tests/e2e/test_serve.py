@@ -262,6 +262,37 @@ def test_log_probabilities(running, client):
     assert [each.logprob for each in content] == [each.top_logprobs[0].logprob for each in content]
 
 
+def test_a_harness_scores_texts_by_echoed_prompts(running, client):
+    """As lm-eval's local-completions does: token ids, several at once, a context's end known by its
+    length, nothing drawn that counts.
+    """
+    contexts, texts = ((256, 97, 98), (256,)), ((99, 100), (120, 121, 122))
+    prompts = [[*context, *text] for context, text in zip(contexts, texts, strict=True)]
+    asked = {"model": "letters", "prompt": prompts, "temperature": 0, "echo": True, "logprobs": 1}
+    one, none = (client.completions.create(**asked, max_tokens=new, seed=1) for new in (1, 0))
+    for number, (ids, context) in enumerate(zip(prompts, contexts, strict=True)):
+        logits = np.asarray(running.decoder(np.array([ids], np.int32)))[0, :-1, :257]
+        true = np.asarray(jax.nn.log_softmax(logits.astype(np.float64)))
+        told, alone = (answer.choices[number].logprobs for answer in (one, none))
+        scored = slice(len(context), -1)  # without what was drawn
+        want = [true[at - 1, ids[at]] for at in range(len(context), len(ids))]
+        np.testing.assert_allclose(told.token_logprobs[scored], want, atol=1e-4)
+        greedy = [
+            value == max(top.values())
+            for value, top in zip(
+                told.token_logprobs[scored], told.top_logprobs[scored], strict=True
+            )
+        ]
+        assert greedy == [
+            ids[at] == np.argmax(true[at - 1]) for at in range(len(context), len(ids))
+        ]
+        assert alone.token_logprobs == told.token_logprobs[:-1]
+        assert len(alone.tokens) == len(ids)
+    assert none.usage.completion_tokens == 0
+    assert [choice.finish_reason for choice in none.choices] == ["length"] * 2
+    assert none.choices[0].text == running.model.tokenizer.decode(prompts[0])
+
+
 def test_settings_reach_the_draw(client):
     settings = {"model": "letters", "prompt": "abc", "max_tokens": 4, "temperature": 0}
     biased = client.completions.create(**settings, logit_bias={"65": 100})
