@@ -1,6 +1,10 @@
 """Training batches: which samples a step sees, and a resumable Grain iterator over them."""
 
+import contextlib
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self, final
 
 import grain
@@ -66,11 +70,15 @@ def train_batches(
         "seed": seed,
         "order_version": ORDER_VERSION,
     }
-    steps = grain.MapDataset.range(_NUM_STEPS).map(
-        lambda step: windows.batch(sample_ids(step, batch_size=batch_size)[rows])
-    )
+    readers = _Readers()
+
+    def read(step: int) -> Batch[np.ndarray]:
+        with readers.working():
+            return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+
+    steps = grain.MapDataset.range(_NUM_STEPS).map(read)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainIterator(steps, options=options, identity=identity)
+    return TrainIterator(steps, options=options, identity=identity, readers=readers)
 
 
 @final
@@ -78,9 +86,15 @@ class TrainIterator:
     """Batches of step 0, 1, 2..., and the state that continues them elsewhere."""
 
     def __init__(
-        self, steps: grain.MapDataset, *, options: grain.ReadOptions, identity: dict[str, Any]
+        self,
+        steps: grain.MapDataset,
+        *,
+        options: grain.ReadOptions,
+        identity: dict[str, Any],
+        readers: "_Readers",
     ):
         self._steps = steps
+        self._readers = readers
         self._options = options
         self._identity = identity
         self._step = self._first = 0
@@ -104,6 +118,13 @@ class TrainIterator:
     def num_ready(self) -> int:
         """Batches that are made and wait; 0 for long: the readers are slower than the steps."""
         return max(0, self._made.value - (self._step - self._first))
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time of making batches for which their threads computed, or stood in the
+        queue of a processor; the rest they waited, as for a disk.
+        """
+        return self._readers.busy_s / max(self._readers.spent_s, 1e-9)
 
     def batch(self, step: int) -> Batch[np.ndarray]:
         """This process's rows of any step, made anew; what comes next stays as it is."""
@@ -143,6 +164,36 @@ class TrainIterator:
         self._first, self._made = self._step, _Count()
         steps = self._steps[self._step :].map(self._made.passed)
         return iter(steps.to_iter_dataset(self._options))
+
+
+@final
+class _Readers:
+    """Seconds that threads spend on making batches, and how long of it they were busy."""
+
+    def __init__(self) -> None:
+        self.spent_s = self.busy_s = 0.0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """A thread makes a batch within."""
+        began, was_busy = time.perf_counter(), _busy_s()
+        try:
+            yield
+        finally:
+            spent, busy = time.perf_counter() - began, _busy_s() - was_busy
+            with self._lock:
+                self.spent_s += spent
+                self.busy_s += busy
+
+
+def _busy_s() -> float:
+    """Seconds for which this thread has run so far, or was ready to and no processor was free."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):  # no Linux, or a kernel that does not count
+        return time.thread_time()
+    return (int(ran) + int(waited)) / 1e9
 
 
 class _Count:

@@ -5,6 +5,8 @@ gets instead.
 """
 
 import dataclasses
+import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,3 +127,11 @@ def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
         return step(*args)
 
     return limited
+
+
+def compute_long(batch: Any, plan: Mapping[str, Any]) -> Any:
+    """The batch, after ``seconds`` of computing, as of a tokenizer; other threads may run."""
+    data, until = bytes(range(256)) * 1024, time.thread_time() + plan["seconds"]
+    while time.thread_time() < until:
+        zlib.compress(data)
+    return batch
