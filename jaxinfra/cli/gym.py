@@ -29,21 +29,13 @@ from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.signals import raised_signals
 from jaxinfra.core.text import whole_number
-from jaxinfra.gym import (  # entered by import
-    caused_data,
-    caused_machines,
-    caused_runs,
-    caused_traces,
-    damage,
-    deaths,
-    own_config,
-    wrong_or_slow,
-)
+from jaxinfra.gym import damage, deaths, own_config, wrong_or_slow  # entered by import
 from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.causes import CAUSES, HEALTHY, CauseVerdict, check_health, judge_cause
+from jaxinfra.gym.cause_list import all_causes, all_healthy
+from jaxinfra.gym.causes import CauseVerdict, check_health, judge_cause
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
-_LISTS = (deaths, wrong_or_slow, damage, caused_runs, caused_traces, caused_machines, caused_data)
+_LISTS = (deaths, wrong_or_slow, damage)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     numbers = list(itertools.takewhile(str.isdecimal, args.words))
     options = args.words[len(numbers) :]
     if args.list and args.causes:
-        for name, each in {**CAUSES, **HEALTHY}.items():
+        for name, each in {**all_causes(), **all_healthy()}.items():
             print(f"{name:24s} {each.command:12s} {each.describe()}")
         return 0
     if args.list:
@@ -111,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _causes(args: argparse.Namespace) -> int:
     """Makes causes happen, then looks at what is healthy; prints a line or JSON object for each."""
-    every = {**CAUSES, **HEALTHY}
+    every = {**all_causes(), **all_healthy()}
     if unknown := [word for word in args.words if word not in every]:
         raise ConfigError(
             f"no cause {unknown[0]!r}; jaxinfra gym --causes --list says which there are"
@@ -123,7 +115,7 @@ def _causes(args: argparse.Namespace) -> int:
     missed = 0
     with raised_signals():
         for name in chosen:
-            if name in CAUSES:
+            if name in all_causes():
                 found = judge_cause(name, arena)
                 missed += not found.named
                 _show_cause(name, found, as_json=args.json)

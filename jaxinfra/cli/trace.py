@@ -16,10 +16,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.price import step_plan
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.difference import compare_steps
+from jaxinfra.diagnostics.parts import predicted_beside_measured
 from jaxinfra.diagnostics.rank_delays import DeviceTime, device_times
 from jaxinfra.diagnostics.traced_run import TracedRun, read_traced_run
 from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw
@@ -70,19 +73,34 @@ def run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace, traced: TracedRun) -> int:
     explained = explain_step(args.directory, traced)
     assert explained is not None, "a trace has a step"
-    times = device_times(traced.by_device)
+    times, parts = device_times(traced.by_device), _parts(args.directory, traced)
     if args.picture is not None:
         draw(traced.waterfall, args.picture)
     if args.json:
-        devices = {"devices": [dataclasses.asdict(each) for each in times]}
-        tables = traced.waterfall.as_json(top=args.top) | devices
+        more = {"devices": [dataclasses.asdict(each) for each in times], "parts_ms": parts}
+        tables = traced.waterfall.as_json(top=args.top) | more
         print(json.dumps({"explanation": explained.as_json(), **tables}, indent=1))
         return 0
     print(explained.paragraph())
     _print(traced.waterfall, top=args.top)
+    console = Console()
+    if parts:
+        table = Table("part", "ms predicted", "ms measured")
+        for name, both in parts.items():
+            table.add_row(name, *(f"{ms:.2f}" for ms in both))
+        console.print(table)
     if len(times) > 1:
-        Console().print(_devices(times))
+        console.print(_devices(times))
     return 0
+
+
+def _parts(directory: Path, traced: TracedRun) -> dict[str, tuple[float, float]]:
+    """A run's step as the planner predicts it, beside the trace; empty where it does not."""
+    run = RunDirectory(directory)
+    if traced.step is None or not run.config_file.is_file():
+        return {}
+    plan = step_plan(run.read_config(), traced.step["device_kind"])
+    return {} if plan is None else predicted_beside_measured(plan.time.parts, traced.waterfall)
 
 
 def _devices(times: Sequence[DeviceTime]) -> Table:

@@ -81,7 +81,7 @@ def phase_ms(record: RankRecord) -> dict[str, float]:
 
 
 def _without_ready_input(record: RankRecord) -> dict[str, float]:
-    """``phase_ms``, without the time in which a batch that was ready was handed over: on a busy host
+    """``phase_ms`` without the time in which ready batches were handed over: on a busy host
     that takes a while, which more readers do not change.
     """
     found = phase_ms(record)

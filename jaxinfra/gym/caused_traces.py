@@ -85,13 +85,13 @@ def odd_vocabulary(arena: Arena) -> CauseVerdict:
     )
 
 
-@cause("small-micro-batches", TRACE, made="a trace of 64 micro-batches of 256 tokens")
+@cause("small-micro-batches", TRACE, made="a trace of 16 micro-batches of 256 tokens")
 def small_micro_batches(arena: Arena) -> CauseVerdict:
     """Each launch has few rows."""
-    parts = healthy_step(tokens=256, launches=64 * 16, rate=150e12)
-    place = write_trace(arena.place / "small-micro-batches", parts, accumulation=64)
+    parts = healthy_step(tokens=256, launches=16 * 16, rate=150e12)
+    place = write_trace(arena.place / "small-micro-batches", parts, accumulation=16)
     found = _named(place, r"to slow matmuls: \S+ \[256, ")
-    return found if "training.accumulation below 64" in found.remedy else _unnamed(found)
+    return found if "training.accumulation below 16" in found.remedy else _unnamed(found)
 
 
 @cause("fp32-matmuls", TRACE, made="a trace whose matmuls are in f32, at 200 TFLOP/s")
