@@ -18,7 +18,7 @@ from jaxinfra.gym.causes import (
     verdict_of_delays,
 )
 from jaxinfra.gym.recordings import (
-    Part,
+    TracePart,
     changed,
     healthy_step,
     idle_part,
@@ -42,12 +42,12 @@ def _alarms(directory: Path) -> str:
     return alarms_of(explain_step(directory, read_traced_run(directory)))
 
 
-def _scatter(ms: float, *, beside: bool = False) -> Part:
+def _scatter(ms: float, *, beside: bool = False) -> TracePart:
     name = "ncclDevKernel_ReduceScatter_Sum_bf16"
     return other_part(name, "reduce-scatter.1", _SCATTER, ms, launches=16, beside=beside)
 
 
-def _recomputed(ms: float) -> list[Part]:
+def _recomputed(ms: float) -> list[TracePart]:
     name, kernel = "again", "nvjet_sm90_tst_128x256_64x4"
     return [*healthy_step(), other_part(kernel, name, _AGAIN, ms, launches=16)]
 
@@ -113,7 +113,7 @@ def _unnamed(found: CauseVerdict) -> CauseVerdict:
     return CauseVerdict(said=found.said, named=False, remedy=found.remedy)
 
 
-def _job(place: Path, *ranks: Sequence[Part]) -> Path:
+def _job(place: Path, *ranks: Sequence[TracePart]) -> Path:
     """Traces of several ranks: who is done first waits for the last in a reduce-scatter."""
     own = [sum(part.ms for part in parts) for parts in ranks]
     for rank, parts in enumerate(ranks):
@@ -140,7 +140,7 @@ def late_rank(arena: Arena) -> CauseVerdict:
 
 
 def _differs(
-    arena: Arena, name: str, first: Sequence[Part], second: Sequence[Part], words: str
+    arena: Arena, name: str, first: Sequence[TracePart], second: Sequence[TracePart], words: str
 ) -> CauseVerdict:
     runs = [
         read_traced_run(write_trace(arena.place / name / side, parts))

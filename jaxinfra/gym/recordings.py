@@ -25,7 +25,7 @@ _GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class TracePart:
     """All launches of one instruction in a step."""
 
     kernel: str
@@ -46,7 +46,7 @@ def matmul_part(
     rate: float = _RATE,
     dtype: str = "bf16",
     kernel: str = "nvjet_sm90_tst_128x256_64x4",
-) -> Part:
+) -> TracePart:
     """A matmul of [rows, depth] by [depth, columns] at ``rate`` FLOP/s."""
     rows, depth, columns = sizes
     flops, width = 2.0 * rows * depth * columns, 4 if dtype == "f32" else 2
@@ -61,27 +61,31 @@ def matmul_part(
         bytes=float(width * (rows * depth + depth * columns + rows * columns)),
     )
     ms = 1e3 * launches * flops / rate
-    return Part(kernel=kernel, hlo_op=name, op_name=scope, ms=ms, launches=launches, matmul=shape)
+    return TracePart(
+        kernel=kernel, hlo_op=name, op_name=scope, ms=ms, launches=launches, matmul=shape
+    )
 
 
 def other_part(
     kernel: str, hlo_op: str, op_name: str, ms: float, *, launches: int = 1, beside: bool = False
-) -> Part:
+) -> TracePart:
     """Any other kernel."""
-    return Part(
+    return TracePart(
         kernel=kernel, hlo_op=hlo_op, op_name=op_name, ms=ms, launches=launches, beside=beside
     )
 
 
-def idle_part(ms: float) -> Part:
+def idle_part(ms: float) -> TracePart:
     """Time in which nothing runs."""
-    return Part(kernel="", hlo_op="", op_name="", ms=ms)
+    return TracePart(kernel="", hlo_op="", op_name="", ms=ms)
 
 
 _FORWARD, _BACKWARD = "jit(train_step)/jvp(layer)", "jit(train_step)/transpose(jvp(layer))"
 
 
-def healthy_step(*, tokens: int = _TOKENS, launches: int = _LAYERS, **rates: Any) -> list[Part]:
+def healthy_step(
+    *, tokens: int = _TOKENS, launches: int = _LAYERS, **rates: Any
+) -> list[TracePart]:
     """The step of 1.2B parameters: its parts in order.
 
     Args:
@@ -121,19 +125,19 @@ def healthy_step(*, tokens: int = _TOKENS, launches: int = _LAYERS, **rates: Any
     ]
 
 
-def changed(parts: Iterable[Part], *names: str, **values: Any) -> list[Part]:
+def changed(parts: Iterable[TracePart], *names: str, **values: Any) -> list[TracePart]:
     """The parts, those of some instructions with other values."""
     return [dataclasses.replace(p, **values) if p.hlo_op in names else p for p in parts]
 
 
-def slower(parts: Iterable[Part], times: float) -> list[Part]:
+def slower(parts: Iterable[TracePart], times: float) -> list[TracePart]:
     """The same kernels on a device whose clock is lower."""
     return [dataclasses.replace(each, ms=times * each.ms) for each in parts]
 
 
 def write_trace(
     directory: Path,
-    *devices: Sequence[Part],
+    *devices: Sequence[TracePart],
     rank: int = 0,
     axes: Mapping[str, str] | None = None,
     used_gib: float = 90,
@@ -179,7 +183,7 @@ def write_trace(
     return directory
 
 
-def _plane(number: int, parts: Sequence[Part]) -> str:
+def _plane(number: int, parts: Sequence[TracePart]) -> str:
     lines: dict[int, list[str]] = {1: [], 2: []}
     names = {name: place for place, name in enumerate(dict.fromkeys(p.kernel for p in parts), 1)}
     now = 0.0
