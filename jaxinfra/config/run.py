@@ -18,6 +18,7 @@ from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
+from jaxinfra.config.preferences import PreferenceConfig, check_preferences
 from jaxinfra.config.reliability import ReliabilityConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -178,6 +179,11 @@ class RunConfig:
     reliability: ReliabilityConfig = ReliabilityConfig()  # what is watched
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
+    preferences: PreferenceConfig | None = None  # None: the loss is of tokens, not of pairs
+
+
+_OF_TOKENS = ("loss", "z_loss", "label_smoothing")
+"""Settings of training that are of losses of tokens."""
 
 
 def validate(run: RunConfig) -> None:
@@ -199,6 +205,13 @@ def validate(run: RunConfig) -> None:
         raise ConfigError(
             f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
         )
+    check_preferences(
+        run.preferences,
+        run.data,
+        cross_entropy=tuple(n for n in _OF_TOKENS if getattr(training, n)),
+        pipe=mesh.pipe,
+        is_initialized=run.init is not None,
+    )
     _validate_own(run)
     _validate_sharding(run)
     _validate_context(run)

@@ -30,7 +30,12 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
-from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
+from jaxinfra.training.gradients import (
+    GradientFunction,
+    make_evaluation_step,
+    make_gradient,
+    make_log_probability_step,
+)
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from jaxinfra.training.recompute import Choice, budget_bytes, choose_remat, step_bytes
 from jaxinfra.training.state import (
@@ -60,6 +65,8 @@ class Job:
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
+    # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
+    log_probability_step: Wrapped
     choice: Choice | None = None  # of recomputation, where the config left it open
 
     def initialize(self) -> TrainState[jax.Array]:
@@ -95,6 +102,7 @@ class Job:
             gradient=self.make_gradient(model),
             train_step=_Bound(self.train_step, frozen),
             evaluation_step=_Bound(self.evaluation_step, frozen),
+            log_probability_step=_Bound(self.log_probability_step, frozen),
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
@@ -217,7 +225,9 @@ def make_job(
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     averages = config.optimizer.average is not None
     shardings = state_shardings(model, optimizer, placement, averages=averages)
-    gradient = functools.partial(make_gradient, training=training, placement=placement)
+    gradient = functools.partial(
+        make_gradient, training=training, placement=placement, preferences=config.preferences
+    )
     if config.mesh.pipe > 1:
         gradient = functools.partial(
             make_pipeline_gradient,
@@ -266,6 +276,16 @@ def make_job(
             _of_frozen(make_evaluation_step, model),
             in_shardings=(*base, shardings.tree, rows),
         ),
+        log_probability_step=jax.jit(
+            _of_frozen(
+                functools.partial(
+                    make_log_probability_step, sequence_shards=placement.sequence_shards
+                ),
+                model,
+            ),
+            in_shardings=(*base, shardings.tree, rows),
+            out_shardings=whole,
+        ),
     )
 
 
@@ -305,8 +325,15 @@ def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.sta
         return jax.ShapeDtypeStruct(shape, dtype, sharding=job.placement.batch)
 
     ids = rows(jnp.int32)
+    number = rows(jnp.dtype("float32"))
+    has_reference = job.config.preferences is not None and job.config.preferences.has_reference
     batch: Any = Batch(
-        tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=rows(jnp.dtype("float32"))
+        tokens=ids,
+        targets=ids,
+        segment_ids=ids,
+        positions=ids,
+        weights=number,
+        reference=number if has_reference else None,
     )
     frozen = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
