@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.config import codec
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_bytes, read_json
@@ -35,6 +36,7 @@ from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _log = logging.getLogger(__name__)
 _RECORDERS = 3  # of earlier sessions
+_LATER_OF_LORA = ("kind", "scaling")  # settings that first checkpoints of this format lack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -243,7 +245,12 @@ def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
         }
     if config.lora is not None:
         assert config.init is not None, "validate"
-        values |= {"lora": codec.to_dict(config.lora), "base": config.init.sha256}
+        lora = codec.to_dict(config.lora)
+        before = codec.to_dict(LoraConfig())
+        for name in _LATER_OF_LORA:  # as it was written when there was no choice
+            if lora[name] == before[name]:
+                del lora[name]
+        values |= {"lora": lora, "base": config.init.sha256}
     return values
 
 

@@ -30,9 +30,9 @@ STOPS = [
     ("jaxinfra.training.job:Job.put", 2, INT, 2),
     ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
     ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
-    ("jaxinfra.training.loop:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
+    ("jaxinfra.training.loop:evaluate_sets", 1, TERM, 8),  # which resuming makes up for
     ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
-    ("jaxinfra.training.loop:evaluate_heldout", 2, INT, STEPS),
+    ("jaxinfra.training.loop:evaluate_sets", 2, INT, STEPS),
     ("jaxinfra.training.loop:summarize", 1, TERM, None),  # too late to stop anything
 ]
 # What is killed when, and the newest complete checkpoint then.
