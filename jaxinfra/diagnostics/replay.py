@@ -21,14 +21,14 @@ from jaxinfra.config.run import ContextMethod, RunConfig
 from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.core.json_lines import read_log
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpus import Corpus, open_corpus
+from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.reliability.incidents import excluded_steps
 from jaxinfra.training.environment import Environment, environment_of
 from jaxinfra.training.initialize import first_state, with_frozen
-from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.job import Job, keep_compiled_programs, make_job, step_programs
 from jaxinfra.training.resumption import excluded_batches
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_record
@@ -44,7 +44,7 @@ class Replayed:
     """A step done again, beside what the run recorded of it."""
 
     job: Job
-    corpus: Corpus
+    corpora: Corpora
     batches: TrainIterator
     step: int
     first: int  # step of the checkpoint that it was replayed from; 0: from the start
@@ -138,14 +138,14 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
         )
     keep_compiled_programs(cache_dir)
     job = with_frozen(make_job(config if on_mesh else _alone(config)))
-    corpus, batches = _open_data(job, run, cache_dir)
+    corpora, batches = _open_data(job, run, cache_dir)
     restored = _before(job, run, step)
     first = 0 if restored is None else restored.step
     excluded = (
         {*config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
         | excluded_batches(restored)
     )  # fmt: skip
-    if restored is not None and "data" in restored.data_state:  # a loop of one's own keeps none
+    if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
         batches.restore(restored.data_state)
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
     recorded = next((r for r in lines if r.get("step") == step and "batch" in r), None)
@@ -162,7 +162,7 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
     sums = rows_sum(batches.batch(step - 1).tokens, first=0)
     replayed = Replayed(
         job=job,
-        corpus=corpus,
+        corpora=corpora,
         batches=batches,
         step=step,
         first=first,
@@ -193,11 +193,11 @@ def _alone(config: RunConfig) -> RunConfig:
     )
 
 
-def _open_data(job: Job, run: RunDirectory, cache_dir: Path) -> tuple[Corpus, TrainIterator]:
+def _open_data(job: Job, run: RunDirectory, cache_dir: Path) -> tuple[Corpora, TrainIterator]:
     if not run.tokenizer_file.exists():
         raise ConfigError(f"{run.path} has no tokenizer.json: the run was stopped before it began")
     training = job.config.training
-    corpus = open_corpus(
+    corpora = open_corpora(
         job.config.data,
         vocab_size=job.config.model.vocab_size,
         cache_dir=cache_dir,
@@ -205,14 +205,14 @@ def _open_data(job: Job, run: RunDirectory, cache_dir: Path) -> tuple[Corpus, Tr
         template_directory=run.path,
     )
     batches = train_batches(
-        corpus.train,
+        corpora.train_source(training),
         sequence_length=training.sequence_length,
         batch_size=training.batch_size,
         seed=training.seed,
         num_threads=0,
         prefetch=0,
     )
-    return corpus, batches
+    return corpora, batches
 
 
 def _before(job: Job, run: RunDirectory, step: int) -> Restored | None:
@@ -243,14 +243,15 @@ def _steps(
     excluded: set[int],
 ) -> tuple[State, Batch, dict[str, Any]]:
     """The state before the last step, its batch, and what it reports."""
+    programs = step_programs(job)
     for step in range(first + 1, last):
         if step in excluded:
             state = job.pass_over(state)
         else:
-            state, _ = job.train_step(state, job.put(batches.batch(step - 1)))
+            state, _ = programs(step, state, job.put(batches.batch(step - 1)))
     batch = job.put(batches.batch(last - 1))
     before = jax.tree.map(jnp.copy, state)  # the step takes its own
-    _, metrics = job.train_step(state, batch)
+    _, metrics = programs(last, state, batch)
     return before, batch, step_record(jax.device_get(metrics))
 
 
