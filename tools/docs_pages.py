@@ -171,18 +171,18 @@ def public_names(package: types.ModuleType) -> list[str]:
 
 # By the module that has a name; the first that fits.
 _GROUPS = {
-    "jaxinfra.config.own": "Parts of your own",
-    "jaxinfra.config.customize": "Parts of your own",
-    "jaxinfra.core.parts": "Parts of your own",
-    "jaxinfra.layers": "Parts of your own",
+    "jaxinfra.api.presets": "Begin with a config",
+    "jaxinfra.config.codec": "Begin with a config",
+    "jaxinfra.config.files": "Begin with a config",
     "jaxinfra.training.callbacks": "Callbacks and loggers",
     "jaxinfra.training": "Train",
     "jaxinfra.serving": "Trained models",
     "jaxinfra.api.models": "Trained models",
     "jaxinfra.api.analysis": "Plan and profile",
-    "jaxinfra.api.presets": "Begin with a config",
-    "jaxinfra.config.codec": "Begin with a config",
-    "jaxinfra.config.files": "Begin with a config",
+    "jaxinfra.config.own": "Parts of your own",
+    "jaxinfra.config.customize": "Parts of your own",
+    "jaxinfra.core.parts": "Parts of your own",
+    "jaxinfra.layers": "Parts of your own",
     "jaxinfra.core.errors": "Errors",
     "jaxinfra": "Records of a config",
 }

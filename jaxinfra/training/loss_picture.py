@@ -29,7 +29,7 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     axes = figure.add_subplot()
     steps, losses = _curve(records, "loss")
     axes.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
-    axes.plot(steps, _smoothed(losses), color=_BLUE, label="training, smoothed")
+    axes.plot(steps, smoothed(losses), color=_BLUE, label="training, smoothed")
     heldout_steps, heldout_losses = _curve(records, "heldout_loss")
     if heldout_steps:
         axes.plot(heldout_steps, heldout_losses, "o-", color=_ORANGE, label="held-out")
@@ -48,7 +48,7 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [record["step"] for record in found], values
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """Means over a window centred on each step, so that the curve does not lag behind the loss.
 
     The window is a fiftieth of the run, shorter at the ends; what is not finite is passed over.
