@@ -114,7 +114,7 @@ class DataConfig:
             )
         if self.format != DataFormat.TEXT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(
-                f"data format={self.format.value} with tokenizer kind=bpe: conversations and "
+                f"data format={self.format} with tokenizer kind=bpe: conversations and "
                 "pairs of answers are written for a tokenizer that there is; choose kind=file and "
                 "its path, or kind=bytes"
             )

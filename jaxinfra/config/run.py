@@ -20,6 +20,7 @@ from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.config.preferences import PreferenceConfig, check_preferences
 from jaxinfra.config.reliability import ReliabilityConfig
+from jaxinfra.config.statistics import StatisticsConfig
 from jaxinfra.core.errors import ConfigError
 
 
@@ -177,6 +178,7 @@ class RunConfig:
     exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts, with mesh.expert
     checkpoint: CheckpointConfig = CheckpointConfig()  # when states are saved
     reliability: ReliabilityConfig = ReliabilityConfig()  # what is watched
+    statistics: StatisticsConfig = StatisticsConfig()  # what is recorded of each layer
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
     preferences: PreferenceConfig | None = None  # None: the loss is of tokens, not of pairs

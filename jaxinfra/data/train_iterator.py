@@ -164,6 +164,10 @@ class TrainIterator:
         """What all steps before this one have read of each source of a mixture, for metrics."""
         return {} if self._mixture is None else self._mixture.read(step)
 
+    def row_sources(self, step: int) -> list[str] | None:
+        """The source of each row of a step's global batch; None where there is one source."""
+        return None if self._mixture is None else self._mixture.row_sources(step)
+
     def state(self, step: int | None = None) -> dict[str, Any]:
         """What a checkpoint stores: JSON values, the same for every process.
 

@@ -45,6 +45,7 @@ from jaxinfra.training.state import (
     state_around,
     state_shardings,
 )
+from jaxinfra.training.statistics import StepPrograms
 from jaxinfra.training.step import TrainStep, make_train_step, pass_over
 from jaxinfra.training.xla_options import Options, compiler_options
 
@@ -64,6 +65,7 @@ class Job:
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
+    statistics_step: Wrapped | None  # as ``train_step``, with statistics; None: not asked for
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
     # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
     log_probability_step: Wrapped
@@ -101,6 +103,7 @@ class Job:
             model=model,
             gradient=self.make_gradient(model),
             train_step=_Bound(self.train_step, frozen),
+            statistics_step=self.statistics_step and _Bound(self.statistics_step, frozen),
             evaluation_step=_Bound(self.evaluation_step, frozen),
             log_probability_step=_Bound(self.log_probability_step, frozen),
         )
@@ -236,7 +239,7 @@ def make_job(
             placement=placement,
         )
 
-    def step(model: ModelDefinition) -> TrainStep:
+    def step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
         return make_train_step(
             gradient(model),
             optimizer,
@@ -245,7 +248,13 @@ def make_job(
             next_model_state=model.next_state,
             updates=placement.updates(model),
             average=config.optimizer.average,
+            dims=dims,
         )
+
+    def telling(model: ModelDefinition) -> TrainStep:
+        execution = dataclasses.replace(model.execution, statistics=True)
+        told = define_model(config.model, execution, lora=config.lora).freeze(model.frozen)
+        return step(told, told.dims)
 
     whole, rows = placement.replicated, placement.batch
     options = compiler_options(
@@ -254,6 +263,16 @@ def make_job(
         on_gpu=jax.default_backend() == "gpu",
         traceable=traceable,
     )
+
+    def compiled(make: Callable[[ModelDefinition], TrainStep]) -> Wrapped:
+        return jax.jit(
+            _of_frozen(make, model),
+            in_shardings=(*base, shardings, rows),
+            out_shardings=(shardings, whole),
+            donate_argnums=len(base),
+            compiler_options=options,
+        )
+
     return Job(
         config=config,
         options=options,
@@ -265,13 +284,8 @@ def make_job(
         make_gradient=gradient,
         gradient=gradient(model),
         pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),
-        train_step=jax.jit(
-            _of_frozen(step, model),
-            in_shardings=(*base, shardings, rows),
-            out_shardings=(shardings, whole),
-            donate_argnums=len(base),
-            compiler_options=options,
-        ),
+        train_step=compiled(step),
+        statistics_step=compiled(telling) if config.statistics.every is not None else None,
         evaluation_step=jax.jit(
             _of_frozen(make_evaluation_step, model),
             in_shardings=(*base, shardings.tree, rows),
@@ -310,6 +324,11 @@ def _fitting_job(
         need=lambda remat: step_bytes(lower_step(with_policy(remat)).compile()),
     )
     return dataclasses.replace(with_policy(choice.remat), choice=choice)
+
+
+def step_programs(job: Job) -> StepPrograms:
+    """A job's compiled steps, and which of them a step runs."""
+    return StepPrograms(job.train_step, job.statistics_step, every=job.config.statistics.every)
 
 
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:

@@ -215,8 +215,7 @@ class _Session:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)
         resources.callback(profiler.close)
-        exchange = Exchange() if jax.process_count() > 1 else None
-        stop = Agreement(self.stop, exchange)
+        stop = Agreement(self.stop, Exchange() if jax.process_count() > 1 else None)
         return Trainer(
             job=job,
             run=run,
