@@ -36,7 +36,7 @@ from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _log = logging.getLogger(__name__)
 _RECORDERS = 3  # of earlier sessions
-_LATER_OF_LORA = ("kind", "scaling")  # settings that first checkpoints of this format lack
+_LATER_OF_LORA = ("kind", "scaling", "base")  # settings that first checkpoints of this format lack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.divides import check_divides
 from jaxinfra.config.exchange import ExchangeConfig
-from jaxinfra.config.finetune import InitConfig, LoraConfig
+from jaxinfra.config.finetune import BaseWeights, InitConfig, LoraConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
@@ -229,6 +229,17 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             "lora adapts a model that is trained already; name it with --init DIR, or train all "
             "parameters"
+        )
+    kept = BaseWeights.COMPUTE if run.lora is None else run.lora.base
+    if kept is not BaseWeights.COMPUTE and run.precision.fp8 is not None:
+        raise ConfigError(
+            f"lora base={kept} with precision.fp8: a weight in few bits is dequantized and "
+            "multiplied in the compute dtype; leave one of them out"
+        )
+    if kept is not BaseWeights.COMPUTE and run.sharding.keep_gathered:
+        raise ConfigError(
+            f"lora base={kept} with keep_gathered: weights in few bits are dequantized in each "
+            "pass; leave one of them out"
         )
     if run.lora is not None and run.mesh.pipe > 1:
         raise ConfigError(

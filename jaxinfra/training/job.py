@@ -22,12 +22,14 @@ from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
+from jaxinfra.models.quantized_base import base_shapes
 from jaxinfra.numerics.policy import held_as_computed, policy_of
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import (
@@ -224,7 +226,8 @@ def make_job(
     base: tuple[Parameters, ...] = ()
     if config.lora is not None:
         frozen = define_model(config.model, execution)
-        model, base = model.freeze(frozen.shapes), (placement.parameters(frozen),)
+        shapes = base_shapes(frozen, config.lora.base)
+        model, base = model.freeze(shapes), (base_shardings(placement, frozen, shapes),)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     averages = config.optimizer.average is not None
     shardings = state_shardings(model, optimizer, placement, averages=averages)

@@ -68,7 +68,7 @@ def quantized_matmul(
     def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         if implementation == "reference":
             return quantized_matmul_reference(x, weight, out_dtype=out)
-        return quantized_matmul_xla(x, weight, out_dtype=out, most_bytes=most_bytes)
+        return quantized_matmul_xla(x, weight.plain, out_dtype=out, most_bytes=most_bytes)
 
     def forward(x: jax.Array, weight: QuantizedWeight):
         if weight.format.activations is not None:
@@ -80,7 +80,7 @@ def quantized_matmul(
 
     def backward(weight: QuantizedWeight, cotangent: jax.Array):
         cotangent = cotangent.astype(x.dtype)
-        return input_gradient(cotangent, weight, out_dtype=x.dtype), None
+        return input_gradient(cotangent, weight.plain, out_dtype=x.dtype), None
 
     product.defvjp(forward, backward)
     return product(x, weight)

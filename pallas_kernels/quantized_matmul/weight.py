@@ -16,11 +16,14 @@ Dims: K row, the contracted dim, N column, G group, C block of columns.
 import dataclasses
 import enum
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError
+
+from .scales import DoubleQuantizedScales
 
 
 class WeightCode(enum.StrEnum):
@@ -117,7 +120,7 @@ class QuantizedWeight:
     """
 
     data: jax.Array  # [*, K, N] of 8 bits; uint8 [*, K / 2, N] of 4
-    scales: jax.Array  # floating [*, G, C]
+    scales: Any  # floating [*, G, C]: an array, or ``DoubleQuantizedScales``
     zeros: jax.Array | None = None  # integers [*, G, N]; None: symmetric
     order: jax.Array | None = None  # int32 [*, K]: row k of the data is the weight's row order[k]
     format: WeightFormat = dataclasses.field(metadata={"static": True})
@@ -150,7 +153,7 @@ class QuantizedWeight:
         return math.prod(self.shape)
 
     @property
-    def parts(self) -> dict[str, jax.Array]:
+    def parts(self) -> dict[str, Any]:
         """The arrays, by name; absent ones left out."""
         named = {name: getattr(self, name) for name in ("data", "scales", "zeros", "order")}
         return {name: array for name, array in named.items() if array is not None}
@@ -158,7 +161,15 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Of all parts."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.parts.values())
+        leaves = jax.tree.leaves(self.parts)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+    @property
+    def plain(self) -> "QuantizedWeight":
+        """The same weight, with scales that are numbers."""
+        if not isinstance(self.scales, DoubleQuantizedScales):
+            return self
+        return dataclasses.replace(self, scales=self.scales.values())
 
     def check(self) -> "QuantizedWeight":
         """This weight; raises InputError where its parts disagree."""
