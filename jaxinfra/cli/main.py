@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": "serve a model to clients of OpenAI's API",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
+    "quantize": "weights in 4 or 8 bits, as other programs read them",
     "plan": "what fits, which mesh, how fast, and how sure",
     "launch": "start several processes of one job, and start them again when one fails",
     "gym": "inject faults into small runs, and judge what was lost",
