@@ -11,6 +11,7 @@ from typing import Any
 import cattrs
 from cattrs.strategies import configure_tagged_union
 
+from jaxinfra.config.mixture import Weight
 from jaxinfra.config.model import FeedForwardConfig, MixerConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeScaling
@@ -29,7 +30,17 @@ def _converter() -> cattrs.Converter:
     for scalar in (int, float, bool, str):
         converter.register_structure_hook(scalar, _exactly)
     converter.register_structure_hook(enum.StrEnum, _member)
+    # A number, or points.
+    number, points = typing.get_args(Weight.__value__)
+    converter.register_structure_hook_func(
+        lambda kind: kind == Weight or kind == Weight.__value__,
+        lambda value, _: converter.structure(value, points if _is_list(value) else number),
+    )
     return converter
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _configure_layers(converter: cattrs.Converter, alias: Any, own: type) -> None:

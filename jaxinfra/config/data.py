@@ -4,6 +4,13 @@ import dataclasses
 import enum
 
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.mixture import (
+    MixtureBetween,
+    MixtureSource,
+    MixtureUnit,
+    ValidationSet,
+    check_mixture,
+)
 from jaxinfra.core.errors import ConfigError
 
 STDLIB = "stdlib"
@@ -57,6 +64,8 @@ class DataConfig:
     package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
     documents is set aside, chosen by a hash of their names.
 
+    ``mixture`` takes the place of ``source``: several sources, each with its weight.
+
     Raises:
         ConfigError: a setting out of range, or a chat template without conversations.
 
@@ -68,6 +77,13 @@ class DataConfig:
     source: str = STDLIB  # text to train on
     heldout_source: str | None = None  # text to evaluate on; None: a part of source
     heldout_fraction: float = 0.03  # of documents, where it is a part
+    mixture: tuple[MixtureSource, ...] = ()  # several sources in the place of source
+    mixture_unit: MixtureUnit = MixtureUnit.STEPS  # what times of the mixture's weights count
+    mixture_between: MixtureBetween = MixtureBetween.LINEAR  # weights between two points
+    validation: tuple[ValidationSet, ...] = ()  # further texts to evaluate on
+    # The set whose loss is heldout_loss, by which checkpoints are kept; None: what is held out of
+    # the sources, all together.
+    best_by: str | None = None
     text_field: str = "text"  # of JSON lines and Parquet rows
     format: DataFormat = DataFormat.TEXT  # what a document is
     chat_template: str | None = None  # a model's directory; its template renders conversations
@@ -78,6 +94,15 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.heldout_fraction < 1.0:
             raise ConfigError(f"heldout_fraction={self.heldout_fraction} must lie in (0, 1)")
+        if self.mixture and (self.source != STDLIB or self.heldout_source is not None):
+            raise ConfigError(
+                f"source={self.source!r} with heldout_source={self.heldout_source!r} beside a "
+                f"mixture of {len(self.mixture)} sources, which takes their place: make them "
+                "sources of the mixture, or leave data.mixture empty"
+            )
+        check_mixture(
+            self.mixture, self.validation, between=self.mixture_between, best_by=self.best_by
+        )
         if (self.format == DataFormat.CHAT) != (self.chat_template is not None):
             raise ConfigError(
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "

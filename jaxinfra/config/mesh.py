@@ -1,6 +1,7 @@
 """How many devices each mesh axis has."""
 
 import dataclasses
+import functools
 import math
 
 from jaxinfra.config.limits import require_within
@@ -45,6 +46,12 @@ class MeshConfig:
         return {axis: getattr(self, axis) for axis in MESH_AXES}
 
     @property
+    def fsdp_beside_experts(self) -> int:
+        """Devices of the fsdp axis that have the same experts, and share these experts' widths."""
+        inner, _ = self._shared_by_experts()
+        return self.fsdp // inner
+
+    @property
     def device_axes(self) -> dict[str, int]:
         """The axes of the mesh itself: where experts take a part of fsdp, that part is apart."""
         inner, _ = self._shared_by_experts()
@@ -83,6 +90,7 @@ class MeshConfig:
         return self.replica * self.fsdp
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a search asks for each mesh again and again
 def shared_by_experts(
     expert: int, fsdp: int, context: int, replica: int
 ) -> tuple[int, tuple[str, ...]] | None:

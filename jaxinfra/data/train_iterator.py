@@ -1,5 +1,6 @@
 """Training batches: which samples a step sees, and a resumable Grain iterator over them."""
 
+import functools
 import threading
 from typing import Any, Self, final
 
@@ -9,6 +10,7 @@ from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
 from jaxinfra.data.token_arrays import TokenArrays
 
@@ -41,7 +43,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 
 def train_batches(
-    arrays: TokenArrays,
+    source: TokenArrays | MixedWindows,
     *,
     sequence_length: int,
     batch_size: int,
@@ -58,31 +60,48 @@ def train_batches(
     rows = process_rows(
         batch_size=batch_size, process_index=process_index, process_count=process_count
     )
-    windows = PackedWindows(arrays, sequence_length=sequence_length, seed=seed)
     identity = {
-        "data": arrays.fingerprint,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "seed": seed,
         "order_version": ORDER_VERSION,
     }
-    steps = grain.MapDataset.range(_NUM_STEPS).map(
-        lambda step: windows.batch(sample_ids(step, batch_size=batch_size)[rows])
-    )
+    if isinstance(source, MixedWindows):
+        mixture, make = source, functools.partial(source.batch, rows=rows)
+        identity = {"mixture_version": MIXTURE_VERSION, **identity}
+    else:
+        windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
+        identity = {"data": source.fingerprint, **identity}
+        mixture = None
+
+        def make(step: int) -> Batch[np.ndarray]:
+            return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+
+    steps = grain.MapDataset.range(_NUM_STEPS).map(make)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainIterator(steps, options=options, identity=identity)
+    return TrainIterator(steps, options=options, identity=identity, mixture=mixture)
 
 
 @final
 class TrainIterator:
-    """Batches of step 0, 1, 2..., and the state that continues them elsewhere."""
+    """Batches of step 0, 1, 2..., and the state that continues them elsewhere.
+
+    Args:
+        mixture: what the batches are made of, where that is several sources.
+    """
 
     def __init__(
-        self, steps: grain.MapDataset, *, options: grain.ReadOptions, identity: dict[str, Any]
+        self,
+        steps: grain.MapDataset,
+        *,
+        options: grain.ReadOptions,
+        identity: dict[str, Any],
+        mixture: MixedWindows | None = None,
     ):
         self._steps = steps
         self._options = options
         self._identity = identity
+        self._mixture = mixture
         self._step = self._first = 0
         self._made = _Count()
         self._iterator = self._start()
@@ -115,9 +134,19 @@ class TrainIterator:
         """The sample numbers of a step's global batch, for a ledger of what was seen."""
         return sample_ids(step, batch_size=self._identity["batch_size"])
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint stores: JSON values, the same for every process."""
-        return {"step": self._step, **self._identity}
+    def read(self, step: int) -> dict[str, float]:
+        """What all steps before this one have read of each source of a mixture, for metrics."""
+        return {} if self._mixture is None else self._mixture.read(step)
+
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """What a checkpoint stores: JSON values, the same for every process.
+
+        Args:
+            step: whose batch comes next; that of this iterator by default.
+        """
+        step = self._step if step is None else step
+        state = {"step": step, **self._identity}
+        return state if self._mixture is None else {**state, "mixture": self._mixture.state(step)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the step at which ``state`` was taken, on any number of processes."""
@@ -130,6 +159,8 @@ class TrainIterator:
         step = state.get("step")
         if not isinstance(step, int) or not 0 <= step < _NUM_STEPS:
             raise DataError(f"the saved data order has step={step!r}; it must be a step number")
+        if self._mixture is not None:
+            self._mixture.require_same(state.get("mixture"), step)
         self.close()
         self._step = step
         self._iterator = self._start()

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from jaxinfra.diagnostics.run_view import RunView
 from jaxinfra.training.loss_picture import smoothed
+from jaxinfra.training.mixture_read import mixture_cells
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:62rem;margin:2rem auto;padding:0 1rem}
@@ -30,6 +31,9 @@ def run_page(view: RunView) -> str:
     if view.records:
         parts += ["<h2>Loss</h2>", _image(draw_curves([view]), "training and held-out loss")]
         parts += ["<h2>Time per step</h2>", _image(_times(view), "seconds per step")]
+    if view.mixture:
+        head, *rows = mixture_cells(view.mixture)
+        parts += ["<h2>Sources</h2>", _table(head, rows)]
     if view.causes:
         whole = sum(view.causes.values())
         rows = [

@@ -23,7 +23,8 @@ from jaxinfra.serving.load import load_run
 from jaxinfra.weights.conversion import describes, write_hf, write_ours
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
-from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters, write_peft
+from jaxinfra.weights.peft_files import write_peft
+from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters
 
 
 class Target(enum.StrEnum):
@@ -136,14 +137,14 @@ def _convert_run(
     values: ParameterSource = LiveParameters(arrays=parameters)
     if lora is not None:
         assert init is not None, "validate"
-        adapters = host_adapters(lora, parameters)
+        adapters, base = host_adapters(lora, parameters), initial_source(init, config)
         if adapters_only:
             weights = weight_map(hf["model_type"], config, definition.arrays)
-            write_peft(adapters, weights, destination, base=init.path)
+            write_peft(adapters, weights, destination, base=init.path, source=base)
             return Conversion(target=Target.PEFT, definition=run.definition)
         state = {path: parameters[path] for path in by_path(definition.state_shapes)}
         values = MergedParameters(
-            base=initial_source(init, config),
+            base=base,
             adapters=adapters,
             state=LiveParameters(arrays=state),
         )

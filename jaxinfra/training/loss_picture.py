@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.training.loads_picture import draw_loads
+
 _BLUE, _ORANGE = "#0072B2", "#D55E00"  # told apart by every eye (Okabe and Ito 2008)
+
+
+def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
+    """The pictures that a run directory has: losses, and how evenly tokens went to experts."""
+    draw_loss(records, run.picture_file)
+    draw_loads(records, run.loads_picture_file)
 
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:

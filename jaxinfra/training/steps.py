@@ -16,7 +16,7 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpus import Corpus, open_corpus
+from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.train_iterator import train_batches
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.training.initialize import first_state, with_frozen
@@ -47,7 +47,7 @@ class Steps:
 
     def __init__(self, config: RunConfig):
         self._job = with_frozen(make_job(codec.normalized(config)))
-        self._corpus: Corpus | None = None
+        self._corpora: Corpora | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -90,10 +90,10 @@ class Steps:
             first: steps that are done already.
             cache_dir: where tokenized text is kept; the user's cache by default.
         """
-        training, corpus = self.config.training, self._open(cache_dir)
+        training = self.config.training
         part, parts = self._job.process_share()
         batches = train_batches(
-            corpus.train,
+            self._open(cache_dir).train_source(training),
             sequence_length=training.sequence_length,
             batch_size=training.batch_size,
             seed=training.seed,
@@ -103,7 +103,7 @@ class Steps:
             prefetch=self.config.data.prefetch_batches,
         )
         if first:
-            batches.restore({**batches.state(), "step": first})
+            batches.restore(batches.state(first))
         return batches
 
     def save(self, state: State, directory: str | Path) -> None:
@@ -115,8 +115,8 @@ class Steps:
         run = RunDirectory(Path(directory))
         if not run.config_file.exists():
             run.create(self.config)
-        if self._corpus is not None and not run.tokenizer_file.exists():
-            self._corpus.tokenizer.save(run.tokenizer_file)
+        if self._corpora is not None and not run.tokenizer_file.exists():
+            self._corpora.tokenizer.save(run.tokenizer_file)
         with Checkpointer(
             run.checkpoints,
             self.config.checkpoint,
@@ -143,14 +143,14 @@ class Steps:
             identity=identity(run, self.config),
         ).state
 
-    def _open(self, cache_dir: Path | None) -> Corpus:
-        if self._corpus is None:
-            self._corpus = open_corpus(
+    def _open(self, cache_dir: Path | None) -> Corpora:
+        if self._corpora is None:
+            self._corpora = open_corpora(
                 self.config.data,
                 vocab_size=self.config.model.vocab_size,
                 cache_dir=cache_dir or user_cache(),
             )
-        return self._corpus
+        return self._corpora
 
     def _check(self, batch: Batch, *, parts: int) -> None:
         """Raises ConfigError where this process's rows do not divide over its devices."""
