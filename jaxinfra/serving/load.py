@@ -15,7 +15,6 @@ from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
@@ -61,7 +60,7 @@ class LoadedModel:
 
     def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
-        tensor parallelism does not split them; its weights are copied. With adapters or 8-bit
+        devices do not split them; its weights are copied. With adapters or 8-bit
         matmuls it stays as it is.
 
         Args:
@@ -74,8 +73,8 @@ class LoadedModel:
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_straight or definition.lora is not None or in_8_bits:
             return self.decoder
-        shards = 1 if self.placement is None else self.placement.mesh.shape[MeshAxis.TENSOR]
-        is_packed = shards == 1 and can_pack(self.parameters)
+        is_whole = self.placement is None or self.placement.head_shards == 1
+        is_packed = is_whole and can_pack(self.parameters)
         execution = execution_on(self.placement, policy=policy, packed=is_packed)
         form = serving_form(definition, execution)
         return form.bind(serving_parameters(form, definition.config, self.parameters))

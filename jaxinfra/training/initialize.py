@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfra.checkpoint.initial import InitialModel, kept_files, place_initial
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
@@ -54,9 +55,22 @@ def kept_from_start(config: RunConfig) -> dict[str, bytes]:
     return files
 
 
-def finetuning_config(start: InitialModel, *, lora: LoraConfig | None, chat: bool) -> RunConfig:
+def finetuning_config(
+    start: InitialModel,
+    *,
+    lora: LoraConfig | None,
+    chat: bool,
+    preferences: PreferenceConfig | None = None,
+) -> RunConfig:
     """The config of a run that trains this model further, to be changed by options."""
-    return runs.finetuning(start.config, init=start.init, policy=start.policy, lora=lora, chat=chat)
+    return runs.finetuning(
+        start.config,
+        init=start.init,
+        policy=start.policy,
+        lora=lora,
+        chat=chat,
+        preferences=preferences,
+    )
 
 
 def require_same_start(config: RunConfig, start: RunConfig) -> None:

@@ -42,6 +42,12 @@ def quantized_matmul(
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: a gradient through rounded activations, or the reference with those.
+
+    Examples:
+        >>> from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, round_weight
+        >>> weight = round_weight(jnp.ones((64, 32)), WeightFormat(code=WeightCode.INT8))
+        >>> pallas_kernels.quantized_matmul(jnp.ones((1, 64)), weight).shape
+        (1, 32)
     """
     x = jnp.asarray(x)
     rows, columns = weight.matrix_shape

@@ -117,6 +117,16 @@ class QuantizedWeight:
     Dims in front of the matrix (layers, experts) lead every part, so that a tree of weights may be
     scanned over, sliced and stacked by its arrays. What the weight's own dims are is static: the
     first of ``inputs`` and ``outputs`` vary slowest in rows and columns.
+
+    Raises:
+        InputError: from ``check``, for parts that do not fit each other.
+
+    Examples:
+        >>> from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, round_weight
+        >>> form = WeightFormat(code=WeightCode.INT4, group_rows=32)
+        >>> weight = round_weight(jnp.ones((64, 32)), form)
+        >>> weight.shape, weight.data.dtype, weight.data.shape  # two elements in a byte
+        ((64, 32), dtype('uint8'), (32, 32))
     """
 
     data: jax.Array  # [*, K, N] of 8 bits; uint8 [*, K / 2, N] of 4

@@ -90,8 +90,10 @@ class ModelRunner:
     ):
         if model.execution.place.batch_shards > 1:
             raise ConfigError(
-                "the engine's mesh has replica or fsdp devices, over which generation splits a "
-                "batch; give it tensor devices only, and other devices an engine of their own"
+                f"the mesh splits a batch over {model.execution.place.batch_shards} replica or "
+                "fsdp devices, and the engine has one batch: give it tensor devices, or fsdp ones "
+                "that all share experts (fsdp=2,expert=2), and other devices an engine of their "
+                "own (--replicas)"
             )
         self._limits = limits
         self._adapters = {name: place for place, name in enumerate((None, *adapters))}
