@@ -61,7 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
     )
     parser.add_argument(
-        "--lora", metavar="SPEC", help="train adapters only, rank=8,alpha=16,targets=query+value"
+        "--lora",
+        metavar="SPEC",
+        help="train adapters only: rank=8,alpha=16,targets=query+value,kind=lora|dora,...",
     )
     parser.add_argument(
         "--chat", action="store_true", help="data are conversations, for the model's chat template"

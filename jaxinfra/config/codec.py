@@ -111,6 +111,16 @@ def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
         raise ConfigError("; ".join(lines)) from error
 
 
+def normalized[C](config: C) -> C:
+    """The config with members of enumerations where a script wrote their words.
+
+    Records take ``policy="bf16"`` as it is, and ``"bf16" is PolicyName.BF16`` would be false later.
+
+    Raises ConfigError for a word that names no member, and for values of other types.
+    """
+    return from_dict(type(config), to_dict(config))
+
+
 def _explain(error: BaseException, expected: type | None) -> str:
     if isinstance(error, KeyError):
         return f"required field {error.args[0]!r} is missing"
@@ -125,9 +135,20 @@ def to_json(config: Any) -> str:
 
 
 def override[C](config: C, settings: typing.Sequence[str]) -> C:
-    """Applies ``"training.steps=100"``-like settings; values are JSON, or bare words.
+    """A copy of a config with settings changed, each written as ``"training.steps=100"``.
 
-    Raises ConfigError for a path that does not exist (with the nearest name) or a wrong value.
+    Args:
+        config: any config record, such as a ``RunConfig``.
+        settings: ``path=value``; a value is JSON, or a bare word.
+
+    Raises:
+        ConfigError: a path that does not exist (with the nearest name), or a wrong value.
+
+    Examples:
+        >>> settings = ["training.steps=20", "mesh.fsdp=2"]
+        >>> config = jaxinfra.override(jaxinfra.preset("tiny"), settings)
+        >>> config.training.steps, config.mesh.fsdp
+        (20, 2)
     """
     values = to_dict(config)
     for setting in settings:

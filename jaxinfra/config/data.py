@@ -34,13 +34,21 @@ class TokenizerKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """The tokenizer; its vocabulary may not exceed the model's."""
+    """The tokenizer; its vocabulary may not exceed the model's.
+
+    Raises:
+        ConfigError: a file for a kind that reads none, or none for one that needs it.
+
+    Examples:
+        >>> jaxinfra.DataConfig(tokenizer=jaxinfra.TokenizerConfig(kind="bytes")).tokenizer.kind
+        'bytes'
+    """
 
     kind: TokenizerKind = TokenizerKind.BPE  # trained on the corpus, bytes, or a file
     path: str | None = None  # of a tokenizer.json, with kind=file
 
     def __post_init__(self) -> None:
-        if (self.kind is TokenizerKind.FILE) != (self.path is not None):
+        if (self.kind == TokenizerKind.FILE) != (self.path is not None):
             raise ConfigError(
                 f"tokenizer kind={self.kind} with path={self.path!r}: "
                 "a path goes with kind=file, and only with it"
@@ -58,6 +66,13 @@ class DataConfig:
     documents is set aside, chosen by a hash of their names.
 
     ``mixture`` takes the place of ``source``: several sources, each with its weight.
+
+    Raises:
+        ConfigError: a setting out of range, or a chat template without conversations.
+
+    Examples:
+        >>> data = jaxinfra.DataConfig(source="texts/", heldout_fraction=0.1)
+        >>> config = dataclasses.replace(jaxinfra.preset("tiny"), data=data)
     """
 
     source: str = STDLIB  # text to train on
@@ -89,17 +104,17 @@ class DataConfig:
         check_mixture(
             self.mixture, self.validation, between=self.mixture_between, best_by=self.best_by
         )
-        may_have_template = self.format is DataFormat.PREFERENCES
+        may_have_template = self.format == DataFormat.PREFERENCES
         if not may_have_template and (
-            (self.format is DataFormat.CHAT) != (self.chat_template is not None)
+            (self.format == DataFormat.CHAT) != (self.chat_template is not None)
         ):
             raise ConfigError(
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
                 "directory, whose template renders them, goes with conversations and only with them"
             )
-        if self.format is not DataFormat.TEXT and self.tokenizer.kind is TokenizerKind.BPE:
+        if self.format != DataFormat.TEXT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(
-                f"data format={self.format.value} with tokenizer kind=bpe: conversations and "
+                f"data format={self.format} with tokenizer kind=bpe: conversations and "
                 "pairs of answers are written for a tokenizer that there is; choose kind=file and "
                 "its path, or kind=bytes"
             )

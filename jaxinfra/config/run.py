@@ -6,7 +6,7 @@ import enum
 from jaxinfra.config.data import DataConfig
 from jaxinfra.config.divides import check_divides
 from jaxinfra.config.exchange import ExchangeConfig
-from jaxinfra.config.finetune import InitConfig, LoraConfig
+from jaxinfra.config.finetune import BaseWeights, InitConfig, LoraConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
@@ -20,6 +20,7 @@ from jaxinfra.config.pipeline import PipelineConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, StoredWeights, WeightGradients
 from jaxinfra.config.preferences import PreferenceConfig, check_preferences
 from jaxinfra.config.reliability import ReliabilityConfig
+from jaxinfra.config.statistics import StatisticsConfig
 from jaxinfra.core.errors import ConfigError
 
 
@@ -59,7 +60,13 @@ LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Length, batch and step of a training run."""
+    """Length, batch and step of a training run.
+
+    Examples:
+        >>> training = jaxinfra.TrainingConfig(steps=500, batch_size=32, sequence_length=1024)
+        >>> training.batch_size * training.sequence_length  # tokens per step
+        32768
+    """
 
     steps: int  # optimizer steps
     batch_size: int  # sequences a step, over all devices and accumulation
@@ -110,7 +117,7 @@ class TrainingConfig:
                 f"seed={self.seed} must lie in [0, 2^32): larger ones are not told apart"
             )
         if self.memory_budget_gib is not None and (
-            self.memory_budget_gib <= 0 or self.remat is not Remat.AUTO
+            self.memory_budget_gib <= 0 or self.remat != Remat.AUTO
         ):
             raise ConfigError(
                 f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat.value}: a "
@@ -131,7 +138,11 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept."""
+    """When checkpoints are written and which are kept.
+
+    Examples:
+        >>> checkpoint = jaxinfra.CheckpointConfig(every=100, keep_last=3)
+    """
 
     every: int | None = None  # steps; None: at the end and on a signal only
     keep_last: int = 2  # newest checkpoints that stay
@@ -147,7 +158,14 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything that decides what a run computes."""
+    """Everything that decides what a run computes.
+
+    Examples:
+        >>> config = jaxinfra.preset("tiny")
+        >>> isinstance(config, jaxinfra.RunConfig), config.training.batch_size
+        (True, 16)
+        >>> config = dataclasses.replace(config, mesh=jaxinfra.MeshConfig(fsdp=4))
+    """
 
     model: ModelConfig  # what is trained
     data: DataConfig  # what it reads
@@ -160,6 +178,7 @@ class RunConfig:
     exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts, with mesh.expert
     checkpoint: CheckpointConfig = CheckpointConfig()  # when states are saved
     reliability: ReliabilityConfig = ReliabilityConfig()  # what is watched
+    statistics: StatisticsConfig = StatisticsConfig()  # what is recorded of each layer
     init: InitConfig | None = None  # None: random weights
     lora: LoraConfig | None = None  # None: every parameter is trained
     preferences: PreferenceConfig | None = None  # None: the loss is of tokens, not of pairs
@@ -210,6 +229,17 @@ def _validate_lora(run: RunConfig) -> None:
         raise ConfigError(
             "lora adapts a model that is trained already; name it with --init DIR, or train all "
             "parameters"
+        )
+    kept = BaseWeights.COMPUTE if run.lora is None else run.lora.base
+    if kept is not BaseWeights.COMPUTE and run.precision.fp8 is not None:
+        raise ConfigError(
+            f"lora base={kept} with precision.fp8: a weight in few bits is dequantized and "
+            "multiplied in the compute dtype; leave one of them out"
+        )
+    if kept is not BaseWeights.COMPUTE and run.sharding.keep_gathered:
+        raise ConfigError(
+            f"lora base={kept} with keep_gathered: weights in few bits are dequantized in each "
+            "pass; leave one of them out"
         )
     if run.lora is not None and run.mesh.pipe > 1:
         raise ConfigError(

@@ -3,12 +3,12 @@
 import base64
 import html
 import io
-import statistics
 from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
 
 from jaxinfra.diagnostics.run_view import RunView
+from jaxinfra.training.loss_picture import smoothed
 from jaxinfra.training.mixture_read import mixture_cells
 
 _STYLE = """
@@ -47,7 +47,10 @@ def run_page(view: RunView) -> str:
             [str(rank), *(f"{each.get(name, 0.0):.1f}" for name in phases)]
             for rank, each in sorted(view.ranks.items())
         ]
-        parts += ["<h2>Ranks, ms per step</h2>", _table(["rank", *phases], rows)]
+        parts += [
+            "<h2>What each rank's host does, ms per step</h2>",
+            _table(["rank", *phases], rows),
+        ]
     shown = [[str(each["step"]), each["kind"], each["text"]] for each in view.incidents]
     parts += ["<h2>Incidents</h2>", _table(["step", "kind", "what"], shown or [["-", "none", ""]])]
     balance = [name for name in (view.records or [{}])[-1] if name.startswith("layers/")]
@@ -73,7 +76,7 @@ def draw_curves(views: Sequence[RunView]) -> Figure:
         steps = [each["step"] for each in view.records if each["loss"] is not None]
         losses = [each["loss"] for each in view.records if each["loss"] is not None]
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), color=color, label=view.path.name)
+        axes.plot(steps, smoothed(losses), color=color, label=view.path.name)
         if view.heldout:
             axes.plot(*zip(*view.heldout, strict=True), "o", color=color, markersize=4)
     axes.set_xlabel("step")
@@ -96,15 +99,6 @@ def _times(view: RunView) -> Figure:
     axes.set_ylabel("s per step")
     axes.grid(alpha=0.3)
     return figure
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Means over a fortieth of the run around each step: a trailing mean would lag behind."""
-    half = len(values) // 80
-    return [
-        statistics.fmean(values[max(0, place - half) : place + half + 1])
-        for place in range(len(values))
-    ]
 
 
 def _image(figure: Figure, text: str) -> str:

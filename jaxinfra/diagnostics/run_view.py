@@ -9,7 +9,9 @@ from typing import Any
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.core.json_lines import read_log
-from jaxinfra.diagnostics.delays import Explanation, explain_step, phase_ms
+from jaxinfra.diagnostics.delay import Explanation
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.host_delays import phase_ms
 from jaxinfra.reliability.goodput import goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import read_incidents
 from jaxinfra.reliability.recorder import read_records
@@ -89,7 +91,7 @@ def read_view(directory: Path) -> RunView:
         incidents=read_incidents(run.incidents_file),
         ranks={each.rank: phase_ms(each) for each in read_records(run.recorder)},
         summary=run.read_summary(),
-        explanation=explain_step(None, directory),
+        explanation=explain_step(directory),
     )
 
 

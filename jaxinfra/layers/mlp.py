@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import MlpConfig, MlpKind
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import MlpConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import HIDDEN, Projection
+from jaxinfra.layers.statistics import site_sums
 from jaxinfra.ops.activation import activated
 
 
@@ -64,7 +66,11 @@ class Mlp(nnx.Module):
         hidden_BTF = self.execution.place(
             self._hidden(x_BTD), (axes.BATCH, axes.SEQUENCE, axes.MLP)
         )
-        return LayerOutput(x=self.down(hidden_BTF))
+        out_BTD = self.down(hidden_BTF)
+        if not self.execution.statistics:
+            return LayerOutput(x=out_BTD)
+        sums = site_sums({"mlp_hidden": hidden_BTF}, policy=self.execution.policy)
+        return LayerOutput(x=out_BTD, sums=sums)
 
     def _hidden(self, x_BTD: jax.Array) -> jax.Array:
         """What ``down`` reads, in the compute dtype."""
@@ -74,7 +80,7 @@ class Mlp(nnx.Module):
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
         elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
-            return swiglu(x_BTD, self.packed.weight[...], recipe=self.packed.recipe)
+            return swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
         return policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))

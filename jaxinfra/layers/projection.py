@@ -10,8 +10,10 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.lora import Adapter
 from jaxinfra.layers.passes import ModelState, Sums
+from jaxinfra.layers.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
+from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
@@ -24,6 +26,8 @@ GATHERED = "gathered_weight"
 
 class Projection(nnx.Module):
     """y = einsum(spec, x, weight) + bias, and what an adapter adds, where it has been given one.
+
+    In the place of the weight's array there may be a ``QuantizedWeight``.
 
     Args:
         spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
@@ -68,15 +72,21 @@ class Projection(nnx.Module):
         self.copied_axis = at - len(shape)  # of weight, bias and result alike
         self.place = execution.place if whole or self.copies > 1 else None
         param = execution.policy.param
+        is_quantizable = site is Site.PROJECTION and not whole
         self.weight = nnx.Param(
-            std * jax.random.normal(rngs.params(), shape, param), axes=dims, matmul=True
+            std * jax.random.normal(rngs.params(), shape, param),
+            axes=dims,
+            matmul=True,
+            contracted=(contracted_dims(spec) or 0) if is_quantizable else 0,
         )
         self.bias = (
             nnx.Param(jnp.zeros(shape[-bias_rank:], param), axes=dims[-bias_rank:])
             if bias_rank
             else None
         )
-        self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
+        self.adapter: Adapter | RowAdapters | None = nnx.data(
+            None
+        )  # given after construction, or not
         self.quantization: ModelState | None = nnx.data(None)  # a history of what 8 bits hold
         if self.recipe.fp8 is not None:
             self.quantization = ModelState(
@@ -87,18 +97,22 @@ class Projection(nnx.Module):
     def merged_weight(self) -> Float[Array, "..."]:
         """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
         weight = self._used
-        if self.adapter is None:
-            return weight
-        return self.policy.to_accum(weight) + self.adapter.weight
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantize(self.policy.compute)
+        return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
-    def _used(self) -> Float[Array, "..."]:
-        weight = self.weight[...]
+    def _used(self) -> Float[Array, "..."] | QuantizedWeight:
+        weight = self.weight.get_value()
+        if isinstance(weight, QuantizedWeight):
+            return weight if self.place is None else jax.tree.map(self._whole, weight)
         if self.gather is not None:
             weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
-        if self.place is not None:
-            weight = self.place(weight, (None,) * weight.ndim)
-        return weight
+        return weight if self.place is None else self._whole(weight)
+
+    def _whole(self, weight: jax.Array) -> jax.Array:
+        assert self.place is not None
+        return self.place(weight, (None,) * weight.ndim)
 
     def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
         """x for this projection and others that multiply with it alike: quantized once."""
@@ -114,9 +128,14 @@ class Projection(nnx.Module):
         return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
 
     @property
-    def _multiplied(self) -> Float[Array, "..."]:
+    def _multiplied(self) -> Float[Array, "..."] | QuantizedWeight:
         """The weight as devices multiply with it."""
-        weight = self._repeated(self._used)
+        weight = self._used
+        if isinstance(weight, QuantizedWeight):
+            if self.copies == 1:
+                return weight
+            return repeated_outputs(weight, self.copies, axis=self.copied_axis)
+        weight = self._repeated(weight)
         if self.place is None or self.copies == 1:
             return weight
         copied = range(weight.ndim)[self.copied_axis]
@@ -133,14 +152,15 @@ class Projection(nnx.Module):
             history=self._history,
             dims=self.dims if self.place is None else None,
         )
+        if self.adapter is not None:
+            x = x.x if isinstance(x, Input) else x
+            weight = self.weight.get_value()
+            y = self.adapter.adapted(y, x, weight, repeated=self._repeated)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        if self.adapter is not None:
-            added = self.adapter(x.x if isinstance(x, Input) else x)
-            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(added))
         return checkpoint_name(y, self.name)
 
 

@@ -20,6 +20,7 @@ from jaxinfra.core.axes import (
     EXPERTS,
     KV_HEADS,
     LAYERS,
+    Q_HEADS,
     SEQUENCE,
     STREAM,
     STREAM_SEQUENCE,
@@ -44,9 +45,9 @@ class Placement:
         Args:
             rules: those of parameters and activations by default.
         """
-        return _partition(dims, self._sharded(dims, rules))
+        return _partition(dims, self.sharded_axes(dims, rules))
 
-    def _sharded(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
+    def sharded_axes(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
         """The mesh axes of each dim; experts' come first, other dims have what they leave."""
         found = [self.axes(dim, rules) for dim in dims]
         if EXPERTS not in dims:
@@ -86,6 +87,11 @@ class Placement:
     def batch_shards(self) -> int:
         """Devices that the compiler spreads the batch dim over."""
         return self._count(self.axes(BATCH))
+
+    @property
+    def head_shards(self) -> int:
+        """Devices that attention's heads are spread over, as the matmuls of every layer are."""
+        return self._count(self.axes(Q_HEADS))
 
     @property
     def sequence_shards(self) -> int:
@@ -180,7 +186,7 @@ class Placement:
             sharded = [
                 () if self.copies(dim, size, rules) > 1 else names
                 for dim, size, names in zip(
-                    leaf.dims, shape.shape, self._sharded(leaf.dims, rules), strict=True
+                    leaf.dims, shape.shape, self.sharded_axes(leaf.dims, rules), strict=True
                 )
             ]
             if LAYERS in leaf.dims:

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from pathlib import Path
 
+from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     FeedForwardConfig,
     MixerConfig,
     ModelConfig,
-    NormPlacement,
 )
 from jaxinfra.config.presets import MODELS
 from jaxinfra.core import axes

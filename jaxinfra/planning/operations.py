@@ -15,6 +15,7 @@ from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
 from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.models.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.parallel.exchange import exchanged_bytes, room_for
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 
@@ -92,17 +93,22 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         each if each.kind == "all-gather" else dataclasses.replace(each, count=each.count / 2)
         for each in reduce_forward
     ]
+    # Nor is the rows' way back.
+    exchange_again = [
+        dataclasses.replace(each, count=1) if isinstance(each, PlannedCollective) else each
+        for each in exchange
+    ]
     recomputed: list[Operation] = []
     match layout.remat:
         case Remat.FULL:
-            recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_again]
+            recomputed = [*matmuls, *core_forward, *passes, *exchange_again, *reduce_again]
         case Remat.NAMED:
-            recomputed = [*matmuls, *passes, *exchange, *reduce_again]
+            recomputed = [*matmuls, *passes, *exchange_again, *reduce_again]
         case Remat.MLP:
             wide = [_matmul(each, layout) for each in weights if each.dims[-1] == MLP]
-            recomputed = [*wide, *passes]
+            recomputed = [*wide, *passes, *exchange_again]
         case Remat.DOTS:
-            recomputed = list(passes)
+            recomputed = [*passes, *exchange_again]
         case _ if layout.traits.recomputes_scores:
             recomputed = list(core_forward)
         case _:
@@ -114,7 +120,11 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         *(_weight_gradient(each) for each in matmuls),
         *core_backward,
         *passes_backward,
-        *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
+        *(
+            dataclasses.replace(each, name=f"{each.name} gradient")
+            for each in exchange
+            if each.name != _CHOICES
+        ),
         *reduce_backward,
         *copied,
     ]
@@ -257,7 +267,9 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[Me
 
 
 def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
-    """Sorting tokens by expert and back, and the two all-to-alls between devices."""
+    """Sorting tokens by expert and back, and the all-to-alls between devices, whose buffers have
+    the room that the run gives them. Tensor shards each exchange whole tokens.
+    """
     experts = layer.feed_forward
     if not isinstance(experts, ExpertsConfig):
         return []
@@ -265,11 +277,26 @@ def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
     moved = 2 * layout.activation_bytes * copies
     found: list[Operation] = [MemoryPass("sort by expert", moved), MemoryPass("combine", moved)]
     if layout.mesh.expert > 1:
-        # Each way tokens top_k d (N - 1)/N elements; tensor shards split the work.
-        size = layout.activation_bytes * copies / layout.mesh.tensor
-        found.append(PlannedCollective("dispatch", "all-to-all", "expert", size))
-        found.append(PlannedCollective("return", "all-to-all", "expert", size))
+        sent = exchange_bytes(experts, layout, layer.model_dim)
+        send = functools.partial(PlannedCollective, kind="all-to-all", axis="expert")
+        found.append(send("rows", size=sent["rows"] / 2, count=2))
+        found.append(send(_CHOICES, size=sent["experts"]))
+        found.append(send("weights of choices", size=sent["weights"]))
     return found
+
+
+_CHOICES = "choices"  # whole numbers, which have no gradient
+
+
+def exchange_bytes(experts: ExpertsConfig, layout: Layout, model_dim: int) -> dict[str, int]:
+    """``exchanged_bytes`` of a micro-batch."""
+    shared = {"num_devices": layout.mesh.expert, "experts": experts, "exchange": layout.exchange}
+    return exchanged_bytes(
+        room_for(layout.micro_tokens, **shared),
+        model_dim=model_dim,
+        itemsize=int(layout.activation_bytes),
+        **shared,
+    )
 
 
 def _tensor(

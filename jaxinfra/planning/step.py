@@ -255,7 +255,7 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollect
         # Each axis sums what those before it have scattered.
         size = item * elements / (fsdp if layout.zero >= 1 else 1)
         for axis, members in (("replica", layout.mesh.replica), ("context", layout.mesh.context)):
-            if members > 1:
+            if members > 1 and not (experts and axis in layout.mesh.expert_axes):
                 found.append(PlannedCollective("gradients", "all-reduce", axis, size, True))
                 size /= members
     return found
@@ -268,6 +268,7 @@ def _sharded_weights(
     pass and the logits' table once; gradients are reduced to their shards. Rows of the input table
     go to their tokens instead, and their gradients back.
     """
+    passes = 1 if experts and layout.keeps_gathered_experts else 2
     micro, table = layout.accumulation, 0.0
     found: list[PlannedCollective] = []
     if not experts:
@@ -277,8 +278,8 @@ def _sharded_weights(
         rows = layout.activation_bytes * layout.micro_tokens * model.config.model_dim
         found.append(PlannedCollective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     gathered = _gathered_bytes(layout)
-    calls = 2 * _calls(model, layout, gathered, experts=experts) + (table > 0)
-    size = gathered * (2 * elements + table) / calls
+    calls = passes * _calls(model, layout, gathered, experts=experts) + (table > 0)
+    size = gathered * (passes * elements + table) / calls
     found.append(PlannedCollective("weights", "all-gather", "fsdp", size, True, micro * calls))
     calls = _calls(model, layout, item, experts=experts) + (table > 0)
     size = item * (elements + table) / calls

@@ -23,7 +23,8 @@ def with_frozen(job: Job) -> Job:
         return job
     assert job.config.init is not None, "validate"
     base = define_model(job.config.model, job.model.execution)
-    return job.with_frozen(place_initial(job.config.init, base, job.frozen_shardings))
+    kept = job.config.lora.base
+    return job.with_frozen(place_initial(job.config.init, base, job.frozen_shardings, kept=kept))
 
 
 def first_state(job: Job) -> State:

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -32,13 +31,13 @@ from jaxinfra.training.guards import (
     same_program,
 )
 from jaxinfra.training.initialize import first_state
-from jaxinfra.training.job import Job
-from jaxinfra.training.loads_picture import draw_loads
+from jaxinfra.training.job import Job, step_programs
 from jaxinfra.training.locate import locate_nonfinite
-from jaxinfra.training.loss_picture import draw_loss
+from jaxinfra.training.loss_picture import draw_run
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
+from jaxinfra.training.spikes import SpikeReports
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement, Stopped
@@ -98,11 +97,12 @@ class Trainer:
         self._profiler = profiler
         self._stop = stop
         self._watch = watch
+        self._spikes = SpikeReports(job=job, run=run, batches=batches, corpora=corpora, watch=watch)
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
-        self._train_step: Callable[..., Any] = job.train_step
+        self._programs = step_programs(job)
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
@@ -129,8 +129,7 @@ class Trainer:
 
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
-            draw_loss(self._log.records, self._run.picture_file)
-            draw_loads(self._log.records, self._run.loads_picture_file)
+            draw_run(self._log.records, self._run)
 
     def _summarize(self) -> dict[str, Any]:
         spent = {"causes": self._watch.totals(step=self._step), "stall_s": self._stall_s}
@@ -176,7 +175,10 @@ class Trainer:
     def _next(self) -> _Pending:
         step = self._step
         self._profiler.before_step(step)
-        self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
+        batches = self._batches
+        self._watch.begin_input(
+            step + 1, num_ready=batches.num_ready, busy_readers=batches.busy_share
+        )
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             batch = self._stop.wait_for(functools.partial(next, self._batches))
             input_s = self._watch.phase("place", step + 1)
@@ -184,18 +186,19 @@ class Trainer:
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
             metrics = None
             if step + 1 in self._watch.excluded:
+                self._spikes.explain(self._state, step=step + 1)
                 self._state = self._job.pass_over(self._state)
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
                 self._watch.note_shapes(placed, step + 1)
-                host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
+                host_s = self._watch.phase(self._programs.phase(step + 1), step + 1)
                 if not self.has_trained:
-                    self._train_step = same_program(
+                    self._programs.plain = same_program(
                         self._job, self._state, placed, record=self._watch.program
                     )
                     self._profiler.describe(self._job, self._state, placed)
-                self._state, metrics = self._train_step(self._state, placed)
+                self._state, metrics = self._programs(step + 1, self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s, rows_sum=read)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)
@@ -227,9 +230,9 @@ class Trainer:
             record |= {**self._clock.rates(step_s), "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
+            self._watch.phase("host", step)  # callbacks are called, and may take long
             self._log.write(record)
             self._watch.look_for_slow(rows, step=step, step_s=step_s)
-            self._watch.phase("host", step)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
                 self._progress.show(

@@ -35,6 +35,7 @@ from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.clock import Clock
 from jaxinfra.training.describe import describe_corpora, describe_job, describe_ranking
+from jaxinfra.training.environment import record_environment
 from jaxinfra.training.finished import Outcome, final_summary
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
@@ -66,6 +67,8 @@ def train(
     this alike, and all stop alike.
 
     Args:
+        config: what to train, on what, and how long.
+        directory: of the run; a new one, unless it is resumed.
         resume: continue the run there, which may have another ``config`` than before.
         cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
             cache by default.
@@ -75,6 +78,11 @@ def train(
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
+
+    Examples:
+        >>> outcome = jaxinfra.train(jaxinfra.read_run_config("mine.toml"), "runs/new")
+        7,152 parameters, fp32 on cpu (one device); 4 steps of 2 x 32 tokens
+        ...
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
@@ -88,7 +96,7 @@ def train(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
-            config=config,
+            config=codec.normalized(config),
             run=run,
             resume=resume,
             cache_dir=cache_dir,
@@ -202,12 +210,12 @@ class _Session:
                 callbacks=self.callbacks,
             )
         )
+        record_environment(run.environments_file, job, step=start.batches.step)
         for callback in self.callbacks:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)
         resources.callback(profiler.close)
-        exchange = Exchange() if jax.process_count() > 1 else None
-        stop = Agreement(self.stop, exchange)
+        stop = Agreement(self.stop, Exchange() if jax.process_count() > 1 else None)
         return Trainer(
             job=job,
             run=run,

@@ -29,20 +29,24 @@ from jaxinfra.training.step import StepMetrics
 class Steps:
     """A run's compiled step on its mesh, for a loop of your own.
 
-    >>> steps = Steps(config)                                        # doctest: +SKIP
-    >>> state = steps.initial_state()                                # doctest: +SKIP
-    >>> for batch in steps.batches():                                # doctest: +SKIP
-    ...     state, metrics = steps(state, batch)
-
     Args:
         config: what to train; ``data`` is used by ``batches`` alone.
 
     Raises:
         ConfigError: the config cannot run on the devices that are here.
+
+    Examples:
+        >>> steps = jaxinfra.Steps(jaxinfra.read_run_config("mine.toml"))
+        >>> state = steps.initial_state()
+        >>> for _, batch in zip(range(2), steps.batches()):
+        ...     state, metrics = steps(state, batch)
+        >>> steps.save(state, "runs/loop")
+        >>> int(state.step), int(metrics.tokens)
+        (2, 64)
     """
 
     def __init__(self, config: RunConfig):
-        self._job = with_frozen(make_job(config))
+        self._job = with_frozen(make_job(codec.normalized(config)))
         self._corpora: Corpora | None = None
 
     @property
@@ -160,15 +164,16 @@ class Steps:
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
     """A batch of rows that hold one document each, to be trained on the token that follows.
 
-    >>> batch_of([[1, 2, 3, 4]]).targets.tolist()
-    [[2, 3, 4]]
-
     Args:
         tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
         weights: float [B, T]: 0 where a target does not count; all count by default.
 
     Raises:
-        ConfigError: other shapes.
+        ConfigError: other shapes, or tokens that are no whole numbers.
+
+    Examples:
+        >>> jaxinfra.batch_of([[1, 2, 3, 4]]).targets.tolist()
+        [[2, 3, 4]]
     """
     rows = np.asarray(tokens)
     if rows.ndim != 2 or rows.shape[1] < 2 or not np.issubdtype(rows.dtype, np.integer):

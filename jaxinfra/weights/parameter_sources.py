@@ -7,7 +7,7 @@ is that slice and no more.
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -16,9 +16,11 @@ import numpy as np
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
 from jaxinfra.models.hf.tensor_layout import Index
+from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.weights.quantized_files import TensorReader
 
 _LOG = logging.getLogger(__name__)
+_DEQUANTIZED = np.dtype(np.float32)
 _COMPARED_ROWS = 4096  # of two tied tables at a time
 
 
@@ -72,31 +74,50 @@ class MappedParameters:
 
     def read(self, path: str, index: Index) -> np.ndarray:
         """Gathered layer by layer, and expert by expert where each has tensors of its own."""
-        return self._gathered(path, (), index)
+        return self.gather(path, index, self.files.read)
 
-    def _gathered(self, path: str, leading: tuple[int, ...], index: Index) -> np.ndarray:
+    def gather(
+        self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
+    ) -> np.ndarray:
+        """A slice of a parameter by slices of tensors, which ``read`` gives by name."""
+        return self._gathered(path, (), index, read)
+
+    def _gathered(
+        self,
+        path: str,
+        leading: tuple[int, ...],
+        index: Index,
+        read: Callable[[str, Index], np.ndarray],
+    ) -> np.ndarray:
         if (path, leading) not in self.weights.places:
             first, *rest = index
             numbers = range(first.start, first.stop)
-            return np.stack([self._gathered(path, (*leading, i), tuple(rest)) for i in numbers])
+            return np.stack(
+                [self._gathered(path, (*leading, i), tuple(rest), read) for i in numbers]
+            )
         tensor, part = self.weights.places[path, leading]
         name = self.names[tensor.name]
-        return tensor.read(part, lambda theirs: self.files.read(name, theirs), index)
+        return tensor.read(part, lambda theirs: read(name, theirs), index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LiveParameters:
     """Parameters of a model in memory, wherever they lie."""
 
-    arrays: Mapping[str, jax.Array]  # by path
+    arrays: Mapping[str, jax.Array | QuantizedWeight]  # by path
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type in memory."""
-        return np.dtype(self.arrays[path].dtype)
+        """Element type in memory; of weights in few bits fp32, in which they are dequantized."""
+        leaf = self.arrays[path]
+        return _DEQUANTIZED if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
 
     def read(self, path: str, index: Index) -> np.ndarray:
         """Fetched from the devices."""
-        return np.asarray(self.arrays[path][index])
+        leaf = self.arrays[path]
+        if not isinstance(leaf, QuantizedWeight):
+            return np.asarray(leaf[index])
+        layers = jax.tree.map(lambda part: part[index[0]], leaf)
+        return np.asarray(layers.dequantize(_DEQUANTIZED))[(slice(None), *index[1:])]
 
 
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:

@@ -44,7 +44,7 @@ KILLS = [
     ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
     ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
     ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
-    ("jaxinfra.training.loop:draw_loss", 1, STEPS),
+    ("jaxinfra.training.loop:draw_run", 1, STEPS),
     ("jaxinfra.checkpoint.run_directory:RunDirectory.write_summary", 1, STEPS),
 ]
 
