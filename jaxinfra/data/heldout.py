@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pieces import Pieces, best_fit, piece_rows
+from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import process_rows
 
@@ -54,7 +54,7 @@ class HeldoutBatches:
     def __init__(
         self,
         arrays: TokenArrays,
-        pieces: Pieces,
+        pieces: DocumentPieces,
         *,
         sequence_length: int,
         batch_size: int,
@@ -88,7 +88,7 @@ class HeldoutBatches:
         )
 
 
-def _pack(arrays: TokenArrays, length: int, stride: int) -> Pieces:
+def _pack(arrays: TokenArrays, length: int, stride: int) -> DocumentPieces:
     """Cuts the documents into pieces and gives each a place, sorted by row and column."""
     num_pieces = np.where(
         arrays.lengths > 0, 1 + -(-np.maximum(arrays.lengths - length, 0) // stride), 0
@@ -96,12 +96,12 @@ def _pack(arrays: TokenArrays, length: int, stride: int) -> Pieces:
     document = np.repeat(np.arange(arrays.num_documents), num_pieces)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     start = nth * stride
-    chunk_length = np.minimum(length, arrays.lengths[document] - start)
-    row, column = best_fit(chunk_length, length)
-    pieces = Pieces(
+    piece_length = np.minimum(length, arrays.lengths[document] - start)
+    row, column = best_fit(piece_length, length)
+    pieces = DocumentPieces(
         document=document,
         start=start,
-        length=chunk_length,
+        length=piece_length,
         context=np.where(nth == 0, 0, length - stride),
         row=row,
         column=column,

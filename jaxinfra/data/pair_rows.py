@@ -11,9 +11,9 @@ from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pieces import Pieces, best_fit, piece_rows
 from jaxinfra.data.packing import rows_together
 from jaxinfra.data.permutation import permute
+from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 
 PAIRS_VERSION = 1  # of the order below: another must not resume this one
@@ -21,7 +21,7 @@ MOST_PAIRS = 32
 """In a row: what a loss of pairs has room for."""
 
 
-def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> Pieces:
+def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
     """A place for each answer, pairs packed best-fit decreasing, sorted by row and column.
 
     Args:
@@ -40,7 +40,7 @@ def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> Pieces:
             "prompt before both answers; raise training.sequence_length, or leave these pairs out"
         )
     row, column = best_fit(lengths, sequence_length, most=MOST_PAIRS)
-    pieces = Pieces(
+    pieces = DocumentPieces(
         document=np.arange(arrays.num_documents),
         start=np.zeros(arrays.num_documents, np.int64),
         length=arrays.lengths,

@@ -114,9 +114,7 @@ def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{name}: tools is a {type(tools).__name__}; it must be a list")
-    return [
-        ChatRow(name=name, messages=answer, tools=tools, num_given=given) for answer in answers
-    ]
+    return [ChatRow(name=name, messages=answer, tools=tools, num_given=given) for answer in answers]
 
 
 def _messages(value: Any, *, role: str) -> list[Any]:

@@ -12,7 +12,7 @@ from jaxinfra.data.token_arrays import TokenArrays
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Pieces:
+class DocumentPieces:
     """Pieces of documents: ``length`` inputs from ``start``, of which ``context`` do not count."""
 
     document: np.ndarray
@@ -22,14 +22,14 @@ class Pieces:
     row: np.ndarray
     column: np.ndarray
 
-    def select(self, index: np.ndarray) -> "Pieces":
+    def select(self, index: np.ndarray) -> "DocumentPieces":
         """Some of them, in this order."""
         fields = dataclasses.fields(self)
-        return Pieces(**{field.name: getattr(self, field.name)[index] for field in fields})
+        return DocumentPieces(**{field.name: getattr(self, field.name)[index] for field in fields})
 
 
 def piece_rows(
-    arrays: TokenArrays, pieces: Pieces, *, num_rows: int, sequence_length: int
+    arrays: TokenArrays, pieces: DocumentPieces, *, num_rows: int, sequence_length: int
 ) -> Batch[np.ndarray]:
     """The rows that these pieces make; each piece is a segment, the rest of a row padding.
 
@@ -69,7 +69,9 @@ def piece_rows(
     )
 
 
-def piece_targets(arrays: TokenArrays, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def piece_targets(
+    arrays: TokenArrays, pieces: DocumentPieces
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each input token of the pieces, one piece after another: the number of its piece, its
     position there, and the index of its target among the tokens of ``arrays``.
     """

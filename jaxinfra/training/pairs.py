@@ -11,9 +11,9 @@ import numpy as np
 from jaxinfra.checkpoint import processes
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.pieces import Pieces, piece_rows, piece_targets
 from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.pair_rows import pair_pieces
+from jaxinfra.data.pieces import DocumentPieces, piece_rows, piece_targets
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.models.definition import Parameters
 from jaxinfra.parallel.context.zigzag import from_zigzag
@@ -67,7 +67,7 @@ def _reference(job: Job, tree: Parameters, arrays: TokenArrays) -> np.ndarray:
 
 def _rows(
     job: Job, tree: Parameters, arrays: TokenArrays
-) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, Pieces]]:
+) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, DocumentPieces]]:
     """Batches of all pairs, each once, with the log probabilities of their targets; all processes
     get all rows.
     """

@@ -165,8 +165,8 @@ def test_every_pair_lies_in_one_row_as_two_segments():
 
 
 def test_no_row_has_more_pairs_than_the_loss_has_room_for():
-    chunks = pair_pieces(numbered_documents([1] * 300), sequence_length=4096)
-    assert np.bincount(chunks.row).max() == 2 * MOST_PAIRS
+    pieces = pair_pieces(numbered_documents([1] * 300), sequence_length=4096)
+    assert np.bincount(pieces.row).max() == 2 * MOST_PAIRS
 
 
 def test_pairs_that_do_not_fit_are_refused():
