@@ -93,7 +93,7 @@ class Running:
         self.engine = Engine.of(
             self.model,
             options=EngineOptions(
-                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_chunk_rows=1
+                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_piece_rows=1
             ),
         )
         self.engine.warm_up()
