@@ -113,7 +113,7 @@ class Running:
             self.model,
             bank=AdapterBank(names=("tuned",), adapters=(adapters,)),
             options=EngineOptions(
-                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_chunk_rows=1
+                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_piece_rows=1
             ),
         )
         self.engine.warm_up()
