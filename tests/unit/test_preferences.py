@@ -13,7 +13,7 @@ from numbered_documents import numbered_documents
 from jaxinfra.config import codec
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss, parse_preferences
 from jaxinfra.config.presets import run_preset
-from jaxinfra.config.run import validate
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.chat import ChatEncoder
