@@ -13,13 +13,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
+from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError, is_out_of_memory
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
-from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.diagnostics.memory.serving import ServingCase
 from jaxinfra.serving.load import load
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
@@ -45,15 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="asked of every client; JAXINFRA_API_KEY says it too",
     )
     most = parser.add_argument_group("how much")
-    defaults = EngineOptions()
+    add_engine_arguments(most)
     for option, default, text in (
-        ("max-running", defaults.max_running, "requests that have pages at a time"),
         ("max-open", 256, "requests that run or wait; others are told to come again (429)"),
-        ("max-context", None, "tokens of a request; by default the model's positions"),
         ("max-new-tokens", None, "tokens of an answer"),
-        ("max-step-tokens", defaults.max_step_tokens, "tokens of a step, chunks of prompts too"),
-        ("page-size", defaults.page_size, "tokens of a page of the cache"),
-        ("num-pages", None, "pages; by default enough for --max-running of the longest"),
         ("max-body-mb", 8, "megabytes of a request's body"),
         ("drain-seconds", 30, "that open requests have once a stop is asked for"),
     ):
@@ -61,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
     ahead = parser.add_argument_group("speculation")
     ahead.add_argument(
-        "--num-drafts", type=int, default=0, metavar="N", help="tokens proposed ahead in each step"
-    )
-    ahead.add_argument(
-        "--draft", type=Path, metavar="MODEL", help="proposes them; else the text's own past does"
+        "--draft",
+        type=Path,
+        metavar="MODEL",
+        help="proposes --num-drafts; else the text's own past does",
     )
     parser.add_argument(
         "--policy",
@@ -93,14 +92,7 @@ def run(args: argparse.Namespace) -> int:
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
-        engine=EngineOptions(
-            max_running=args.max_running,
-            page_size=args.page_size,
-            num_pages=args.num_pages,
-            max_context=args.max_context,
-            max_step_tokens=args.max_step_tokens,
-            num_drafts=args.num_drafts,
-        ),
+        engine=engine_options(args),
         server=server.ServerOptions(
             host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
         ),
@@ -115,8 +107,27 @@ def run(args: argparse.Namespace) -> int:
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         model = load(path, policy=policy, mesh=mesh)
         draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
-    with noted_signals() as request:
-        start.serve(model, options, request, draft=draft, say=lambda text: print(text, flush=True))
+    try:
+        with noted_signals() as request:
+            start.serve(
+                model, options, request, draft=draft, say=lambda text: print(text, flush=True)
+            )
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        case = ServingCase(
+            model=model.definition.config,
+            policy=model.definition.execution.policy,
+            engine=options.engine,
+            mesh=mesh,
+            num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
+            is_straight=jax.default_backend() == "gpu",
+        )
+        print(explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
+        raise DeviceMemoryError(
+            "the engine does not fit into a device's memory "
+            f"({str(error).splitlines()[0]}); the lines above say what would"
+        ) from error
     return 0
 
 
