@@ -17,11 +17,12 @@ from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import gib, report_memory
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
+from jaxinfra.diagnostics.run_view import OUT_OF_MEMORY_PICTURE
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute import FREE_SHARE
 
 REPORT = "out-of-memory.json"
-PICTURE = "out-of-memory.png"
+PICTURE = OUT_OF_MEMORY_PICTURE
 
 _ASKED = re.compile(r"allocat\w*(?: of)? ([\d.]+) ?(bytes|B|KiB|MiB|GiB|KB|MB|GB)")
 _LIMIT = re.compile(r"limit of (\d+) bytes")

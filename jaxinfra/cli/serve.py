@@ -2,6 +2,7 @@
 
 jaxinfra serve runs/small-1
 jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
+jaxinfra serve /models/llama --replicas 4 --mesh tensor=2    # eight GPUs, one address
 jaxinfra serve                   # the newest run of `make train`, trained first if there is none
 """
 
@@ -17,15 +18,18 @@ import jax
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
-from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
-from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError, DeviceMemoryError, is_out_of_memory
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
-from jaxinfra.diagnostics.memory.serving import ServingCase
-from jaxinfra.serving.load import load
+from jaxinfra.core.text import whole_number
+from jaxinfra.reliability import faults
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.replicas.processes import REPLICA, end_with_parent, environments
 from jaxinfra.training.job import keep_compiled_programs
+from jaxinfra.training.watch import attempt
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
@@ -71,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute dtype; by default the one the run was trained with",
     )
     parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="processes with a --mesh each, behind one address; one that ends is started again",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
@@ -89,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
     path = args.model or _trained()
+    if args.replicas is not None:
+        return _run_replicas(args, path)
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
@@ -102,6 +114,10 @@ def run(args: argparse.Namespace) -> int:
         max_open=args.max_open,
     )
     keep_compiled_programs(user_cache())
+    number = os.environ.get(REPLICA)
+    if number is not None:
+        end_with_parent(os.getppid())
+    faults.arm(os.environ, rank=whole_number(number or "0") or 0, attempt=attempt())
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
@@ -115,19 +131,56 @@ def run(args: argparse.Namespace) -> int:
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        case = ServingCase(
+        raise _too_large(model, options.engine, mesh, error) from error
+    return 0
+
+
+def _too_large(
+    model: LoadedModel, engine: EngineOptions, mesh: MeshConfig, error: Exception
+) -> DeviceMemoryError:
+    """Says where the memory would go and what would fit, and returns the error that ends it."""
+    said = "jaxinfra memory MODEL --serve says where it goes"
+    report = importlib.import_module("jaxinfra.cli.out_of_memory")  # it draws, which takes a second
+    serving = importlib.import_module("jaxinfra.diagnostics.memory.serving")
+    try:
+        case = serving.ServingCase(
             model=model.definition.config,
             policy=model.definition.execution.policy,
-            engine=options.engine,
+            engine=engine,
             mesh=mesh,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             is_straight=jax.default_backend() == "gpu",
         )
-        print(explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
-        raise DeviceMemoryError(
-            "the engine does not fit into a device's memory "
-            f"({str(error).splitlines()[0]}); the lines above say what would"
-        ) from error
+        print(report.explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
+        said = "the lines above say what would"
+    except JaxinfraError as other:
+        print(f"no report of it: {other}", file=sys.stderr)
+    return DeviceMemoryError(
+        f"the engine does not fit into a device's memory ({str(error).splitlines()[0]}); {said}"
+    )
+
+
+def _run_replicas(args: argparse.Namespace, path: Path) -> int:
+    start = importlib.import_module("jaxinfra.serving.replicas.start")
+    server = importlib.import_module("jaxinfra.serving.http.server")
+    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for option in ("--replicas", "--host", "--port", "--api-key"):
+        own.add_argument(option)
+    _, words = own.parse_known_args(args.command_line)
+    if args.model is None:
+        words.append(str(path))
+    with noted_signals() as request:
+        start.serve_replicas(
+            words,
+            environments(args.replicas, parse_mesh(args.mesh).num_devices),
+            server.ServerOptions(
+                host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
+            ),
+            request,
+            name=args.name or path.resolve().name,
+            max_body_bytes=args.max_body_mb << 20,
+            say=lambda text: print(text, flush=True),
+        )
     return 0
 
 

@@ -1,7 +1,11 @@
 """Training batches: which samples a step sees, and a resumable Grain iterator over them."""
 
+import contextlib
 import functools
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self, final
 
 import grain
@@ -12,6 +16,7 @@ from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
+from jaxinfra.data.pair_rows import PAIRS_VERSION, PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
@@ -43,7 +48,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 
 def train_batches(
-    source: TokenArrays | MixedWindows,
+    source: TokenArrays | PairWindows | MixedWindows,
     *,
     sequence_length: int,
     batch_size: int,
@@ -70,16 +75,28 @@ def train_batches(
         mixture, make = source, functools.partial(source.batch, rows=rows)
         identity = {"mixture_version": MIXTURE_VERSION, **identity}
     else:
-        windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
-        identity = {"data": source.fingerprint, **identity}
         mixture = None
+        identity = {"data": source.fingerprint, **identity}
+        if isinstance(source, PairWindows):
+            windows = source
+            identity = {"pairs_version": PAIRS_VERSION, **identity}
+        else:
+            windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
 
         def make(step: int) -> Batch[np.ndarray]:
             return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
 
-    steps = grain.MapDataset.range(_NUM_STEPS).map(make)
+    readers = _Readers()
+
+    def read(step: int) -> Batch[np.ndarray]:
+        with readers.working():
+            return make(step)
+
+    steps = grain.MapDataset.range(_NUM_STEPS).map(read)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainIterator(steps, options=options, identity=identity, mixture=mixture)
+    return TrainIterator(
+        steps, options=options, identity=identity, readers=readers, mixture=mixture
+    )
 
 
 @final
@@ -96,9 +113,11 @@ class TrainIterator:
         *,
         options: grain.ReadOptions,
         identity: dict[str, Any],
+        readers: "_Readers",
         mixture: MixedWindows | None = None,
     ):
         self._steps = steps
+        self._readers = readers
         self._options = options
         self._identity = identity
         self._mixture = mixture
@@ -123,6 +142,13 @@ class TrainIterator:
     def num_ready(self) -> int:
         """Batches that are made and wait; 0 for long: the readers are slower than the steps."""
         return max(0, self._made.value - (self._step - self._first))
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time of making batches for which their threads computed, or stood in the
+        queue of a processor; the rest they waited, as for a disk.
+        """
+        return self._readers.busy_s / max(self._readers.spent_s, 1e-9)
 
     def batch(self, step: int) -> Batch[np.ndarray]:
         """This process's rows of any step, made anew; what comes next stays as it is."""
@@ -178,6 +204,36 @@ class TrainIterator:
         self._first, self._made = self._step, _Count()
         steps = self._steps[self._step :].map(self._made.passed)
         return iter(steps.to_iter_dataset(self._options))
+
+
+@final
+class _Readers:
+    """Seconds that threads spend on making batches, and how long of it they were busy."""
+
+    def __init__(self) -> None:
+        self.spent_s = self.busy_s = 0.0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """A thread makes a batch within."""
+        began, was_busy = time.perf_counter(), _busy_s()
+        try:
+            yield
+        finally:
+            spent, busy = time.perf_counter() - began, _busy_s() - was_busy
+            with self._lock:
+                self.spent_s += spent
+                self.busy_s += busy
+
+
+def _busy_s() -> float:
+    """Seconds for which this thread has run so far, or was ready to and no processor was free."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):  # no Linux, or a kernel that does not count
+        return time.thread_time()
+    return (int(ran) + int(waited)) / 1e9
 
 
 class _Count:

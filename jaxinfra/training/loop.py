@@ -175,7 +175,10 @@ class Trainer:
     def _next(self) -> _Pending:
         step = self._step
         self._profiler.before_step(step)
-        self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
+        batches = self._batches
+        self._watch.begin_input(
+            step + 1, num_ready=batches.num_ready, busy_readers=batches.busy_share
+        )
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             batch = self._stop.wait_for(functools.partial(next, self._batches))
             input_s = self._watch.phase("place", step + 1)
@@ -227,9 +230,9 @@ class Trainer:
             record |= {**self._clock.rates(step_s), "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
+            self._watch.phase("host", step)  # callbacks are called, and may take long
             self._log.write(record)
             self._watch.look_for_slow(rows, step=step, step_s=step_s)
-            self._watch.phase("host", step)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
                 self._progress.show(

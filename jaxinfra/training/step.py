@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,6 +42,8 @@ class StepMetrics:
     skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
     fp8: dict[str, Float[Array, "..."]]  # what 8-bit matmuls emit, as ``emitted_by_site``
+    # Sums that the loss shows beside its value, over pairs.
+    figures: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
     # As ``parameter_statistics``, where they are asked for; else empty.
     statistics: StatisticsTable = dataclasses.field(default_factory=dict)
 
@@ -135,6 +137,7 @@ def make_train_step(
             skipped_in_a_row=new_state.skipped_in_a_row,
             sums=learned.sums,
             fp8=emitted_by_site(learned.state),
+            figures=learned.figures,
             statistics=statistics,
         )
         return new_state, metrics
@@ -176,12 +179,23 @@ def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
         "loss_scale": float(metrics.loss_scale),
         "tokens": int(metrics.tokens) if math.isfinite(metrics.tokens) else None,
         "skipped": int(metrics.skipped),
+        **pair_record(metrics.figures),
         **_layer_record(metrics),
         **fp8_record(metrics.fp8),
     }
     if metrics.statistics:
         record["statistics"] = statistics_record(metrics.sums, metrics.statistics)
     return record
+
+
+def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
+    """What a loss of pairs shows, as means over the pairs; ``chosen_nll`` over tokens."""
+    if not figures:
+        return {}
+    sums = {name: float(value) for name, value in figures.items()}
+    pairs, tokens = max(sums.pop("pairs"), 1.0), max(sums.pop("chosen_tokens"), 1.0)
+    record = {"preferences/chosen_nll": sums.pop("chosen_nll") / tokens}
+    return {f"preferences/{name}": value / pairs for name, value in sums.items()} | record
 
 
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
