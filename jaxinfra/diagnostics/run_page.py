@@ -92,7 +92,10 @@ def _spikes(view: RunView) -> list[str]:
     parts = []
     for report in view.spikes:
         rows = [
-            [str(e["sample"]), _said(e.get("source")), _said(e["loss"]), e["text"][:80]]
+            [
+                *(_said(e.get(name)) for name in ("sample", "source", "loss")),
+                _said(e.get("text"))[:80],
+            ]
             for e in report["samples"][:5]
         ]
         parts += [

@@ -1,5 +1,6 @@
 """A run directory as people look at it: while it runs, afterwards, and beside others."""
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import Any, TypedDict
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_bytes, read_json
 from jaxinfra.core.json_lines import read_log
 from jaxinfra.diagnostics.delay import Explanation
@@ -104,7 +106,7 @@ def read_view(directory: Path) -> RunView:
         places=config.model.layer_places,
         layer_statistics=_statistics(run),
         environments=read_log(run.environments_file, holds=dict[str, Any])[0],
-        spikes=[read_json(file) for file in sorted(run.path.glob("spikes/step-*.json"))],
+        spikes=_spikes(run),
         out_of_memory=_bytes_of(directory / OUT_OF_MEMORY_PICTURE),
     )
 
@@ -126,6 +128,22 @@ class _StatisticsLine(TypedDict):
     step: int
     activations: dict[str, Any]
     parameters: dict[str, Any]
+
+
+def _spikes(run: RunDirectory) -> list[dict[str, Any]]:
+    """The reports that can be read: a damaged one only told what happened."""
+    found = []
+    for file in sorted(run.path.glob("spikes/step-*.json")):
+        with contextlib.suppress(ConfigError):
+            found.append(read_json(file, holds=_SpikeReport))
+    return found
+
+
+class _SpikeReport(TypedDict):
+    step: int
+    text: str
+    done: str
+    samples: list[dict[str, Any]]
 
 
 def _bytes_of(file: Path) -> bytes | None:

@@ -46,13 +46,13 @@ class Clock:
         return lap
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time within is nobody's step."""
+    def paused(self, *, when: bool = True) -> Iterator[None]:
+        """Time within is nobody's step, where ``when`` is true."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            if self._last is not None:
+            if when and self._last is not None:
                 self._last += time.perf_counter() - began
 
     @property
