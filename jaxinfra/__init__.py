@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jaxinfra.config.mesh import MeshConfig as MeshConfig
     from jaxinfra.config.mesh import ShardingConfig as ShardingConfig
     from jaxinfra.config.mesh import parse_mesh as parse_mesh
+    from jaxinfra.config.mixture import MixtureSource as MixtureSource
+    from jaxinfra.config.mixture import ValidationSet as ValidationSet
     from jaxinfra.config.model import BlockConfig as BlockConfig
     from jaxinfra.config.model import ExpertsConfig as ExpertsConfig
     from jaxinfra.config.model import GroupedAttentionConfig as GroupedAttentionConfig
@@ -62,6 +64,8 @@ if TYPE_CHECKING:
     from jaxinfra.training.callbacks import TensorBoardLogger as TensorBoardLogger
     from jaxinfra.training.callbacks import WandbLogger as WandbLogger
     from jaxinfra.training.finished import Outcome as Outcome
+    from jaxinfra.training.mixture_read import SourceRead as SourceRead
+    from jaxinfra.training.mixture_read import read_mixture as read_mixture
     from jaxinfra.training.session import train as train
     from jaxinfra.training.steps import Steps as Steps
     from jaxinfra.training.steps import batch_of as batch_of
@@ -98,6 +102,10 @@ _PUBLIC = {
         "MeshConfig",
         "ShardingConfig",
         "parse_mesh",
+    ),
+    "jaxinfra.config.mixture": (
+        "MixtureSource",
+        "ValidationSet",
     ),
     "jaxinfra.config.model": (
         "BlockConfig",
@@ -154,6 +162,10 @@ _PUBLIC = {
         "WandbLogger",
     ),
     "jaxinfra.training.finished": ("Outcome",),
+    "jaxinfra.training.mixture_read": (
+        "SourceRead",
+        "read_mixture",
+    ),
     "jaxinfra.training.session": ("train",),
     "jaxinfra.training.steps": (
         "Steps",

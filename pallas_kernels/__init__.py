@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .paged_attention import paged_attention as paged_attention
     from .quantize import quantize as quantize
     from .quantize import quantize_both_ways as quantize_both_ways
+    from .quantized_matmul import QuantizedWeight as QuantizedWeight
+    from .quantized_matmul import quantized_matmul as quantized_matmul
     from .scaled_matmul import scaled_matmul as scaled_matmul
     from .skinny_matmul import skinny_matmul as skinny_matmul
     from .softmax import log_softmax as log_softmax
@@ -47,6 +49,7 @@ _PUBLIC = {
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_to_pages", "paged_attention"),
     "quantize": ("quantize", "quantize_both_ways"),
+    "quantized_matmul": ("QuantizedWeight", "quantized_matmul"),
     "scaled_matmul": ("scaled_matmul",),
     "skinny_matmul": ("skinny_matmul",),
     "softmax": ("log_softmax", "softmax"),

@@ -34,6 +34,7 @@ COMMANDS = {
     "watch": "a run as it trains",
     "report": "a run in one HTML file",
     "compare": "runs side by side",
+    "replay": "a step done again: does it reproduce, and what made it not finite",
     "memory": "where a step's memory goes, and what would fit",
     "bench": "ours beside the alternatives, in one process",
     "trace": "a profiler trace, explained: what delays a step",

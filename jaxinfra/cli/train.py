@@ -7,6 +7,9 @@ jaxinfra train --resume runs/small-1
 jaxinfra train --init DIR --data chats.jsonl --chat --lora rank=8,alpha=16,targets=query+value
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
 jaxinfra train --config mine.toml --seed 2     preset = "tiny" and changes to it; or a whole config
+
+Several sources with weights, and further texts to evaluate on, are data.mixture and data.validation
+of such a file.
 """
 
 import argparse
@@ -56,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
     )
     parser.add_argument(
-        "--lora", metavar="SPEC", help="train adapters only, rank=8,alpha=16,targets=query+value"
+        "--lora",
+        metavar="SPEC",
+        help="train adapters only: rank=8,alpha=16,targets=query+value,kind=lora|dora,...",
     )
     parser.add_argument(
         "--chat", action="store_true", help="data are conversations, for the model's chat template"

@@ -26,6 +26,7 @@ from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.initialize import finetuning_config, require_same_start
 from jaxinfra.training.job import make_job
+from jaxinfra.training.mixture_read import SourceRead, describe_mixture
 from jaxinfra.training.profile import parse_profile_range
 from jaxinfra.training.session import train
 
@@ -85,7 +86,10 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
         if cluster is None and not args.no_sample:
-            _sample(directory, "def " if config.data.source == STDLIB else "")
+            _sample(
+                directory,
+                "def " if config.data.source == STDLIB and not config.data.mixture else "",
+            )
         print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
     return leave(0, together=outcome.together)
 
@@ -98,6 +102,8 @@ def _report(summary: dict) -> None:
         f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
     )
+    if "mixture" in summary:
+        print(f"\n{describe_mixture([SourceRead(**each) for each in summary['mixture']])}\n")
     causes = summary["wall_s_by_cause"]
     whole = sum(causes.values())
     shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)

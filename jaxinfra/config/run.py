@@ -58,7 +58,13 @@ LATENT_METHODS = (ContextMethod.AUTO, ContextMethod.ALL_GATHER)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Length, batch and step of a training run."""
+    """Length, batch and step of a training run.
+
+    Examples:
+        >>> training = jaxinfra.TrainingConfig(steps=500, batch_size=32, sequence_length=1024)
+        >>> training.batch_size * training.sequence_length  # tokens per step
+        32768
+    """
 
     steps: int  # optimizer steps
     batch_size: int  # sequences a step, over all devices and accumulation
@@ -109,7 +115,7 @@ class TrainingConfig:
                 f"seed={self.seed} must lie in [0, 2^32): larger ones are not told apart"
             )
         if self.memory_budget_gib is not None and (
-            self.memory_budget_gib <= 0 or self.remat is not Remat.AUTO
+            self.memory_budget_gib <= 0 or self.remat != Remat.AUTO
         ):
             raise ConfigError(
                 f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat.value}: a "
@@ -130,7 +136,11 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When checkpoints are written and which are kept."""
+    """When checkpoints are written and which are kept.
+
+    Examples:
+        >>> checkpoint = jaxinfra.CheckpointConfig(every=100, keep_last=3)
+    """
 
     every: int | None = None  # steps; None: at the end and on a signal only
     keep_last: int = 2  # newest checkpoints that stay
@@ -146,7 +156,14 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Everything that decides what a run computes."""
+    """Everything that decides what a run computes.
+
+    Examples:
+        >>> config = jaxinfra.preset("tiny")
+        >>> isinstance(config, jaxinfra.RunConfig), config.training.batch_size
+        (True, 16)
+        >>> config = dataclasses.replace(config, mesh=jaxinfra.MeshConfig(fsdp=4))
+    """
 
     model: ModelConfig  # what is trained
     data: DataConfig  # what it reads

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, final
 
@@ -19,7 +19,7 @@ from jaxinfra.core.errors import DataError
 from jaxinfra.core.files import read_json
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
-from jaxinfra.data.pretokenized import open_pretokenized
+from jaxinfra.data.pretokenized import open_pretokenized, tokenizer_of_arrays
 from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import Source, scan
 from jaxinfra.data.split import Split, require_both_sides
@@ -90,14 +90,9 @@ def open_corpus(
         return Corpus(
             tokenizer=saved, train=train, heldout=heldout, heldout_names=names, heldout_text=None
         )
-    split = Split(
-        source=scan(config.source),
-        heldout_source=None if config.heldout_source is None else _scan_heldout(config),
-        config=config,
-    )
-    split.check_names()
+    split = _split_of(config)
     if tokenizer is None:
-        tokenizer = _make_tokenizer(split, vocab_size=vocab_size, cache_dir=cache_dir)
+        tokenizer = _make_tokenizer([split], vocab_size=vocab_size, cache_dir=cache_dir)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; "
@@ -113,6 +108,30 @@ def open_corpus(
     return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, chat)
 
 
+def shared_tokenizer(
+    configs: Sequence[DataConfig], *, vocab_size: int, cache_dir: Path
+) -> Tokenizer:
+    """A tokenizer for several corpora: the configured one, that of the first token arrays, or
+    byte-level BPE trained on equal parts of all.
+    """
+    for config in configs:
+        directory = Path(config.source).expanduser()
+        if is_token_arrays(directory):
+            return tokenizer_of_arrays(config, directory)
+    splits = [_split_of(config) for config in configs]
+    return _make_tokenizer(splits, vocab_size=vocab_size, cache_dir=cache_dir)
+
+
+def _split_of(config: DataConfig) -> Split:
+    split = Split(
+        source=scan(config.source),
+        heldout_source=None if config.heldout_source is None else _scan_heldout(config),
+        config=config,
+    )
+    split.check_names()
+    return split
+
+
 def _scan_heldout(config: DataConfig) -> Source:
     spec = str(config.heldout_source)
     if is_token_arrays(Path(spec).expanduser()):
@@ -123,34 +142,38 @@ def _scan_heldout(config: DataConfig) -> Source:
     return scan(spec)
 
 
-def _make_tokenizer(split: Split, *, vocab_size: int, cache_dir: Path) -> Tokenizer:
-    config = split.config.tokenizer
+def _make_tokenizer(splits: Sequence[Split], *, vocab_size: int, cache_dir: Path) -> Tokenizer:
+    config = splits[0].config.tokenizer
     if config.kind is TokenizerKind.BYTES:
         return bytes_tokenizer()
     if config.path is not None:
         return Tokenizer.load(Path(config.path).expanduser())
-    key = _key(split.identity(), vocab_size, BPE_PATTERN, tokenizers.__version__)
+    identities = [split.identity() for split in splits]
+    of = identities[0] if len(splits) == 1 else identities
+    key = _key(of, vocab_size, BPE_PATTERN, tokenizers.__version__)
     directory = cache_dir / "tokenizers" / key
     if not (directory / "tokenizer.json").is_file():
-        trained = train_bpe(_bpe_sample(split), vocab_size=vocab_size)
+        num_bytes = _BPE_SAMPLE_BYTES // len(splits)
+        samples = (_bpe_sample(split, num_bytes=num_bytes) for split in splits)
+        trained = train_bpe(itertools.chain.from_iterable(samples), vocab_size=vocab_size)
         with new_directory(directory) as unfinished:
             trained.save(unfinished / "tokenizer.json")
     return Tokenizer.load(directory / "tokenizer.json")
 
 
-def _bpe_sample(split: Split) -> Iterator[str]:
+def _bpe_sample(split: Split, *, num_bytes: int) -> Iterator[str]:
     total_bytes = sum(size for _, size, _ in split.source.listing())
     pieces = (
         piece
         for text in split.train_texts()
         for piece in split_at_lines(text, limit=_BPE_PIECE_CHARS)
     )
-    every = max(1, -(-total_bytes // _BPE_SAMPLE_BYTES))
+    every = max(1, -(-total_bytes // num_bytes))
     num_chars = 0
     for piece in itertools.islice(pieces, 0, None, every):
         yield piece
         num_chars += len(piece)
-        if num_chars > 2 * _BPE_SAMPLE_BYTES:
+        if num_chars > 2 * num_bytes:
             return  # Compressed files hold more than their size told.
 
 

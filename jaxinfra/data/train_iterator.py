@@ -1,6 +1,7 @@
 """Training batches: which samples a step sees, and a resumable Grain iterator over them."""
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
 from jaxinfra.data.token_arrays import TokenArrays
 
@@ -45,7 +47,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 
 def train_batches(
-    arrays: TokenArrays,
+    source: TokenArrays | MixedWindows,
     *,
     sequence_length: int,
     batch_size: int,
@@ -62,28 +64,43 @@ def train_batches(
     rows = process_rows(
         batch_size=batch_size, process_index=process_index, process_count=process_count
     )
-    windows = PackedWindows(arrays, sequence_length=sequence_length, seed=seed)
     identity = {
-        "data": arrays.fingerprint,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "seed": seed,
         "order_version": ORDER_VERSION,
     }
+    if isinstance(source, MixedWindows):
+        mixture, make = source, functools.partial(source.batch, rows=rows)
+        identity = {"mixture_version": MIXTURE_VERSION, **identity}
+    else:
+        windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
+        identity = {"data": source.fingerprint, **identity}
+        mixture = None
+
+        def make(step: int) -> Batch[np.ndarray]:
+            return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+
     readers = _Readers()
 
     def read(step: int) -> Batch[np.ndarray]:
         with readers.working():
-            return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+            return make(step)
 
     steps = grain.MapDataset.range(_NUM_STEPS).map(read)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainIterator(steps, options=options, identity=identity, readers=readers)
+    return TrainIterator(
+        steps, options=options, identity=identity, readers=readers, mixture=mixture
+    )
 
 
 @final
 class TrainIterator:
-    """Batches of step 0, 1, 2..., and the state that continues them elsewhere."""
+    """Batches of step 0, 1, 2..., and the state that continues them elsewhere.
+
+    Args:
+        mixture: what the batches are made of, where that is several sources.
+    """
 
     def __init__(
         self,
@@ -92,11 +109,13 @@ class TrainIterator:
         options: grain.ReadOptions,
         identity: dict[str, Any],
         readers: "_Readers",
+        mixture: MixedWindows | None = None,
     ):
         self._steps = steps
         self._readers = readers
         self._options = options
         self._identity = identity
+        self._mixture = mixture
         self._step = self._first = 0
         self._made = _Count()
         self._iterator = self._start()
@@ -136,9 +155,19 @@ class TrainIterator:
         """The sample numbers of a step's global batch, for a ledger of what was seen."""
         return sample_ids(step, batch_size=self._identity["batch_size"])
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint stores: JSON values, the same for every process."""
-        return {"step": self._step, **self._identity}
+    def read(self, step: int) -> dict[str, float]:
+        """What all steps before this one have read of each source of a mixture, for metrics."""
+        return {} if self._mixture is None else self._mixture.read(step)
+
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """What a checkpoint stores: JSON values, the same for every process.
+
+        Args:
+            step: whose batch comes next; that of this iterator by default.
+        """
+        step = self._step if step is None else step
+        state = {"step": step, **self._identity}
+        return state if self._mixture is None else {**state, "mixture": self._mixture.state(step)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the step at which ``state`` was taken, on any number of processes."""
@@ -151,6 +180,8 @@ class TrainIterator:
         step = state.get("step")
         if not isinstance(step, int) or not 0 <= step < _NUM_STEPS:
             raise DataError(f"the saved data order has step={step!r}; it must be a step number")
+        if self._mixture is not None:
+            self._mixture.require_same(state.get("mixture"), step)
         self.close()
         self._step = step
         self._iterator = self._start()

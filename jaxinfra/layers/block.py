@@ -12,13 +12,13 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     MlpConfig,
-    NormPlacement,
 )
 from jaxinfra.config.own import OwnLayer
 from jaxinfra.core import axes

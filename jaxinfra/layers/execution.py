@@ -18,6 +18,7 @@ from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
+from jaxinfra.ops.quantized import QuantizedWeight
 
 
 class Multiply(Protocol):
@@ -27,7 +28,7 @@ class Multiply(Protocol):
         self,
         spec: str,
         x: jax.Array | Input,
-        weight: jax.Array,
+        weight: jax.Array | QuantizedWeight,
         *,
         recipe: Recipe,
         out: jnp.dtype | None = None,
@@ -61,7 +62,9 @@ class Prepare(Protocol):
 class SwiGlu(Protocol):
     """A gated layer's hidden values; ``jaxinfra.ops.few_rows.swiglu_few_rows`` is one."""
 
-    def __call__(self, x_BTD: jax.Array, weight_DF: jax.Array, *, recipe: Recipe) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, weight_DF: jax.Array | QuantizedWeight, *, recipe: Recipe
+    ) -> jax.Array:
         """Returns ``silu(x gate) * (x up)`` in the compute dtype; the weight's first half of
         columns are gates.
         """

@@ -20,6 +20,7 @@ from jaxinfra.layers.routing import EvenLoads, ExpertChoice, balance_sums, choos
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
+from jaxinfra.ops.quantized import QuantizedWeight
 
 
 class Experts(nnx.Module):
@@ -137,12 +138,19 @@ class Experts(nnx.Module):
         """The routed experts'."""
 
         def value(parameter: nnx.Param | None) -> jax.Array | None:
-            return None if parameter is None else parameter[...]
+            return None if parameter is None else used(parameter)
+
+        def used(parameter: nnx.Param) -> jax.Array:
+            weight = parameter.get_value()
+            if isinstance(weight, QuantizedWeight):
+                # Of all experts of this layer: a product of groups takes plain weights.
+                return weight.dequantize(self.execution.policy.compute)
+            return weight
 
         return ExpertWeights(
             gate_EDF=value(self.gate),
-            up_EDF=self.up[...],
-            down_EFD=self.down[...],
+            up_EDF=used(self.up),
+            down_EFD=used(self.down),
             gate_bias_EF=value(self.gate_bias),
             up_bias_EF=value(self.up_bias),
             down_bias_ED=value(self.down_bias),

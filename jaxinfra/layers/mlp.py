@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import MlpConfig, MlpKind
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import MlpConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, Pass
@@ -74,7 +75,7 @@ class Mlp(nnx.Module):
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
         elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:
-            return swiglu(x_BTD, self.packed.weight[...], recipe=self.packed.recipe)
+            return swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
         return policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))

@@ -12,6 +12,7 @@ from jaxinfra.layers.lora import Adapter
 from jaxinfra.layers.passes import ModelState, Sums
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
+from jaxinfra.ops.quantized import QuantizedWeight, repeated_outputs
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
@@ -24,6 +25,8 @@ GATHERED = "gathered_weight"
 
 class Projection(nnx.Module):
     """y = einsum(spec, x, weight) + bias, and what an adapter adds, where it has been given one.
+
+    In the place of the weight's array there may be a ``QuantizedWeight``.
 
     Args:
         spec: einsum of x and weight, such as ``"BTD,DNH->BTNH"``.
@@ -87,18 +90,22 @@ class Projection(nnx.Module):
     def merged_weight(self) -> Float[Array, "..."]:
         """The weight with what an adapter adds to it, for layers that multiply with parts of it."""
         weight = self._used
-        if self.adapter is None:
-            return weight
-        return self.policy.to_accum(weight) + self.adapter.weight
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dequantize(self.policy.compute)
+        return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
-    def _used(self) -> Float[Array, "..."]:
-        weight = self.weight[...]
+    def _used(self) -> Float[Array, "..."] | QuantizedWeight:
+        weight = self.weight.get_value()
+        if isinstance(weight, QuantizedWeight):
+            return weight if self.place is None else jax.tree.map(self._whole, weight)
         if self.gather is not None:
             weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
-        if self.place is not None:
-            weight = self.place(weight, (None,) * weight.ndim)
-        return weight
+        return weight if self.place is None else self._whole(weight)
+
+    def _whole(self, weight: jax.Array) -> jax.Array:
+        assert self.place is not None
+        return self.place(weight, (None,) * weight.ndim)
 
     def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
         """x for this projection and others that multiply with it alike: quantized once."""
@@ -114,9 +121,14 @@ class Projection(nnx.Module):
         return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
 
     @property
-    def _multiplied(self) -> Float[Array, "..."]:
+    def _multiplied(self) -> Float[Array, "..."] | QuantizedWeight:
         """The weight as devices multiply with it."""
-        weight = self._repeated(self._used)
+        weight = self._used
+        if isinstance(weight, QuantizedWeight):
+            if self.copies == 1:
+                return weight
+            return repeated_outputs(weight, self.copies, axis=self.copied_axis)
+        weight = self._repeated(weight)
         if self.place is None or self.copies == 1:
             return weight
         copied = range(weight.ndim)[self.copied_axis]
@@ -133,15 +145,22 @@ class Projection(nnx.Module):
             history=self._history,
             dims=self.dims if self.place is None else None,
         )
+        if self.adapter is not None:
+            y = self._adapted(self.adapter, y, x.x if isinstance(x, Input) else x)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        if self.adapter is not None:
-            added = self.adapter(x.x if isinstance(x, Input) else x)
-            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(added))
         return checkpoint_name(y, self.name)
+
+    def _adapted(self, adapter: Adapter, y: jax.Array, x: jax.Array) -> jax.Array:
+        y_accum = self.policy.to_accum(y) + self._repeated(adapter(x))
+        gain = adapter.gain(self.weight[...])
+        if gain is not None:
+            gain = self._repeated(gain)
+            y_accum *= jnp.expand_dims(gain, range(y.ndim - gain.ndim))
+        return self.policy.to_compute(y_accum)
 
 
 def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:

@@ -37,7 +37,7 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
             projection.adapter = Adapter(
                 config,
                 projection.spec,
-                shape=weight.shape,
+                weight=weight[...],
                 dims=weight.axes,
                 multiply=projection.multiply,
                 policy=projection.policy,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.finetune import AdapterKind, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
@@ -75,16 +75,26 @@ class ModelDefinition:
         execution = dataclasses.replace(self.execution, policy=policy)
         return define_model(self.config, execution, lora=self.lora).freeze(self.frozen)
 
-    def initialize(self, key: jax.Array) -> Parameters:
-        """Draws parameters from a typed PRNG key."""
-        return _without(self._drawn(key, nnx.Param), self.frozen)
+    def initialize(self, key: jax.Array, *, beside: Parameters | None = None) -> Parameters:
+        """Draws parameters from a typed PRNG key.
+
+        Args:
+            beside: the frozen ones' values, by which the magnitudes of DoRA begin.
+        """
+        is_measured = self.lora is not None and self.lora.kind is AdapterKind.DORA
+        assert beside or not (is_measured and self.frozen), "DoRA begins at the base's own norms"
+        drawn = self._drawn(key, nnx.Param, beside if is_measured else None)
+        return without(drawn, self.frozen)
 
     def initial_state(self) -> Parameters:
         """The state before the first step: what layers give it, which no key decides."""
         return self._drawn(jax.random.key(0), ModelState) if self.state_shapes else {}
 
-    def _drawn(self, key: jax.Array, kind: type[nnx.Variable]) -> Parameters:
-        model = _build(self.config, self.execution, self.lora, nnx.Rngs(params=key))
+    def _drawn(
+        self, key: jax.Array, kind: type[nnx.Variable], beside: Parameters | None = None
+    ) -> Parameters:
+        rngs = nnx.Rngs(params=key)
+        model = _build(self.config, self.execution, self.lora, rngs, beside=beside)
         return nnx.to_pure_dict(nnx.filter_state(nnx.split(model)[1], kind))
 
     def bind(self, tree: Parameters) -> Decoder:
@@ -114,12 +124,12 @@ class ModelDefinition:
     @property
     def shapes(self) -> Parameters:
         """``jax.ShapeDtypeStruct`` of every parameter."""
-        return _without(self._of(nnx.Param, lambda variable: variable.get_value()), self.frozen)
+        return without(self._of(nnx.Param, lambda variable: variable.get_value()), self.frozen)
 
     @property
     def dims(self) -> Parameters:
         """Logical dims of every parameter, in the structure of ``shapes``."""
-        return _without(
+        return without(
             self._of(nnx.Param, lambda variable: DimsLeaf(variable.get_metadata()["axes"])),
             self.frozen,
         )
@@ -132,7 +142,7 @@ class ModelDefinition:
         def dtype(variable: nnx.Variable) -> jnp.dtype:
             return variable.get_metadata().get("read_as") or variable.get_value().dtype
 
-        dtypes = _without(self._of(nnx.Param, dtype), self.frozen)
+        dtypes = without(self._of(nnx.Param, dtype), self.frozen)
         return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), parameters, dtypes)
 
     @property
@@ -211,9 +221,18 @@ def define_model(
 
 
 def _build(
-    config: ModelConfig, execution: Execution, lora: LoraConfig | None, rngs: nnx.Rngs
+    config: ModelConfig,
+    execution: Execution,
+    lora: LoraConfig | None,
+    rngs: nnx.Rngs,
+    *,
+    beside: Parameters | None = None,
 ) -> Decoder:
     model = Decoder(config, execution=execution, rngs=rngs)
+    if beside:
+        state = nnx.state(model)
+        nnx.replace_by_pure_dict(state, beside)
+        nnx.update(model, state)
     if lora is not None:
         add_adapters(model, lora, rngs=rngs)
     return model
@@ -264,12 +283,12 @@ def only(tree: Parameters, others: Parameters) -> Parameters:
     return result
 
 
-def _without(parameters: Parameters, others: Parameters) -> Parameters:
+def without(parameters: Parameters, others: Parameters) -> Parameters:
     """The parameters that are not among ``others``."""
     result = {}
     for name, value in parameters.items():
         if name not in others:
             result[name] = value
-        elif isinstance(value, dict) and (rest := _without(value, others[name])):
+        elif isinstance(value, dict) and (rest := without(value, others[name])):
             result[name] = rest
     return result

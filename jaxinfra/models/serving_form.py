@@ -23,6 +23,7 @@ from jaxinfra.models.definition import (
     define_model,
     nest,
 )
+from jaxinfra.ops.quantized import QuantizedWeight, are_alike, concatenated_columns
 
 _PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
 """What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
@@ -62,8 +63,8 @@ def serving_parameters(
         config: of the stacked model.
         parameters: as that model's ``bind`` takes them.
     """
-    sources, layers = by_path(parameters), [*config.layer_places]
-    result: dict[tuple[Any, ...], jax.Array] = {}
+    sources, layers = _weights_by_path(parameters), [*config.layer_places]
+    result: dict[tuple[Any, ...], jax.Array | QuantizedWeight] = {}
     for path in by_path(form.arrays):
         head, *rest = path.split("/")
         if head != "blocks":
@@ -81,8 +82,37 @@ def serving_parameters(
     return nest(result)
 
 
+def can_pack(parameters: Parameters) -> bool:
+    """Whether projections of one input may be one weight: in few bits, where they are alike."""
+    weights = _weights_by_path(parameters)
+    for path, weight in weights.items():
+        *parents, layer, name, last = ("", "", *path.split("/"))
+        names, _ = _PACKED.get(layer, ((), 0))
+        if isinstance(weight, QuantizedWeight) and name in names:
+            beside = ("/".join([*parents[2:], layer, each, last]) for each in names)
+            if not are_alike([weights[each] for each in beside if each in weights]):
+                return False
+    return True
+
+
+def _weights_by_path(parameters: Parameters) -> dict[str, Any]:
+    """As ``by_path``; a weight in few bits is one leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        parameters, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight)
+    )
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
 @functools.partial(jax.jit, static_argnames=("dim",))
-def _cut(stacked: list[jax.Array], repetition: int, *, dim: int) -> jax.Array:
+def _cut(
+    stacked: list[jax.Array | QuantizedWeight], repetition: int, *, dim: int
+) -> jax.Array | QuantizedWeight:
     """One repetition of these arrays, one after another, as a stack of one."""
-    cut = [jax.lax.dynamic_slice_in_dim(each, repetition, 1) for each in stacked]
-    return cut[0] if len(cut) == 1 else jnp.concatenate(cut, axis=dim)
+    cut = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, repetition, 1), stacked)
+    if len(cut) == 1:
+        return cut[0]
+    quantized = [each for each in cut if isinstance(each, QuantizedWeight)]
+    if quantized:
+        assert len(quantized) == len(cut), "can_pack"
+        return concatenated_columns(quantized, axis=dim)
+    return jnp.concatenate(cut, axis=dim)

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from jaxinfra.config.model import MlpKind
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.multiply import multiply
+from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims
 from pallas_kernels.common import device
 
 MOST_ROWS = 256
@@ -24,7 +25,7 @@ MOST_ROWS = 256
 def multiply_few_rows(
     spec: str,
     x: Float[Array, "..."] | Input,
-    weight: Float[Array, "..."],
+    weight: Float[Array, "..."] | QuantizedWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
@@ -35,7 +36,9 @@ def multiply_few_rows(
     assert recipe.fp8 is None, "execution_on"
     del history, dims
     x = x.x if isinstance(x, Input) else x
-    rank = _contracted(spec)
+    rank = contracted_dims(spec)
+    if isinstance(weight, QuantizedWeight):
+        return multiply(spec, x, weight, recipe=recipe, out=out)
     if rank is None or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
         return multiply(spec, x, weight, recipe=recipe, out=out)
     product = pallas_kernels.skinny_matmul(*_as_matrices(x, weight, rank, recipe))
@@ -43,25 +46,19 @@ def multiply_few_rows(
 
 
 def swiglu_few_rows(
-    x_BTD: Float[Array, "B T D"], weight_DF: Float[Array, "D F"], *, recipe: Recipe
+    x_BTD: Float[Array, "B T D"],
+    weight_DF: Float[Array, "D F"] | QuantizedWeight,
+    *,
+    recipe: Recipe,
 ) -> Float[Array, "B T _"]:
     """``silu(x gate) * (x up)`` in the compute dtype, by a weight of gates and then ups."""
-    if _takes(x_BTD, 1, recipe):
+    if not isinstance(weight_DF, QuantizedWeight) and _takes(x_BTD, 1, recipe):
         operands = _as_matrices(x_BTD, weight_DF, 1, recipe)
         hidden = pallas_kernels.skinny_matmul(*operands, swiglu=True)
         return hidden.reshape(*x_BTD.shape[:-1], -1)
     product_BTF = multiply("BTD,DF->BTF", x_BTD, weight_DF, recipe=recipe).astype(recipe.accum)
     gate, up = jnp.split(product_BTF, 2, axis=-1)
     return activated(MlpKind.SWIGLU, up, gate).astype(recipe.compute)
-
-
-def _contracted(spec: str) -> int | None:
-    """How many dims are contracted, if they are x's last and the weight's first; else None."""
-    operands, result = spec.split("->")
-    x, weight = operands.split(",")
-    rank = sum(letter not in result for letter in x)
-    fits = rank > 0 and x[-rank:] == weight[:rank] and result == x[:-rank] + weight[rank:]
-    return rank if fits else None
 
 
 def _takes(x: jax.Array, rank: int, recipe: Recipe) -> bool:

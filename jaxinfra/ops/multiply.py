@@ -8,13 +8,14 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
 from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices, Input
+from jaxinfra.ops.quantized import QuantizedWeight, multiply_quantized
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
 
 def multiply(
     spec: str,
     x: Float[Array, "..."] | Input,
-    weight: Float[Array, "..."],
+    weight: Float[Array, "..."] | QuantizedWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
@@ -32,8 +33,14 @@ def multiply(
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output. In 8 bits a matmul.
         out: dtype of the result; ``recipe.compute`` by default.
+        weight: one in few bits is a constant, multiplied as ``multiply_quantized`` says.
         history, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
     """
+    if isinstance(weight, QuantizedWeight):
+        x = x.x if isinstance(x, Input) else x
+        return multiply_quantized(
+            spec, x, weight, recipe=recipe, out=out, is_whole=devices.num == 1
+        )
     if recipe.fp8 is not None:
         return multiply_fp8(
             spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices

@@ -78,13 +78,15 @@ def exchanged_bytes(
     exchange: ExchangeConfig,
 ) -> dict[str, int]:
     """Bytes of the buffers that one device gives to the all-to-alls of a layer's forward pass, of
-    which it sends (N-1)/N: rows out and back, and what is said of the experts that they are for.
+    which it sends (N-1)/N: rows out and back, the experts they are for, and in the form per device
+    these experts' weights.
     """
     rows = room.slots * num_devices
     per_expert = exchange.form is ExchangeForm.PER_EXPERT
     return {
         "rows": 2 * rows * model_dim * itemsize,
-        "experts": rows * 4 * (1 if per_expert else 2 * experts.top_k),
+        "experts": rows * 4 * (1 if per_expert else experts.top_k),
+        "weights": 0 if per_expert else rows * 4 * experts.top_k,
     }
 
 

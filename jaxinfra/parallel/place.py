@@ -44,9 +44,9 @@ class Placement:
         Args:
             rules: those of parameters and activations by default.
         """
-        return _partition(dims, self._sharded(dims, rules))
+        return _partition(dims, self.sharded_axes(dims, rules))
 
-    def _sharded(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
+    def sharded_axes(self, dims: Dims, rules: Rules | None) -> list[tuple[str, ...]]:
         """The mesh axes of each dim; experts' come first, other dims have what they leave."""
         found = [self.axes(dim, rules) for dim in dims]
         if EXPERTS not in dims:
@@ -180,7 +180,7 @@ class Placement:
             sharded = [
                 () if self.copies(dim, size, rules) > 1 else names
                 for dim, size, names in zip(
-                    leaf.dims, shape.shape, self._sharded(leaf.dims, rules), strict=True
+                    leaf.dims, shape.shape, self.sharded_axes(leaf.dims, rules), strict=True
                 )
             ]
             if LAYERS in leaf.dims:

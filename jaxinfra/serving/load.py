@@ -21,7 +21,7 @@ from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
-from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
@@ -33,13 +33,20 @@ from jaxinfra.weights.model_directory import is_model_directory, read_model_dire
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model, with the tokenizer that its tokens are of."""
+    """A model, with the tokenizer that its tokens are of: what ``load`` returns.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> ids = model.tokenizer.encode("the cat")
+        >>> model.decoder(ids[None]).shape == (1, len(ids), 300)
+        True
+    """
 
     definition: ModelDefinition
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     tokenizer: Tokenizer
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
-    step: int | None
+    step: int | None  # of the run's checkpoint
     # What text begins with and ends at; None: the tokenizer's own document separators.
     prefix_ids: tuple[int, ...] | None = None
     eos_ids: tuple[int, ...] | None = None
@@ -66,7 +73,8 @@ class LoadedModel:
         if not is_straight or definition.lora is not None or in_8_bits:
             return self.decoder
         shards = 1 if self.placement is None else self.placement.mesh.shape[MeshAxis.TENSOR]
-        execution = execution_on(self.placement, policy=policy, packed=shards == 1)
+        is_packed = shards == 1 and can_pack(self.parameters)
+        execution = execution_on(self.placement, policy=policy, packed=is_packed)
         form = serving_form(definition, execution)
         return form.bind(serving_parameters(form, definition.config, self.parameters))
 
@@ -77,11 +85,17 @@ def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None
     Args:
         path: a run directory, or one with a Hugging Face model or a converted one.
         dtype: of the operands of matmuls: "float32", "bfloat16" or "float16". Parameters of a run
-            stay float32, others are held in it; sums, norms, softmax and logits are float32.
+            stay float32, others are held in it, dequantized where files are quantized; sums, norms,
+            softmax and logits are float32.
         mesh: devices that the model is spread over, the first one by default.
 
     Raises:
         ConfigError, DataError, CheckpointError: ``path`` is no model, or one that is not whole.
+
+    Examples:
+        >>> model = jaxinfra.load_model("runs/mine", dtype="bfloat16")
+        >>> model(np.array([[1, 2, 3]], np.int32)).dtype
+        dtype('float32')
     """
     policies = {policy.compute.name: name for name, policy in POLICIES.items()}
     if dtype not in policies:
@@ -100,12 +114,23 @@ def load(
     step: int | None = None,
     mesh: MeshConfig | None = None,
 ) -> LoadedModel:
-    """A model with its tokenizer, from a run or a model directory.
+    """A model with its tokenizer, from a run or a model directory. Weights that a directory holds
+    in 4 or 8 bits stay in them.
 
     Args:
+        path: a run, or a directory with a Hugging Face model or a converted one.
         policy: numeric policy; None: the one trained with, or of the dtype stored.
-        step: a certain checkpoint of a run.
+        step: a certain checkpoint of a run; the newest good one by default.
         mesh: devices that the model is spread over, the first one by default.
+
+    Raises:
+        ConfigError: a ``step`` of a model directory, which has none; a mesh that cannot be.
+        DataError, CheckpointError: there is no model, or one that is not whole.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> model.step, model.config.training.batch_size
+        (4, 2)
     """
     path = Path(path)
     if not is_model_directory(path):
@@ -115,7 +140,7 @@ def load(
     vocab_size = read_model_directory(path).config.vocab_size
     tokenizer = _read_tokenizer(path, vocab_size=vocab_size)
     separators = read_separators(path, vocab_size=vocab_size)
-    pretrained = _pretrained(path, policy, mesh)
+    pretrained = _pretrained(path, policy, mesh, keep_packed=True)
     return LoadedModel(
         definition=pretrained.definition,
         parameters=pretrained.parameters,
@@ -128,9 +153,11 @@ def load(
     )
 
 
-def _pretrained(path: Path, policy: PolicyName | None, mesh: MeshConfig | None) -> PretrainedModel:
+def _pretrained(
+    path: Path, policy: PolicyName | None, mesh: MeshConfig | None, *, keep_packed: bool = False
+) -> PretrainedModel:
     placement = serving_placement(read_model_directory(path).config, mesh)
-    return load_pretrained(path, policy=policy, placement=placement)
+    return load_pretrained(path, policy=policy, placement=placement, keep_packed=keep_packed)
 
 
 def load_run(

@@ -43,7 +43,7 @@ def evaluate_pretrained(
     if source is not None:
         data = dataclasses.replace(data, source=source, heldout_source=source)
     placement = Placement(mesh=make_mesh(mesh, devices=jax.local_devices()))
-    model = load_pretrained(directory, placement=placement)
+    model = load_pretrained(directory, placement=placement, keep_packed=True)
     corpus = open_corpus(
         data,
         vocab_size=model.definition.config.vocab_size,
@@ -73,5 +73,6 @@ def evaluate_pretrained(
     return RunEvaluation(
         step=None,
         evaluation=result,
+        sets={},
         baseline=compressed_bits_per_byte(corpus.heldout_documents()),
     )

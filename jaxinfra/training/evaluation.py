@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.models.definition import Parameters
@@ -33,8 +34,66 @@ class Evaluation:
         return self.loss * self.num_tokens / math.log(2) / self.num_bytes
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SetEvaluations:
+    """Losses of all texts that a run is evaluated on."""
+
+    sets: dict[str, Evaluation]  # by name
+    judged: Evaluation  # of the set, or of all sets together, that the run is judged by
+
+    def record(self) -> dict[str, float]:
+        """Values for ``metrics.jsonl``; of several sets also each one's, ``heldout/NAME/...``."""
+        record = {
+            "heldout_loss": self.judged.loss,
+            "heldout_bits_per_byte": self.judged.bits_per_byte,
+        }
+        if len(self.sets) > 1:
+            for name, each in self.sets.items():
+                record[f"heldout/{name}/loss"] = each.loss
+                record[f"heldout/{name}/bits_per_byte"] = each.bits_per_byte
+        return record
+
+    def describe(self) -> str:
+        """One line."""
+        judged = self.judged
+        text = (
+            f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}, "
+            f"{judged.bits_per_byte:.4f} bits per byte"
+        )
+        if len(self.sets) == 1:
+            return text
+        each = (
+            f"{name} {found.loss:.4f} ({found.bits_per_byte:.4f} bits per byte)"
+            for name, found in self.sets.items()
+        )
+        return f"{text}; {', '.join(each)}"
+
+
 class Interrupted(Exception):
     """The evaluation was asked to stop before its end."""
+
+
+def evaluate_sets(
+    job: Job, tree: Parameters, corpora: Corpora, *, stop: Callable[[], bool] | None = None
+) -> SetEvaluations:
+    """``evaluate_heldout`` of every set; raises Interrupted before any is told, or tells all."""
+    sets = {
+        name: evaluate_heldout(job, tree, arrays, stop=stop)
+        for name, arrays in corpora.heldout.items()
+    }
+    return SetEvaluations(sets=sets, judged=pooled([sets[name] for name in corpora.judged]))
+
+
+def pooled(parts: Sequence[Evaluation]) -> Evaluation:
+    """The loss of several texts as of one."""
+    if len(parts) == 1:
+        return parts[0]
+    num_tokens = sum(each.num_tokens for each in parts)
+    return Evaluation(
+        loss=math.fsum(each.loss * each.num_tokens for each in parts) / num_tokens,
+        num_tokens=num_tokens,
+        num_bytes=sum(each.num_bytes for each in parts),
+    )
 
 
 def evaluate_heldout(

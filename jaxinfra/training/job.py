@@ -15,6 +15,7 @@ from jax.stages import Wrapped
 
 from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
+from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import Remat, RunConfig, validate
 from jaxinfra.core.axes import BATCH
@@ -62,8 +63,11 @@ class Job:
     choice: Choice | None = None  # of recomputation, where the config left it open
 
     def initialize(self) -> TrainState[jax.Array]:
-        """Draws the initial state directly onto the mesh."""
-        return jax.jit(self._initial, out_shardings=self.shardings)()
+        """Draws the initial state directly onto the mesh.
+
+        DoRA's magnitudes are those of the frozen weights, which ``with_frozen`` has given then.
+        """
+        return jax.jit(self._initial, out_shardings=self.shardings)(self._measured)
 
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
         """The initial state with these parameters and this state of the model, which it takes
@@ -97,17 +101,24 @@ class Job:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(self._initial),
+            jax.eval_shape(self._initial, self._measured),
             self.shardings,
         )
 
-    def _initial(self) -> TrainState[jax.Array]:
+    @property
+    def _measured(self) -> Parameters:
+        """The frozen parameters, where initial ones depend on them."""
+        lora = self.config.lora
+        return self.model.frozen if lora and lora.kind is AdapterKind.DORA else {}
+
+    def _initial(self, beside: Parameters) -> TrainState[jax.Array]:
         return initial_state(
             self.model,
             self.optimizer,
             precision=self.config.precision,
             seed=self.config.training.seed,
             averages=self.config.optimizer.average is not None,
+            beside=beside,
         )
 
     def put(self, batch: Batch) -> Batch:

@@ -23,7 +23,7 @@ from jaxinfra.core.errors import (
 )
 from jaxinfra.core.places import local_path, user_cache
 from jaxinfra.core.signals import StopRequest, noted_signals
-from jaxinfra.data.corpus import Corpus, open_corpus
+from jaxinfra.data.corpora import Corpora, open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.launch.cluster import LAUNCHER
@@ -34,7 +34,8 @@ from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.clock import Clock
-from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
+from jaxinfra.training.describe import describe_corpora, describe_job, describe_ranking
+from jaxinfra.training.environment import record_environment
 from jaxinfra.training.finished import Outcome, final_summary
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
@@ -65,6 +66,8 @@ def train(
     this alike, and all stop alike.
 
     Args:
+        config: what to train, on what, and how long.
+        directory: of the run; a new one, unless it is resumed.
         resume: continue the run there, which may have another ``config`` than before.
         cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
             cache by default.
@@ -74,6 +77,11 @@ def train(
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
+
+    Examples:
+        >>> outcome = jaxinfra.train(jaxinfra.read_run_config("mine.toml"), "runs/new")
+        7,152 parameters, fp32 on cpu (one device); 4 steps of 2 x 32 tokens
+        ...
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
@@ -87,7 +95,7 @@ def train(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
-            config=config,
+            config=codec.normalized(config),
             run=run,
             resume=resume,
             cache_dir=cache_dir,
@@ -187,7 +195,7 @@ class _Session:
         else:  # alone there is nobody to wait for, and a refused resumption leaves all as it was
             start, recorder = set_up(), _record_and_watch(config, run, resources)
         recorder.spent["setup"] += recorder.began - self.began
-        progress.message(describe_corpus(start.corpus))
+        progress.message(describe_corpora(start.corpora, job.config))
         if start.saved:
             progress.message(f"resumed at step {start.batches.step}")
         if start.changes:
@@ -201,6 +209,7 @@ class _Session:
                 callbacks=self.callbacks,
             )
         )
+        record_environment(run.environments_file, job, step=start.batches.step)
         for callback in self.callbacks:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)
@@ -210,7 +219,7 @@ class _Session:
         return Trainer(
             job=job,
             run=run,
-            corpus=start.corpus,
+            corpora=start.corpora,
             batches=start.batches,
             state=start.state,
             saved=start.saved,
@@ -279,7 +288,7 @@ def _record_and_watch(
 class _Start:
     """What a run's steps start from."""
 
-    corpus: Corpus
+    corpora: Corpora
     batches: TrainIterator  # the next one is of the state's step
     saver: Checkpointer
     state: State
@@ -298,15 +307,15 @@ def _new(
 ) -> _Start:
     del profile  # checked before the directory was made
     try:
-        corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=None)
+        corpora, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=None)
         state = first_state(job)
     except (JaxinfraError, OSError):
         if jax.process_index() == 0:
             run.discard()
         raise
-    processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+    processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
     saver = _open_checkpoints(job, run, resources)
-    return _Start(corpus=corpus, batches=batches, saver=saver, state=state, saved=False)
+    return _Start(corpora=corpora, batches=batches, saver=saver, state=state, saved=False)
 
 
 def _resumed(
@@ -327,16 +336,16 @@ def _resumed(
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
     saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
-    corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=saved)
+    corpora, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=saved)
     if restored is not None:
         batches.restore(restored.data_state)
     # Only now is it known that the run can go on under this config.
     processes.on_first(lambda: run.update_config(job.config))
     if saved is None:
-        processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+        processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
         saver.identity = identity(run, job.config)
     return _Start(
-        corpus=corpus,
+        corpora=corpora,
         batches=batches,
         saver=saver,
         state=first_state(job) if restored is None else restored.state,
@@ -353,10 +362,10 @@ def _open_data(
     *,
     cache_dir: Path,
     tokenizer: Tokenizer | None,
-) -> tuple[Corpus, TrainIterator]:
+) -> tuple[Corpora, TrainIterator]:
     config = job.config
     open_it = functools.partial(
-        open_corpus,
+        open_corpora,
         config.data,
         vocab_size=config.model.vocab_size,
         cache_dir=cache_dir,
@@ -365,10 +374,10 @@ def _open_data(
     )
     if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
         processes.on_first(lambda: open_it() and None)
-    corpus = open_it()
+    corpora = open_it()
     part, parts = job.process_share()
     batches = train_batches(
-        corpus.train,
+        corpora.train_source(config.training),
         sequence_length=config.training.sequence_length,
         batch_size=config.training.batch_size,
         seed=config.training.seed,
@@ -378,7 +387,7 @@ def _open_data(
         prefetch=config.data.prefetch_batches,
     )
     resources.callback(batches.close)
-    return corpus, batches
+    return corpora, batches
 
 
 def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:

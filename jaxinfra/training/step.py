@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
@@ -66,7 +66,7 @@ def make_train_step(
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        key = step_key(state)
         learned = gradient(
             state.parameters,
             state.model_state,
@@ -124,6 +124,11 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def step_key(state: State) -> Key[Array, ""]:
+    """The key of the step that follows a state: of its dropout and of the rounding of weights."""
+    return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
 
 def _after_updates(parameters: Parameters, steps: Any, key: jax.Array) -> Parameters:

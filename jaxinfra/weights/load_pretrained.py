@@ -8,13 +8,14 @@ import numpy as np
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged, without
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.weights.model_directory import read_model_directory
 from jaxinfra.weights.onto_mesh import place_parameters
+from jaxinfra.weights.packed_parameters import place_packed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,11 @@ class PretrainedModel:
 
 
 def load_pretrained(
-    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
+    path: Path,
+    *,
+    policy: PolicyName | None = None,
+    placement: Placement | None = None,
+    keep_packed: bool = False,
 ) -> PretrainedModel:
     """Reads a model directory, tensor by tensor, each device its shard only.
 
@@ -37,6 +42,8 @@ def load_pretrained(
     Args:
         policy: None: that of the dtype in which the embedding is stored.
         placement: on the first device by default.
+        keep_packed: weights that the files hold in 4 or 8 bits stay in them, as
+            ``QuantizedWeight``; else they become plain arrays.
     """
     directory = read_model_directory(path)
     if placement is None:
@@ -48,10 +55,10 @@ def load_pretrained(
     execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
     definition = define_model(directory.config, execution)
     shardings = merged(placement.parameters(definition), placement.model_state(definition))
+    packed = place_packed(source, definition, placement) if keep_packed else {}
+    plain = place_parameters(source, definition, without(shardings, packed))
     return PretrainedModel(
-        definition=definition,
-        parameters=place_parameters(source, definition, shardings),
-        placement=placement,
+        definition=definition, parameters=merged(plain, packed), placement=placement
     )
 
 

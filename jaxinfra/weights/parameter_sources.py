@@ -7,7 +7,7 @@ is that slice and no more.
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import jax
@@ -72,16 +72,30 @@ class MappedParameters:
 
     def read(self, path: str, index: Index) -> np.ndarray:
         """Gathered layer by layer, and expert by expert where each has tensors of its own."""
-        return self._gathered(path, (), index)
+        return self.gather(path, index, self.files.read)
 
-    def _gathered(self, path: str, leading: tuple[int, ...], index: Index) -> np.ndarray:
+    def gather(
+        self, path: str, index: Index, read: Callable[[str, Index], np.ndarray]
+    ) -> np.ndarray:
+        """A slice of a parameter by slices of tensors, which ``read`` gives by name."""
+        return self._gathered(path, (), index, read)
+
+    def _gathered(
+        self,
+        path: str,
+        leading: tuple[int, ...],
+        index: Index,
+        read: Callable[[str, Index], np.ndarray],
+    ) -> np.ndarray:
         if (path, leading) not in self.weights.places:
             first, *rest = index
             numbers = range(first.start, first.stop)
-            return np.stack([self._gathered(path, (*leading, i), tuple(rest)) for i in numbers])
+            return np.stack(
+                [self._gathered(path, (*leading, i), tuple(rest), read) for i in numbers]
+            )
         tensor, part = self.weights.places[path, leading]
         name = self.names[tensor.name]
-        return tensor.read(part, lambda theirs: self.files.read(name, theirs), index)
+        return tensor.read(part, lambda theirs: read(name, theirs), index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

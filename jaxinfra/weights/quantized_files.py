@@ -15,13 +15,27 @@ from typing import Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.core.errors import CheckpointError, ConfigError
-from jaxinfra.models.hf.quantization import BlockScaledFp8, Mxfp4, Quantization
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.hf.quantization import (
+    Awq,
+    BlockScaledFp8,
+    CompressedTensors,
+    Gptq,
+    Mxfp4,
+    Quantization,
+    TensorScaledFp8,
+)
 from jaxinfra.models.hf.tensor_layout import Index
+from jaxinfra.weights.stored_formats import (
+    find_awq,
+    find_compressed,
+    find_gptq,
+    find_scaled_fp8,
+)
+from jaxinfra.weights.stored_weights import DequantizedFiles, FindWeight, found_tensor
 from jaxinfra.weights.tensor_files import DTYPES, StoredTensor, TensorFiles
 
-_FP32, _BF16, _E4M3 = map(jnp.dtype, ("float32", "bfloat16", "float8_e4m3fn"))
-_SCALE = "_scale_inv"
+_FP32, _BF16 = map(jnp.dtype, ("float32", "bfloat16"))
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32  # elements that share an exponent
 _BIAS = 127
@@ -54,13 +68,7 @@ def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> Tens
         CheckpointError: elements without their scales, or of other shapes.
         ConfigError: elements that are not what the config says.
     """
-    match quantization:
-        case BlockScaledFp8(block=block):
-            reader: TensorReader = _Fp8Files(files=files, block=block)
-        case Mxfp4():
-            reader = _Mxfp4Files(files=files)
-        case None:
-            reader = files
+    reader: TensorReader = _reader(files, quantization)
     for name, tensor in reader.tensors.items():
         if tensor.dtype.name not in DTYPES.values():
             raise ConfigError(
@@ -71,62 +79,21 @@ def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> Tens
     return reader
 
 
-def _scales_of(files: TensorFiles, name: str, scales: str, shape: tuple[int, ...]) -> StoredTensor:
-    found = files.tensors.get(scales)
-    if found is None:
-        raise CheckpointError(
-            f"{files.directory}: {name} is quantized and its scales {scales} are missing; copy all "
-            "files again"
-        )
-    if found.shape != shape:
-        raise CheckpointError(
-            f"{files.directory}: {scales} has shape {list(found.shape)}, {name} asks for "
-            f"{list(shape)}; one of them, or the config's block size, is of another model"
-        )
-    return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Fp8Files:
-    """Elements times their block's scale, in fp32. Blocks at the edges may be partial."""
-
-    files: TensorFiles
-    block: tuple[int, int]
-
-    @property
-    def directory(self) -> Path:
-        return self.files.directory
-
-    @functools.cached_property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        found = {}
-        for name, tensor in self.files.tensors.items():
-            if self._is_quantized(name):
-                grid = tuple(-(-n // m) for n, m in zip(tensor.shape, self.block, strict=True))
-                _scales_of(self.files, name, name + _SCALE, grid)
-                found[name] = dataclasses.replace(tensor, dtype=_FP32)
-            elif not self._is_quantized(name.removesuffix(_SCALE)):
-                found[name] = tensor
-        return found
-
-    def _is_quantized(self, name: str) -> bool:
-        tensor = self.files.tensors.get(name)
-        return tensor is not None and tensor.dtype == _E4M3
-
-    def read(self, name: str, index: Index) -> np.ndarray:
-        elements = self.files.read(name, index)
-        if not self._is_quantized(name):
-            return elements
-        covered = tuple(
-            slice(part.start // m, -(-part.stop // m))
-            for part, m in zip(index, self.block, strict=True)
-        )
-        scales = self.files.read(name + _SCALE, covered).astype(_FP32)
-        for dim, (part, m) in enumerate(zip(index, self.block, strict=True)):
-            start = part.start % m
-            wanted = slice(start, start + part.stop - part.start)
-            scales = np.repeat(scales, m, axis=dim)[(slice(None),) * dim + (wanted,)]
-        return elements.astype(_FP32) * scales
+def _reader(files: TensorFiles, quantization: Quantization | None) -> TensorReader:
+    match quantization:
+        case BlockScaledFp8() | TensorScaledFp8():
+            find: FindWeight = functools.partial(find_scaled_fp8, config=quantization)
+        case Awq():
+            find = functools.partial(find_awq, config=quantization)
+        case Gptq():
+            find = functools.partial(find_gptq, config=quantization)
+        case CompressedTensors():
+            find = functools.partial(find_compressed, config=quantization)
+        case Mxfp4():
+            return _Mxfp4Files(files=files)
+        case None:
+            return files
+    return DequantizedFiles(files=files, find=find)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +117,13 @@ class _Mxfp4Files:
             weight = name.removesuffix(_BLOCKS)
             if name != weight:
                 experts, outputs, groups, _ = tensor.shape
-                _scales_of(self.files, weight, weight + _SCALES, tensor.shape[:3])
+                found_tensor(
+                    self.files,
+                    weight + _SCALES,
+                    tensor.shape[:3],
+                    of=weight,
+                    kinds=(np.dtype(np.uint8).name,),
+                )
                 shape = (experts, groups * _GROUP, outputs)
                 dtype = _BF16
                 found[weight] = dataclasses.replace(tensor, shape=shape, dtype=dtype)

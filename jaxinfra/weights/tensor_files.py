@@ -21,7 +21,14 @@ _NAME_BYTES = 255  # of a file, on all common file systems
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights, as the files and as NumPy name them."""
 
-_STORED = DTYPES | {"F8_E4M3": "float8_e4m3fn", "U8": "uint8"}  # quantized ones too
+# Quantized ones too, and what says how they lie.
+_STORED = DTYPES | {
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +96,11 @@ def open_tensor_files(directory: Path) -> TensorFiles:
     if indexed is not None:
         _check_index(index, indexed, tensors)
     return TensorFiles(directory=directory, tensors=tensors)
+
+
+def open_tensor_file(file: Path) -> TensorFiles:
+    """Reads the header of one file; raises as ``open_tensor_files``."""
+    return TensorFiles(directory=file.parent, tensors=_read_header(file))
 
 
 def _listed(index: Path, name: str) -> Path:

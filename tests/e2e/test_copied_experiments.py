@@ -71,6 +71,7 @@ def test_an_experiment_runs(name, texts, tmp_path):
     if name == "preferences":
         fast = ["optimizer.learning_rate=3e-2", "optimizer.muon=none", "training.steps=20"]
         fast += ["training.sequence_length=32", "optimizer.warmup_steps=2"]
+        fast.append("optimizer.schedule=constant")
         settings += [f"--set={each}" for each in fast]
     devices = 4 if name == "long_context" else 1
     said = run(name, *options, "--out", "out", *settings, place=tmp_path, devices=devices)

@@ -53,8 +53,8 @@ def full(place):
 @pytest.fixture(scope="module")
 def lora(place):
     data = ["--data", place / "chats.jsonl", "--chat", "--set", "data.heldout_fraction=0.3"]
-    options = ["--lora", "rank=2,targets=query+down", "--steps", 4, "--learning-rate", "1e-2"]
-    options += ["--checkpoint-every", 2]
+    spec = "rank=2,targets=query+down,kind=dora,scaling=rslora"
+    options = ["--lora", spec, "--steps", 4, "--learning-rate", "1e-2", "--checkpoint-every", 2]
     assert train(place, "lora", "--init", place / "hf", *data, *options) == 0
     return place / "lora"
 
@@ -129,7 +129,7 @@ def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_pat
     assert config.lora.targets == ("query", "down")
     saved = json.loads((lora / "checkpoints/step_00000004/metadata.json").read_text())["tree"]
     paths = [leaf["path"] for leaf in saved if leaf["path"].startswith("parameters/")]
-    assert len(paths) == 4
+    assert len(paths) == 6
     assert all("/adapter/" in path for path in paths)
     assert losses(lora)[-1] < losses(lora)[0]
     assert main(["convert", str(lora), str(tmp_path / "merged")]) == 0
@@ -145,6 +145,8 @@ def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_pat
     values = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
     assert values["base_model_name_or_path"] == str(place / "hf")
+    assert values["use_dora"]
+    assert values["use_rslora"]
 
 
 def test_a_conversation_run_speaks_by_its_own_template(lora, place, capsys):

@@ -126,7 +126,7 @@ def test_any_slice_has_its_own_scales(fp8):
         ("scales", CheckpointError, "q_b_proj.weight_scale_inv are missing"),
         ("block", CheckpointError, "the config's block size"),
         ("config", ConfigError, "float8_e4m3fn, which the config's quantization_config does not"),
-        ("method", ConfigError, "quant_method='awq'"),
+        ("method", ConfigError, "quant_method='quip'"),
     ],
 )
 def test_what_cannot_be_read_is_named(fp8, damage, error, message):
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_named(fp8, damage, error, message):
     elif damage == "config":
         edit(path, quantization_config=None)
     elif damage == "method":
-        edit(path, quantization_config={"quant_method": "awq"})
+        edit(path, quantization_config={"quant_method": "quip"})
     else:
         edit(path, quantization_config={"quant_method": "fp8", "weight_block_size": [4, 4]})
     with pytest.raises(error, match=message):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import MlpConfig, MlpKind, Stack
+from jaxinfra.config.model import MlpConfig, Stack
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.definition import by_path, define_model

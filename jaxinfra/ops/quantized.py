@@ -1,0 +1,70 @@
+"""Products with weights that are kept in 4 or 8 bits."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import pallas_kernels
+from jaxinfra.core.errors import UnsupportedError
+from jaxinfra.numerics.recipe import Recipe
+from pallas_kernels import UnsupportedError as KernelUnsupported
+from pallas_kernels.quantized_matmul import Activations as Activations
+from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
+from pallas_kernels.quantized_matmul import WeightCode as WeightCode
+from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
+from pallas_kernels.quantized_matmul import are_alike as are_alike
+from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
+from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
+from pallas_kernels.quantized_matmul import round_weight as round_weight
+from pallas_kernels.quantized_matmul.api import MOST_BYTES
+
+
+def multiply_quantized(
+    spec: str,
+    x: Float[Array, "..."],
+    weight: QuantizedWeight,
+    *,
+    recipe: Recipe,
+    out: jnp.dtype | None = None,
+    is_whole: bool = True,
+) -> Float[Array, "..."]:
+    """``einsum(spec, x, weight)`` of a weight in few bits; ``ops.multiply.multiply`` calls it.
+
+    x is cast to ``recipe.compute`` and the weight dequantized to it. The gradient of x is returned
+    in x's dtype; the weight has none.
+
+    Args:
+        spec: x's last dims contracted with the weight's first, such as ``"BTD,DNH->BTNH"``.
+        out: dtype of the result; ``recipe.compute`` by default.
+        is_whole: one device has the weight, which may then be dequantized piece by piece.
+
+    Raises:
+        UnsupportedError: another spec, dims that the weight was not quantized along, or a gradient
+            where the weight's format rounds activations.
+    """
+    rank = contracted_dims(spec)
+    if rank is None or rank != len(weight.inputs) or weight.leading:
+        raise UnsupportedError(
+            f"{spec} with a weight {list(weight.shape)} in {weight.format.name}, quantized along "
+            f"{list(weight.inputs)}: the last dims of the input must be contracted with those; "
+            "multiply with weight.dequantize(dtype)"
+        )
+    matrix = x.astype(recipe.compute).reshape(-1, weight.matrix_shape[0])
+    try:
+        product = pallas_kernels.quantized_matmul(
+            matrix,
+            weight,
+            out_dtype=out or recipe.compute,
+            most_bytes=MOST_BYTES if is_whole else None,
+        )
+    except KernelUnsupported as error:
+        raise UnsupportedError(str(error)) from error
+    return product.reshape(*x.shape[: x.ndim - rank], *weight.outputs)
+
+
+def contracted_dims(spec: str) -> int | None:
+    """How many dims are contracted, if they are x's last and the weight's first; else None."""
+    operands, result = spec.split("->")
+    x, weight = operands.split(",")
+    rank = sum(letter not in result for letter in x)
+    fits = rank > 0 and x[-rank:] == weight[:rank] and result == x[:-rank] + weight[rank:]
+    return rank if fits else None

@@ -1,0 +1,84 @@
+"""Where the parts of a weight in few bits lie: as the weight would, if no group is cut."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxinfra.core.axes import Dims
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.ops.quantized import QuantizedWeight
+from jaxinfra.parallel.place import Placement
+
+
+def quantized_shardings(
+    placement: Placement, weight: QuantizedWeight, dims: Dims, *, path: str
+) -> QuantizedWeight:
+    """The sharding of each part, in the structure of the weight.
+
+    Rows and columns of a part lie as the first of the dims that they are made of. Scales and zero
+    points lie as the groups that they belong to.
+
+    Args:
+        weight: arrays or shapes.
+        dims: logical dims of the weight, those in front of the matrix too.
+        path: of the parameter, for messages.
+
+    Raises:
+        ConfigError: devices would have parts of a group, or of a dim other than the first.
+    """
+    found = [
+        () if placement.copies(dim, size) > 1 else names
+        for dim, size, names in zip(
+            dims, weight.shape, placement.sharded_axes(dims, None), strict=True
+        )
+    ]
+    num_leading, num_inputs = len(weight.leading), len(weight.inputs)
+    leading = found[:num_leading]
+    rows = _first(found[num_leading : num_leading + num_inputs], weight.inputs, path)
+    columns = _first(found[num_leading + num_inputs :], weight.outputs, path)
+    form = weight.format
+    for what, names, group, size in (
+        ("rows", rows, form.group_rows, weight.matrix_shape[0]),
+        ("columns", columns, form.group_columns, weight.matrix_shape[1]),
+    ):
+        shards = math.prod(placement.mesh.shape[name] for name in names)
+        # Where all share one scale, every device has it.
+        if size % shards or (group > 1 and shards > 1 and (size // shards) % group):
+            raise ConfigError(
+                f"parameter {path}: {size} {what} in {form.name} over {' x '.join(names)} = "
+                f"{shards} devices: {size / shards:g} {what} per device are no whole number of "
+                f"groups of {group or 1}; use fewer devices along that axis, or smaller groups"
+            )
+    if weight.order is not None and rows:
+        raise ConfigError(
+            f"parameter {path}: its rows are sorted by group (act-order), and devices of "
+            f"{' x '.join(rows)} would have rows that belong to others' inputs; set that axis to 1"
+        )
+
+    def placed(*names: tuple[str, ...]) -> Any:
+        return NamedSharding(
+            placement.current_mesh, PartitionSpec(*(each or None for each in (*leading, *names)))
+        )
+
+    groups = rows if form.group_rows else ()
+    blocks = columns if form.group_columns else ()
+    return dataclasses.replace(
+        weight,
+        data=placed(rows, columns),
+        scales=placed(groups, blocks),
+        zeros=None if weight.zeros is None else placed(groups, columns),
+        order=None if weight.order is None else placed(rows),
+    )
+
+
+def _first(found: list[tuple[str, ...]], sizes: tuple[int, ...], path: str) -> tuple[str, ...]:
+    """The axes of the dim that varies slowest; the others are whole."""
+    for names, size in list(zip(found, sizes, strict=True))[1:]:
+        if names and size > 1:
+            raise ConfigError(
+                f"parameter {path} is quantized, and {' x '.join(names)} would divide a dim of "
+                f"{size} that is not the first of its rows or columns; set that axis to 1"
+            )
+    return found[0]

@@ -1,0 +1,86 @@
+"""The public function: validates and chooses who computes. Dims: M row, K contracted, N column."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.common.errors import InputError, UnsupportedError
+
+from .reference import quantized_matmul_reference
+from .weight import QuantizedWeight
+from .xla import input_gradient, quantized_matmul_xla
+
+type QuantizedImplementation = Literal["auto", "xla", "reference"]
+MOST_BYTES = 256 * 2**20
+"""Of a dequantized weight in memory at a time."""
+
+
+def quantized_matmul(
+    x: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    out_dtype: Any = None,
+    implementation: QuantizedImplementation = "auto",
+    most_bytes: int | None = MOST_BYTES,
+) -> jax.Array:
+    """``x w`` of a weight that is kept in 4 or 8 bits.
+
+    The weight is dequantized to x's dtype; products are summed in fp32 and rounded once. Where the
+    format rounds activations, each row of x is brought to 8 bits by its own largest element, and
+    the product is of 8-bit numbers: sums in int32, or in fp32 of FP8. The gradient of x dequantizes
+    again; the weight is a constant. A product that rounds activations has no gradient.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32.
+        weight: a matrix [K, N], without dims in front.
+        out_dtype: of the result; x's by default.
+        implementation: "xla", or "reference", which dequantizes the whole weight; "auto" takes xla.
+        most_bytes: of the dequantized weight at a time. None: the whole, as on a mesh, whose
+            devices have parts of it.
+
+    Raises:
+        InputError: shapes or dtypes that disagree, or an unknown implementation.
+        UnsupportedError: a gradient through rounded activations, or the reference with those.
+    """
+    x = jnp.asarray(x)
+    rows, columns = weight.matrix_shape
+    if x.ndim != 2 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise InputError(
+            f"x is {x.dtype}{list(x.shape)}; it must be a matrix of bfloat16, float16 or float32"
+        )
+    if weight.leading or x.shape[1] != rows:
+        raise InputError(
+            f"x is {list(x.shape)} and the weight {list(weight.shape)}, {rows} x {columns} as a "
+            "matrix; x has as many columns as that has rows, and one layer is multiplied at a time"
+        )
+    if implementation not in ("auto", "xla", "reference"):
+        raise InputError(f"implementation={implementation!r} must be auto, xla or reference")
+    if weight.format.activations is not None and implementation == "reference":
+        raise UnsupportedError(
+            f"implementation='reference' multiplies dequantized weights, and {weight.format.name} "
+            "rounds inputs; implementation='xla' can"
+        )
+    weight.check()
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+
+    @jax.custom_vjp
+    def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
+        if implementation == "reference":
+            return quantized_matmul_reference(x, weight, out_dtype=out)
+        return quantized_matmul_xla(x, weight, out_dtype=out, most_bytes=most_bytes)
+
+    def forward(x: jax.Array, weight: QuantizedWeight):
+        if weight.format.activations is not None:
+            raise UnsupportedError(
+                f"a product with a weight in {weight.format.name} has no gradient: rounding has "
+                "none; keep activations as they are (activations=None) to train adapters"
+            )
+        return product(x, weight), weight
+
+    def backward(weight: QuantizedWeight, cotangent: jax.Array):
+        cotangent = cotangent.astype(x.dtype)
+        return input_gradient(cotangent, weight, out_dtype=x.dtype), None
+
+    product.defvjp(forward, backward)
+    return product(x, weight)

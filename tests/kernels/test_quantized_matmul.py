@@ -1,0 +1,177 @@
+"""Weights in few bits against arrays computed element by element in NumPy."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import InputError, UnsupportedError, quantized_matmul
+from pallas_kernels.quantized_matmul import (
+    Activations,
+    QuantizedWeight,
+    WeightCode,
+    WeightFormat,
+    concatenated_columns,
+    repeated_outputs,
+    round_weight,
+)
+from pallas_kernels.quantized_matmul.reference import packed_pairs, unpacked_pairs
+
+K, N = 24, 10
+RNG = np.random.default_rng(0)
+INT4 = WeightFormat(code=WeightCode.INT4, group_rows=8)
+FORMATS = [
+    INT4,
+    WeightFormat(code=WeightCode.INT8),
+    WeightFormat(code=WeightCode.E4M3, group_columns=0),
+    WeightFormat(code=WeightCode.E4M3, group_rows=10, group_columns=4),  # partial at both edges
+    WeightFormat(code=WeightCode.NF4, group_rows=6),
+]
+
+
+@jax.jit
+def dequantized(weight):
+    return weight.dequantize(jnp.float32)
+
+
+def stored(form, *, has_zeros=False, order=None):
+    """A random weight in this format, and the number that each element stands for."""
+    grid = form.scales_shape(K, N)
+    scales = RNG.uniform(0.5, 2, grid).astype(np.float32)
+    zeros = RNG.integers(0, 17, (grid[0], N)).astype(np.int8) if has_zeros else None
+    match form.code:
+        case WeightCode.INT4:
+            codes = RNG.integers(0, 16, (K, N)).astype(np.uint8)
+            number = codes.astype(np.float64)
+        case WeightCode.NF4:
+            codes = RNG.integers(0, 16, (K, N)).astype(np.uint8)
+            number = np.linspace(-1, 1, 16)[codes]
+        case WeightCode.INT8:
+            codes = RNG.integers(-127, 128, (K, N)).astype(np.int8)
+            number = codes.astype(np.float64)
+        case WeightCode.E4M3:
+            codes = RNG.normal(size=(K, N)).astype(ml_dtypes.float8_e4m3fn)
+            number = codes.astype(np.float64)
+    value = np.zeros((K, N))
+    for k, n in np.ndindex(K, N):
+        g, c = k // (form.group_rows or K), n // (form.group_columns or N)
+        zero = 8.0 * (form.code is WeightCode.INT4) if zeros is None else float(zeros[g, n])
+        value[k if order is None else order[k], n] = (number[k, n] - zero) * scales[g, c]
+    data = codes
+    if form.code.bits == 4:
+        half = form.group_rows // 2
+        data = np.zeros((K // 2, N), np.uint8)
+        for k, n in np.ndindex(K, N):
+            group, r = divmod(k, 2 * half)
+            data[group * half + r % half, n] |= codes[k, n] << (4 if r >= half else 0)
+    parts = {"data": data, "scales": scales, "zeros": zeros, "order": order}
+    parts = {name: None if x is None else jnp.asarray(x) for name, x in parts.items()}
+    return QuantizedWeight(**parts, format=form, inputs=(K,), outputs=(5, 2)), value
+
+
+def but_first_slow(cases):
+    return [cases[0], *(pytest.param(case, marks=pytest.mark.slow) for case in cases[1:])]
+
+
+@pytest.mark.parametrize("form", but_first_slow(FORMATS[:4]), ids=lambda form: form.name)
+def test_elements_are_what_the_format_says(form):
+    order = RNG.permutation(K).astype(np.int32)
+    cases = [{"order": order}] + [{"has_zeros": True}] * (form.code is WeightCode.INT4)
+    for options in cases:
+        weight, value = stored(form, **options)
+        got = dequantized(weight.check())
+        assert got.shape == weight.shape == (K, 5, 2)
+        # A product of two float32 numbers, rounded once.
+        np.testing.assert_array_equal(got.reshape(K, N), value.astype(np.float32))
+        x = jnp.asarray(RNG.normal(size=(3, K)), jnp.float32)
+        bound = K * 2.0**-23 * (np.abs(x) @ np.abs(value))
+        for most_bytes in (None, K * 4 * 4):
+            call = functools.partial(quantized_matmul, most_bytes=most_bytes)
+            product, pull = jax.vjp(jax.jit(call), x, weight)
+            assert (np.abs(product - np.asarray(x, np.float64) @ value) <= bound).all()
+        dx, _ = jax.jit(pull)(jnp.ones((3, N)))
+        np.testing.assert_allclose(dx[0], value.sum(1), rtol=1e-5, atol=1e-5)
+
+
+def test_halves_of_a_group_share_bytes():
+    codes = jnp.arange(12, dtype=jnp.uint8)[:, None] % 16
+    packed = packed_pairs(codes, 4)
+    assert packed[:, 0].tolist() == [0 | 2 << 4, 1 | 3 << 4, 4 | 6 << 4, 5 | 7 << 4, 168, 185]
+    assert unpacked_pairs(packed, 4).tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("form", but_first_slow(FORMATS), ids=lambda form: form.name)
+def test_rounding_is_to_the_nearest(form):
+    """No element is off by more than half the step between two codes of its group."""
+    w = jnp.asarray(RNG.normal(size=(K, N)), jnp.float32)
+    weight = jax.jit(lambda w: round_weight(w, form))(w)
+    got, scales = np.asarray(dequantized(weight)), np.asarray(weight.scales)
+    assert scales.shape == form.scales_shape(K, N)
+    for k, n in np.ndindex(K, N):
+        scale = scales[k // (form.group_rows or K), n // (form.group_columns or N)]
+        size = abs(float(w[k, n])) / scale
+        step = {"int4": 1.0, "int8": 1.0, "nf4": 0.31}.get(form.code.value)
+        if step is None:  # e4m3: three bits behind the first
+            step = 2.0 ** (max(np.floor(np.log2(size)), -6) - 3)
+        assert abs(got[k, n] - w[k, n]) <= (0.5 * step + 1e-5) * scale
+
+
+def test_ranges_with_zero_points_reach_both_ends():
+    w = jnp.asarray(RNG.uniform(1.0, 3.0, size=(K, N)), jnp.float32)
+    largest = jax.jit(
+        lambda z: jnp.abs(round_weight(w, INT4, has_zeros=z).dequantize(jnp.float32) - w).max(),
+        static_argnums=0,
+    )
+    assert largest(True) <= 0.5 * 3 / 15 * 1.001 < largest(False)
+
+
+@pytest.mark.parametrize("activations", list(Activations))
+def test_activations_are_rounded_row_by_row(activations):
+    form = WeightFormat(code=WeightCode(activations.value), activations=activations)
+    weight, value = stored(form)
+    x = RNG.normal(size=(3, K)) * np.array([[1.0], [1e3], [1e-3]])
+    top = 127 if activations is Activations.INT8 else 448
+    scale = np.abs(x).max(1, keepdims=True).astype(np.float32) / np.float32(top)
+    scaled = x.astype(np.float32) / scale
+    if activations is Activations.INT8:
+        rounded = np.round(scaled).astype(np.float64)
+    else:
+        rounded = scaled.astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    got = jax.jit(quantized_matmul)(jnp.asarray(x, jnp.float32), weight)
+    bound = K * 2.0**-23 * (np.abs(rounded * scale) @ np.abs(value))
+    assert (np.abs(got - (rounded * scale) @ value) <= bound).all()
+    with pytest.raises(UnsupportedError, match="has no gradient"):
+        jax.grad(lambda x: quantized_matmul(x, weight).sum())(jnp.ones((1, K)))
+
+
+def test_columns_are_repeated_and_joined_without_dequantizing():
+    weights = [stored(FORMATS[3])[0] for _ in range(2)]
+    whole = [np.asarray(dequantized(weight)) for weight in weights]
+    joined = jax.jit(lambda *weights: concatenated_columns(weights, axis=-2))(*weights)
+    np.testing.assert_array_equal(dequantized(joined), np.concatenate(whole, axis=1))
+    twice = jax.jit(lambda weight: repeated_outputs(weight, 2, axis=-2))(weights[0])
+    np.testing.assert_array_equal(dequantized(twice), np.repeat(whole[0], 2, axis=1))
+    with pytest.raises(InputError, match="keep them apart"):
+        concatenated_columns([weights[0], stored(INT4)[0]], axis=-1)
+
+
+def test_what_disagrees_is_refused():
+    weight, _ = stored(INT4)
+    x = jnp.ones((2, K))
+    for form in ({"group_rows": 7}, {"group_rows": 0}):
+        with pytest.raises(InputError, match="even number of rows"):
+            dataclasses.replace(INT4, **form)
+    with pytest.raises(InputError, match="both sides of an 8-bit product"):
+        WeightFormat(code=WeightCode.INT4, group_rows=8, activations=Activations.INT8)
+    with pytest.raises(InputError, match="scales of a weight"):
+        dataclasses.replace(weight, scales=weight.scales[:1]).check()
+    with pytest.raises(InputError, match="do not divide into groups"):
+        round_weight(jnp.ones((20, 2)), INT4)
+    with pytest.raises(InputError, match="as many columns"):
+        quantized_matmul(x[:, :8], weight)
+    with pytest.raises(InputError, match="implementation='fast'"):
+        quantized_matmul(x, weight, implementation="fast")
