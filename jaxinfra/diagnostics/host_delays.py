@@ -111,6 +111,7 @@ def _waited_for(phases: Sequence[Event]) -> list[tuple[int, float]]:
     for place, (launch, whole) in enumerate(spans):
         if launch.name != "step":
             continue
+        beside = 0.0  # of the host, while the devices compute or have done so
         for then, ms in spans[place + 1 :]:
             if then.name in ("input", "step"):
                 break
@@ -119,8 +120,10 @@ def _waited_for(phases: Sequence[Event]) -> list[tuple[int, float]]:
                 whole = 0.0  # the devices begin with this step only now
                 continue
             whole += ms
+            beside += ms if then.name == "host" else 0.0
             if then.name == "wait" and is_own:
-                found.append((launch.step, whole))
+                # Where nothing was left to wait for, they were done before the host was.
+                found.append((launch.step, whole - (beside if ms < _SHARE * whole else 0.0)))
                 break
     return found
 
