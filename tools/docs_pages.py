@@ -161,7 +161,7 @@ class _Wide(argparse.RawDescriptionHelpFormatter):
     """Help that is as wide on every machine."""
 
     def __init__(self, prog: str):
-        super().__init__(prog, width=100)
+        super().__init__(prog, width=96)
 
 
 def public_names(package: types.ModuleType) -> list[str]:

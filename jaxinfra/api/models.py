@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.preferences import PreferenceConfig
+from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.data.tokenizer import Tokenizer
@@ -21,6 +25,7 @@ from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
+from jaxinfra.training.initialize import finetuning_config
 from jaxinfra.weights.conversion import write_hf
 from jaxinfra.weights.model_directory import is_model_directory
 from jaxinfra.weights.parameter_sources import LiveParameters
@@ -110,6 +115,32 @@ def _text_after(tokenizer: Tokenizer, before: Sequence[int], row: Sequence[int])
     for token in before:
         decoder.push(token)
     return "".join(decoder.push(token) for token in row) + decoder.flush()
+
+
+def start_from(
+    model: str | Path,
+    *,
+    lora: LoraConfig | None = None,
+    chat: bool = False,
+    preferences: PreferenceConfig | None = None,
+) -> RunConfig:
+    """The config of a run that trains a model further, with the settings usual for that: give it
+    data, and change what is to be changed with ``override``.
+
+    >>> start_from("runs/tiny-1").init.path                         # doctest: +SKIP
+
+    Args:
+        model: a Hugging Face directory, one that ``convert`` has written, or a run.
+        lora: train adapters only.
+        chat: the data are conversations, for the model's chat template.
+        preferences: the data are pairs of answers.
+
+    Raises:
+        ConfigError: there is no model, or none that this version knows.
+    """
+    return finetuning_config(
+        read_initial(Path(model)), lora=lora, chat=chat, preferences=preferences
+    )
 
 
 def evaluate(

@@ -36,7 +36,7 @@ from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _log = logging.getLogger(__name__)
 _RECORDERS = 3  # of earlier sessions
-_LATER_OF_LORA = ("kind", "scaling")  # settings that first checkpoints of this format lack
+_LATER_OF_LORA = ("kind", "scaling", "base")  # settings that first checkpoints of this format lack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,6 +153,11 @@ class RunDirectory:
         """Where TensorBoard events are."""
         return self.path / "tensorboard"
 
+    @property
+    def reference(self) -> Path:
+        """What the model at the start says of pairs of answers."""
+        return self.path / "reference"
+
     def create(self, config: RunConfig, files: Mapping[str, bytes] | None = None) -> None:
         """Makes the directory and writes the config; refuses one that has anything in it.
 
@@ -177,7 +182,8 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         for file in (self.config_file, self.hf_config_file):
             file.unlink(missing_ok=True)
-        shutil.rmtree(self.recorder, ignore_errors=True)
+        for directory in (self.recorder, self.reference):
+            shutil.rmtree(directory, ignore_errors=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
 

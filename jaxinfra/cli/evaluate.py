@@ -67,6 +67,7 @@ def _figures(evaluation: Evaluation) -> dict[str, float]:
         "bits_per_byte": evaluation.bits_per_byte,
         "tokens": evaluation.num_tokens,
         "bytes": evaluation.num_bytes,
+        **evaluation.pairs,
     }
 
 

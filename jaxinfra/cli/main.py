@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": "serve a model to clients of OpenAI's API",
     "evaluate": "loss, perplexity and bits per byte on held-out text",
     "convert": "a Hugging Face model to ours, ours or a run to Hugging Face",
+    "quantize": "weights in 4 or 8 bits, as other programs read them",
     "plan": "what fits, which mesh, how fast, and how sure",
     "launch": "start several processes of one job, and start them again when one fails",
     "gym": "inject faults into small runs, and judge what was lost",
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"jaxinfra.cli.{name}")
         parser = Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
         command.add_arguments(parser)
-        return command.run(parser.parse_args(rest))
+        given = argparse.Namespace(command_line=rest)
+        return command.run(parser.parse_args(rest, namespace=given))
     except JaxinfraError as error:
         # What it quotes of other libraries' errors may have line breaks.
         print(f"jaxinfra {name}: {' '.join(str(error).splitlines())}", file=sys.stderr)

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", help="such as fsdp=8,tensor=2,expert=4; searched where not given")
     add("--fix", default="", metavar="AXES", help="axes that a search keeps, such as tensor=8")
     add("--length", type=_count, help="tokens of a sequence (the model's, at most 8192)")
-    add("--batch", type=_count, help="sequences a step (about 4M tokens)")
+    add("--batch", type=_count, help="sequences per step (about 4M tokens)")
     add("--accumulation", type=_count, help="micro-batches per step, with --mesh (1)")
     add("--chunks", type=_count, default=1, help="model chunks per stage: interleaved pipeline")
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")

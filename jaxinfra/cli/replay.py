@@ -85,11 +85,12 @@ def _as_json(replayed: Replayed, cause: NonFiniteCause | None) -> dict[str, Any]
 
 def _print_examined(examined: Examination) -> None:
     print(examined.describe())
-    samples = Table("sample", "loss", "targets", "documents", "begins")
+    samples = Table("sample", "loss", "targets", "documents", "source", "begins")
     for each in examined.samples[:10]:
         start = each.text.replace("\n", " ")[:60]
         samples.add_row(
-            *(str(each.sample), f"{each.loss:.4f}", str(each.targets), str(each.documents)), start
+            *(str(each.sample), f"{each.loss:.4f}", str(each.targets), str(each.documents)),
+            *(each.source or "-", start),
         )
     layers = Table("gradient of", "norm", f"step {examined.compared_with}'s", "times")
     for layer in examined.layers:

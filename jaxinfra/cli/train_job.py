@@ -14,6 +14,7 @@ from jaxinfra.cli.train import new_directory
 from jaxinfra.config import codec
 from jaxinfra.config.data import STDLIB
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError, DeviceMemoryError
 from jaxinfra.core.places import user_cache
@@ -40,10 +41,13 @@ def initial_config(
     directory: Path,
     lora: LoraConfig | None,
     chat: bool,
+    preferences: PreferenceConfig | None,
     change: Callable[[RunConfig], RunConfig],
 ) -> RunConfig:
     """The config of a run that begins with a model's weights, changed by options."""
-    start = finetuning_config(read_initial(directory), lora=lora, chat=chat)
+    start = finetuning_config(
+        read_initial(directory), lora=lora, chat=chat, preferences=preferences
+    )
     config = change(start)
     require_same_start(config, start)
     return config
@@ -96,6 +100,12 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
 
 def _report(summary: dict) -> None:
     bits = summary["heldout_bits_per_byte"]
+    if "heldout_preferences/accuracy" in summary:
+        print(
+            f"\nheld-out pairs: loss {summary['heldout_loss']:.4f}, "
+            f"{summary['heldout_preferences/accuracy']:.1%} in order, margin "
+            f"{summary['heldout_preferences/margin']:.4f}"
+        )
     print(
         "\nheld-out text, bits per byte: this model "
         f"{'not finite' if bits is None else format(bits, '.3f')}, "

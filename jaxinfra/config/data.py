@@ -21,6 +21,7 @@ class DataFormat(enum.StrEnum):
 
     TEXT = "text"
     CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
+    PREFERENCES = "preferences"  # a row of a prompt, a chosen and a rejected answer: there, too
 
 
 class TokenizerKind(enum.StrEnum):
@@ -103,15 +104,19 @@ class DataConfig:
         check_mixture(
             self.mixture, self.validation, between=self.mixture_between, best_by=self.best_by
         )
-        if (self.format == DataFormat.CHAT) != (self.chat_template is not None):
+        may_have_template = self.format == DataFormat.PREFERENCES
+        if not may_have_template and (
+            (self.format == DataFormat.CHAT) != (self.chat_template is not None)
+        ):
             raise ConfigError(
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
                 "directory, whose template renders them, goes with conversations and only with them"
             )
-        if self.format == DataFormat.CHAT and self.tokenizer.kind == TokenizerKind.BPE:
+        if self.format != DataFormat.TEXT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(
-                "data format=chat with tokenizer kind=bpe: conversations are rendered for a "
-                "tokenizer that there is; choose kind=file and its path, or kind=bytes"
+                f"data format={self.format} with tokenizer kind=bpe: conversations and "
+                "pairs of answers are written for a tokenizer that there is; choose kind=file and "
+                "its path, or kind=bytes"
             )
         if self.num_prefetch_threads < 0 or self.prefetch_batches < 1:
             raise ConfigError(

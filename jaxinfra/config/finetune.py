@@ -31,6 +31,16 @@ class AdapterKind(enum.StrEnum):
     DORA = "dora"  # its direction, and a trained length for each output (Liu et al. 2024)
 
 
+class BaseWeights(enum.StrEnum):
+    """How frozen projections are kept on devices while adapters beside them are trained."""
+
+    COMPUTE = "compute"  # in the compute dtype
+    NF4 = "nf4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes an element (QLoRA)
+    NF4_DOUBLE = "nf4_double"  # the scales in 8 bits: 0.52 bytes an element
+    INT4 = "int4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes
+    INT8 = "int8"  # a scale for each output: 1 byte
+
+
 class AdapterScaling(enum.StrEnum):
     """The factor s on B A."""
 
@@ -56,6 +66,7 @@ class LoraConfig:
     targets: tuple[str, ...] = ("query", "value")  # projections that get one
     kind: AdapterKind = AdapterKind.LORA  # dora trains each output's length apart
     scaling: AdapterScaling = AdapterScaling.STANDARD  # rslora: s is alpha / sqrt(rank)
+    base: BaseWeights = BaseWeights.COMPUTE  # frozen projections: in fewer bits for QLoRA
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not (0.0 < self.alpha < math.inf):
@@ -101,8 +112,10 @@ def parse_lora(text: str) -> LoraConfig:
                     values["kind"] = _choice(AdapterKind, "kind", value)
                 case "scaling":
                     values["scaling"] = _choice(AdapterScaling, "scaling", value)
+                case "base":
+                    values["base"] = _choice(BaseWeights, "base", value)
                 case other:
-                    known = ("rank", "alpha", "targets", "kind", "scaling")
+                    known = ("rank", "alpha", "targets", "kind", "scaling", "base")
                     raise ConfigError(f"unknown lora setting {other!r}{nearest(other, known)}")
         except ValueError as error:
             raise ConfigError(f"lora {item!r}: {value!r} is not a number") from error

@@ -35,7 +35,16 @@ class MixtureBetween(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureSource:
-    """One of several sources; what ``DataConfig`` says of documents and tokens holds for all."""
+    """One of several sources; what ``DataConfig`` says of documents and tokens holds for all.
+
+    Raises:
+        ConfigError: a name that is none, a weight below 0, times that do not rise.
+
+    Examples:
+        >>> web = jaxinfra.MixtureSource(name="web", source="web/", weight=((0, 0.9), (1000, 0.2)))
+        >>> code = jaxinfra.MixtureSource(name="code", source="code/", weight=0.5)
+        >>> data = jaxinfra.DataConfig(mixture=(web, code))
+    """
 
     name: str  # what tables and metrics call it
     source: str  # text to train on, as data.source
@@ -82,7 +91,15 @@ class MixtureSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationSet:
-    """A text that nothing is trained on, evaluated by its name."""
+    """A text that nothing is trained on, evaluated by its name.
+
+    Raises:
+        ConfigError: a name that is none.
+
+    Examples:
+        >>> books = jaxinfra.ValidationSet(name="books", source="books.jsonl")
+        >>> data = jaxinfra.DataConfig(source="texts/", validation=(books,))
+    """
 
     name: str  # what tables and metrics call it
     source: str  # text, as data.source; all of it

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
-from jaxinfra.config.data import DataConfig
+from jaxinfra.config.data import DataConfig, DataFormat
 from jaxinfra.config.mixture import OWN
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.corpus import Corpus, open_corpus, shared_tokenizer
 from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
+from jaxinfra.data.pair_rows import PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.tokenizer import Tokenizer
 
@@ -43,11 +45,29 @@ class Corpora:
         """The texts of those sets."""
         return [text for name in self.judged for text in self._all()[name].heldout_documents()]
 
+    def changed(self, change: Callable[[TokenArrays], TokenArrays]) -> "Corpora":
+        """The same texts with other arrays in the place of each that is used."""
+        sources = {
+            name: dataclasses.replace(each, train=change(each.train), heldout=change(each.heldout))
+            for name, each in self.sources.items()
+        }
+        validation = {
+            name: dataclasses.replace(each, heldout=change(each.heldout))
+            for name, each in self.validation.items()
+        }
+        return dataclasses.replace(self, sources=sources, validation=validation)
+
     def _all(self) -> dict[str, Corpus]:
         return {**self.sources, **self.validation}
 
-    def train_source(self, training: TrainingConfig) -> TokenArrays | MixedWindows:
+    def train_source(self, training: TrainingConfig) -> TokenArrays | PairWindows | MixedWindows:
         """What training batches are made of."""
+        if self.config.format is DataFormat.PREFERENCES:
+            return PairWindows(
+                self.sources[OWN].train,
+                sequence_length=training.sequence_length,
+                seed=training.seed,
+            )
         if not self.config.mixture:
             return self.sources[OWN].train
         return MixedWindows(

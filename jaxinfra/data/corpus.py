@@ -14,11 +14,12 @@ from typing import BinaryIO, final
 import numpy as np
 import tokenizers
 
-from jaxinfra.config.data import DataConfig, TokenizerKind
+from jaxinfra.config.data import DataConfig, DataFormat, TokenizerKind
 from jaxinfra.core.errors import DataError
 from jaxinfra.core.files import read_json
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
+from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.pretokenized import open_pretokenized, tokenizer_of_arrays
 from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import Source, scan
@@ -40,6 +41,8 @@ from jaxinfra.data.tokenizer import (
 )
 
 _LOG = logging.getLogger(__name__)
+
+type RowEncoder = ChatEncoder | PairEncoder
 
 _BPE_SAMPLE_BYTES = 10_000_000
 _BPE_PIECE_CHARS = 1 << 16
@@ -105,7 +108,9 @@ def open_corpus(
         template = load_chat_template(where)
         chat = ChatEncoder(template, tokenizer)
         identity.append(template.identity)
-    return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, chat)
+    is_pairs = config.format is DataFormat.PREFERENCES
+    encoder = PairEncoder(tokenizer, chat) if is_pairs else chat
+    return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, encoder)
 
 
 def shared_tokenizer(
@@ -178,7 +183,7 @@ def _bpe_sample(split: Split, *, num_bytes: int) -> Iterator[str]:
 
 
 def _cached_corpus(
-    directory: Path, split: Split, tokenizer: Tokenizer, chat: ChatEncoder | None
+    directory: Path, split: Split, tokenizer: Tokenizer, encoder: RowEncoder | None
 ) -> Corpus:
     if directory.is_dir():
         try:
@@ -187,7 +192,7 @@ def _cached_corpus(
             _LOG.warning("cached corpus is made anew: %s", error)
             shutil.rmtree(directory)
     with new_directory(directory) as unfinished:
-        _tokenize(split, tokenizer, chat, unfinished)
+        _tokenize(split, tokenizer, encoder, unfinished)
     return _open_cached(directory, tokenizer)
 
 
@@ -214,17 +219,17 @@ def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
 
 
 def _tokenize(
-    split: Split, tokenizer: Tokenizer, chat: ChatEncoder | None, directory: Path
+    split: Split, tokenizer: Tokenizer, encoder: RowEncoder | None, directory: Path
 ) -> None:
     heldout_names: list[str] = []
     num_train = 0
     with contextlib.ExitStack() as stack:
         text_file = stack.enter_context((directory / "heldout.txt").open("wb"))
-        train = stack.enter_context(_Side(directory / "train", tokenizer, chat))
-        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer, chat, text_file))
+        train = stack.enter_context(_Side(directory / "train", tokenizer, encoder))
+        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer, encoder, text_file))
         for document, is_heldout in split.documents():
             if is_heldout:
-                heldout_names.append(document.name)
+                heldout_names += [document.name] * (1 if encoder is None else encoder.per_row)
                 heldout.add(document)
             else:
                 num_train += 1
@@ -240,7 +245,7 @@ class _Side:
     """Encodes documents in batches into token arrays.
 
     Args:
-        chat: encodes them as conversations.
+        encoder: encodes them as rows of messages, or of pairs of answers.
         text_file: gets the texts, as far as they count.
     """
 
@@ -248,19 +253,19 @@ class _Side:
         self,
         directory: Path,
         tokenizer: Tokenizer,
-        chat: ChatEncoder | None,
+        encoder: RowEncoder | None,
         text_file: BinaryIO | None = None,
     ):
         directory.mkdir()
         self._tokenizer = tokenizer
-        self._chat = chat
+        self._encoder = encoder
         self._text_file = text_file
         self._writer = TokenWriter(
             directory,
             vocab_size=tokenizer.vocab_size,
-            bos_id=tokenizer.bos_id if chat is None else chat.bos_id,
+            bos_id=tokenizer.bos_id if encoder is None else encoder.bos_id,
             eos_id=tokenizer.eos_id,
-            marks=chat is not None,
+            marks=encoder is not None,
         )
         self._pending: list[Document] = []
         self._num_chars = 0
@@ -282,12 +287,12 @@ class _Side:
         self._writer.finish()
 
     def _encode(self) -> None:
-        if self._chat is None:
+        if self._encoder is None:
             texts = [document.text for document in self._pending]
             for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
                 self._append(ids, text, None)
         else:
-            for each in self._chat.encode_batch(self._pending):
+            for each in self._encoder.encode_batch(self._pending):
                 self._append(each.tokens, each.text, each.counted)
         self._pending, self._num_chars = [], 0
 

@@ -131,19 +131,28 @@ class MixedWindows:
 
     def batch(self, step: int, rows: slice) -> Batch[np.ndarray]:
         """These rows of a step's batch."""
-        schedule, size = self._schedule, self._schedule.batch_size
-        counts, before = schedule.rows(np.array([step]))[0], schedule.rows_before(step)
-        source = np.repeat(np.arange(len(counts)), counts)
-        sample = np.arange(size) + (before - np.cumsum(counts) + counts)[source]
-        # So that a device, or a micro-batch, does not have the rows of one source.
-        drawn = permute(np.arange(size), size=size, key=f"mixture/{self._seed}/{step}")[rows]
-        source, sample = source[drawn], sample[drawn]
+        source, sample = (each[rows] for each in self._drawn(step))
         windows = list(self._windows.values())
         parts = []
         for number in np.unique(source):
             mine = np.flatnonzero(source == number)
             parts.append((mine, windows[number].batch(sample[mine])))
         return rows_together(parts)
+
+    def row_sources(self, step: int) -> list[str]:
+        """The name of the source of each row of a step's batch."""
+        names = list(self._windows)
+        return [names[number] for number in self._drawn(step)[0]]
+
+    def _drawn(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each row of a step's batch the source and the sample."""
+        schedule, size = self._schedule, self._schedule.batch_size
+        counts, before = schedule.rows(np.array([step]))[0], schedule.rows_before(step)
+        source = np.repeat(np.arange(len(counts)), counts)
+        sample = np.arange(size) + (before - np.cumsum(counts) + counts)[source]
+        # So that a device, or a micro-batch, does not have the rows of one source.
+        drawn = permute(np.arange(size), size=size, key=f"mixture/{self._seed}/{step}")
+        return source[drawn], sample[drawn]
 
     def read(self, step: int) -> dict[str, float]:
         """What all steps before this one have read, by ``mixture/SOURCE/WHAT``."""

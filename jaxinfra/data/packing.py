@@ -132,6 +132,8 @@ def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batc
     merged = {}
     for field in dataclasses.fields(Batch):
         first = getattr(parts[0][1], field.name)
+        if first is None:
+            continue
         shape = (sum(len(rows) for rows, _ in parts), *first.shape[1:])
         merged[field.name] = np.empty(shape, first.dtype)
         for rows, part in parts:

@@ -16,6 +16,7 @@ from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
+from jaxinfra.data.pair_rows import PAIRS_VERSION, PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
@@ -47,7 +48,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 
 def train_batches(
-    source: TokenArrays | MixedWindows,
+    source: TokenArrays | PairWindows | MixedWindows,
     *,
     sequence_length: int,
     batch_size: int,
@@ -74,9 +75,13 @@ def train_batches(
         mixture, make = source, functools.partial(source.batch, rows=rows)
         identity = {"mixture_version": MIXTURE_VERSION, **identity}
     else:
-        windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
-        identity = {"data": source.fingerprint, **identity}
         mixture = None
+        identity = {"data": source.fingerprint, **identity}
+        if isinstance(source, PairWindows):
+            windows = source
+            identity = {"pairs_version": PAIRS_VERSION, **identity}
+        else:
+            windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
 
         def make(step: int) -> Batch[np.ndarray]:
             return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
@@ -158,6 +163,10 @@ class TrainIterator:
     def read(self, step: int) -> dict[str, float]:
         """What all steps before this one have read of each source of a mixture, for metrics."""
         return {} if self._mixture is None else self._mixture.read(step)
+
+    def row_sources(self, step: int) -> list[str] | None:
+        """The source of each row of a step's global batch; None where there is one source."""
+        return None if self._mixture is None else self._mixture.row_sources(step)
 
     def state(self, step: int | None = None) -> dict[str, Any]:
         """What a checkpoint stores: JSON values, the same for every process.

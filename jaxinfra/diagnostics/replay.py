@@ -28,7 +28,7 @@ from jaxinfra.data.train_iterator import TrainIterator, train_batches
 from jaxinfra.reliability.incidents import excluded_steps
 from jaxinfra.training.environment import Environment, environment_of
 from jaxinfra.training.initialize import first_state, with_frozen
-from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.job import Job, keep_compiled_programs, make_job, step_programs
 from jaxinfra.training.resumption import excluded_batches
 from jaxinfra.training.state import State
 from jaxinfra.training.step import step_record
@@ -145,7 +145,7 @@ def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = 
         {*config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
         | excluded_batches(restored)
     )  # fmt: skip
-    if restored is not None and "data" in restored.data_state:  # a loop of one's own keeps none
+    if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
         batches.restore(restored.data_state)
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
     recorded = next((r for r in lines if r.get("step") == step and "batch" in r), None)
@@ -243,14 +243,15 @@ def _steps(
     excluded: set[int],
 ) -> tuple[State, Batch, dict[str, Any]]:
     """The state before the last step, its batch, and what it reports."""
+    programs = step_programs(job)
     for step in range(first + 1, last):
         if step in excluded:
             state = job.pass_over(state)
         else:
-            state, _ = job.train_step(state, job.put(batches.batch(step - 1)))
+            state, _ = programs(step, state, job.put(batches.batch(step - 1)))
     batch = job.put(batches.batch(last - 1))
     before = jax.tree.map(jnp.copy, state)  # the step takes its own
-    _, metrics = job.train_step(state, batch)
+    _, metrics = programs(last, state, batch)
     return before, batch, step_record(jax.device_get(metrics))
 
 

@@ -318,3 +318,4 @@ class Execution:
     remat: Remat
     unroll: int
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
+    statistics: bool = False  # layers say what their activations are like, in ``Sums``

@@ -5,6 +5,7 @@ Dims: R rank, and those of the projection.
 
 import math
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxinfra.core.axes import LAYERS, Dims
 from jaxinfra.layers.execution import Multiply
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.quantized import QuantizedWeight
 
 _RANK = "r"  # no letter of a projection
 
@@ -41,7 +43,7 @@ class Adapter(nnx.Module):
         config: LoraConfig,
         spec: str,
         *,
-        weight: jax.Array,
+        weight: jax.Array | QuantizedWeight,
         dims: Dims,
         multiply: Multiply,
         policy: Policy,
@@ -94,13 +96,34 @@ class Adapter(nnx.Module):
             self.out_spec, low, self.b[...], recipe=self.recipe, out=self.recipe.accum
         )
 
+    def adapted(
+        self,
+        y: Float[Array, "B T *_"],
+        x: Float[Array, "B T *_"],
+        weight: Float[Array, "..."] | QuantizedWeight,
+        *,
+        repeated: Callable[[jax.Array], jax.Array],
+    ) -> Float[Array, "B T *_"]:
+        """The projection's output y of x, before its bias, with what the adapter does to it.
+
+        Args:
+            weight: of the projection, a layer's.
+            repeated: gives outputs the copies of heads that y has.
+        """
+        y_accum = self.policy.to_accum(y) + repeated(self(x))
+        gain = self.gain(weight)
+        if gain is not None:
+            gain = repeated(gain)
+            y_accum *= jnp.expand_dims(gain, range(y.ndim - gain.ndim))
+        return self.policy.to_compute(y_accum)
+
     def merged(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
         """The weight with all that the adapter does to it, in the accum dtype."""
         changed = self._changed(weight)
         gain = self._gain(changed)
         return changed if gain is None else changed * jnp.expand_dims(gain, self.inner_axes)
 
-    def gain(self, weight: Float[Array, "..."]) -> Float[Array, "..."] | None:
+    def gain(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."] | None:
         """DoRA's factor on each output, in the accum dtype; None: there is none.
 
         The norm is a constant to autodiff, as the paper's section 4.3 suggests: it follows A and B
@@ -109,16 +132,21 @@ class Adapter(nnx.Module):
         """
         return None if self.magnitude is None else self._gain(self._changed(weight))
 
-    def column_norms(self, weight: Float[Array, "..."]) -> Float[Array, "..."]:
+    def column_norms(self, weight: Float[Array, "..."] | QuantizedWeight) -> Float[Array, "..."]:
         """The length of each output's weights over all inputs, in the accum dtype."""
-        squares = jnp.square(self.policy.to_accum(weight))
+        squares = jnp.square(self._accurate(weight))
         return jnp.sqrt(jnp.sum(squares, axis=self.inner_axes))
 
-    def _changed(self, weight: jax.Array) -> jax.Array:
+    def _accurate(self, weight: jax.Array | QuantizedWeight) -> jax.Array:
+        if isinstance(weight, QuantizedWeight):
+            return weight.dequantize(self.policy.accum)
+        return self.policy.to_accum(weight)
+
+    def _changed(self, weight: jax.Array | QuantizedWeight) -> jax.Array:
         delta = self.multiply(
             self.weight_spec, self.a[...], self.b[...], recipe=self.recipe, out=self.recipe.accum
         )
-        return self.policy.to_accum(weight) + self.scale * delta
+        return self._accurate(weight) + self.scale * delta
 
     def _gain(self, changed: jax.Array) -> jax.Array | None:
         if self.magnitude is None:

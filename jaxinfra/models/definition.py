@@ -21,6 +21,7 @@ from jaxinfra.layers.passes import ModelState, Sums
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.numerics.policy import unquantized
+from jaxinfra.ops.quantized import QuantizedWeight
 
 type Parameters = dict[Any, Any]
 """Nested dict with arrays at the leaves."""
@@ -37,6 +38,8 @@ class ParameterInfo:
     active: float = 1.0  # share of it that a token is multiplied with
     matmul: bool = False  # whether activations are multiplied with it, not looked up or scaled
     trained: bool = True  # False: frozen, or changed by a rule
+    is_parameter: bool = True  # False: state, which is changed by a rule
+    contracted: int = 0  # of a projection that may be kept in few bits: dims of its inputs
 
     @property
     def size(self) -> int:
@@ -167,7 +170,7 @@ class ModelDefinition:
     def table(self) -> tuple[ParameterInfo, ...]:
         """Every array of the model: parameters, frozen ones too, and state."""
         rows = []
-        frozen = set(by_path(self.frozen))
+        frozen = set(by_path(self.frozen, is_leaf=is_weight))
         for parts, variable in nnx.to_flat_state(self.template):
             path, leaf, metadata = (
                 "/".join(map(str, parts)),
@@ -183,6 +186,8 @@ class ModelDefinition:
                     active=metadata.get("active", 1.0),
                     matmul=metadata.get("matmul", False),
                     trained=isinstance(variable, nnx.Param) and path not in frozen,
+                    is_parameter=isinstance(variable, nnx.Param),
+                    contracted=metadata.get("contracted", 0),
                 )
             )
         return tuple(rows)
@@ -195,7 +200,8 @@ class ModelDefinition:
     @property
     def num_frozen(self) -> int:
         """Elements over those that are frozen."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.frozen))
+        leaves = jax.tree.leaves(self.frozen, is_leaf=is_weight)
+        return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,12 +244,21 @@ def _build(
     return model
 
 
-def by_path(tree: Parameters) -> dict[str, Any]:
-    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``."""
+def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``.
+
+    Args:
+        is_leaf: ``is_weight`` for weights in few bits as a whole, not their parts.
+    """
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     }
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether this is a weight in few bits, in the place of an array."""
+    return isinstance(leaf, QuantizedWeight)
 
 
 def nest(leaves: Mapping[tuple[Any, ...], Any]) -> Parameters:

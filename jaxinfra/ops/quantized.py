@@ -1,5 +1,7 @@
 """Products with weights that are kept in 4 or 8 bits."""
 
+import math
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -8,14 +10,17 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels.quantized_matmul import Activations as Activations
+from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuantizedScales
 from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized_matmul import WeightCode as WeightCode
 from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
 from pallas_kernels.quantized_matmul import are_alike as are_alike
 from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
+from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
 from pallas_kernels.quantized_matmul import round_weight as round_weight
 from pallas_kernels.quantized_matmul.api import MOST_BYTES
+from pallas_kernels.quantized_matmul.xla import rounded_rows
 
 
 def multiply_quantized(
@@ -59,6 +64,19 @@ def multiply_quantized(
     except KernelUnsupported as error:
         raise UnsupportedError(str(error)) from error
     return product.reshape(*x.shape[: x.ndim - rank], *weight.outputs)
+
+
+def rounded_input(
+    x: Float[Array, "..."], activations: Activations, *, contracted: int
+) -> Float[Array, "..."]:
+    """An input as a product that rounds activations reads it, in x's dtype.
+
+    Args:
+        contracted: dims of x from the end that the product contracts.
+    """
+    width = math.prod(x.shape[x.ndim - contracted :])
+    values, scale = rounded_rows(x.reshape(-1, width), activations)
+    return (values.astype(scale.dtype) * scale).astype(x.dtype).reshape(x.shape)
 
 
 def contracted_dims(spec: str) -> int | None:

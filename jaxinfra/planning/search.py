@@ -321,7 +321,7 @@ def _nothing(
             f"{what}: no layout fits {device.hbm_bytes / 1e9:.0f} GB; the smallest, "
             f"{smallest.layout.describe()} with remat {smallest.layout.remat}, needs "
             f"{smallest.bytes_total / 1e9:.0f} GB; add devices, shorten sequences or choose a "
-            "recipe of fewer bytes a parameter"
+            "recipe of fewer bytes per parameter"
         )
     if reasons:
         return f"{what}: no layout can run; most often: {max(reasons, key=lambda r: reasons[r])}"

@@ -13,13 +13,14 @@ from tokenizers import processors
 
 from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.finetune import BaseWeights, InitConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import Tokenizer, num_ids, read_tokenizer
-from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.models.hf import by_path, to_hf_config, weight_map
+from jaxinfra.models.definition import ModelDefinition, by_path, define_model, is_weight
+from jaxinfra.models.hf import to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.load import load_run
+from jaxinfra.serving.load import LoadedModel, load_run
 from jaxinfra.weights.conversion import describes, write_hf, write_ours
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
@@ -137,7 +138,7 @@ def _convert_run(
     values: ParameterSource = LiveParameters(arrays=parameters)
     if lora is not None:
         assert init is not None, "validate"
-        adapters, base = host_adapters(lora, parameters), initial_source(init, config)
+        adapters, base = host_adapters(lora, parameters), _base_source(run, init)
         if adapters_only:
             weights = weight_map(hf["model_type"], config, definition.arrays)
             write_peft(adapters, weights, destination, base=init.path, source=base)
@@ -156,6 +157,17 @@ def _convert_run(
             options = options | {"tokenizer_directory": Path(made)}
         write_hf(values, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)
+
+
+def _base_source(run: LoadedModel, init: InitConfig) -> ParameterSource:
+    """The weights beside which adapters were trained: where these are in few bits, what they stand
+    for.
+    """
+    assert run.config is not None
+    assert run.config.lora is not None
+    if run.config.lora.base is BaseWeights.COMPUTE:
+        return initial_source(init, run.config.model)
+    return LiveParameters(arrays=by_path(run.parameters, is_leaf=is_weight))
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

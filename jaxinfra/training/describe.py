@@ -5,6 +5,7 @@ import math
 import jax
 from jax.sharding import NamedSharding
 
+from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.corpora import Corpora, schedule_of
 from jaxinfra.data.token_arrays import TokenArrays
@@ -20,6 +21,9 @@ def describe_job(job: Job) -> str:
     trained = ""
     if job.model.frozen:
         trained = f" ({job.model.num_parameters - job.model.num_frozen:,} of them trained)"
+    lora = config.lora
+    if lora is not None and lora.base is not BaseWeights.COMPUTE:
+        trained += f", adapters over a base in {lora.base}"
     options = "" if job.options is None else f"; XLA options {describe_options(job.options)}"
     fp8 = config.precision.fp8
     fp8 = "" if fp8 is None else f" with projections in fp8 by {fp8.scaling.value}"

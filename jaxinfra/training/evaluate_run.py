@@ -14,8 +14,9 @@ from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
 from jaxinfra.data.corpora import open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.training.evaluation import Evaluation, evaluate_sets
-from jaxinfra.training.initialize import with_frozen
+from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import keep_compiled_programs, make_job
+from jaxinfra.training.pairs import with_reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,9 @@ def evaluate_run(
         step=step,
         identity=identity(run, config),
         settings=codec.to_dict(as_it_is),
+    )
+    corpora = with_reference(
+        job, corpora, initial=lambda: first_state(job).evaluated, kept=run.reference
     )
     result = evaluate_sets(job, restored.state.evaluated, corpora)
     return RunEvaluation(

@@ -13,25 +13,33 @@ from jaxinfra.data.heldout import heldout_batches
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.models.definition import Parameters
 from jaxinfra.training.job import Job
+from jaxinfra.training.pairs import sum_pairs
+from jaxinfra.training.step import pair_record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
     """Loss of a text."""
 
-    loss: float  # nats per token
-    num_tokens: int
+    loss: float  # nats per token, or of pairs their loss, per pair
+    num_tokens: int  # of pairs those of the chosen answers, as bytes are
     num_bytes: int
+    nll: float | None = None  # nats per token of the chosen answers, of pairs
+    pairs: dict[str, float] = dataclasses.field(default_factory=dict)  # as ``pair_record``
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), a token."""
-        return math.exp(min(self.loss, 700.0))
+        """exp(nats per token)."""
+        return math.exp(min(self._nats, 700.0))
 
     @property
     def bits_per_byte(self) -> float:
         """Total bits over the text's bytes: comparable across tokenizers and with compressors."""
-        return self.loss * self.num_tokens / math.log(2) / self.num_bytes
+        return self._nats * self.num_tokens / math.log(2) / self.num_bytes
+
+    @property
+    def _nats(self) -> float:
+        return self.loss if self.nll is None else self.nll
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +55,12 @@ class SetEvaluations:
             "heldout_loss": self.judged.loss,
             "heldout_bits_per_byte": self.judged.bits_per_byte,
         }
+        record |= {f"heldout_{name}": value for name, value in self.judged.pairs.items()}
         if len(self.sets) > 1:
             for name, each in self.sets.items():
                 record[f"heldout/{name}/loss"] = each.loss
                 record[f"heldout/{name}/bits_per_byte"] = each.bits_per_byte
+                record |= {f"heldout/{name}/{what}": value for what, value in each.pairs.items()}
         return record
 
     def describe(self) -> str:
@@ -60,6 +70,11 @@ class SetEvaluations:
             f"held-out loss {judged.loss:.4f}, perplexity {judged.perplexity:.2f}, "
             f"{judged.bits_per_byte:.4f} bits per byte"
         )
+        if judged.pairs:
+            text = (
+                f"held-out pairs: loss {judged.loss:.4f}, {judged.pairs[_ACCURACY]:.1%} in order; "
+                f"chosen answers {judged.bits_per_byte:.4f} bits per byte"
+            )
         if len(self.sets) == 1:
             return text
         each = (
@@ -67,6 +82,9 @@ class SetEvaluations:
             for name, found in self.sets.items()
         )
         return f"{text}; {', '.join(each)}"
+
+
+_ACCURACY = "preferences/accuracy"
 
 
 class Interrupted(Exception):
@@ -99,7 +117,11 @@ def pooled(parts: Sequence[Evaluation]) -> Evaluation:
 def evaluate_heldout(
     job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None = None
 ) -> Evaluation:
-    """``evaluate`` by the job's own step, on this process's part of its micro-batches."""
+    """``evaluate`` by the job's own step, on this process's part of its micro-batches; of a run of
+    pairs, the loss of pairs.
+    """
+    if job.config.preferences is not None:
+        return _evaluate_pairs(job, tree, arrays, stop=stop)
     training = job.config.training
     part, parts = job.process_share()
     batches = heldout_batches(
@@ -110,6 +132,24 @@ def evaluate_heldout(
         process_count=parts,
     )
     return evaluate(job.evaluation_step, tree, batches, arrays, put=job.put, stop=stop)
+
+
+def _evaluate_pairs(
+    job: Job, tree: Parameters, arrays: TokenArrays, *, stop: Callable[[], bool] | None
+) -> Evaluation:
+    def ask() -> None:
+        if stop is not None and stop():
+            raise Interrupted
+
+    total = sum_pairs(job, tree, arrays, before=ask)
+    record = pair_record(total.figures)
+    return Evaluation(
+        loss=total.loss / total.figures["pairs"],
+        num_tokens=round(total.figures["chosen_tokens"]),
+        num_bytes=int(arrays.document_bytes[0::2].sum()),
+        nll=record["preferences/chosen_nll"],
+        pairs=record,
+    )
 
 
 def evaluate(

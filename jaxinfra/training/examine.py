@@ -38,6 +38,7 @@ class SampleLoss:
     loss: float  # nats per counted target
     targets: int  # that count
     documents: int  # of which it holds parts
+    source: str | None  # of a mixture
     text: str  # how it begins
 
 
@@ -124,12 +125,14 @@ def examine_step(
     )
     tokens_BT = from_zigzag(tokens_BT, job.config.mesh.context)
     numbers = batches.sample_ids(step - 1)
+    sources = batches.row_sources(step - 1) or [None] * len(numbers)
     samples = [
         SampleLoss(
             sample=int(numbers[row]),
             loss=float(nll_B[row] / max(count_B[row], 1.0)),
             targets=int(count_B[row]),
             documents=int(documents_B[row]),
+            source=sources[row],
             text=tokenizer.decode(tokens_BT[row, :TEXT_TOKENS]),
         )
         for row in range(len(numbers))

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -32,7 +31,7 @@ from jaxinfra.training.guards import (
     same_program,
 )
 from jaxinfra.training.initialize import first_state
-from jaxinfra.training.job import Job
+from jaxinfra.training.job import Job, step_programs
 from jaxinfra.training.locate import locate_nonfinite
 from jaxinfra.training.loss_picture import draw_run
 from jaxinfra.training.metrics import MetricsLog
@@ -98,14 +97,12 @@ class Trainer:
         self._profiler = profiler
         self._stop = stop
         self._watch = watch
-        self._spikes = SpikeReports(
-            job=job, run=run, batches=batches, tokenizer=corpora.tokenizer, watch=watch
-        )
+        self._spikes = SpikeReports(job=job, run=run, batches=batches, corpora=corpora, watch=watch)
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
-        self._train_step: Callable[..., Any] = job.train_step
+        self._programs = step_programs(job)
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
@@ -195,13 +192,13 @@ class Trainer:
             else:
                 placed = self._job.put(batch)
                 self._watch.note_shapes(placed, step + 1)
-                host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
+                host_s = self._watch.phase(self._programs.phase(step + 1), step + 1)
                 if not self.has_trained:
-                    self._train_step = same_program(
+                    self._programs.plain = same_program(
                         self._job, self._state, placed, record=self._watch.program
                     )
                     self._profiler.describe(self._job, self._state, placed)
-                self._state, metrics = self._train_step(self._state, placed)
+                self._state, metrics = self._programs(step + 1, self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s, rows_sum=read)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)

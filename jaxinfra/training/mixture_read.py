@@ -13,12 +13,19 @@ from jaxinfra.data.corpora import schedule_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRead:
-    """What is read of one source of a mixture."""
+    """What is read of one source of a mixture: an element of what ``read_mixture`` returns.
 
-    name: str
+    Examples:
+        >>> for each in jaxinfra.read_mixture("runs/mixed"):
+        ...     print(each.name, each.sequences)
+        cats 2
+        dogs 6
+    """
+
+    name: str  # of the source
     wanted: float  # part of all sequences so far, by the weights
     read: float  # part of all sequences so far
-    sequences: int
+    sequences: int  # rows of batches
     tokens: int  # with a separator for each document
     epochs: float  # times that the source was read whole
 
@@ -26,10 +33,15 @@ class SourceRead:
 def read_mixture(run: str | Path) -> tuple[SourceRead, ...]:
     """What a run has read of each source so far, or until its end; of a single source nothing.
 
-    >>> [each.name for each in read_mixture("runs/mixed-1")]        # doctest: +SKIP
+    Args:
+        run: its directory.
 
     Raises:
         ConfigError: the directory is no run.
+
+    Examples:
+        >>> [each.name for each in jaxinfra.read_mixture("runs/mixed")]
+        ['cats', 'dogs']
     """
     directory = RunDirectory(Path(run))
     config = directory.read_config()

@@ -23,9 +23,9 @@ from jaxinfra.core.errors import (
 )
 from jaxinfra.core.places import local_path, user_cache
 from jaxinfra.core.signals import StopRequest, noted_signals
-from jaxinfra.data.corpora import Corpora, open_corpora
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.launch.cluster import LAUNCHER
 from jaxinfra.launch.connect import connect
 from jaxinfra.reliability import faults
@@ -41,6 +41,7 @@ from jaxinfra.training.initialize import first_state, kept_from_start, with_froz
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
 from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import MetricsLog
+from jaxinfra.training.open_data import batches_of, open_data
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
@@ -214,8 +215,7 @@ class _Session:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)
         resources.callback(profiler.close)
-        exchange = Exchange() if jax.process_count() > 1 else None
-        stop = Agreement(self.stop, exchange)
+        stop = Agreement(self.stop, Exchange() if jax.process_count() > 1 else None)
         return Trainer(
             job=job,
             run=run,
@@ -307,8 +307,11 @@ def _new(
 ) -> _Start:
     del profile  # checked before the directory was made
     try:
-        corpora, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=None)
-        state = first_state(job)
+        initial = functools.cache(lambda: first_state(job))
+        corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)
+        batches = batches_of(job, corpora)
+        resources.callback(batches.close)
+        state = initial()
     except (JaxinfraError, OSError):
         if jax.process_index() == 0:
             run.discard()
@@ -336,7 +339,15 @@ def _resumed(
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
     saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
-    corpora, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=saved)
+    corpora = open_data(
+        job,
+        cache_dir=cache_dir,
+        initial=lambda: first_state(job),
+        run=run,
+        tokenizer=saved,
+    )
+    batches = batches_of(job, corpora)
+    resources.callback(batches.close)
     if restored is not None:
         batches.restore(restored.data_state)
     # Only now is it known that the run can go on under this config.
@@ -353,41 +364,6 @@ def _resumed(
         changes=changed_settings(restored, job.config),
         excluded=excluded_batches(restored),
     )
-
-
-def _open_data(
-    job: Job,
-    run: RunDirectory,
-    resources: contextlib.ExitStack,
-    *,
-    cache_dir: Path,
-    tokenizer: Tokenizer | None,
-) -> tuple[Corpora, TrainIterator]:
-    config = job.config
-    open_it = functools.partial(
-        open_corpora,
-        config.data,
-        vocab_size=config.model.vocab_size,
-        cache_dir=cache_dir,
-        tokenizer=tokenizer,
-        template_directory=run.path,  # what came with the model is kept there
-    )
-    if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
-        processes.on_first(lambda: open_it() and None)
-    corpora = open_it()
-    part, parts = job.process_share()
-    batches = train_batches(
-        corpora.train_source(config.training),
-        sequence_length=config.training.sequence_length,
-        batch_size=config.training.batch_size,
-        seed=config.training.seed,
-        process_index=part,
-        process_count=parts,
-        num_threads=config.data.num_prefetch_threads,
-        prefetch=config.data.prefetch_batches,
-    )
-    resources.callback(batches.close)
-    return corpora, batches
 
 
 def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:

@@ -5,7 +5,7 @@ from typing import final
 
 from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.run_directory import RunDirectory, write_atomically
-from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.reliability.incidents import EXCLUDED, read_incidents
 from jaxinfra.training.examine import examine_step
@@ -30,11 +30,11 @@ class SpikeReports:
         job: Job,
         run: RunDirectory,
         batches: TrainIterator,
-        tokenizer: Tokenizer,
+        corpora: Corpora,
         watch: Watch,
     ):
         self._job, self._run, self._watch = job, run, watch
-        self._batches, self._tokenizer = batches, tokenizer
+        self._batches, self._tokenizer = batches, corpora.tokenizer
 
     def explain(self, state: State, *, step: int) -> None:
         """Writes the report where there is none yet; a collective.

@@ -16,11 +16,11 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpora import Corpora, open_corpora
-from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.training.open_data import batches_of, open_data
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
 
@@ -90,18 +90,7 @@ class Steps:
             first: steps that are done already.
             cache_dir: where tokenized text is kept; the user's cache by default.
         """
-        training = self.config.training
-        part, parts = self._job.process_share()
-        batches = train_batches(
-            self._open(cache_dir).train_source(training),
-            sequence_length=training.sequence_length,
-            batch_size=training.batch_size,
-            seed=training.seed,
-            process_index=part,
-            process_count=parts,
-            num_threads=self.config.data.num_prefetch_threads,
-            prefetch=self.config.data.prefetch_batches,
-        )
+        batches = batches_of(self._job, self._open(cache_dir))
         if first:
             batches.restore(batches.state(first))
         return batches
@@ -145,10 +134,8 @@ class Steps:
 
     def _open(self, cache_dir: Path | None) -> Corpora:
         if self._corpora is None:
-            self._corpora = open_corpora(
-                self.config.data,
-                vocab_size=self.config.model.vocab_size,
-                cache_dir=cache_dir or user_cache(),
+            self._corpora = open_data(
+                self._job, cache_dir=cache_dir or user_cache(), initial=self.initial_state
             )
         return self._corpora
 

@@ -24,7 +24,8 @@ def summarize(
 ) -> dict[str, Any]:
     """What ``summary.json`` holds; a figure that is not known, or not finite, is None.
 
-    Of several sets to evaluate on it has ``heldout_sets``, of a mixture ``mixture``.
+    Of several sets to evaluate on it has ``heldout_sets``, of a mixture ``mixture``, of pairs of
+    answers ``heldout_preferences/...``.
 
     Args:
         causes: seconds of wall time by cause (``jaxinfra.reliability.goodput``).
@@ -37,7 +38,9 @@ def summarize(
     loss = heldout["heldout_loss"]
     baseline = compressed_bits_per_byte(corpora.judged_documents())
     step_s = median_step_s(log.records)
-    several: dict[str, Any] = {}
+    several: dict[str, Any] = {
+        name: value for name, value in heldout.items() if name.startswith("heldout_preferences/")
+    }
     if len(corpora.heldout) > 1:
         several["heldout_sets"] = {
             name: finite(

@@ -82,7 +82,7 @@ def write_ours(
             rows = slice(start, min(start + step, shape[0]))
             yield cast(source.read(name, (rows, *whole)), kind, name)
 
-    with _filled(path, tokenizer_directory) as directory:
+    with filled_directory(path, tokenizer_directory) as directory:
         (directory / "config.json").write_text(config_json(definition.config, hf))
         kinds = {name: dtype or source.dtype(name) for name in shapes}
         write_tensor_files(
@@ -126,7 +126,7 @@ def write_hf(
         for rows in assemble_rows(source, tensor, piece_bytes=piece_bytes):
             yield cast(rows, kinds[tensor.name], tensor.name)
 
-    with _filled(path, tokenizer_directory) as directory:
+    with filled_directory(path, tokenizer_directory) as directory:
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         write_tensor_files(
             directory,
@@ -173,7 +173,7 @@ def _common_dtype(source: ParameterSource, tensor: Tensor) -> np.dtype:
 
 
 @contextlib.contextmanager
-def _filled(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
+def filled_directory(path: Path, tokenizer_directory: Path) -> Iterator[Path]:
     """A new model directory with the tokenizer's files; it appears when it is complete."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(

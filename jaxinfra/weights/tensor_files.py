@@ -21,14 +21,14 @@ _NAME_BYTES = 255  # of a file, on all common file systems
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Element types of weights, as the files and as NumPy name them."""
 
-# Quantized ones too, and what says how they lie.
-_STORED = DTYPES | {
+STORED = DTYPES | {
     "F8_E4M3": "float8_e4m3fn",
     "U8": "uint8",
     "I8": "int8",
     "I32": "int32",
     "I64": "int64",
 }
+"""Those of quantized weights too, and of what says how they lie."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,13 +133,13 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         for name in opened.keys():  # noqa: SIM118 (it is no mapping)
             tensor = opened.get_slice(name)
             dtype = tensor.get_dtype()
-            if dtype not in _STORED:
+            if dtype not in STORED:
                 raise ConfigError(
                     f"{file}: tensor {name} has elements of type {dtype}; known: "
-                    f"{', '.join(_STORED)}"
+                    f"{', '.join(STORED)}"
                 )
             found[name] = StoredTensor(
-                file=file, shape=tuple(tensor.get_shape()), dtype=jnp.dtype(_STORED[dtype])
+                file=file, shape=tuple(tensor.get_shape()), dtype=jnp.dtype(STORED[dtype])
             )
     return found
 
@@ -151,7 +151,7 @@ def _read_bytes(file: Path, name: str) -> np.ndarray:
         entry = json.loads(opened.read(length))[name]
     start, stop = entry["data_offsets"]
     raw = np.memmap(file, np.uint8, "r", offset=8 + length + start, shape=stop - start)
-    return raw.view(jnp.dtype(_STORED[entry["dtype"]])).reshape(entry["shape"])
+    return raw.view(jnp.dtype(STORED[entry["dtype"]])).reshape(entry["shape"])
 
 
 def _read_index(file: Path) -> dict[str, str]:

@@ -16,12 +16,12 @@ from typing import BinaryIO
 import numpy as np
 
 from jaxinfra.core.signals import unfinished
-from jaxinfra.weights.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE
+from jaxinfra.weights.tensor_files import INDEX_FILE, SINGLE_FILE, STORED
 
 type Pieces = Callable[[], Iterable[np.ndarray]]
 """The elements of a tensor, cut along its leading dim or whole, when called."""
 
-_CODES = {name: code for code, name in DTYPES.items()}
+_CODES = {name: code for code, name in STORED.items()}
 _ALIGNMENT = 8
 
 

@@ -74,7 +74,7 @@ class MergedParameters:
         if found.magnitude is not None:
             layers = range(index[0].start, index[0].stop)
             outer = index[1 + found.num_inner :]
-            gains = np.stack([self._gain(path, found, layer)[outer] for layer in layers])
+            gains = np.stack([self.gain(path, found, layer)[outer] for layer in layers])
             changed *= np.expand_dims(gains, tuple(range(1, 1 + found.num_inner)))
         return changed.astype(self.base.dtype(path))
 
@@ -89,7 +89,7 @@ class MergedParameters:
         delta = np.float32(self.adapters.lora.scale) * product.reshape(weight.shape)
         return weight.astype(np.float32) + delta
 
-    def _gain(self, path: str, found: AdapterArrays, layer: int) -> np.ndarray:
+    def gain(self, path: str, found: AdapterArrays, layer: int) -> np.ndarray:
         """DoRA's factor on each output of a layer; its norm needs all inputs, so it is kept."""
         if (path, layer) not in self._gains:
             assert found.magnitude is not None

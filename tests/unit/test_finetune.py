@@ -181,6 +181,32 @@ def test_adapters_need_the_weights_they_were_trained_beside(lora, place, capsys)
 
 
 @pytest.mark.slow
+def test_over_a_base_in_few_bits(place, tmp_path, capsys):
+    """Trained, resumed to the same bits, evaluated, asked, and merged with what the bits say."""
+    kept = "int8"
+    text = ["--data", place / "text.txt", "--set", f"data.heldout_source={place / 'text.txt'}"]
+    options = ["--lora", f"rank=2,targets=query+down,kind=dora,base={kept}", "--steps", 4]
+    options += ["--checkpoint-every", 2, "--learning-rate", "1e-2"]
+    run = place / kept
+    assert train(place, kept, "--init", place / "hf", *text, *options) == 0
+    assert "adapters over a base in" in capsys.readouterr().out
+    copy = rewind(run, place / f"{kept}_again", 2)
+    assert resume(place, copy) == 0
+    chex.assert_trees_all_equal(state(copy), state(run))
+    assert losses(copy) == losses(run)
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--cache", str(place / "cache"), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["heldout_loss"] == json.loads((run / "summary.json").read_text())["heldout_loss"]
+    assert main(["generate", str(run), "--prompt", "1?", "--max-new-tokens", "3"]) == 0
+    assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
+    merged, want = (jaxinfra.load_model(path)(IDS) for path in (tmp_path / "merged", run))
+    base = jaxinfra.load_model(place / "hf")(IDS)
+    changed = float(np.abs(want - base).max())
+    assert float(np.abs(merged - want).max()) < 1e-4 * changed
+
+
+@pytest.mark.slow
 def test_from_a_run(full, place):
     """And from a converted directory, to the same numbers."""
     assert main(["convert", str(place / "out"), str(place / "ours")]) == 0

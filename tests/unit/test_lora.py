@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_runs import batch, train
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
@@ -23,9 +24,9 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.config.run import Remat, validate
+from jaxinfra.config.run import Remat
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import matmul_parameters, training_flops_per_token
 from jaxinfra.models.hf import by_path, weight_map
@@ -163,29 +164,6 @@ def run_config(directory, *, lora=NO_GATE, **training):
         training=dataclasses.replace(config.training, **settings),
         optimizer=optimizer,
     )
-
-
-def batch():
-    rng = np.random.default_rng(5)
-    ids = rng.integers(0, 64, (8, 33)).astype(np.int32)
-    segments = np.repeat([[0, 1]], 16, axis=1).reshape(1, 32).repeat(8, axis=0)
-    return Batch(
-        tokens=ids[:, :-1],
-        targets=ids[:, 1:],
-        segment_ids=np.sort(segments, axis=1).astype(np.int32),
-        positions=np.tile(np.arange(16, dtype=np.int32), (8, 2)),
-        weights=rng.integers(0, 2, (8, 32)).astype(np.float32),
-    )
-
-
-def train(config, *, steps=3):
-    job = with_frozen(make_job(config))
-    state, losses = first_state(job), []
-    placed = job.put(batch())
-    for _ in range(steps):
-        state, metrics = job.train_step(state, placed)
-        losses.append(float(metrics.loss))
-    return job, state, losses
 
 
 def test_only_adapters_are_trained(directory):

@@ -129,9 +129,17 @@ def here(place, monkeypatch) -> None:
 def trained(place) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        jaxinfra.train(
-            jaxinfra.read_run_config("mine.toml"), "runs/mine", cache_dir=place / "cache"
+        config = jaxinfra.read_run_config("mine.toml")
+        jaxinfra.train(config, "runs/mine", cache_dir=place / "cache")
+        mixture = tuple(
+            jaxinfra.MixtureSource(name=name, source="texts", weight=weight)
+            for name, weight in (("cats", 1), ("dogs", 3))
         )
+        data = jaxinfra.DataConfig(
+            mixture=mixture, tokenizer=config.data.tokenizer, heldout_fraction=0.3
+        )
+        mixed = dataclasses.replace(config, data=data)
+        jaxinfra.train(mixed, "runs/mixed", cache_dir=place / "cache")
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -13,7 +13,6 @@ import pytest
 
 import jaxinfra
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.config import codec
 from jaxinfra.core.parts import part
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.tokenizer import bytes_tokenizer
@@ -26,29 +25,9 @@ from jaxinfra.training.gradients import count_targets
 from jaxinfra.training.job import make_job
 from jaxinfra.training.pieces import StepPieces
 from jaxinfra.training.step import step_key, step_record
-
-SMALL = [
-    "model.vocab_size=300",
-    "model.model_dim=16",
-    "model.stacks.0.repeats=2",
-    "model.stacks.0.pattern.0.mixer.num_q_heads=4",
-    "model.stacks.0.pattern.0.mixer.num_kv_heads=2",
-    "model.stacks.0.pattern.0.mixer.head_dim=4",
-    "model.stacks.0.pattern.0.feed_forward.hidden_dim=32",
-    "optimizer.warmup_steps=0",
-    "optimizer.muon=none",
-    "training.steps=4",
-    "training.batch_size=4",
-    "training.sequence_length=8",
-    "data.heldout_fraction=0.3",
-    "data.tokenizer.kind=bytes",
-]
+from tests.small_run import config_of
 
 DROPS_OUT = ("model.dropout_rate=0.1", "training.z_loss=0.01")
-
-
-def config_of(*changes):
-    return codec.override(jaxinfra.preset("tiny"), [*SMALL, *changes])
 
 
 @functools.cache

@@ -92,5 +92,5 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(UnsupportedError, match="adapters"):
         serving_form(adapted, execution_on(packed=True))
     placement = serving_placement(model(attention(), vocab_size=32), MeshConfig(tensor=2))
-    with pytest.raises(UnsupportedError, match="tensor=2"):
+    with pytest.raises(UnsupportedError, match="packed projections over 2 devices"):
         execution_on(placement, packed=True)

@@ -1,0 +1,169 @@
+"""``jaxinfra quantize``: what it writes is what it measured, in formats that are read back."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models
+
+from jaxinfra.cli.main import main
+from jaxinfra.config.model import (
+    BlockConfig,
+    GroupedAttentionConfig,
+    LatentAttentionConfig,
+    MlpConfig,
+    ModelConfig,
+    stacked,
+)
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.models.definition import by_path, define_model
+from jaxinfra.models.hf import quantization_of, to_hf_config
+from jaxinfra.ops.quantized import WeightCode, WeightFormat
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.quantize.equivalence import scaled_inputs
+from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.serving.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
+from jaxinfra.serving.quantize.search import awq_scales, clipped_ranges, output_error, smooth_scales
+from jaxinfra.serving.quantize.statistics import statistics_of
+from jaxinfra.weights.load_pretrained import load_pretrained
+from jaxinfra.weights.parameter_sources import LiveParameters
+
+RNG = np.random.default_rng(0)
+CONFIG = ModelConfig(
+    vocab_size=48,
+    model_dim=32,
+    max_positions=64,
+    stacks=stacked(
+        BlockConfig(
+            mixer=GroupedAttentionConfig(
+                num_q_heads=4, num_kv_heads=4, head_dim=8, rope=RopeConfig()
+            ),
+            feed_forward=MlpConfig(hidden_dim=64),
+        ),
+        num_layers=2,
+    ),
+    tie_embeddings=False,
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    definition = define_model(CONFIG, execution_on())
+    values = jax.tree.map(
+        lambda leaf: jnp.asarray(RNG.normal(0, 0.2, leaf.shape), leaf.dtype), definition.shapes
+    )
+    for block in values["blocks"].values():
+        # Some inputs are larger than others, as those of trained models are.
+        large = jnp.where(jnp.arange(CONFIG.model_dim) % 11 == 0, 8.0, 0.5)
+        for norm in ("attention_norm", "mlp_norm"):
+            block[norm]["scale"] = jnp.broadcast_to(large, block[norm]["scale"].shape)
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizers.Tokenizer(models.BPE()).save(str(directory / "tokenizer.json"))
+    model = SourceModel(
+        definition=definition,
+        source=LiveParameters(arrays=by_path(values)),
+        hf=to_hf_config(CONFIG),
+        tokenizer_directory=directory,
+    )
+    return model, values
+
+
+IDS = RNG.integers(0, CONFIG.vocab_size, (3, 24)).astype(np.int32)
+
+
+def slow_but(names, *fast):
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but(RECIPES, "awq-int4"))
+def test_what_is_written_is_read_back(source, tmp_path, name):
+    """Logits of the directory, weights kept packed, are near the original's, and each layer's
+    error is that of its format.
+    """
+    model, values = source
+    recipe = quantization_recipe(name, group=32)
+    layers = []
+    report = quantize_model(model, tmp_path / "out", recipe, ids_BT=IDS, report=layers.append)
+    bits = recipe.form.code.bits
+    # Of random weights and inputs some of which are 16 times as large as others: elements are off
+    # by half a step of 1/7 of the largest of 32, of 1/127 of all, or of 1/16 of themselves.
+    worst = {"awq-int4": 0.2, "rtn-int4": 0.5}.get(name, 0.15 if "fp8" in name else 0.05)
+    assert len(layers) == 2
+    assert all(0 < layer.error < worst for layer in layers)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert quantization_of(written) is not None
+    assert report.quantized_bytes < report.num_quantized * (bits + 2) / 8
+    back = load_pretrained(tmp_path / "out", keep_packed=True)
+    ids = jnp.asarray(IDS)
+    want = model.definition.bind(values)(ids)
+    got = back.definition.bind(back.parameters)(ids)
+    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
+    assert error < 2 * worst
+
+
+def test_scales_are_chosen_by_what_inputs_are():
+    """AWQ's are no worse than none by its own measure, which is the outputs' error itself."""
+    x = jnp.asarray(
+        RNG.normal(size=(50, 32)) * np.where(np.arange(32) % 9 == 0, 20, 1), jnp.float32
+    )
+    w = jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)
+    form = WeightFormat(code=WeightCode.INT4, group_rows=32)
+    seen = statistics_of(x, 32)
+    scales, best, plain = awq_scales([w], seen, form=form)
+    assert best < 0.8 * plain
+    assert scales[0] > 1.5 * scales[1]
+    off = jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)
+    np.testing.assert_allclose(output_error(off, seen), np.sum(np.square(x @ off)), rtol=1e-5)
+    # One weight far beyond the others of its group: cutting it off is worth it where little hears.
+    w = w.at[1, 0].set(12.0)
+    quiet = statistics_of(x.at[:, 1].set(1e-3), 32)
+    clip = clipped_ranges(w, quiet, form=form)
+    assert clip.shape == (1, 8)
+    assert clip[0, 0] <= 0.6
+    smooth = smooth_scales([w], seen)
+    want = np.sqrt(np.abs(x).max(0) / np.abs(w).max(1))
+    np.testing.assert_allclose(smooth, want, rtol=1e-5)
+
+
+def test_what_cannot_be_quantized_is_named(source, tmp_path):
+    model, _ = source
+    with pytest.raises(ConfigError, match="unknown recipe 'awq'; did you mean 'awq-int4'"):
+        quantization_recipe("awq")
+    with pytest.raises(ConfigError, match="group size 48"):
+        quantization_recipe("rtn-int4", group=48)
+    recipe = quantization_recipe("awq-int4", group=32)
+    with pytest.raises(ConfigError, match="give a text with --calibrate"):
+        quantize_model(model, tmp_path / "a", recipe, ids_BT=None)
+    with pytest.raises(ConfigError, match=r"32 inputs, which groups of 128 do not divide"):
+        quantize_model(model, tmp_path / "b", quantization_recipe("rtn-int4"), ids_BT=None)
+    latent = LatentAttentionConfig(
+        num_q_heads=2,
+        query_rank=None,
+        nope_dim=4,
+        rope_dim=4,
+        value_dim=4,
+        kv_rank=8,
+        rope=RopeConfig(),
+    )
+    block = dataclasses.replace(CONFIG.blocks[0], mixer=latent)
+    with pytest.raises(UnsupportedError, match="LatentAttentionConfig and MlpConfig"):
+        scaled_inputs(block, Method.AWQ)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_configs_say_what_the_files_hold(name):
+    recipe = quantization_recipe(name)
+    read = quantization_of({"quantization_config": config_of(recipe, kept=["lm_head"])})
+    assert read is not None
+    group = getattr(read, "group", 0)
+    assert group in (0, -1, recipe.form.group_rows)
+
+
+def test_the_command_says_what_is_missing(tmp_path, capsys):
+    assert main(["quantize", str(tmp_path), str(tmp_path / "out"), "--recipe", "w8a8"]) == 1
+    assert "--recipe w8a8 needs a text: add --calibrate FILE" in capsys.readouterr().err
