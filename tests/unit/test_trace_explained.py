@@ -243,6 +243,9 @@ def test_no_alarm_on_healthy_ranks():
     assert host_delays([record(rank) for rank in range(4)], step_ms=95, steps=12) == []
     # A batch that is waited for while the devices work costs nothing.
     assert host_delays([record(input=40, wait=50)], step_ms=95, steps=12) == []
+    # Nor does a rank's host that is done before its devices are.
+    ranks = [record(0, host=60, wait=31, devices=93), record(1, devices=93)]
+    assert host_delays(ranks, step_ms=95, steps=12) == []
     # One that is ready and handed over late, on a busy host, is no matter of its readers.
     late = record(**LATE)
     ready = [Event(time=0.0, name=READY_BATCHES, step=n, value=3) for n in range(1, 13)]
