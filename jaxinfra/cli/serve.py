@@ -2,6 +2,7 @@
 
 jaxinfra serve runs/small-1
 jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
+jaxinfra serve /models/llama --adapters law=adapters/law poems=runs/poems
 jaxinfra serve /models/llama --replicas 4 --mesh tensor=2    # eight GPUs, one address
 jaxinfra serve                   # the newest run of `make train`, trained first if there is none
 """
@@ -22,8 +23,9 @@ from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.core.text import whole_number
 from jaxinfra.reliability import faults
+from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.load import load
+from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_parent, environments
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.training.watch import attempt
@@ -64,6 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         said = f"{text} ({default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
+    tuned = parser.add_argument_group("several fine-tunings of the model")
+    tuned.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="directories of PEFT, or runs with --lora; a request's model names one",
+    )
+    tuned.add_argument(
+        "--max-adapter-rank",
+        type=int,
+        default=MAX_RANK,
+        metavar="N",
+        help=f"largest rank that is taken ({MAX_RANK})",
+    )
     ahead = parser.add_argument_group("speculation")
     ahead.add_argument(
         "--num-drafts", type=int, default=0, metavar="N", help="tokens proposed ahead in each step"
@@ -132,9 +149,26 @@ def run(args: argparse.Namespace) -> int:
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         model = load(path, policy=policy, mesh=mesh)
         draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
+        bank = _bank(model, path, args)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
     with noted_signals() as request:
-        start.serve(model, options, request, draft=draft, say=lambda text: print(text, flush=True))
+        start.serve(model, options, request, draft=draft, bank=bank, say=say)
     return 0
+
+
+def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBank | None:
+    found: dict[str, Path] = {}
+    for item in args.adapters:
+        name, separator, directory = item.partition("=")
+        if not (name and separator and directory):
+            raise ConfigError(f"--adapters {item!r}: write NAME=DIR")
+        if name in found:
+            raise ConfigError(f"--adapters names {name!r} twice; each needs a name of its own")
+        found[name] = Path(directory)
+    return load_bank(model, path, found, max_rank=args.max_adapter_rank) if found else None
 
 
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:
