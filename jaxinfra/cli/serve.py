@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
@@ -72,6 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute dtype; by default the one the run was trained with",
     )
     parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
+    parser.add_argument(
+        "--cache",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="elements of past tokens' keys and values; plain: the compute dtype's",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
@@ -113,8 +120,11 @@ def run(args: argparse.Namespace) -> int:
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        model = load(path, policy=policy, mesh=mesh)
-        draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
+        form = CacheFormat(args.cache)
+        model = load(path, policy=policy, mesh=mesh).with_cache(form)
+        draft = None
+        if args.draft is not None:
+            draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
     with noted_signals() as request:
         start.serve(model, options, request, draft=draft, say=lambda text: print(text, flush=True))
     return 0

@@ -12,6 +12,7 @@ from jaxinfra import checkpoint
 from jaxinfra.checkpoint.initial import place_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
@@ -50,6 +51,13 @@ class LoadedModel:
         """The model with its parameters."""
         return self.definition.bind(self.parameters)
 
+    def with_cache(self, form: CacheFormat) -> "LoadedModel":
+        """The same model, which keeps past tokens in this format."""
+        old = self.definition
+        execution = dataclasses.replace(old.execution, cache_format=form)
+        definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
+        return dataclasses.replace(self, definition=definition)
+
     def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
         tensor parallelism does not split them; its weights are copied. With adapters or 8-bit
@@ -67,7 +75,12 @@ class LoadedModel:
             return self.decoder
         shards = 1 if self.placement is None else self.placement.mesh.shape[MeshAxis.TENSOR]
         is_packed = shards == 1 and can_pack(self.parameters)
-        execution = execution_on(self.placement, policy=policy, packed=is_packed)
+        execution = execution_on(
+            self.placement,
+            policy=policy,
+            packed=is_packed,
+            cache_format=definition.execution.cache_format,
+        )
         form = serving_form(definition, execution)
         return form.bind(serving_parameters(form, definition.config, self.parameters))
 
