@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxinfra.api.models import evaluate as evaluate
     from jaxinfra.api.models import generate as generate
     from jaxinfra.api.models import save as save
+    from jaxinfra.api.models import start_from as start_from
     from jaxinfra.api.presets import PresetInfo as PresetInfo
     from jaxinfra.api.presets import preset as preset
     from jaxinfra.api.presets import presets as presets
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from jaxinfra.config.mesh import MeshConfig as MeshConfig
     from jaxinfra.config.mesh import ShardingConfig as ShardingConfig
     from jaxinfra.config.mesh import parse_mesh as parse_mesh
+    from jaxinfra.config.mixture import MixtureSource as MixtureSource
+    from jaxinfra.config.mixture import ValidationSet as ValidationSet
     from jaxinfra.config.model import BlockConfig as BlockConfig
     from jaxinfra.config.model import ExpertsConfig as ExpertsConfig
     from jaxinfra.config.model import GroupedAttentionConfig as GroupedAttentionConfig
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     from jaxinfra.config.own import OwnFeedForward as OwnFeedForward
     from jaxinfra.config.own import OwnMixer as OwnMixer
     from jaxinfra.config.precision import PrecisionConfig as PrecisionConfig
+    from jaxinfra.config.preferences import PreferenceConfig as PreferenceConfig
+    from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
     from jaxinfra.config.rope import RopeConfig as RopeConfig
     from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
     from jaxinfra.config.run import RunConfig as RunConfig
@@ -62,6 +67,10 @@ if TYPE_CHECKING:
     from jaxinfra.training.callbacks import TensorBoardLogger as TensorBoardLogger
     from jaxinfra.training.callbacks import WandbLogger as WandbLogger
     from jaxinfra.training.finished import Outcome as Outcome
+    from jaxinfra.training.mixture_read import SourceRead as SourceRead
+    from jaxinfra.training.mixture_read import read_mixture as read_mixture
+    from jaxinfra.training.preferences import PairLoss as PairLoss
+    from jaxinfra.training.preferences import preference_loss as preference_loss
     from jaxinfra.training.session import train as train
     from jaxinfra.training.steps import Steps as Steps
     from jaxinfra.training.steps import batch_of as batch_of
@@ -80,6 +89,7 @@ _PUBLIC = {
         "evaluate",
         "generate",
         "save",
+        "start_from",
     ),
     "jaxinfra.api.presets": (
         "PresetInfo",
@@ -98,6 +108,10 @@ _PUBLIC = {
         "MeshConfig",
         "ShardingConfig",
         "parse_mesh",
+    ),
+    "jaxinfra.config.mixture": (
+        "MixtureSource",
+        "ValidationSet",
     ),
     "jaxinfra.config.model": (
         "BlockConfig",
@@ -118,6 +132,10 @@ _PUBLIC = {
         "OwnMixer",
     ),
     "jaxinfra.config.precision": ("PrecisionConfig",),
+    "jaxinfra.config.preferences": (
+        "PreferenceConfig",
+        "PreferenceLoss",
+    ),
     "jaxinfra.config.rope": ("RopeConfig",),
     "jaxinfra.config.run": (
         "CheckpointConfig",
@@ -154,6 +172,14 @@ _PUBLIC = {
         "WandbLogger",
     ),
     "jaxinfra.training.finished": ("Outcome",),
+    "jaxinfra.training.mixture_read": (
+        "SourceRead",
+        "read_mixture",
+    ),
+    "jaxinfra.training.preferences": (
+        "PairLoss",
+        "preference_loss",
+    ),
     "jaxinfra.training.session": ("train",),
     "jaxinfra.training.steps": (
         "Steps",

@@ -9,6 +9,8 @@ import os
 import pathlib
 import platform
 
+import fast_compiling
+
 # A GPU suite sets JAX_PLATFORMS itself; everything else must not touch an accelerator.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is what a suite waits for.
@@ -17,13 +19,7 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     quick = "--xla_gpu_autotune_level=0"
 else:
-    # XLA's older code generator and none of LLVM's passes: a tenth of the time. What is tested, the
-    # sharding, scheduling and fusing of a program, comes before both. They round otherwise, which
-    # every bound allows: `make numerics` compiles as users do.
-    quick = (
-        "--xla_backend_optimization_level=0"
-        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    )
+    quick = fast_compiling.FLAGS
 if quick.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}".strip()
 

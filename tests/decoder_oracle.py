@@ -12,17 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     MixerConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
-    NormKind,
-    NormPlacement,
     stacked,
 )
 from jaxinfra.config.precision import PolicyName

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.config.model import ExpertsConfig, MlpKind
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.routing import GroupScore, Scoring
 from tests.rounding import UNIT
 from tests.sharded.cases import COMPILER_OPTIONS

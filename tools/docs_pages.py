@@ -10,12 +10,14 @@ import enum
 import importlib
 import inspect
 import pathlib
+import re
 import sys
 import types
 import typing
 from collections.abc import Iterator
 
 import jaxinfra
+import pallas_kernels
 from jaxinfra.cli.main import COMMANDS, Parser
 from jaxinfra.config.run import RunConfig
 
@@ -100,22 +102,27 @@ def settings_page() -> str:
         "as in `--set optimizer.learning_rate=1e-3`; TOML and YAML files have the same names.\n",
     ]
     for record in records(RunConfig):
-        doc = inspect.getdoc(record) or ""
-        parts.append(f"## {record.__name__}\n\n{doc}\n")
-        rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
-        choices = enums(record)
-        for each in settings_of(record):
-            options = choices.get(each.name)
-            text = each.text
-            if options is not None:
-                named = ", ".join(f"`{member.value}`" for member in options)
-                text = f"{text}: {named}" if text else f"one of {named}"
-            default = f"`{each.default}`" if each.default else "required"
-            kind = each.type.replace("|", "&#124;")
-            cells = (f"`{each.name}`", kind, default, text.replace("|", "&#124;"))
-            rows.append(f"| {' | '.join(cells)} |")
-        parts.append("\n".join(rows) + "\n")
+        meaning = re.split(r"\n(?:Raises|Examples):", inspect.getdoc(record) or "")[0]
+        parts.append(f"## {record.__name__}\n\n{meaning}\n")
+        parts.append(_table(record, settings_of(record), head="setting"))
     return "\n".join(parts)
+
+
+def _table(record: type, fields: list[Setting], *, head: str) -> str:
+    """The fields of a record with types, defaults and meanings."""
+    rows = [f"| {head} | type | default | meaning |", "|---|---|---|---|"]
+    choices = enums(record)
+    for each in fields:
+        options = choices.get(each.name)
+        text = each.text
+        if options is not None:
+            named = ", ".join(f"`{member.value}`" for member in options)
+            text = f"{text}: {named}" if text else f"one of {named}"
+        default = f"`{each.default}`" if each.default else "required"
+        kind = each.type.replace("|", "&#124;")
+        cells = (f"`{each.name}`", kind, default, text.replace("|", "&#124;"))
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 def presets_page() -> str:
@@ -154,18 +161,85 @@ class _Wide(argparse.RawDescriptionHelpFormatter):
     """Help that is as wide on every machine."""
 
     def __init__(self, prog: str):
-        super().__init__(prog, width=100)
+        super().__init__(prog, width=96)
+
+
+def public_names(package: types.ModuleType) -> list[str]:
+    """The names that a package promises, in the order of the alphabet."""
+    return sorted(name for names in package._PUBLIC.values() for name in names)
+
+
+# By the module that has a name; the first that fits.
+_GROUPS = {
+    "jaxinfra.api.presets": "Begin with a config",
+    "jaxinfra.config.codec": "Begin with a config",
+    "jaxinfra.config.files": "Begin with a config",
+    "jaxinfra.training.callbacks": "Callbacks and loggers",
+    "jaxinfra.training": "Train",
+    "jaxinfra.serving": "Trained models",
+    "jaxinfra.api.models": "Trained models",
+    "jaxinfra.api.analysis": "Plan and profile",
+    "jaxinfra.config.own": "Parts of your own",
+    "jaxinfra.config.customize": "Parts of your own",
+    "jaxinfra.core.parts": "Parts of your own",
+    "jaxinfra.layers": "Parts of your own",
+    "jaxinfra.core.errors": "Errors",
+    "jaxinfra": "Records of a config",
+}
+
+
+def _group(name: str) -> str:
+    module = getattr(jaxinfra, name).__module__
+    return next(group for prefix, group in _GROUPS.items() if module.startswith(prefix))
+
+
+def _section(thing: typing.Any, name: str, *, level: int) -> str:
+    """A name's docstring, and a table of its fields where it is a record."""
+    options = f"    options:\n      heading_level: {level}\n      members: {_members(thing)}\n"
+    text = f"::: {thing.__module__}.{name}\n{options}"
+    if dataclasses.is_dataclass(thing) and (fields := settings_of(typing.cast("type", thing))):
+        text += "\n" + _table(typing.cast("type", thing), fields, head="field")
+    return text
+
+
+def _members(thing: typing.Any) -> list[str]:
+    """Methods that a reader of a class needs; a record's properties serve the package."""
+    if not isinstance(thing, type) or dataclasses.is_dataclass(thing):
+        return []
+    return [name for name, each in vars(thing).items() if name[0] != "_" and inspect.getdoc(each)]
 
 
 def api_page() -> str:
-    """A section for each public name, whose text is its docstring."""
+    """A section for each public name by what it is for, whose text is its docstring."""
     parts = [
         "# Python\n",
-        "Everything here is a name of `jaxinfra`, and stays. It is imported at its first use.\n",
+        "Everything here is a name of `jaxinfra`, and stays. It is imported at its first use. "
+        "[How to write an experiment](../python.md) uses them in order.\n",
+        "The examples begin with `import jaxinfra`, and where they need them `import dataclasses`, "
+        "`import pathlib`, `import jax`, `import jax.numpy as jnp`, `import numpy as np` and "
+        "`from flax import nnx`. `runs/mine` is a run, `mine.toml` its config, `texts` a "
+        "directory of text files. Each is run by the tests.\n",
     ]
-    for name in sorted(each for each in jaxinfra.__all__ if not each.startswith("_")):
-        thing = getattr(jaxinfra, name)
-        parts.append(f"::: {thing.__module__}.{name}\n    options:\n      heading_level: 2\n")
+    names = public_names(jaxinfra)
+    for group in dict.fromkeys(_GROUPS.values()):
+        parts.append(f"## {group}\n")
+        parts += [_section(getattr(jaxinfra, n), n, level=3) for n in names if _group(n) == group]
+    return "\n".join(parts)
+
+
+def kernels_page() -> str:
+    """A section for each public name of the kernels."""
+    parts = [
+        "# Kernels\n",
+        "Everything here is a name of `pallas_kernels`, which needs JAX and nothing of `jaxinfra`. "
+        "Every function runs on any device: `implementation` chooses, and `auto` takes a Hopper "
+        "kernel where it is the fastest. The examples begin with `import pallas_kernels` and "
+        "`import jax.numpy as jnp`, and are run by the tests.\n",
+        "Dims: B batch, T queries, S keys, N query heads, K key/value heads, H width of a head, V "
+        "width of a value; of matrices M rows, K the contracted dim, N columns, G groups.\n",
+    ]
+    for name in public_names(pallas_kernels):
+        parts.append(_section(getattr(pallas_kernels, name), name, level=2))
     return "\n".join(parts)
 
 
@@ -174,6 +248,7 @@ PAGES = {
     "presets.md": presets_page,
     "commands.md": commands_page,
     "api.md": api_page,
+    "kernels.md": kernels_page,
 }
 
 

@@ -16,13 +16,15 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -115,7 +117,7 @@ async def asked(server: Server, call: Call) -> Answer:
         if status != 200:
             return Answer(status=status)
         first, usage = None, {}
-        async for said in _events(reader):
+        async for said in events(reader):
             if "error" in said:
                 return Answer(status=500)
             if first is None:
@@ -136,7 +138,8 @@ async def asked(server: Server, call: Call) -> Answer:
             await writer.wait_closed()
 
 
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+async def events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The bodies of server-sent events, as they come."""
     while line := await reader.readline():
         if line.startswith(b"data: {"):
             yield json.loads(line.removeprefix(b"data: "))
@@ -216,17 +219,28 @@ def served(model: str, options: list[str]) -> Iterator[str]:
     command = [sys.executable, "-m", "jaxinfra", "serve", model, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        showing = None
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
-                if " at http" in line:
-                    yield line.partition(" at ")[2].partition(": ")[0]
+                # Replicas' own lines have their number before.
+                if found := re.match(r"\S+ at (http\S+): ", line):
+                    showing = threading.Thread(target=_show, args=(process.stdout,))
+                    showing.start()
+                    yield found.group(1)
                     break
             else:
                 raise ConfigError(f"serving {model} ended with exit code {process.wait()}")
         finally:
             process.terminate()
-            process.stdout.read()
+            if showing is not None:
+                showing.join()
+
+
+def _show(lines: Iterable[str]) -> None:
+    """Prints what a server says, which would wait for a reader otherwise."""
+    for line in lines:
+        print(line, end="", flush=True)
 
 
 def reached(url: str, api_key: str | None, num_ids: int) -> Server:

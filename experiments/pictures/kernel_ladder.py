@@ -43,7 +43,7 @@ def ladder_figure(document: dict[str, Any]) -> Figure:
     axes.barh(range(len(names)), [row["tflops"] for row in found.values()], color=colors)
     for i, row in enumerate(found.values()):
         text = f" {row['tflops']:,.0f}" if row["tflops"] >= 10 else f" {row['tflops']:.2g}"
-        text += f"   {row['of_xla']:.1%} of cuBLAS"
+        text += f", {row['of_xla']:.1%} of cuBLAS"
         inside = row["tflops"] > 20
         axes.text(
             row["tflops"], i, text + " " if inside else text, va="center", fontsize=9,
@@ -101,7 +101,7 @@ def _occupancy(axes, row: dict[str, Any]) -> None:
         chosen = [each for each in row["rows"] if each["in_flight"] == in_flight]
         axes.plot(
             [each["warps"] for each in chosen], [each["gb_s"] for each in chosen], "o-",
-            color=color, label=f"{in_flight} load{'s' * (in_flight > 1)} of 16 bytes a thread",
+            color=color, label=f"{in_flight} load{'s' * (in_flight > 1)} of 16 bytes per thread",
         )  # fmt: skip
     warps = sorted({each["warps"] for each in row["rows"]})
     axes.set_xscale("log", base=2)
@@ -133,7 +133,7 @@ def _elu(axes, row: dict[str, Any]) -> None:
             color="white", fontsize=8,
         )  # fmt: skip
     axes.axvline(found["copy"]["gb_s"], color=XLA, linewidth=1.5)
-    axes.text(found["copy"]["gb_s"], -0.7, "XLA's copy ", ha="right", color=XLA, fontsize=9)
+    axes.text(found["copy"]["gb_s"], 2, " XLA's copy", va="center", color=XLA, fontsize=9)
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=8)
     axes.set(xlabel="GB/s of the fewest bytes")

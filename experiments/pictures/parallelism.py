@@ -101,7 +101,7 @@ def draw_moves() -> plt.Figure:
     """A line for each strategy: its communication under the compute that it belongs to."""
     figure, panel = plt.subplots(figsize=(12, 5.2))
     columns = (("forward pass, each layer", 3.0), ("backward pass, each layer", 8.2))
-    columns = (*columns, ("update, once a step", 13.4))
+    columns = (*columns, ("update, once per step", 13.4))
     for title, left in columns:
         panel.add_patch(Rectangle((left, -1.1), 5.0, 0.7, fc="#dddddd"))
         panel.text(left + 2.5, -0.75, title, ha="center", va="center")

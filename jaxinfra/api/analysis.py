@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.places import user_cache
@@ -30,9 +31,6 @@ def plan(
 ) -> Plan:
     """The fastest layout of a training step that fits, with its memory, time and communication.
 
-    >>> plan("llama3_8b", devices=8, device="h100").fits
-    True
-
     Args:
         model: a preset, a directory with a Hugging Face config.json, or a config.
         devices: how many GPUs.
@@ -41,10 +39,20 @@ def plan(
         batch: sequences per step; about four million tokens by default, with a mesh one per device.
         length: tokens of a sequence; the model's, at most 8192, by default.
 
+    Returns:
+        A plan: ``fits``, ``layout`` (mesh, ZeRO stage, micro-batches), ``memory.total`` in bytes
+        per device, ``time.total_s`` in seconds per step, ``tokens_per_s_per_device``, and ``mfu``
+        between 0 and 1.
+
     Raises:
-        ConfigError: nothing fits, or the mesh cannot be.
+        ConfigError: nothing fits, the mesh cannot be, or model or device is not known.
+
+    Examples:
+        >>> found = jaxinfra.plan("llama3_8b", devices=8, device="h100", length=2048)
+        >>> found.fits, found.layout.mesh.num_devices
+        (True, 8)
     """
-    planned = find_model(model) if isinstance(model, str) else plan_model(model)
+    planned = find_model(model) if isinstance(model, str) else plan_model(codec.normalized(model))
     kind = with_bench_results(find_device(device), user_cache() / "bench")
     length = length or min(planned.config.max_positions, 8192)
     if mesh is not None:
@@ -58,15 +66,21 @@ def plan(
 def trace(run: str | Path, *, device: int = 0, steps: int | None = None) -> Waterfall:
     """Where the milliseconds of a profiled step went on one GPU, each moment counted once.
 
-    >>> trace("runs/small-1").by_kind()                             # doctest: +SKIP
-
     Args:
         run: a run that was trained with a profile, or any directory with a trace in it.
         device: which GPU of the traced process.
         steps: that the trace holds; found from it by default.
 
+    Returns:
+        A waterfall of milliseconds per step: ``by_kind()``, ``by_scope()``, ``by_axis`` for
+        communication, ``kernels`` with the longest first.
+
     Raises:
         DataError: no trace there, or none of a GPU.
+
+    Examples:
+        >>> jaxinfra.trace("profiled", steps=1).by_kind()
+        {'matmul': 4.0, 'idle': 1.0, 'elementwise': 2.0}
     """
     path = Path(run)
     return explain(device_events(path, device=device), steps=steps, axes=mesh_axes(path))

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfra.checkpoint.initial import read_initial
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.preferences import PreferenceConfig
+from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.data.tokenizer import Tokenizer
@@ -21,6 +25,7 @@ from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
+from jaxinfra.training.initialize import finetuning_config
 from jaxinfra.weights.conversion import write_hf
 from jaxinfra.weights.model_directory import is_model_directory
 from jaxinfra.weights.parameter_sources import LiveParameters
@@ -28,7 +33,13 @@ from jaxinfra.weights.parameter_sources import LiveParameters
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratedText:
-    """What a model wrote after a prompt."""
+    """What a model wrote after a prompt: an element of what ``generate`` returns.
+
+    Examples:
+        >>> found = jaxinfra.generate("runs/mine", ["the cat"], max_new_tokens=4)[0]
+        >>> found.prompt, len(found.tokens) <= 4
+        ('the cat', True)
+    """
 
     prompt: str
     text: str  # without the prompt
@@ -48,15 +59,24 @@ def generate(
 ) -> tuple[GeneratedText, ...]:
     """Continues each prompt, all in one batch.
 
-    >>> generate("runs/tiny-1", ["def main("])[0].text              # doctest: +SKIP
-
     Args:
         model: a run, a model directory, or what ``load`` returned: loaded once, it answers often.
+        prompts: texts; what comes back is in their order.
+        max_new_tokens: of each answer, which ends before at an end token.
         temperature: 0 takes the most likely token.
-        top_k, top_p: draw from the k most likely tokens, or from the fewest that make up p, only.
+        top_k: draw from this many of the most likely tokens; None: from all.
+        top_p: draw from the fewest tokens whose probabilities add up to this; None: from all.
+        seed: the same seed draws the same texts.
 
     Raises:
-        ConfigError, DataError: a setting out of range; a prompt longer than the model's positions.
+        ConfigError: a setting out of range, or a prompt longer than the model's positions.
+        DataError, CheckpointError: ``model`` is no model, or a damaged one.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> answers = jaxinfra.generate(model, ["the cat", "on"], max_new_tokens=4, temperature=0)
+        >>> [each.prompt for each in answers]
+        ['the cat', 'on']
     """
     loaded = model if isinstance(model, LoadedModel) else load(model)
     tokenizer = loaded.tokenizer
@@ -97,6 +117,32 @@ def _text_after(tokenizer: Tokenizer, before: Sequence[int], row: Sequence[int])
     return "".join(decoder.push(token) for token in row) + decoder.flush()
 
 
+def start_from(
+    model: str | Path,
+    *,
+    lora: LoraConfig | None = None,
+    chat: bool = False,
+    preferences: PreferenceConfig | None = None,
+) -> RunConfig:
+    """The config of a run that trains a model further, with the settings usual for that: give it
+    data, and change what is to be changed with ``override``.
+
+    >>> start_from("runs/tiny-1").init.path                         # doctest: +SKIP
+
+    Args:
+        model: a Hugging Face directory, one that ``convert`` has written, or a run.
+        lora: train adapters only.
+        chat: the data are conversations, for the model's chat template.
+        preferences: the data are pairs of answers.
+
+    Raises:
+        ConfigError: there is no model, or none that this version knows.
+    """
+    return finetuning_config(
+        read_initial(Path(model)), lora=lora, chat=chat, preferences=preferences
+    )
+
+
 def evaluate(
     model: str | Path,
     *,
@@ -107,12 +153,25 @@ def evaluate(
 ) -> RunEvaluation:
     """Loss, perplexity and bits per byte over every token of a text, once.
 
-    >>> evaluate("runs/tiny-1").evaluation.bits_per_byte            # doctest: +SKIP
-
     Args:
         model: a run or a model directory.
-        data: the text; by default the documents that a run held out.
+        data: the text: a directory, a glob or a file; by default the documents that a run held out.
         step: a certain checkpoint of a run; the newest good one by default.
+        mesh: devices that the model is spread over, the first one by default.
+        cache_dir: where tokenized text and compiled programs are kept; the user's cache by default.
+
+    Returns:
+        ``evaluation`` with ``loss`` in nats per token, ``perplexity`` and ``bits_per_byte``, and
+        ``baseline``: the bits per byte of gzip and xz on the same text.
+
+    Raises:
+        ConfigError: a ``step`` for a model directory, which has none; a mesh that cannot be.
+        DataError, CheckpointError: there is no text, or no model, or a damaged one.
+
+    Examples:
+        >>> found = jaxinfra.evaluate("runs/mine", data="texts")
+        >>> found.step, found.evaluation.bits_per_byte > 0
+        (4, True)
     """
     path, mesh = Path(model), mesh or MeshConfig()
     cache_dir = cache_dir or user_cache()
@@ -132,15 +191,19 @@ def save(
 ) -> None:
     """Writes a model as a Hugging Face directory, with its tokenizer.
 
-    >>> save(load("runs/small-1"), "exported", dtype="bfloat16")    # doctest: +SKIP
-
     Args:
+        model: what ``load`` returned.
         directory: a new one.
         dtype: of all weights; as they are held by default.
         max_shard_bytes: of the weights in one file.
 
     Raises:
         ConfigError: no Hugging Face architecture can express the model, or it has adapters.
+
+    Examples:
+        >>> jaxinfra.save(jaxinfra.load("runs/mine"), "exported", dtype="bfloat16")
+        >>> sorted(file.name for file in pathlib.Path("exported").iterdir())
+        ['config.json', 'model.safetensors', 'tokenizer.json', ...]
     """
     if model.definition.lora is not None:
         raise ConfigError("a model with adapters: jaxinfra.convert merges a run's into its base")

@@ -10,7 +10,13 @@ from jaxinfra.planning.model import active_parameters, plan_model, total_paramet
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PresetInfo:
-    """One preset of ``presets``."""
+    """One preset of ``presets``.
+
+    Examples:
+        >>> info = jaxinfra.presets("llama3_8b")[0]
+        >>> f"{info.parameters:,} in {info.layers} layers"
+        '8,030,261,248 in 32 layers'
+    """
 
     name: str
     parameters: int
@@ -23,20 +29,25 @@ class PresetInfo:
 def preset(name: str) -> RunConfig:
     """The run of that name: a model with data, optimizer, batch and precision that suit it.
 
-    >>> preset("tiny").training.sequence_length
-    128
+    Args:
+        name: one of those that ``presets`` lists.
 
     Raises:
         ConfigError: there is none; with the nearest name.
+
+    Examples:
+        >>> jaxinfra.preset("tiny").training.sequence_length
+        128
     """
     return run_preset(name)
 
 
 def presets(part: str = "") -> tuple[PresetInfo, ...]:
-    """The presets whose names have this part; all of them by default.
+    """The presets whose names contain ``part``; all of them by default.
 
-    >>> [each.name for each in presets("tiny")]
-    ['tiny', 'tiny_moe']
+    Examples:
+        >>> [each.name for each in jaxinfra.presets("tiny")]
+        ['tiny', 'tiny_moe']
     """
     found = []
     for name, make in MODELS.items():

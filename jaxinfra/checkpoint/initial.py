@@ -12,7 +12,7 @@ import jax
 from jaxinfra.checkpoint import directory_layout, manifest, processes
 from jaxinfra.checkpoint.restoring import load
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
-from jaxinfra.config.finetune import InitConfig
+from jaxinfra.config.finetune import BaseWeights, InitConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import CheckpointError, ConfigError
@@ -31,6 +31,7 @@ from jaxinfra.weights.conversion import TOKENIZER_FILES
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 from jaxinfra.weights.onto_mesh import place_parameters
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
+from jaxinfra.weights.quantized_onto_mesh import place_quantized
 from jaxinfra.weights.tensor_files import open_tensor_files
 
 
@@ -79,16 +80,26 @@ def read_initial(path: Path) -> InitialModel:
 
 
 def place_initial(
-    init: InitConfig, definition: ModelDefinition, shardings: Parameters
+    init: InitConfig,
+    definition: ModelDefinition,
+    shardings: Parameters,
+    *,
+    kept: BaseWeights = BaseWeights.COMPUTE,
 ) -> Parameters:
     """Reads the weights in the definition's dtypes, each device its shard only; a collective.
 
     Args:
         shardings: of what to read: parameters, state or both.
+        kept: how projections are kept: in few bits they are rounded layer by layer, from the
+            numbers that are stored, so that devices never hold more than a layer of those. A run's
+            are held whole on the first device meanwhile.
 
     Raises:
         CheckpointError: they are not those that the run started from.
     """
+    if kept is not BaseWeights.COMPUTE:
+        source = initial_source(init, definition.config)
+        return place_quantized(source, definition, shardings, kept=kept)
     if init.step is None:
         return place_parameters(_model_files(init, definition.config), definition, shardings)
     masters = _masters(init, definition.config, shardings)

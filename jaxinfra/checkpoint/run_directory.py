@@ -10,6 +10,8 @@ tensorboard/       the same curves as events
 checkpoints/       verified checkpoints (jaxinfra.checkpoint)
 trace/             profiler traces, where asked for
 incidents.jsonl    what went wrong and what was done (jaxinfra.reliability.incidents)
+environments.jsonl on what each session's steps were computed
+spikes/            why a loss was far above those before it, by step
 goodput.jsonl      where the wall time went, by session and cause
 metrics.prom       the same as a Prometheus text file
 recorder/          every rank's flight recorder and, after a hang, all stacks and a report
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.config import codec
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.files import read_bytes, read_json
@@ -33,6 +36,7 @@ from jaxinfra.weights.conversion import TOKENIZER_FILES
 
 _log = logging.getLogger(__name__)
 _RECORDERS = 3  # of earlier sessions
+_LATER_OF_LORA = ("kind", "scaling", "base")  # settings that first checkpoints of this format lack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,6 +95,15 @@ class RunDirectory:
         """What went wrong and what was done."""
         return self.path / "incidents.jsonl"
 
+    def spike_file(self, step: int) -> Path:
+        """Why this step's loss was far above those before it."""
+        return self.path / "spikes" / f"step-{step:08d}.json"
+
+    @property
+    def environments_file(self) -> Path:
+        """On what each session's steps were computed."""
+        return self.path / "environments.jsonl"
+
     @property
     def goodput_file(self) -> Path:
         """Where the wall time went."""
@@ -112,6 +125,7 @@ class RunDirectory:
         """
         files = (
             *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
+            self.environments_file,
             *(self.picture_file, self.loads_picture_file, self.summary_file),
         )
         odd = [each for each in files if _exists(each) and not _is_plain(each)]
@@ -139,6 +153,11 @@ class RunDirectory:
         """Where TensorBoard events are."""
         return self.path / "tensorboard"
 
+    @property
+    def reference(self) -> Path:
+        """What the model at the start says of pairs of answers."""
+        return self.path / "reference"
+
     def create(self, config: RunConfig, files: Mapping[str, bytes] | None = None) -> None:
         """Makes the directory and writes the config; refuses one that has anything in it.
 
@@ -163,7 +182,8 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
         for file in (self.config_file, self.hf_config_file):
             file.unlink(missing_ok=True)
-        shutil.rmtree(self.recorder, ignore_errors=True)
+        for directory in (self.recorder, self.reference):
+            shutil.rmtree(directory, ignore_errors=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
 
@@ -231,7 +251,12 @@ def identity(run: RunDirectory, config: RunConfig) -> dict[str, Any]:
         }
     if config.lora is not None:
         assert config.init is not None, "validate"
-        values |= {"lora": codec.to_dict(config.lora), "base": config.init.sha256}
+        lora = codec.to_dict(config.lora)
+        before = codec.to_dict(LoraConfig())
+        for name in _LATER_OF_LORA:  # as it was written when there was no choice
+            if lora[name] == before[name]:
+                del lora[name]
+        values |= {"lora": lora, "base": config.init.sha256}
     return values
 
 

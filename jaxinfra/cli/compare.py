@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"runs": rows, "settings": settings}, indent=1))
         return 0
     table = Table("", *(view.path.name for view in views))
-    for name in headlines[0]:
-        table.add_row(name, *(each[name] for each in headlines))
+    for name in dict.fromkeys(name for each in headlines for name in each):
+        table.add_row(name, *(each.get(name, "-") for each in headlines))
     for path, values in settings.items():
         table.add_row(path, *values, style="dim")
     Console().print(table)

@@ -27,7 +27,7 @@ from jaxinfra.core.files import read_json
 from jaxinfra.data.sources import scan
 from jaxinfra.diagnostics.data_audit import audit
 from jaxinfra.diagnostics.machine.examine import machine_findings
-from jaxinfra.diagnostics.machine.finding import Finding, Grade, worst
+from jaxinfra.diagnostics.machine.finding import Finding, Grade, headline, worst
 from jaxinfra.diagnostics.machine.links import link_findings, measure_links
 from jaxinfra.diagnostics.machine.nvml import LiveAnswers, RecordedAnswers
 from jaxinfra.reliability.recorder import describe_events, read_records
@@ -90,8 +90,10 @@ def _show(found: Sequence[Finding], *, as_json: bool) -> int:
     """Prints findings; 1 where one fails."""
     if as_json:
         rows = [dataclasses.asdict(each) for each in found]
-        print(json.dumps({"grade": worst(found), "findings": rows}, indent=1))
+        first = {"grade": worst(found), "headline": headline(found)}
+        print(json.dumps({**first, "findings": rows}, indent=1))
         return 1 if worst(found) is Grade.FAIL else 0
+    print(headline(found))
     for each in found:
         print(f"{each.grade:7s}  {each.subject}: {each.value}")
         if each.remedy:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxinfra.config.mesh import parse_mesh
@@ -10,6 +11,7 @@ from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
+from jaxinfra.training.evaluation import Evaluation
 from jaxinfra.training.metrics import finite
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 from jaxinfra.weights.model_directory import is_model_directory
@@ -35,28 +37,47 @@ def run(args: argparse.Namespace) -> int:
     evaluation, baseline = result.evaluation, result.baseline
     values = {
         "step": result.step,
-        "heldout_loss": evaluation.loss,
-        "perplexity": evaluation.perplexity,
-        "bits_per_byte": evaluation.bits_per_byte,
-        "tokens": evaluation.num_tokens,
-        "bytes": evaluation.num_bytes,
+        **_figures(evaluation),
         "gzip_bits_per_byte": baseline.gzip_each,
         "xz_bits_per_byte": baseline.xz_all,
     }
     if result.step is None:
         del values["step"]
+    sets = {name: finite(_figures(each)) for name, each in result.sets.items()}
     if args.json:
-        print(json.dumps(finite(values), allow_nan=False))
+        values = finite(values) | ({"sets": sets} if sets else {})
+        print(json.dumps(values, allow_nan=False))
     else:
         for name, value in values.items():
             shown = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
             print(f"{name:20s} {shown}")
+        _print_sets(result.sets)
     if not math.isfinite(evaluation.loss):
         raise CheckpointError(
             f"{args.run}: the loss is {evaluation.loss}; its weights, or what they make of this "
             "text, are not finite: evaluate an earlier checkpoint with --step, or another precision"
         )
     return 0
+
+
+def _figures(evaluation: Evaluation) -> dict[str, float]:
+    return {
+        "heldout_loss": evaluation.loss,
+        "perplexity": evaluation.perplexity,
+        "bits_per_byte": evaluation.bits_per_byte,
+        "tokens": evaluation.num_tokens,
+        "bytes": evaluation.num_bytes,
+        **evaluation.pairs,
+    }
+
+
+def _print_sets(sets: Mapping[str, Evaluation]) -> None:
+    for name, evaluation in sets.items():
+        figures = (
+            f"{what} {value:,.4f}" if isinstance(value, float) else f"{what} {value:,}"
+            for what, value in _figures(evaluation).items()
+        )
+        print(f"{name:20s} {', '.join(figures)}")
 
 
 def _evaluated(args: argparse.Namespace) -> RunEvaluation:

@@ -3,7 +3,9 @@
 jaxinfra gym --list
 jaxinfra gym 1 9 13
 jaxinfra gym --all --jobs 4
-jaxinfra gym --causes
+jaxinfra gym --causes                       are causes of slow or sick jobs named first?
+jaxinfra gym --causes power-cap unfused-loss dense-step
+jaxinfra gym --causes --recorded            those for which no job runs
 jaxinfra gym 1 2 -- small --data /texts --set model.stacks.0.repeats=2
 jaxinfra gym --all -- --config runs/mine/config.json --set model.stacks.0.repeats=2
 
@@ -27,12 +29,13 @@ from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.signals import raised_signals
 from jaxinfra.core.text import whole_number
-from jaxinfra.gym import damage, deaths, own_config, wrong_or_slow  # entered by import
+from jaxinfra.gym import damage, deaths, own_config, serving, wrong_or_slow  # entered by import
 from jaxinfra.gym.arena import Arena
-from jaxinfra.gym.causes import CAUSES
+from jaxinfra.gym.cause_list import all_causes, all_healthy
+from jaxinfra.gym.causes import CauseVerdict, check_health, judge_cause
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
-_LISTS = (deaths, wrong_or_slow, damage)
+_LISTS = (deaths, wrong_or_slow, damage, serving)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--all", action="store_true", help="every fault")
     parser.add_argument(
-        "--causes", action="store_true", help="causes of slow steps: are they named first?"
+        "--causes", action="store_true", help="causes of slow or sick jobs: are they named first?"
     )
+    parser.add_argument("--recorded", action="store_true", help="causes: none that runs a job")
     parser.add_argument("--list", action="store_true", help="say which there are, and stop")
     parser.add_argument("--logs", type=Path, help="where runs and logs stay (default: gym/TIME)")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time (default: 1)")
@@ -55,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs the faults asked for; prints a verdict each."""
     numbers = list(itertools.takewhile(str.isdecimal, args.words))
     options = args.words[len(numbers) :]
+    if args.list and args.causes:
+        for name, each in {**all_causes(), **all_healthy()}.items():
+            print(f"{name:24s} {each.command:12s} {each.describe()}")
+        return 0
     if args.list:
         for number in sorted(FAULTS):
             print(f"{number:2d}  {FAULTS[number].title}")
@@ -76,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
         train.add_arguments(parser)
         config = train.config_of(parser.parse_args(options))
         own_config.require_runnable(config, chosen, jobs=args.jobs)
-    place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
-    if place.exists() and any(place.iterdir()):
-        raise ConfigError(f"{place} holds an earlier call's runs; choose another --logs")
+    place = _place(args)
     arena = Arena(place.absolute(), options=options, processes=2)
     failed = 0
     with raised_signals(), concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
@@ -96,21 +102,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _causes(args: argparse.Namespace) -> int:
-    place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
-    arena = Arena(place.absolute(), options=(), processes=2)
+    """Makes causes happen, then looks at what is healthy; prints a line or JSON object for each."""
+    every = {**all_causes(), **all_healthy()}
+    if unknown := [word for word in args.words if word not in every]:
+        raise ConfigError(
+            f"no cause {unknown[0]!r}; jaxinfra gym --causes --list says which there are"
+        )
+    chosen = args.words or [
+        name for name, each in every.items() if not (args.recorded and each.runs)
+    ]
+    arena = Arena(_place(args).absolute(), options=(), processes=2)
     missed = 0
-    for name, judge_cause in CAUSES.items():
-        found = judge_cause(arena)
-        missed += not found.is_first
-        if args.json:
-            print(json.dumps({"name": name} | dataclasses.asdict(found)), flush=True)
-            continue
-        gain = ""
-        if found.predicted_ms is not None and found.measured_ms is not None:
-            gain = f"  said {found.predicted_ms:.0f} ms, measured {found.measured_ms:.0f} ms"
-        word = "named" if found.is_first else "MISSED"
-        print(f"{word:6s}  {name}: {found.made_by}: {found.said}{gain}", flush=True)
+    with raised_signals():
+        for name in chosen:
+            if name in all_causes():
+                found = judge_cause(name, arena)
+                missed += not found.named
+                _show_cause(name, found, as_json=args.json)
+                continue
+            alarm = check_health(name, arena)
+            missed += bool(alarm)
+            if args.json:
+                print(json.dumps({"name": name, "alarm": alarm}), flush=True)
+            else:
+                print(f"{'ALARM' if alarm else 'quiet':6s}  {name}: {alarm}", flush=True)
+    if not args.json:
+        print(f"{len(chosen) - missed} of {len(chosen)} as they should be")
     return 1 if missed else 0
+
+
+def _show_cause(name: str, found: CauseVerdict, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"name": name} | dataclasses.asdict(found)), flush=True)
+        return
+    gain = ""
+    if found.predicted_ms is not None and found.measured_ms is not None:
+        gain = f" Said {found.predicted_ms:.0f} ms, won {found.measured_ms:.0f} ms."
+    print(f"{'named' if found.named else 'MISSED':6s}  {name}: {found.said}{gain}", flush=True)
+
+
+def _place(args: argparse.Namespace) -> Path:
+    place = args.logs or Path("gym") / time.strftime("%Y%m%d-%H%M%S")
+    if place.exists() and any(place.iterdir()):
+        raise ConfigError(f"{place} holds an earlier call's runs; choose another --logs")
+    return place
 
 
 def _show(verdict: Verdict, *, as_json: bool) -> None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "watch": "a run as it trains",
     "report": "a run in one HTML file",
     "compare": "runs side by side",
+    "replay": "a step done again: does it reproduce, and what made it not finite",
     "memory": "where a step's memory goes, and what would fit",
     "bench": "ours beside the alternatives, in one process",
     "trace": "a profiler trace, explained: what delays a step",
@@ -93,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"jaxinfra.cli.{name}")
         parser = Parser(prog=f"jaxinfra {name}", description=command.__doc__, allow_abbrev=False)
         command.add_arguments(parser)
-        return command.run(parser.parse_args(rest))
+        given = argparse.Namespace(command_line=rest)
+        return command.run(parser.parse_args(rest, namespace=given))
     except JaxinfraError as error:
         # What it quotes of other libraries' errors may have line breaks.
         print(f"jaxinfra {name}: {' '.join(str(error).splitlines())}", file=sys.stderr)

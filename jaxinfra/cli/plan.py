@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.plan_headline import headline
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
 from jaxinfra.config.pipeline import PipelineSchedule
@@ -59,12 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mesh", help="such as fsdp=8,tensor=2,expert=4; searched where not given")
     add("--fix", default="", metavar="AXES", help="axes that a search keeps, such as tensor=8")
     add("--length", type=_count, help="tokens of a sequence (the model's, at most 8192)")
-    add("--batch", type=_count, help="sequences a step (about 4M tokens)")
+    add("--batch", type=_count, help="sequences per step (about 4M tokens)")
     add("--accumulation", type=_count, help="micro-batches per step, with --mesh (1)")
     add("--chunks", type=_count, default=1, help="model chunks per stage: interleaved pipeline")
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
     add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
+    add("--room", type=_positive, metavar="FACTOR", help="exchange.room_factor between experts")
     add("--unroll", action="store_true", help="no loop over layers, as training.unroll has it")
     add(
         "--recipe",
@@ -210,6 +212,7 @@ def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
         accumulation=args.accumulation or 1,
         remat=_remat(args) or Remat.DOTS,
         recipe=_recipes(args)[0],
+        exchange=ExchangeConfig(room_factor=args.room),
         traits=_traits(args),
     )
     if args.fix or len(_recipes(args)) > 1:
@@ -236,6 +239,7 @@ def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
         remat=_remat(args),
         zero=args.zero,
         fixed=tuple(parse_axes(args.fix).items()),
+        exchange=ExchangeConfig(room_factor=args.room),
         traits=_traits(args),
     )
 

@@ -21,8 +21,12 @@ def step_price(config: RunConfig) -> float | None:
     return None if plan is None else plan.time.total_s
 
 
-def step_plan(config: RunConfig) -> Plan | None:
-    """The plan of a run's step; None where the planner has none."""
+def step_plan(config: RunConfig, device_kind: str | None = None) -> Plan | None:
+    """The plan of a run's step; None where the planner has none.
+
+    Args:
+        device_kind: such as "NVIDIA H200"; by default the GPUs here or, without any, H200s.
+    """
     training = config.training
     unrolled = training.unroll >= config.model.num_layers
     try:
@@ -37,7 +41,7 @@ def step_plan(config: RunConfig) -> Plan | None:
             remat=training.remat,
             traits=UNROLLED if unrolled else Traits(),
         )
-        return make_plan(_planned(config.model), layout, _device_here())
+        return make_plan(_planned(config.model), layout, _device(device_kind))
     except JaxinfraError:
         return None
 
@@ -47,6 +51,6 @@ def _planned(model: ModelConfig) -> PlannedModel:
     return plan_model(model)
 
 
-def _device_here() -> Device:
-    kind = jax.local_devices()[0].device_kind.lower()
+def _device(kind: str | None) -> Device:
+    kind = (kind or jax.local_devices()[0].device_kind).lower()
     return find_device(next((name for name in NAMES if name in kind), "h200"))

@@ -2,6 +2,7 @@
 
 jaxinfra serve runs/small-1
 jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
+jaxinfra serve /models/llama --replicas 4 --mesh tensor=2    # eight GPUs, one address
 jaxinfra serve                   # the newest run of `make train`, trained first if there is none
 """
 
@@ -20,9 +21,13 @@ from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
+from jaxinfra.core.text import whole_number
+from jaxinfra.reliability import faults
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.load import load
+from jaxinfra.serving.replicas.processes import REPLICA, end_with_parent, environments
 from jaxinfra.training.job import keep_compiled_programs
+from jaxinfra.training.watch import attempt
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
@@ -79,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=CacheFormat.PLAIN.value,
         help="elements of past tokens' keys and values; plain: the compute dtype's",
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="processes with a --mesh each, behind one address; one that ends is started again",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
@@ -97,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
     path = args.model or _trained()
+    if args.replicas is not None:
+        return _run_replicas(args, path)
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
@@ -117,6 +130,10 @@ def run(args: argparse.Namespace) -> int:
         max_open=args.max_open,
     )
     keep_compiled_programs(user_cache())
+    number = os.environ.get(REPLICA)
+    if number is not None:
+        end_with_parent(os.getppid())
+    faults.arm(os.environ, rank=whole_number(number or "0") or 0, attempt=attempt())
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
@@ -127,6 +144,30 @@ def run(args: argparse.Namespace) -> int:
             draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
     with noted_signals() as request:
         start.serve(model, options, request, draft=draft, say=lambda text: print(text, flush=True))
+    return 0
+
+
+def _run_replicas(args: argparse.Namespace, path: Path) -> int:
+    start = importlib.import_module("jaxinfra.serving.replicas.start")
+    server = importlib.import_module("jaxinfra.serving.http.server")
+    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    for option in ("--replicas", "--host", "--port", "--api-key"):
+        own.add_argument(option)
+    _, words = own.parse_known_args(args.command_line)
+    if args.model is None:
+        words.append(str(path))
+    with noted_signals() as request:
+        start.serve_replicas(
+            words,
+            environments(args.replicas, parse_mesh(args.mesh).num_devices),
+            server.ServerOptions(
+                host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
+            ),
+            request,
+            name=args.name or path.resolve().name,
+            max_body_bytes=args.max_body_mb << 20,
+            say=lambda text: print(text, flush=True),
+        )
     return 0
 
 

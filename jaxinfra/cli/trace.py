@@ -3,24 +3,29 @@
 jaxinfra train ... --profile 20:23
 jaxinfra trace runs/small-1                what delays its step, and what to do
 jaxinfra trace runs/small-1 runs/small-2   why the second takes longer or shorter than the first
+jaxinfra trace runs/small-1 --rank 3       tables of another rank; all that were traced compared
 jaxinfra trace --example                   one that ships
 """
 
 import argparse
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.price import step_plan
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.core.files import read_json
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.difference import compare_steps
-from jaxinfra.diagnostics.launch_names import read_launches, with_names
-from jaxinfra.diagnostics.trace import device_events
-from jaxinfra.diagnostics.trace_axes import mesh_axes
-from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw, explain
+from jaxinfra.diagnostics.parts import predicted_beside_measured
+from jaxinfra.diagnostics.rank_delays import DeviceTime, device_times
+from jaxinfra.diagnostics.traced_run import TracedRun, read_traced_run
+from jaxinfra.diagnostics.waterfall import EXAMPLE, IDLE, Waterfall, draw
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--example", action="store_true", help="one of four H200s (fsdp=2,tensor=2), shipped"
     )
+    parser.add_argument("--rank", type=int, default=0, help="which process (default: 0)")
     parser.add_argument("--device", type=int, default=0, help="which GPU of the traced process")
     parser.add_argument("--steps", type=int, help="steps traced (found from the trace otherwise)")
     parser.add_argument("--top", type=int, default=12, help="kernels to list")
@@ -47,30 +53,62 @@ def run(args: argparse.Namespace) -> int:
     if args.example:
         return _show_example(args)
     if args.second is not None:
-        found = compare_steps(_waterfall(args, args.directory), _waterfall(args, args.second))
+        first, second = (_traced(args, each) for each in (args.directory, args.second))
+        found = compare_steps(first.waterfall, second.waterfall, first.step, second.step)
         text = json.dumps(found.as_json(), indent=1) if args.json else found.paragraph()
         print(text)
         return 0
     try:
-        waterfall = _waterfall(args, args.directory)
+        traced = _traced(args, args.directory)
     except DataError:
-        waterfall = None  # the run's own records may tell; without them the error stands
-        explained = explain_step(None, args.directory)
+        explained = explain_step(args.directory)
         if explained is None or args.picture is not None:
-            raise
-    else:
-        explained = explain_step(waterfall, args.directory)
+            raise  # the run's own records do not tell
+        whole = {"explanation": explained.as_json()}
+        print(json.dumps(whole, indent=1) if args.json else explained.paragraph())
+        return 0
+    return _show(args, traced)
+
+
+def _show(args: argparse.Namespace, traced: TracedRun) -> int:
+    explained = explain_step(args.directory, traced)
     assert explained is not None, "a trace has a step"
-    if waterfall is not None and args.picture is not None:
-        draw(waterfall, args.picture)
+    times, parts = device_times(traced.by_device), _parts(args.directory, traced)
+    if args.picture is not None:
+        draw(traced.waterfall, args.picture)
     if args.json:
-        tables = {} if waterfall is None else waterfall.as_json(top=args.top)
+        more = {"devices": [dataclasses.asdict(each) for each in times], "parts_ms": parts}
+        tables = traced.waterfall.as_json(top=args.top) | more
         print(json.dumps({"explanation": explained.as_json(), **tables}, indent=1))
         return 0
     print(explained.paragraph())
-    if waterfall is not None:
-        _print(waterfall, top=args.top)
+    _print(traced.waterfall, top=args.top)
+    console = Console()
+    if parts:
+        table = Table("part", "ms predicted", "ms measured")
+        for name, both in parts.items():
+            table.add_row(name, *(f"{ms:.2f}" for ms in both))
+        console.print(table)
+    if len(times) > 1:
+        console.print(_devices(times))
     return 0
+
+
+def _parts(directory: Path, traced: TracedRun) -> dict[str, tuple[float, float]]:
+    """A run's step as the planner predicts it, beside the trace; empty where it does not."""
+    run = RunDirectory(directory)
+    if traced.step is None or not run.config_file.is_file():
+        return {}
+    plan = step_plan(run.read_config(), traced.step["device_kind"])
+    return {} if plan is None else predicted_beside_measured(plan.time.parts, traced.waterfall)
+
+
+def _devices(times: Sequence[DeviceTime]) -> Table:
+    table = Table("device", "ms computing", "ms idle", "ms waiting in communication")
+    for each in times:
+        cells = (each.computing_ms, each.idle_ms, each.waiting_ms)
+        table.add_row(each.name, *(f"{ms:.2f}" for ms in cells))
+    return table
 
 
 def _show_example(args: argparse.Namespace) -> int:
@@ -84,9 +122,8 @@ def _show_example(args: argparse.Namespace) -> int:
     return 0
 
 
-def _waterfall(args: argparse.Namespace, directory: Path) -> Waterfall:
-    events = with_names(device_events(directory, device=args.device), read_launches(directory))
-    return explain(events, steps=args.steps, axes=mesh_axes(directory))
+def _traced(args: argparse.Namespace, directory: Path) -> TracedRun:
+    return read_traced_run(directory, rank=args.rank, device=args.device, steps=args.steps)
 
 
 def _print(found: Waterfall, *, top: int) -> None:

@@ -5,8 +5,12 @@ jaxinfra train small --data /texts --mesh fsdp=8
 jaxinfra train small --mesh fsdp=4,tensor=2 --zero 1 --sequence-parallel true --dry-run
 jaxinfra train --resume runs/small-1
 jaxinfra train --init DIR --data chats.jsonl --chat --lora rank=8,alpha=16,targets=query+value
+jaxinfra train --init DIR --data pairs.jsonl --chat --preferences dpo,beta=0.1
 jaxinfra train tiny --set optimizer.learning_rate=1e-3 --set training.steps=100
 jaxinfra train --config mine.toml --seed 2     preset = "tiny" and changes to it; or a whole config
+
+Several sources with weights, and further texts to evaluate on, are data.mixture and data.validation
+of such a file.
 """
 
 import argparse
@@ -20,8 +24,10 @@ from jaxinfra.config import codec
 from jaxinfra.config.files import read_run_config
 from jaxinfra.config.finetune import parse_lora
 from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.preferences import parse_preferences
 from jaxinfra.config.presets import run_preset
-from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import local_path
 
@@ -56,10 +62,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--init", type=Path, metavar="DIR", help="start from this model: Hugging Face, ours, a run"
     )
     parser.add_argument(
-        "--lora", metavar="SPEC", help="train adapters only, rank=8,alpha=16,targets=query+value"
+        "--lora",
+        metavar="SPEC",
+        help="train adapters only: rank=8,alpha=16,targets=query+value,kind=lora|dora,...",
     )
     parser.add_argument(
         "--chat", action="store_true", help="data are conversations, for the model's chat template"
+    )
+    parser.add_argument(
+        "--preferences",
+        metavar="SPEC",
+        help="data are pairs of answers: dpo, ipo, simpo, orpo or cpo, such as dpo,beta=0.1",
     )
     parser.add_argument(
         "--resume", type=local_path, metavar="RUN", help="continue this run directory"
@@ -111,7 +124,12 @@ def _job() -> Any:
 
 def config_of(args: argparse.Namespace) -> RunConfig:
     """The config that the options describe."""
-    begins = {"--init": args.init, "--lora": args.lora, "--chat": args.chat or None}
+    begins = {
+        "--init": args.init,
+        "--lora": args.lora,
+        "--chat": args.chat or None,
+        "--preferences": args.preferences,
+    }
     given = [name for name, value in begins.items() if value is not None]
     if args.resume is not None:
         if args.preset or args.config or args.run or given:
@@ -139,8 +157,10 @@ def config_of(args: argparse.Namespace) -> RunConfig:
             "and change training with --set"
         )
     lora = None if args.lora is None else parse_lora(args.lora)
+    pairs = None if args.preferences is None else parse_preferences(args.preferences)
     change = functools.partial(_with_options, args=args)
-    return _with_warmup(_job().initial_config(args.init, lora, args.chat, change), args)
+    config = _job().initial_config(args.init, lora, args.chat, pairs, change)
+    return _with_warmup(config, args)
 
 
 def _with_options(config: RunConfig, args: argparse.Namespace) -> RunConfig:

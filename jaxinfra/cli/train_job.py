@@ -14,6 +14,7 @@ from jaxinfra.cli.train import new_directory
 from jaxinfra.config import codec
 from jaxinfra.config.data import STDLIB
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError, DeviceMemoryError
 from jaxinfra.core.places import user_cache
@@ -26,6 +27,7 @@ from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.describe import placement_table
 from jaxinfra.training.initialize import finetuning_config, require_same_start
 from jaxinfra.training.job import make_job
+from jaxinfra.training.mixture_read import SourceRead, describe_mixture
 from jaxinfra.training.profile import parse_profile_range
 from jaxinfra.training.session import train
 
@@ -39,10 +41,13 @@ def initial_config(
     directory: Path,
     lora: LoraConfig | None,
     chat: bool,
+    preferences: PreferenceConfig | None,
     change: Callable[[RunConfig], RunConfig],
 ) -> RunConfig:
     """The config of a run that begins with a model's weights, changed by options."""
-    start = finetuning_config(read_initial(directory), lora=lora, chat=chat)
+    start = finetuning_config(
+        read_initial(directory), lora=lora, chat=chat, preferences=preferences
+    )
     config = change(start)
     require_same_start(config, start)
     return config
@@ -85,19 +90,30 @@ def run(args: argparse.Namespace, config: RunConfig) -> int:
     if not outcome.was_complete and (cluster is None or cluster.process_id == 0):
         _report(outcome.summary)
         if cluster is None and not args.no_sample:
-            _sample(directory, "def " if config.data.source == STDLIB else "")
+            _sample(
+                directory,
+                "def " if config.data.source == STDLIB and not config.data.mixture else "",
+            )
         print(f"\nrun: {directory}   loss picture: {RunDirectory(directory).picture_file}")
     return leave(0, together=outcome.together)
 
 
 def _report(summary: dict) -> None:
     bits = summary["heldout_bits_per_byte"]
+    if "heldout_preferences/accuracy" in summary:
+        print(
+            f"\nheld-out pairs: loss {summary['heldout_loss']:.4f}, "
+            f"{summary['heldout_preferences/accuracy']:.1%} in order, margin "
+            f"{summary['heldout_preferences/margin']:.4f}"
+        )
     print(
         "\nheld-out text, bits per byte: this model "
         f"{'not finite' if bits is None else format(bits, '.3f')}, "
         f"gzip -9 of each file {summary['gzip_bits_per_byte']:.3f}, "
         f"xz -9 of all together {summary['xz_bits_per_byte']:.3f}"
     )
+    if "mixture" in summary:
+        print(f"\n{describe_mixture([SourceRead(**each) for each in summary['mixture']])}\n")
     causes = summary["wall_s_by_cause"]
     whole = sum(causes.values())
     shares = sorted(((seconds, cause) for cause, seconds in causes.items()), reverse=True)

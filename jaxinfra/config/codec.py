@@ -11,6 +11,7 @@ from typing import Any
 import cattrs
 from cattrs.strategies import configure_tagged_union
 
+from jaxinfra.config.mixture import Weight
 from jaxinfra.config.model import FeedForwardConfig, MixerConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeScaling
@@ -29,7 +30,17 @@ def _converter() -> cattrs.Converter:
     for scalar in (int, float, bool, str):
         converter.register_structure_hook(scalar, _exactly)
     converter.register_structure_hook(enum.StrEnum, _member)
+    # A number, or points.
+    number, points = typing.get_args(Weight.__value__)
+    converter.register_structure_hook_func(
+        lambda kind: kind == Weight or kind == Weight.__value__,
+        lambda value, _: converter.structure(value, points if _is_list(value) else number),
+    )
     return converter
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _configure_layers(converter: cattrs.Converter, alias: Any, own: type) -> None:
@@ -100,6 +111,16 @@ def from_dict[C](kind: type[C], values: dict[str, Any]) -> C:
         raise ConfigError("; ".join(lines)) from error
 
 
+def normalized[C](config: C) -> C:
+    """The config with members of enumerations where a script wrote their words.
+
+    Records take ``policy="bf16"`` as it is, and ``"bf16" is PolicyName.BF16`` would be false later.
+
+    Raises ConfigError for a word that names no member, and for values of other types.
+    """
+    return from_dict(type(config), to_dict(config))
+
+
 def _explain(error: BaseException, expected: type | None) -> str:
     if isinstance(error, KeyError):
         return f"required field {error.args[0]!r} is missing"
@@ -114,9 +135,20 @@ def to_json(config: Any) -> str:
 
 
 def override[C](config: C, settings: typing.Sequence[str]) -> C:
-    """Applies ``"training.steps=100"``-like settings; values are JSON, or bare words.
+    """A copy of a config with settings changed, each written as ``"training.steps=100"``.
 
-    Raises ConfigError for a path that does not exist (with the nearest name) or a wrong value.
+    Args:
+        config: any config record, such as a ``RunConfig``.
+        settings: ``path=value``; a value is JSON, or a bare word.
+
+    Raises:
+        ConfigError: a path that does not exist (with the nearest name), or a wrong value.
+
+    Examples:
+        >>> settings = ["training.steps=20", "mesh.fsdp=2"]
+        >>> config = jaxinfra.override(jaxinfra.preset("tiny"), settings)
+        >>> config.training.steps, config.mesh.fsdp
+        (20, 2)
     """
     values = to_dict(config)
     for setting in settings:

@@ -24,12 +24,13 @@ def customize(
     mixer: MixerConfig | None = None,
     feed_forward: FeedForwardConfig | None = None,
 ) -> RunConfig:
-    """The config with these parts in every block; its JSON names them, so checkpoints do.
+    """The config with parts of your own in every block; its JSON names them, so checkpoints do.
 
     Functions and records that other processes read, such as ``jaxinfra generate``, are marked with
     ``jaxinfra.part`` where they are defined.
 
     Args:
+        config: what to change; what is not named below stays.
         loss: ``(logits [B, T, V] fp32, targets [B, T], *, weights [B, T]) -> [B, T]``, each
             token's loss, which is averaged by ``weights``: 0 where a target does not count. It sees
             a whole micro-batch, so rows may be compared. What is held out is judged by the cross
@@ -43,6 +44,12 @@ def customize(
 
     Raises:
         ConfigError: a function that no config can name; attention for a mixer that has none.
+
+    Examples:
+        >>> wide = jaxinfra.MlpConfig(hidden_dim=1024)
+        >>> config = jaxinfra.customize(jaxinfra.preset("tiny"), feed_forward=wide)
+        >>> config.model.blocks[0].feed_forward.hidden_dim
+        1024
     """
 
     def changed(block: BlockConfig) -> BlockConfig:

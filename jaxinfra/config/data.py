@@ -4,6 +4,13 @@ import dataclasses
 import enum
 
 from jaxinfra.config.limits import require_within
+from jaxinfra.config.mixture import (
+    MixtureBetween,
+    MixtureSource,
+    MixtureUnit,
+    ValidationSet,
+    check_mixture,
+)
 from jaxinfra.core.errors import ConfigError
 
 STDLIB = "stdlib"
@@ -14,6 +21,7 @@ class DataFormat(enum.StrEnum):
 
     TEXT = "text"
     CHAT = "chat"  # a row of messages, of ShareGPT's or of Alpaca's form: docs/fine-tuning.md
+    PREFERENCES = "preferences"  # a row of a prompt, a chosen and a rejected answer: there, too
 
 
 class TokenizerKind(enum.StrEnum):
@@ -26,13 +34,21 @@ class TokenizerKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """The tokenizer; its vocabulary may not exceed the model's."""
+    """The tokenizer; its vocabulary may not exceed the model's.
+
+    Raises:
+        ConfigError: a file for a kind that reads none, or none for one that needs it.
+
+    Examples:
+        >>> jaxinfra.DataConfig(tokenizer=jaxinfra.TokenizerConfig(kind="bytes")).tokenizer.kind
+        'bytes'
+    """
 
     kind: TokenizerKind = TokenizerKind.BPE  # trained on the corpus, bytes, or a file
     path: str | None = None  # of a tokenizer.json, with kind=file
 
     def __post_init__(self) -> None:
-        if (self.kind is TokenizerKind.FILE) != (self.path is not None):
+        if (self.kind == TokenizerKind.FILE) != (self.path is not None):
             raise ConfigError(
                 f"tokenizer kind={self.kind} with path={self.path!r}: "
                 "a path goes with kind=file, and only with it"
@@ -48,11 +64,27 @@ class DataConfig:
     directory saved by Hugging Face's ``datasets``, or one of pre-tokenized arrays written by this
     package. ``heldout_source`` names separate held-out text; without it ``heldout_fraction`` of the
     documents is set aside, chosen by a hash of their names.
+
+    ``mixture`` takes the place of ``source``: several sources, each with its weight.
+
+    Raises:
+        ConfigError: a setting out of range, or a chat template without conversations.
+
+    Examples:
+        >>> data = jaxinfra.DataConfig(source="texts/", heldout_fraction=0.1)
+        >>> config = dataclasses.replace(jaxinfra.preset("tiny"), data=data)
     """
 
     source: str = STDLIB  # text to train on
     heldout_source: str | None = None  # text to evaluate on; None: a part of source
     heldout_fraction: float = 0.03  # of documents, where it is a part
+    mixture: tuple[MixtureSource, ...] = ()  # several sources in the place of source
+    mixture_unit: MixtureUnit = MixtureUnit.STEPS  # what times of the mixture's weights count
+    mixture_between: MixtureBetween = MixtureBetween.LINEAR  # weights between two points
+    validation: tuple[ValidationSet, ...] = ()  # further texts to evaluate on
+    # The set whose loss is heldout_loss, by which checkpoints are kept; None: what is held out of
+    # the sources, all together.
+    best_by: str | None = None
     text_field: str = "text"  # of JSON lines and Parquet rows
     format: DataFormat = DataFormat.TEXT  # what a document is
     chat_template: str | None = None  # a model's directory; its template renders conversations
@@ -63,15 +95,28 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.heldout_fraction < 1.0:
             raise ConfigError(f"heldout_fraction={self.heldout_fraction} must lie in (0, 1)")
-        if (self.format is DataFormat.CHAT) != (self.chat_template is not None):
+        if self.mixture and (self.source != STDLIB or self.heldout_source is not None):
+            raise ConfigError(
+                f"source={self.source!r} with heldout_source={self.heldout_source!r} beside a "
+                f"mixture of {len(self.mixture)} sources, which takes their place: make them "
+                "sources of the mixture, or leave data.mixture empty"
+            )
+        check_mixture(
+            self.mixture, self.validation, between=self.mixture_between, best_by=self.best_by
+        )
+        may_have_template = self.format == DataFormat.PREFERENCES
+        if not may_have_template and (
+            (self.format == DataFormat.CHAT) != (self.chat_template is not None)
+        ):
             raise ConfigError(
                 f"data format={self.format} with chat_template={self.chat_template!r}: a model's "
                 "directory, whose template renders them, goes with conversations and only with them"
             )
-        if self.format is DataFormat.CHAT and self.tokenizer.kind is TokenizerKind.BPE:
+        if self.format != DataFormat.TEXT and self.tokenizer.kind == TokenizerKind.BPE:
             raise ConfigError(
-                "data format=chat with tokenizer kind=bpe: conversations are rendered for a "
-                "tokenizer that there is; choose kind=file and its path, or kind=bytes"
+                f"data format={self.format} with tokenizer kind=bpe: conversations and "
+                "pairs of answers are written for a tokenizer that there is; choose kind=file and "
+                "its path, or kind=bytes"
             )
         if self.num_prefetch_threads < 0 or self.prefetch_batches < 1:
             raise ConfigError(

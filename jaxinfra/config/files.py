@@ -32,7 +32,13 @@ def read_run_config(file: str | Path) -> RunConfig:
     such as a run's config.json.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown or out of range; named.
+        ConfigError: the ``file`` cannot be read, or a setting is unknown or out of range; named.
+
+    Examples:
+        With ``preset = "tiny"`` and ``[training]``, ``steps = 4`` in ``mine.toml``:
+
+        >>> jaxinfra.read_run_config("mine.toml").training.steps
+        4
     """
     path = Path(file)
     if path.is_dir():

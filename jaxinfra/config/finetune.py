@@ -1,6 +1,7 @@
 """What a run starts from, when not from random numbers, and which part of it is trained."""
 
 import dataclasses
+import enum
 import math
 from typing import Any
 
@@ -23,13 +24,49 @@ class InitConfig:
     step: int | None = None  # of a run's checkpoint
 
 
+class AdapterKind(enum.StrEnum):
+    """What an adapter makes of a frozen weight W, with s the config's ``scale``."""
+
+    LORA = "lora"  # W + s B A (Hu et al. 2021)
+    DORA = "dora"  # its direction, and a trained length for each output (Liu et al. 2024)
+
+
+class BaseWeights(enum.StrEnum):
+    """How frozen projections are kept on devices while adapters beside them are trained."""
+
+    COMPUTE = "compute"  # in the compute dtype
+    NF4 = "nf4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes an element (QLoRA)
+    NF4_DOUBLE = "nf4_double"  # the scales in 8 bits: 0.52 bytes an element
+    INT4 = "int4"  # blocks of 64 inputs, scales in fp32: 0.56 bytes
+    INT8 = "int8"  # a scale for each output: 1 byte
+
+
+class AdapterScaling(enum.StrEnum):
+    """The factor s on B A."""
+
+    STANDARD = "standard"  # alpha / rank
+    RSLORA = "rslora"  # alpha / sqrt(rank): updates as large at any rank (Kalajdzievski 2023)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021): y = W x + (alpha / rank) B A x, W frozen."""
+    """Low-rank adapters (Hu et al. 2021): y = W x + s B A x, W frozen.
+
+    Raises:
+        ConfigError: a rank below 1, or targets that are no projections.
+
+    Examples:
+        >>> lora = jaxinfra.LoraConfig(rank=4, targets=("query", "key", "value", "out"))
+        >>> lora.scale
+        4.0
+    """
 
     rank: int = 8  # inner width of an adapter
-    alpha: float = 16.0  # strength; the factor is alpha / rank
+    alpha: float = 16.0  # strength; the factor s is alpha / rank
     targets: tuple[str, ...] = ("query", "value")  # projections that get one
+    kind: AdapterKind = AdapterKind.LORA  # dora trains each output's length apart
+    scaling: AdapterScaling = AdapterScaling.STANDARD  # rslora: s is alpha / sqrt(rank)
+    base: BaseWeights = BaseWeights.COMPUTE  # frozen projections: in fewer bits for QLoRA
 
     def __post_init__(self) -> None:
         if self.rank < 1 or not (0.0 < self.alpha < math.inf):
@@ -50,7 +87,9 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on what the adapters add."""
+        """Factor s on B A."""
+        if self.scaling is AdapterScaling.RSLORA:
+            return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank
 
 
@@ -69,9 +108,24 @@ def parse_lora(text: str) -> LoraConfig:
                     values["alpha"] = float(value)
                 case "targets":
                     values["targets"] = tuple(value.strip().split("+"))
+                case "kind":
+                    values["kind"] = _choice(AdapterKind, "kind", value)
+                case "scaling":
+                    values["scaling"] = _choice(AdapterScaling, "scaling", value)
+                case "base":
+                    values["base"] = _choice(BaseWeights, "base", value)
                 case other:
-                    known = ("rank", "alpha", "targets")
+                    known = ("rank", "alpha", "targets", "kind", "scaling", "base")
                     raise ConfigError(f"unknown lora setting {other!r}{nearest(other, known)}")
         except ValueError as error:
             raise ConfigError(f"lora {item!r}: {value!r} is not a number") from error
     return LoraConfig(**values)
+
+
+def _choice[E: enum.StrEnum](choices: type[E], name: str, value: str) -> E:
+    known = [each.value for each in choices]
+    if value.strip() not in known:
+        raise ConfigError(
+            f"lora {name}={value!r} is none of {', '.join(known)}{nearest(value, known)}"
+        )
+    return choices(value.strip())

@@ -1,6 +1,7 @@
 """How many devices each mesh axis has."""
 
 import dataclasses
+import functools
 import math
 
 from jaxinfra.config.limits import require_within
@@ -13,7 +14,16 @@ EXPERT = "expert"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MeshConfig:
-    """Sizes of the mesh axes, slowest link first. One device by default."""
+    """Sizes of the mesh axes, slowest link first. One device by default.
+
+    Raises:
+        ConfigError: a size below 1, or an ``expert`` axis that the data axes do not contain.
+
+    Examples:
+        >>> mesh = jaxinfra.MeshConfig(fsdp=4, tensor=2)
+        >>> mesh.num_devices
+        8
+    """
 
     pipe: int = 1  # stages of a pipeline
     replica: int = 1  # copies of the whole state
@@ -34,6 +44,12 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in mesh order."""
         return {axis: getattr(self, axis) for axis in MESH_AXES}
+
+    @property
+    def fsdp_beside_experts(self) -> int:
+        """Devices of the fsdp axis that have the same experts, and share these experts' widths."""
+        inner, _ = self._shared_by_experts()
+        return self.fsdp // inner
 
     @property
     def device_axes(self) -> dict[str, int]:
@@ -74,6 +90,7 @@ class MeshConfig:
         return self.replica * self.fsdp
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a search asks for each mesh again and again
 def shared_by_experts(
     expert: int, fsdp: int, context: int, replica: int
 ) -> tuple[int, tuple[str, ...]] | None:
@@ -91,7 +108,15 @@ def shared_by_experts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingConfig:
-    """What is sharded over the mesh axes, where there is a choice."""
+    """What is sharded over the mesh axes, where there is a choice.
+
+    Raises:
+        ConfigError: a ``zero`` that is none of the stages 1, 2 and 3.
+
+    Examples:
+        >>> jaxinfra.ShardingConfig(zero=1).zero  # the optimizer's state only
+        1
+    """
 
     # Over the fsdp axis (Rajbhandari et al. 2020): 1 shards the optimizer's state, 2 the gradients
     # too, 3 the parameters too (fully sharded data parallel).
@@ -112,7 +137,15 @@ class ShardingConfig:
 
 
 def parse_mesh(text: str) -> MeshConfig:
-    """Parses ``"fsdp=4,tensor=2"``; axes not named have size 1."""
+    """The mesh of a command line's ``text``; axes that it does not name have size 1.
+
+    Raises:
+        ConfigError: an axis that is not known or given twice, or a size that is no whole number.
+
+    Examples:
+        >>> jaxinfra.parse_mesh("fsdp=4,tensor=2") == jaxinfra.MeshConfig(fsdp=4, tensor=2)
+        True
+    """
     return MeshConfig(**parse_axes(text))
 
 

@@ -1,9 +1,9 @@
 """What a decoder is: shapes and choices of every layer, nothing about how or where it runs."""
 
 import dataclasses
-import enum
 
 from jaxinfra.config.cache import CachedArray, CacheSpec
+from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.rope import RopeConfig, check_rope
@@ -12,39 +12,13 @@ from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
 
 
-class NormKind(enum.StrEnum):
-    """Which normalization a block uses."""
-
-    RMS = "rms"  # Zhang and Sennrich 2019
-    LAYER = "layer"  # Ba et al. 2016
-
-
-class NormPlacement(enum.StrEnum):
-    """Where a block normalizes."""
-
-    PRE = "pre"  # x + f(norm(x)): GPT-2, Llama
-    SANDWICH = "sandwich"  # x + norm(f(norm(x))): Gemma-2
-
-
-class MlpKind(enum.StrEnum):
-    """The activation of a feed-forward layer, gated ones first (Shazeer 2020)."""
-
-    SWIGLU = "swiglu"
-    GEGLU = "geglu"
-    GEGLU_TANH = "geglu_tanh"  # GELU by its tanh approximation: Gemma
-    SWIGLU_CLAMPED = "swiglu_clamped"  # (up + 1) gate sigmoid(1.702 gate), both clamped: gpt-oss
-    GELU = "gelu"
-    GELU_TANH = "gelu_tanh"  # GPT-2
-
-    @property
-    def gated(self) -> bool:
-        """Whether the layer has a gate projection beside the up projection."""
-        return self not in (MlpKind.GELU, MlpKind.GELU_TANH)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """A normalization layer."""
+    """A normalization layer.
+
+    Examples:
+        >>> norm = jaxinfra.NormConfig(kind="layer", bias=True)  # GPT-2's
+    """
 
     kind: NormKind = NormKind.RMS  # root mean square, or layer norm
     epsilon: float = 1e-5  # added to the mean square
@@ -59,7 +33,13 @@ class NormConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedAttentionConfig:
-    """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head)."""
+    """Self-attention: MHA (kv heads = query heads), GQA, MQA (one kv head).
+
+    Examples:
+        >>> rope = jaxinfra.RopeConfig(theta=500_000)
+        >>> jaxinfra.GroupedAttentionConfig(num_q_heads=32, num_kv_heads=8, head_dim=64, rope=rope)
+        GroupedAttentionConfig(num_q_heads=32, num_kv_heads=8, head_dim=64, ...)
+    """
 
     num_q_heads: int  # query heads
     num_kv_heads: int  # key/value heads; divides num_q_heads
@@ -127,7 +107,14 @@ class GroupedAttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LatentAttentionConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Examples:
+        >>> sizes = dict(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, query_rank=1536)
+        >>> rope = jaxinfra.RopeConfig(pairs="neighbours")
+        >>> jaxinfra.LatentAttentionConfig(num_q_heads=128, rope=rope, **sizes).head_dim
+        192
+    """
 
     num_q_heads: int  # query heads
     query_rank: int | None  # None: queries are not compressed
@@ -200,7 +187,11 @@ type MixerConfig = GroupedAttentionConfig | LatentAttentionConfig | OwnMixer
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MlpConfig:
-    """The dense feed-forward layer."""
+    """The dense feed-forward layer.
+
+    Examples:
+        >>> layer = jaxinfra.MlpConfig(hidden_dim=8192, kind="geglu")
+    """
 
     hidden_dim: int  # width of the hidden layer
     kind: MlpKind = MlpKind.SWIGLU  # activation, gated or not
@@ -219,7 +210,11 @@ class MlpConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066)."""
+    """Routed experts, and shared ones that every token passes (DeepSeekMoE, arXiv 2401.06066).
+
+    Examples:
+        >>> layer = jaxinfra.ExpertsConfig(num_experts=8, top_k=2, hidden_dim=14336)  # Mixtral's
+    """
 
     num_experts: int  # routed experts of a layer
     top_k: int  # routed experts of a token
@@ -254,7 +249,15 @@ type FeedForwardConfig = MlpConfig | ExpertsConfig | OwnFeedForward
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BlockConfig:
-    """One transformer block: mixer, then feed-forward layer, each on a residual branch."""
+    """One transformer block: mixer, then feed-forward layer, each on a residual branch.
+
+    Examples:
+        >>> mixer = jaxinfra.GroupedAttentionConfig(
+        ...     num_q_heads=4, num_kv_heads=2, head_dim=32, rope=None
+        ... )
+        >>> feed_forward = jaxinfra.MlpConfig(hidden_dim=512)
+        >>> block = jaxinfra.BlockConfig(mixer=mixer, feed_forward=feed_forward)
+    """
 
     mixer: MixerConfig  # mixes the positions of a sequence
     feed_forward: FeedForwardConfig  # acts on each position alone
@@ -267,6 +270,10 @@ class Stack:
     """Layers that are scanned over: a pattern of blocks, repeated.
 
     One entry serves a uniform stack, two serve Gemma-2's alternating windows.
+
+    Examples:
+        >>> block = jaxinfra.preset("tiny").model.blocks[0]
+        >>> stack = jaxinfra.Stack(pattern=(block,), repeats=4)
     """
 
     pattern: tuple[BlockConfig, ...]  # blocks that follow one another
@@ -295,6 +302,12 @@ class ModelConfig:
     """A decoder-only language model: stacks of layers, one after the other.
 
     Three dense layers and then 58 with experts are two stacks, each scanned by itself.
+
+    Examples:
+        >>> stacks = jaxinfra.preset("tiny").model.stacks
+        >>> model = jaxinfra.ModelConfig(
+        ...     vocab_size=512, model_dim=192, max_positions=64, stacks=stacks, tie_embeddings=True
+        ... )
     """
 
     vocab_size: int  # rows of the token table

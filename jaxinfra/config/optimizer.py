@@ -27,7 +27,15 @@ class OptimizerKind(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MuonConfig:
-    """Muon (Jordan et al. 2024), for matrices between hidden widths."""
+    """Muon (Jordan et al. 2024), for matrices between hidden widths.
+
+    Raises:
+        ConfigError: a momentum outside [0, 1), or a rate that is not positive.
+
+    Examples:
+        >>> muon = jaxinfra.MuonConfig(momentum=0.9)
+        >>> optimizer = jaxinfra.OptimizerConfig(learning_rate=1e-3, muon=muon)
+    """
 
     momentum: float = 0.95  # Nesterov's
     # Learning rate of the matrices over that of the rest. At 1 their updates have the root mean
@@ -52,7 +60,16 @@ class MomentFormat(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW, or another kind, or Muon beside AdamW; decay applies to matrices only."""
+    """AdamW, or another kind, or Muon beside AdamW; decay applies to matrices only.
+
+    Raises:
+        ConfigError: a setting out of range, or settings that do not go together.
+
+    Examples:
+        >>> optimizer = jaxinfra.OptimizerConfig(learning_rate=3e-4, warmup_steps=100, kind="lion")
+        >>> optimizer.weight_decay
+        0.1
+    """
 
     learning_rate: float  # its peak
     kind: OptimizerKind = OptimizerKind.ADAMW  # what makes a step of a gradient
@@ -78,7 +95,7 @@ class OptimizerConfig:
                 f"learning_rate={self.learning_rate} must be positive and "
                 f"warmup_steps={self.warmup_steps} not negative"
             )
-        if self.muon is not None and self.kind is not OptimizerKind.ADAMW:
+        if self.muon is not None and self.kind != OptimizerKind.ADAMW:
             raise ConfigError(
                 f"muon beside kind={self.kind.value}: it takes the matrices, and adamw the rest; "
                 "set optimizer.muon=none"
@@ -88,7 +105,7 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)} must lie in [0, 1)")
-        is_adamw = self.muon is None and self.kind is OptimizerKind.ADAMW
+        is_adamw = self.muon is None and self.kind == OptimizerKind.ADAMW
         if self.keeps_short_moments and not is_adamw:
             other = self.kind.value if self.muon is None else "muon"
             raise ConfigError(

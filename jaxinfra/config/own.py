@@ -44,6 +44,20 @@ class OwnFeedForward(OwnLayer):
     """Base of a record for a feed-forward layer of your own: each position by itself.
 
     The planner does not know its costs.
+
+    Examples:
+        >>> class Square(nnx.Module):
+        ...     def __init__(self, config, *, model_dim, std, out_std, execution, rngs):
+        ...         self.scale = nnx.Param(jnp.full(model_dim, config.start), axes=("embed",))
+        ...
+        ...     def __call__(self, x, given):
+        ...         return jaxinfra.LayerOutput(x=x * x * self.scale[...])
+        >>> @jaxinfra.part
+        ... @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class SquareConfig(jaxinfra.OwnFeedForward):
+        ...     start: float = 0.1
+        ...     layer = Square
+        >>> config = jaxinfra.customize(jaxinfra.preset("tiny"), feed_forward=SquareConfig())
     """
 
 
@@ -53,6 +67,20 @@ class OwnMixer(OwnLayer):
 
     It trains on every mesh without a context axis. It keeps no cache, so it generates nothing; the
     planner does not know its costs.
+
+    Examples:
+        >>> class Average(nnx.Module):  # of all positions so far
+        ...     def __init__(self, config, *, model_dim, std, out_std, execution, rngs):
+        ...         self.scale = nnx.Param(jnp.ones(model_dim), axes=("embed",))
+        ...
+        ...     def __call__(self, x, given):
+        ...         count = jnp.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None]
+        ...         return jaxinfra.LayerOutput(x=jnp.cumsum(x, axis=1) / count * self.scale[...])
+        >>> @jaxinfra.part
+        ... @dataclasses.dataclass(frozen=True, kw_only=True)
+        ... class AverageConfig(jaxinfra.OwnMixer):
+        ...     layer = Average
+        >>> config = jaxinfra.customize(jaxinfra.preset("tiny"), mixer=AverageConfig())
     """
 
     rope: RopeConfig | None = None  # ``given.rope`` has its angles, for ``rotated_dim`` numbers

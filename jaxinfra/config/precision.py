@@ -108,7 +108,15 @@ class LossScaling(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionConfig:
-    """Policy, matmuls in 8 bits and loss scaling."""
+    """Policy, matmuls in 8 bits and loss scaling.
+
+    Raises:
+        ConfigError: formats that do not go together.
+
+    Examples:
+        >>> precision = jaxinfra.PrecisionConfig(policy="bf16")
+        >>> config = dataclasses.replace(jaxinfra.preset("tiny"), precision=precision)
+    """
 
     policy: PolicyName = PolicyName.FP32  # compute dtype
     weights: StoredWeights = StoredWeights.FP32  # what they are kept in between steps
@@ -119,17 +127,17 @@ class PrecisionConfig:
     growth_interval: int = 2000  # finite steps in a row before the dynamic scale doubles
 
     def __post_init__(self) -> None:
-        if self.policy is PolicyName.FP16 and self.loss_scaling is LossScaling.NONE:
+        if self.policy == PolicyName.FP16 and self.loss_scaling == LossScaling.NONE:
             raise ConfigError(
                 "policy=fp16 with loss_scaling=none loses gradients under 6e-8; "
                 "choose loss_scaling=dynamic or static, or policy=bf16"
             )
-        if self.weights is StoredWeights.BF16 and self.policy is not PolicyName.BF16:
+        if self.weights == StoredWeights.BF16 and self.policy != PolicyName.BF16:
             raise ConfigError(
                 f"weights=bf16 with policy={self.policy.value}: weights without a master copy are "
                 "those that matmuls read; choose policy=bf16"
             )
-        if self.fp8 is not None and self.policy is PolicyName.FP16:
+        if self.fp8 is not None and self.policy == PolicyName.FP16:
             raise ConfigError(
                 "fp8 with policy=fp16: products of 8-bit numbers to 57344 overflow fp16; choose "
                 "policy=bf16"

@@ -68,7 +68,12 @@ class RopePairs(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d)."""
+    """Rotary position embedding (Su et al. 2021), theta_i = theta^(-2i/d).
+
+    Examples:
+        >>> jaxinfra.RopeConfig(theta=500_000).fraction  # of a head's numbers that are turned
+        1.0
+    """
 
     theta: float = 10_000.0  # base of the frequencies
     scaling: RopeScaling | None = None  # to longer contexts; None: as trained

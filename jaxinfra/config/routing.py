@@ -82,7 +82,7 @@ def check_choice(routing: RoutingConfig, *, num_experts: int, top_k: int) -> Non
             f"top_k={top_k} exceeds the {size * routing.top_groups} experts of "
             f"top_groups={routing.top_groups} groups; choose among more groups"
         )
-    if routing.num_groups > 1 and routing.group_score is GroupScore.TOP2_SUM and size < 2:
+    if routing.num_groups > 1 and routing.group_score == GroupScore.TOP2_SUM and size < 2:
         raise ConfigError(
             "group_score=top2_sum adds the two best of a group, and groups of num_experts="
             f"{num_experts} / num_groups={routing.num_groups} have one; choose max"

@@ -5,25 +5,68 @@ from collections.abc import Iterable
 
 
 class JaxinfraError(Exception):
-    """Base of every error raised on purpose; the command line prints it in one line."""
+    """Base of every error raised on purpose; the command line prints it in one line.
+
+    Examples:
+        >>> try:
+        ...     jaxinfra.load("runs/that-is-not-there")
+        ... except jaxinfra.JaxinfraError as error:
+        ...     print(type(error).__name__)
+        ConfigError
+    """
 
     exit_code = 1  # trying again would not help
 
 
 class ConfigError(JaxinfraError):
-    """A setting, flag or combination of settings that cannot work."""
+    """A setting, flag or combination of settings that cannot work.
+
+    Examples:
+        >>> try:
+        ...     jaxinfra.parse_mesh("fsdp=4,tensr=2")
+        ... except jaxinfra.ConfigError as error:
+        ...     print(error)
+        unknown mesh axis 'tensr'; did you mean 'tensor'? Known: ...
+    """
 
 
 class DataError(JaxinfraError):
-    """Input text, a token file or a tokenizer that cannot be used."""
+    """Input text, a token file or a tokenizer that cannot be used.
+
+    Examples:
+        >>> try:
+        ...     jaxinfra.trace("texts")
+        ... except jaxinfra.DataError as error:
+        ...     print(error)
+        texts holds no trace (*.xplane.pb); make one with --profile START:STOP
+    """
 
 
 class CheckpointError(JaxinfraError):
-    """A checkpoint that is missing, partial, corrupt, or of another model."""
+    """A checkpoint that is missing, partial, corrupt, or of another model.
+
+    Examples:
+        >>> try:
+        ...     jaxinfra.load("runs/mine", step=77)
+        ... except jaxinfra.CheckpointError as error:
+        ...     print(error)
+        no checkpoint of step 77 in runs/mine/checkpoints. Other steps there: 4
+    """
 
 
 class UnsupportedError(JaxinfraError):
-    """A valid request that the chosen implementation cannot serve; another one may."""
+    """A valid request that the chosen implementation cannot serve; another one may.
+
+    Examples:
+        >>> @jaxinfra.part
+        ... class Uncached(jaxinfra.OwnMixer):
+        ...     pass
+        >>> try:
+        ...     Uncached().cache
+        ... except jaxinfra.UnsupportedError as error:
+        ...     print(error)
+        Uncached keeps no cache, which generating needs; ...
+    """
 
 
 class DeviceMemoryError(JaxinfraError):

@@ -17,8 +17,18 @@ _PARTS: dict[str, Any] = {}
 def part[Part](thing: Part) -> Part:
     """Marks a function or class as a part that configs may name; use it as a decorator.
 
+    Args:
+        thing: what another process finds by its module and name.
+
     Raises:
         ConfigError: it is not at the top of a module, where another process could find it.
+
+    Examples:
+        >>> @jaxinfra.part
+        ... def plain_loss(logits, targets, *, weights):
+        ...     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
+        ...     return nll[..., 0]
+        >>> config = jaxinfra.customize(jaxinfra.preset("tiny"), loss=plain_loss)
     """
     _PARTS[_name_of(thing)] = thing
     return thing

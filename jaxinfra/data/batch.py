@@ -21,3 +21,5 @@ class Batch[Array: (jax.Array, np.ndarray)]:
     segment_ids: Array | None  # int32: documents of a row 0, 1, 2...; -1 is padding
     positions: Array | None  # int32: 0, 1, 2... within each segment
     weights: Array  # float32: 0 where the target must not count
+    # float32: log probability of each target under a reference model, where a loss compares.
+    reference: Array | None = None

@@ -34,12 +34,24 @@ class EncodedChat:
     text: str  # what counts
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What is to be encoded."""
+
+    name: str  # in errors
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    num_given: int = 0  # turns of the model, the first ones, that are given and do not count
+
+
 @final
 class ChatEncoder:
     """Renders, tokenizes and marks conversations.
 
     ``bos_id`` is the token that every conversation begins with.
     """
+
+    per_row = 1  # documents that a line becomes
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer):
         self._template = template
@@ -55,23 +67,38 @@ class ChatEncoder:
         Raises:
             DataError: what is wrong with one of them, which is named.
         """
-        rendered = [self._render(document) for document in documents]
+        return self.encode([parse_conversation(document) for document in documents])
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[EncodedChat]:
+        """Tokens of conversations.
+
+        Raises:
+            DataError: what is wrong with one of them, which is named.
+        """
+        rendered = [self._render(each) for each in conversations]
         # Where a span begins or ends, the text is cut: the tokens up to there are counted.
         cuts = [[text, *(text[:at] for span in spans for at in span)] for text, spans in rendered]
         flat = self._tokenizer.encode_rendered([piece for each in cuts for piece in each])
         result, start = [], 0
-        for document, (text, spans), pieces in zip(documents, rendered, cuts, strict=True):
+        for each, (text, spans), pieces in zip(conversations, rendered, cuts, strict=True):
             ids, *prefixes = flat[start : start + len(pieces)]
             start += len(pieces)
-            result.append(self._mark(document.name, text, spans, ids, prefixes))
+            result.append(self._mark(each.name, text, spans, ids, prefixes))
         return result
 
-    def _render(self, document: Document) -> tuple[str, list[Span]]:
-        messages, tools = parse_conversation(document)
+    def _render(self, each: Conversation) -> tuple[str, list[Span]]:
         try:
-            return rendered_spans(self._template, messages, tools=tools)
+            text, spans = rendered_spans(self._template, each.messages, tools=each.tools)
         except DataError as error:
-            raise DataError(f"{document.name}: {error}") from error
+            raise DataError(f"{each.name}: {error}") from error
+        turns = sum(message["role"] == ASSISTANT for message in each.messages)
+        if each.num_given and len(spans) != turns:
+            raise DataError(
+                f"{each.name}: the chat template marks {len(spans)} turns of the model where there "
+                f"are {turns}, so the {each.num_given} that are given cannot be told from the "
+                "answer; mark every turn in it"
+            )
+        return text, spans[each.num_given :]
 
     def _mark(
         self,
@@ -169,9 +196,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": turn.get("value")}
 
 
-def parse_conversation(
-    document: Document,
-) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
+def parse_conversation(document: Document) -> Conversation:
     """The messages of a JSON line and the tools they may call; raises DataError naming it."""
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
@@ -182,6 +207,15 @@ def parse_conversation(
             '...}, ...]}, {"conversations": [{"from": ..., "value": ...}, ...]} as ShareGPT has '
             'it, or {"instruction": ..., "input": ..., "output": ...} as Alpaca has it'
         )
+    check_messages(messages, where=where)
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{where}: tools is a {type(tools).__name__}; it must be a list")
+    return Conversation(name=where, messages=messages, tools=tools)
+
+
+def check_messages(messages: Sequence[Any], *, where: str) -> None:
+    """Raises DataError unless these are messages, and the model says one of them."""
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"{where}: message {number} has no role; it must be an object with one")
@@ -193,7 +227,3 @@ def parse_conversation(
             )
     if all(message["role"] != ASSISTANT for message in messages):
         raise DataError(f"{where}: no message of role {ASSISTANT!r}, so nothing to learn from")
-    tools = row.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{where}: tools is a {type(tools).__name__}; it must be a list")
-    return messages, tools

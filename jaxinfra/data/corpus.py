@@ -7,19 +7,20 @@ import itertools
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, final
 
 import numpy as np
 import tokenizers
 
-from jaxinfra.config.data import DataConfig, TokenizerKind
+from jaxinfra.config.data import DataConfig, DataFormat, TokenizerKind
 from jaxinfra.core.errors import DataError
 from jaxinfra.core.files import read_json
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import load_chat_template
-from jaxinfra.data.pretokenized import open_pretokenized
+from jaxinfra.data.pairs import PairEncoder
+from jaxinfra.data.pretokenized import open_pretokenized, tokenizer_of_arrays
 from jaxinfra.data.readers import Document
 from jaxinfra.data.sources import Source, scan
 from jaxinfra.data.split import Split, require_both_sides
@@ -40,6 +41,8 @@ from jaxinfra.data.tokenizer import (
 )
 
 _LOG = logging.getLogger(__name__)
+
+type RowEncoder = ChatEncoder | PairEncoder
 
 _BPE_SAMPLE_BYTES = 10_000_000
 _BPE_PIECE_CHARS = 1 << 16
@@ -90,14 +93,9 @@ def open_corpus(
         return Corpus(
             tokenizer=saved, train=train, heldout=heldout, heldout_names=names, heldout_text=None
         )
-    split = Split(
-        source=scan(config.source),
-        heldout_source=None if config.heldout_source is None else _scan_heldout(config),
-        config=config,
-    )
-    split.check_names()
+    split = _split_of(config)
     if tokenizer is None:
-        tokenizer = _make_tokenizer(split, vocab_size=vocab_size, cache_dir=cache_dir)
+        tokenizer = _make_tokenizer([split], vocab_size=vocab_size, cache_dir=cache_dir)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model vocab_size={vocab_size}; "
@@ -110,7 +108,33 @@ def open_corpus(
         template = load_chat_template(where)
         chat = ChatEncoder(template, tokenizer)
         identity.append(template.identity)
-    return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, chat)
+    is_pairs = config.format is DataFormat.PREFERENCES
+    encoder = PairEncoder(tokenizer, chat) if is_pairs else chat
+    return _cached_corpus(cache_dir / "corpora" / _key(*identity), split, tokenizer, encoder)
+
+
+def shared_tokenizer(
+    configs: Sequence[DataConfig], *, vocab_size: int, cache_dir: Path
+) -> Tokenizer:
+    """A tokenizer for several corpora: the configured one, that of the first token arrays, or
+    byte-level BPE trained on equal parts of all.
+    """
+    for config in configs:
+        directory = Path(config.source).expanduser()
+        if is_token_arrays(directory):
+            return tokenizer_of_arrays(config, directory)
+    splits = [_split_of(config) for config in configs]
+    return _make_tokenizer(splits, vocab_size=vocab_size, cache_dir=cache_dir)
+
+
+def _split_of(config: DataConfig) -> Split:
+    split = Split(
+        source=scan(config.source),
+        heldout_source=None if config.heldout_source is None else _scan_heldout(config),
+        config=config,
+    )
+    split.check_names()
+    return split
 
 
 def _scan_heldout(config: DataConfig) -> Source:
@@ -123,39 +147,43 @@ def _scan_heldout(config: DataConfig) -> Source:
     return scan(spec)
 
 
-def _make_tokenizer(split: Split, *, vocab_size: int, cache_dir: Path) -> Tokenizer:
-    config = split.config.tokenizer
+def _make_tokenizer(splits: Sequence[Split], *, vocab_size: int, cache_dir: Path) -> Tokenizer:
+    config = splits[0].config.tokenizer
     if config.kind is TokenizerKind.BYTES:
         return bytes_tokenizer()
     if config.path is not None:
         return Tokenizer.load(Path(config.path).expanduser())
-    key = _key(split.identity(), vocab_size, BPE_PATTERN, tokenizers.__version__)
+    identities = [split.identity() for split in splits]
+    of = identities[0] if len(splits) == 1 else identities
+    key = _key(of, vocab_size, BPE_PATTERN, tokenizers.__version__)
     directory = cache_dir / "tokenizers" / key
     if not (directory / "tokenizer.json").is_file():
-        trained = train_bpe(_bpe_sample(split), vocab_size=vocab_size)
+        num_bytes = _BPE_SAMPLE_BYTES // len(splits)
+        samples = (_bpe_sample(split, num_bytes=num_bytes) for split in splits)
+        trained = train_bpe(itertools.chain.from_iterable(samples), vocab_size=vocab_size)
         with new_directory(directory) as unfinished:
             trained.save(unfinished / "tokenizer.json")
     return Tokenizer.load(directory / "tokenizer.json")
 
 
-def _bpe_sample(split: Split) -> Iterator[str]:
+def _bpe_sample(split: Split, *, num_bytes: int) -> Iterator[str]:
     total_bytes = sum(size for _, size, _ in split.source.listing())
     pieces = (
         piece
         for text in split.train_texts()
         for piece in split_at_lines(text, limit=_BPE_PIECE_CHARS)
     )
-    every = max(1, -(-total_bytes // _BPE_SAMPLE_BYTES))
+    every = max(1, -(-total_bytes // num_bytes))
     num_chars = 0
     for piece in itertools.islice(pieces, 0, None, every):
         yield piece
         num_chars += len(piece)
-        if num_chars > 2 * _BPE_SAMPLE_BYTES:
+        if num_chars > 2 * num_bytes:
             return  # Compressed files hold more than their size told.
 
 
 def _cached_corpus(
-    directory: Path, split: Split, tokenizer: Tokenizer, chat: ChatEncoder | None
+    directory: Path, split: Split, tokenizer: Tokenizer, encoder: RowEncoder | None
 ) -> Corpus:
     if directory.is_dir():
         try:
@@ -164,7 +192,7 @@ def _cached_corpus(
             _LOG.warning("cached corpus is made anew: %s", error)
             shutil.rmtree(directory)
     with new_directory(directory) as unfinished:
-        _tokenize(split, tokenizer, chat, unfinished)
+        _tokenize(split, tokenizer, encoder, unfinished)
     return _open_cached(directory, tokenizer)
 
 
@@ -191,17 +219,17 @@ def _open_cached(directory: Path, tokenizer: Tokenizer) -> Corpus:
 
 
 def _tokenize(
-    split: Split, tokenizer: Tokenizer, chat: ChatEncoder | None, directory: Path
+    split: Split, tokenizer: Tokenizer, encoder: RowEncoder | None, directory: Path
 ) -> None:
     heldout_names: list[str] = []
     num_train = 0
     with contextlib.ExitStack() as stack:
         text_file = stack.enter_context((directory / "heldout.txt").open("wb"))
-        train = stack.enter_context(_Side(directory / "train", tokenizer, chat))
-        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer, chat, text_file))
+        train = stack.enter_context(_Side(directory / "train", tokenizer, encoder))
+        heldout = stack.enter_context(_Side(directory / "heldout", tokenizer, encoder, text_file))
         for document, is_heldout in split.documents():
             if is_heldout:
-                heldout_names.append(document.name)
+                heldout_names += [document.name] * (1 if encoder is None else encoder.per_row)
                 heldout.add(document)
             else:
                 num_train += 1
@@ -217,7 +245,7 @@ class _Side:
     """Encodes documents in batches into token arrays.
 
     Args:
-        chat: encodes them as conversations.
+        encoder: encodes them as rows of messages, or of pairs of answers.
         text_file: gets the texts, as far as they count.
     """
 
@@ -225,19 +253,19 @@ class _Side:
         self,
         directory: Path,
         tokenizer: Tokenizer,
-        chat: ChatEncoder | None,
+        encoder: RowEncoder | None,
         text_file: BinaryIO | None = None,
     ):
         directory.mkdir()
         self._tokenizer = tokenizer
-        self._chat = chat
+        self._encoder = encoder
         self._text_file = text_file
         self._writer = TokenWriter(
             directory,
             vocab_size=tokenizer.vocab_size,
-            bos_id=tokenizer.bos_id if chat is None else chat.bos_id,
+            bos_id=tokenizer.bos_id if encoder is None else encoder.bos_id,
             eos_id=tokenizer.eos_id,
-            marks=chat is not None,
+            marks=encoder is not None,
         )
         self._pending: list[Document] = []
         self._num_chars = 0
@@ -259,12 +287,12 @@ class _Side:
         self._writer.finish()
 
     def _encode(self) -> None:
-        if self._chat is None:
+        if self._encoder is None:
             texts = [document.text for document in self._pending]
             for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
                 self._append(ids, text, None)
         else:
-            for each in self._chat.encode_batch(self._pending):
+            for each in self._encoder.encode_batch(self._pending):
                 self._append(each.tokens, each.text, each.counted)
         self._pending, self._num_chars = [], 0
 

@@ -11,6 +11,7 @@ where the arrays say which tokens count, the others and these separators.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -55,15 +56,18 @@ class PackedWindows:
                 index[rows], size=self.num_windows, key=f"windows/{self._seed}/{epoch}"
             )
             parts.append((rows, self._rows(self._epoch(int(epoch)), windows)))
-        if len(parts) == 1:
-            return parts[0][1]
-        merged = {}
-        for field in dataclasses.fields(Batch):
-            first = getattr(parts[0][1], field.name)
-            merged[field.name] = np.empty((len(samples), *first.shape[1:]), first.dtype)
-            for rows, part in parts:
-                merged[field.name][rows] = getattr(part, field.name)
-        return Batch(**merged)
+        return rows_together(parts)
+
+    def num_read(self, num_samples: int) -> int:
+        """Tokens and separators of the first samples: all of their positions but padding."""
+        epochs, rest = divmod(num_samples, self.num_windows)
+        read = epochs * self._stream_length + rest * self._sequence_length
+        # The last window of the stream, wherever the epoch's order has it, ends with padding.
+        last = np.array([self.num_windows - 1])
+        key = f"windows/{self._seed}/{epochs}"
+        if permute(last, size=self.num_windows, key=key, inverse=True)[0] < rest:
+            read -= self.num_windows * self._sequence_length - self._stream_length
+        return read
 
     def _make_epoch(self, epoch: int) -> _Epoch:
         lengths = self._arrays.lengths
@@ -119,3 +123,19 @@ class PackedWindows:
             positions=positions,
             weights=weights,
         )
+
+
+def rows_together(parts: Sequence[tuple[np.ndarray, Batch[np.ndarray]]]) -> Batch[np.ndarray]:
+    """One batch of parts and the numbers of the rows that they become."""
+    if len(parts) == 1 and (np.diff(parts[0][0]) == 1).all():
+        return parts[0][1]
+    merged = {}
+    for field in dataclasses.fields(Batch):
+        first = getattr(parts[0][1], field.name)
+        if first is None:
+            continue
+        shape = (sum(len(rows) for rows, _ in parts), *first.shape[1:])
+        merged[field.name] = np.empty(shape, first.dtype)
+        for rows, part in parts:
+            merged[field.name][rows] = getattr(part, field.name)
+    return Batch(**merged)

@@ -10,9 +10,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def permute(
-    index: Integer[np.ndarray, "*shape"], *, size: int, key: str
+    index: Integer[np.ndarray, "*shape"], *, size: int, key: str, inverse: bool = False
 ) -> Int64[np.ndarray, "*shape"]:
-    """Where a pseudo-random permutation of ``range(size)`` sends each ``index``, as int64.
+    """Where a pseudo-random permutation of ``range(size)`` sends each ``index``, as int64; with
+    ``inverse``, what it sends there.
 
     An eight-round Feistel network on the bits of the index; a result outside the range is sent
     through again (cycle walking: Black and Rogaway 2002), which keeps it a bijection. No table is
@@ -25,10 +26,13 @@ def permute(
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
     keys = np.frombuffer(hashlib.sha512(key.encode()).digest(), dtype="<u8")
+    rounds = list(enumerate(keys))  # each undoes itself
+    if inverse:
+        rounds.reverse()
 
     def once(x: np.ndarray) -> np.ndarray:
         high, low = x >> low_bits, x & low_mask
-        for round_index, round_key in enumerate(keys):
+        for round_index, round_key in rounds:
             if round_index % 2:
                 low = low ^ (_mix(high ^ round_key) & low_mask)
             else:

@@ -21,7 +21,7 @@ def open_pretokenized(
     """
     directory = Path(config.source).expanduser()
     arrays = open_token_arrays(directory, vocab_size=vocab_size)
-    tokenizer = tokenizer or _load_tokenizer(config, directory)
+    tokenizer = tokenizer or tokenizer_of_arrays(config, directory)
     if config.heldout_source is not None:
         heldout_directory = Path(config.heldout_source).expanduser()
         if not is_token_arrays(heldout_directory):
@@ -43,7 +43,8 @@ def open_pretokenized(
     return tokenizer, train, heldout, tuple(names)
 
 
-def _load_tokenizer(config: DataConfig, directory: Path) -> Tokenizer:
+def tokenizer_of_arrays(config: DataConfig, directory: Path) -> Tokenizer:
+    """The configured tokenizer, or the ``tokenizer.json`` beside the arrays."""
     if config.tokenizer.kind is TokenizerKind.BYTES:
         return bytes_tokenizer()
     if config.tokenizer.path is not None:

@@ -52,6 +52,8 @@ class TokenArrays:
     eos_id: int
     fingerprint: str
     counted: np.ndarray | None = None  # uint8 beside tokens; None: all of them
+    # float32 beside tokens: log probability of each under a reference model.
+    reference: np.ndarray | None = None
 
     @property
     def num_documents(self) -> int:

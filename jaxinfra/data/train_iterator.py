@@ -1,6 +1,11 @@
 """Training batches: which samples a step sees, and a resumable Grain iterator over them."""
 
+import contextlib
+import functools
 import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self, final
 
 import grain
@@ -9,7 +14,9 @@ from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
+from jaxinfra.data.mixture import MIXTURE_VERSION, MixedWindows
 from jaxinfra.data.packing import ORDER_VERSION, PackedWindows
+from jaxinfra.data.pair_rows import PAIRS_VERSION, PairWindows
 from jaxinfra.data.token_arrays import TokenArrays
 
 # Epochs follow one another without end; a run's last step is the trainer's affair.
@@ -41,7 +48,7 @@ def process_rows(*, batch_size: int, process_index: int, process_count: int) -> 
 
 
 def train_batches(
-    arrays: TokenArrays,
+    source: TokenArrays | PairWindows | MixedWindows,
     *,
     sequence_length: int,
     batch_size: int,
@@ -58,31 +65,62 @@ def train_batches(
     rows = process_rows(
         batch_size=batch_size, process_index=process_index, process_count=process_count
     )
-    windows = PackedWindows(arrays, sequence_length=sequence_length, seed=seed)
     identity = {
-        "data": arrays.fingerprint,
         "sequence_length": sequence_length,
         "batch_size": batch_size,
         "seed": seed,
         "order_version": ORDER_VERSION,
     }
-    steps = grain.MapDataset.range(_NUM_STEPS).map(
-        lambda step: windows.batch(sample_ids(step, batch_size=batch_size)[rows])
-    )
+    if isinstance(source, MixedWindows):
+        mixture, make = source, functools.partial(source.batch, rows=rows)
+        identity = {"mixture_version": MIXTURE_VERSION, **identity}
+    else:
+        mixture = None
+        identity = {"data": source.fingerprint, **identity}
+        if isinstance(source, PairWindows):
+            windows = source
+            identity = {"pairs_version": PAIRS_VERSION, **identity}
+        else:
+            windows = PackedWindows(source, sequence_length=sequence_length, seed=seed)
+
+        def make(step: int) -> Batch[np.ndarray]:
+            return windows.batch(sample_ids(step, batch_size=batch_size)[rows])
+
+    readers = _Readers()
+
+    def read(step: int) -> Batch[np.ndarray]:
+        with readers.working():
+            return make(step)
+
+    steps = grain.MapDataset.range(_NUM_STEPS).map(read)
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=prefetch)
-    return TrainIterator(steps, options=options, identity=identity)
+    return TrainIterator(
+        steps, options=options, identity=identity, readers=readers, mixture=mixture
+    )
 
 
 @final
 class TrainIterator:
-    """Batches of step 0, 1, 2..., and the state that continues them elsewhere."""
+    """Batches of step 0, 1, 2..., and the state that continues them elsewhere.
+
+    Args:
+        mixture: what the batches are made of, where that is several sources.
+    """
 
     def __init__(
-        self, steps: grain.MapDataset, *, options: grain.ReadOptions, identity: dict[str, Any]
+        self,
+        steps: grain.MapDataset,
+        *,
+        options: grain.ReadOptions,
+        identity: dict[str, Any],
+        readers: "_Readers",
+        mixture: MixedWindows | None = None,
     ):
         self._steps = steps
+        self._readers = readers
         self._options = options
         self._identity = identity
+        self._mixture = mixture
         self._step = self._first = 0
         self._made = _Count()
         self._iterator = self._start()
@@ -105,6 +143,13 @@ class TrainIterator:
         """Batches that are made and wait; 0 for long: the readers are slower than the steps."""
         return max(0, self._made.value - (self._step - self._first))
 
+    @property
+    def busy_share(self) -> float:
+        """Share of the time of making batches for which their threads computed, or stood in the
+        queue of a processor; the rest they waited, as for a disk.
+        """
+        return self._readers.busy_s / max(self._readers.spent_s, 1e-9)
+
     def batch(self, step: int) -> Batch[np.ndarray]:
         """This process's rows of any step, made anew; what comes next stays as it is."""
         rows = self._steps[step]
@@ -115,9 +160,23 @@ class TrainIterator:
         """The sample numbers of a step's global batch, for a ledger of what was seen."""
         return sample_ids(step, batch_size=self._identity["batch_size"])
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint stores: JSON values, the same for every process."""
-        return {"step": self._step, **self._identity}
+    def read(self, step: int) -> dict[str, float]:
+        """What all steps before this one have read of each source of a mixture, for metrics."""
+        return {} if self._mixture is None else self._mixture.read(step)
+
+    def row_sources(self, step: int) -> list[str] | None:
+        """The source of each row of a step's global batch; None where there is one source."""
+        return None if self._mixture is None else self._mixture.row_sources(step)
+
+    def state(self, step: int | None = None) -> dict[str, Any]:
+        """What a checkpoint stores: JSON values, the same for every process.
+
+        Args:
+            step: whose batch comes next; that of this iterator by default.
+        """
+        step = self._step if step is None else step
+        state = {"step": step, **self._identity}
+        return state if self._mixture is None else {**state, "mixture": self._mixture.state(step)}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the step at which ``state`` was taken, on any number of processes."""
@@ -130,6 +189,8 @@ class TrainIterator:
         step = state.get("step")
         if not isinstance(step, int) or not 0 <= step < _NUM_STEPS:
             raise DataError(f"the saved data order has step={step!r}; it must be a step number")
+        if self._mixture is not None:
+            self._mixture.require_same(state.get("mixture"), step)
         self.close()
         self._step = step
         self._iterator = self._start()
@@ -143,6 +204,36 @@ class TrainIterator:
         self._first, self._made = self._step, _Count()
         steps = self._steps[self._step :].map(self._made.passed)
         return iter(steps.to_iter_dataset(self._options))
+
+
+@final
+class _Readers:
+    """Seconds that threads spend on making batches, and how long of it they were busy."""
+
+    def __init__(self) -> None:
+        self.spent_s = self.busy_s = 0.0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """A thread makes a batch within."""
+        began, was_busy = time.perf_counter(), _busy_s()
+        try:
+            yield
+        finally:
+            spent, busy = time.perf_counter() - began, _busy_s() - was_busy
+            with self._lock:
+                self.spent_s += spent
+                self.busy_s += busy
+
+
+def _busy_s() -> float:
+    """Seconds for which this thread has run so far, or was ready to and no processor was free."""
+    try:
+        ran, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except (OSError, ValueError):  # no Linux, or a kernel that does not count
+        return time.thread_time()
+    return (int(ran) + int(waited)) / 1e9
 
 
 class _Count:

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from jaxinfra.diagnostics.waterfall import IDLE, KernelTime, Waterfall
+from jaxinfra.training.profile import TracedStep
 
 _LEAST = 0.01
 """Share of the first step under which a difference is not worth a line."""
@@ -21,6 +22,7 @@ class Change:
     kind: str
     ms: float
     text: str
+    remedy: str  # empty where the second step is the faster one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,33 +43,52 @@ class Difference:
         if self.clock_ratio is not None:
             return (
                 f"{begin} Every kernel takes {self.clock_ratio - 1:+.0%} of its time, matmuls and "
-                "others alike: the device itself is slower (clock, power cap or heat). See "
-                "jaxinfra doctor."
+                f"others alike: the device itself is {'slower' if by > 0 else 'faster'} (clock, "
+                "power cap or heat). See jaxinfra doctor."
             )
         if not self.changes:
             return f"{begin} No part differs by more than {_LEAST:.0%} of a step."
-        return " ".join([begin, *(f"{each.text}." for each in self.changes[:4])])
+        return " ".join([begin, *map(_sentence, self.changes[:4])])
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
         return dataclasses.asdict(self)
 
 
-def compare_steps(first: Waterfall, second: Waterfall) -> Difference:
-    """Explains the difference of two steps of one model."""
+def _sentence(change: Change) -> str:
+    return f"{change.text}." + (f" Remedy: {change.remedy}." if change.remedy else "")
+
+
+def compare_steps(
+    first: Waterfall,
+    second: Waterfall,
+    first_step: TracedStep | None = None,
+    second_step: TracedStep | None = None,
+) -> Difference:
+    """Explains the difference of two steps of one model.
+
+    Args:
+        first_step: what is known of the traced programs: with it, in which formats they multiply.
+    """
     before, after = _by_part(first), _by_part(second)
+    steps = (first_step, second_step)
     changes = []
     for part in before.keys() | after.keys():
         ms = after.get(part, 0.0) - before.get(part, 0.0)
         if abs(ms) >= _LEAST * first.span_ms:
             scope, kind = part
-            text = _text(scope, kind, ms, first, second)
-            changes.append(Change(scope=scope, kind=kind, ms=ms, text=text))
+            text, remedy = _text(scope, kind, ms, first, second, steps)
+            remedy = remedy if ms > 0 else ""
+            changes.append(Change(scope=scope, kind=kind, ms=ms, text=text, remedy=remedy))
     changes.sort(key=lambda each: -abs(each.ms))
+    scopes = {scope for scope, _ in before}
+    other_formats = any(
+        _formats(first, first_step, each) != _formats(second, second_step, each) for each in scopes
+    )
     return Difference(
         first_ms=first.span_ms,
         second_ms=second.span_ms,
-        clock_ratio=_slower_alike(first, second),
+        clock_ratio=None if other_formats else _slower_alike(first, second),
         changes=tuple(changes),
     )
 
@@ -89,23 +110,61 @@ def _plain(scope: str) -> str:
     return scope.removesuffix(" backward").removesuffix(" recomputed")
 
 
-def _text(scope: str, kind: str, ms: float, first: Waterfall, second: Waterfall) -> str:
+_OWN = "a Mosaic GPU kernel"
+_REMEDIES = {
+    "attention/core": "training.attention=auto, and shapes that its kernel takes (jaxinfra plan "
+    "says which it runs)",
+    "loss": "the loss that ships (training.loss unset), which makes no array of all logits",
+}
+
+
+def _text(
+    scope: str,
+    kind: str,
+    ms: float,
+    first: Waterfall,
+    second: Waterfall,
+    steps: tuple[TracedStep | None, TracedStep | None],
+) -> tuple[str, str]:
+    """What differs, and what makes the second step as fast as the first."""
     word = "longer" if ms > 0 else "shorter"
     if scope == IDLE:
-        return f"The device is idle {abs(ms):.1f} ms {word}: launches, input or the host"
+        text = f"The device is idle {abs(ms):.1f} ms {word}: launches, input or the host"
+        return text, "see what jaxinfra trace says of the second run alone"
     if kind == "collective":
-        return f"Communication that nothing hides takes {abs(ms):.1f} ms {word}"
+        text = f"Communication that nothing hides takes {abs(ms):.1f} ms {word}"
+        return text, "compare training.xla_options, mesh and links of both (jaxinfra compare)"
     text = f"{scope} takes {abs(ms):.1f} ms {word}"
     recomputed = [
         sum(value for (name, _), value in each.exposed_ms.items() if name == f"{scope} recomputed")
         for each in (first, second)
     ]
     if abs(recomputed[1] - recomputed[0]) > 0.5 * abs(ms):
-        return f"{text}, which is recomputation ({recomputed[0]:.1f} and {recomputed[1]:.1f} ms)"
-    was, now = (_main_kernels(each, scope) for each in (first, second))
-    if was != now:
-        return f"{text}: it runs {', '.join(now) or 'nothing'} in place of {', '.join(was)}"
-    return f"{text}, in the same kernels ({', '.join(now)})"
+        both = f"({recomputed[0]:.1f} and {recomputed[1]:.1f} ms)"
+        return f"{text}, which is recomputation {both}", "training.remat as in the first run"
+    formats = [_formats(*each, scope) for each in zip((first, second), steps, strict=True)]
+    if all(formats) and formats[0] != formats[1]:
+        was, now = (", ".join(sorted(each)) for each in formats)
+        return f"{text}: it multiplies in {now} in place of {was}", "precision as in the first run"
+    old, new = (_main_kernels(each, scope) for each in (first, second))
+    if old != new:
+        remedy = _REMEDIES.get(scope, "") if _OWN in old else ""
+        text = f"{text}: it runs {', '.join(new) or 'nothing'} in place of {', '.join(old)}"
+        return text, remedy or "XLA's flags as in the first run (XLA_FLAGS, training.xla_options)"
+    return (
+        f"{text}, in the same kernels ({', '.join(new)})",
+        "see what else differs (jaxinfra compare)",
+    )
+
+
+def _formats(waterfall: Waterfall, step: TracedStep | None, scope: str) -> set[str]:
+    """In which formats most of a scope's matmul time is spent."""
+    dtypes = {each["instruction"]: each["dtype"] for each in step["matmuls"]} if step else {}
+    ms: dict[str, float] = collections.defaultdict(float)
+    for kernel in waterfall.kernels:
+        if kernel.hlo_op in dtypes and _plain(kernel.scope) == scope:
+            ms[dtypes[kernel.hlo_op]] += kernel.ms
+    return {name for name, each in ms.items() if each > 0.2 * sum(ms.values())}
 
 
 def _main_kernels(waterfall: Waterfall, scope: str) -> list[str]:
@@ -122,7 +181,7 @@ def _family(kernel: KernelTime) -> str:
     """Who wrote a kernel: tiles and numbers in its name differ from shape to shape."""
     name = kernel.kernel.lower()
     families = {
-        "mosaic_gpu": "a Mosaic GPU kernel",
+        "mosaic_gpu": _OWN,
         "nvjet": "cuBLAS",
         "cublas": "cuBLAS",
         "cutlass": "cuBLAS",

@@ -3,12 +3,13 @@
 import base64
 import html
 import io
-import statistics
 from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
 
 from jaxinfra.diagnostics.run_view import RunView
+from jaxinfra.training.loss_picture import smoothed
+from jaxinfra.training.mixture_read import mixture_cells
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#222;max-width:62rem;margin:2rem auto;padding:0 1rem}
@@ -30,6 +31,9 @@ def run_page(view: RunView) -> str:
     if view.records:
         parts += ["<h2>Loss</h2>", _image(draw_curves([view]), "training and held-out loss")]
         parts += ["<h2>Time per step</h2>", _image(_times(view), "seconds per step")]
+    if view.mixture:
+        head, *rows = mixture_cells(view.mixture)
+        parts += ["<h2>Sources</h2>", _table(head, rows)]
     if view.causes:
         whole = sum(view.causes.values())
         rows = [
@@ -43,7 +47,10 @@ def run_page(view: RunView) -> str:
             [str(rank), *(f"{each.get(name, 0.0):.1f}" for name in phases)]
             for rank, each in sorted(view.ranks.items())
         ]
-        parts += ["<h2>Ranks, ms per step</h2>", _table(["rank", *phases], rows)]
+        parts += [
+            "<h2>What each rank's host does, ms per step</h2>",
+            _table(["rank", *phases], rows),
+        ]
     shown = [[str(each["step"]), each["kind"], each["text"]] for each in view.incidents]
     parts += ["<h2>Incidents</h2>", _table(["step", "kind", "what"], shown or [["-", "none", ""]])]
     balance = [name for name in (view.records or [{}])[-1] if name.startswith("layers/")]
@@ -69,7 +76,7 @@ def draw_curves(views: Sequence[RunView]) -> Figure:
         steps = [each["step"] for each in view.records if each["loss"] is not None]
         losses = [each["loss"] for each in view.records if each["loss"] is not None]
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, _smooth(losses), color=color, label=view.path.name)
+        axes.plot(steps, smoothed(losses), color=color, label=view.path.name)
         if view.heldout:
             axes.plot(*zip(*view.heldout, strict=True), "o", color=color, markersize=4)
     axes.set_xlabel("step")
@@ -92,15 +99,6 @@ def _times(view: RunView) -> Figure:
     axes.set_ylabel("s per step")
     axes.grid(alpha=0.3)
     return figure
-
-
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Means over a fortieth of the run around each step: a trailing mean would lag behind."""
-    half = len(values) // 80
-    return [
-        statistics.fmean(values[max(0, place - half) : place + half + 1])
-        for place in range(len(values))
-    ]
 
 
 def _image(figure: Figure, text: str) -> str:

@@ -9,10 +9,13 @@ from typing import Any
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.core.json_lines import read_log
-from jaxinfra.diagnostics.delays import Explanation, explain_step, phase_ms
+from jaxinfra.diagnostics.delay import Explanation
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.host_delays import phase_ms
 from jaxinfra.reliability.goodput import goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import read_incidents
 from jaxinfra.reliability.recorder import read_records
+from jaxinfra.training.mixture_read import SourceRead, mixture_read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +28,8 @@ class RunView:
     num_steps: int
     records: list[dict[str, Any]]  # of steps, oldest first
     heldout: list[tuple[int, float]]  # step and loss
+    heldout_sets: dict[str, float | None]  # the newest loss of each, where there are several
+    mixture: tuple[SourceRead, ...]  # what was read of each source, where there are several
     causes: dict[str, float]  # seconds of wall time
     goodput: float | None
     incidents: list[dict[str, Any]]
@@ -53,6 +58,7 @@ class RunView:
             "peak": _number((summary.get("peak_bytes") or 0) / 2**30 or None, ".2f", " GiB"),
             "goodput": _number(self.goodput, ".1%"),
             "incidents": str(len(self.incidents)),
+            **{f"held-out {name}": _number(x, ".4f") for name, x in self.heldout_sets.items()},
         }
 
 
@@ -62,6 +68,7 @@ def read_view(directory: Path) -> RunView:
     config = run.read_config()
     lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
     causes = sum_causes(read_sessions(run.goodput_file))
+    evaluations = [line for line in lines if "heldout_loss" in line]
     return RunView(
         path=directory,
         config=dict(_flat(codec.to_dict(config))),
@@ -70,15 +77,21 @@ def read_view(directory: Path) -> RunView:
         records=[line for line in lines if "loss" in line],
         heldout=[
             (line["step"], line["heldout_loss"])
-            for line in lines
-            if line.get("heldout_loss") is not None
+            for line in evaluations
+            if line["heldout_loss"] is not None
         ],
+        heldout_sets={
+            name.split("/")[1]: loss
+            for name, loss in (evaluations or [{}])[-1].items()
+            if name.startswith("heldout/") and name.endswith("/loss")
+        },
+        mixture=mixture_read(config, lines),
         causes={cause: seconds for cause, seconds in causes.items() if seconds > 0},
         goodput=goodput(causes),
         incidents=read_incidents(run.incidents_file),
         ranks={each.rank: phase_ms(each) for each in read_records(run.recorder)},
         summary=run.read_summary(),
-        explanation=explain_step(None, directory),
+        explanation=explain_step(directory),
     )
 
 

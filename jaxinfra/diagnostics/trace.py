@@ -50,24 +50,68 @@ class TraceEvent:
         return self.start_ns + self.duration_ns
 
 
-def device_events(trace: Path, *, device: int = 0) -> list[TraceEvent]:
-    """Launches on one GPU in the newest trace under a directory, by start.
+_RANK = re.compile(r"rank-(\d{5})")
+_GPU = re.compile(r"/device:GPU:(\d+)")
+
+
+def traced_ranks(trace: Path) -> dict[int, Path]:
+    """The newest trace of each rank under a directory, by rank; empty where there is none."""
+    found: dict[int, Path] = {}
+    for file in sorted(trace.rglob("*.xplane.pb"), key=lambda file: file.lstat().st_mtime):
+        names = [match for part in file.parts if (match := _RANK.fullmatch(part))]
+        found[int(names[-1][1]) if names else 0] = file
+    return dict(sorted(found.items()))
+
+
+def device_events(trace: Path, *, device: int = 0, rank: int = 0) -> list[TraceEvent]:
+    """Launches on one GPU in a rank's newest trace under a directory, by start.
 
     Raises DataError where there is no trace, or no such GPU in it.
     """
-    files = sorted(trace.rglob("*.xplane.pb"), key=lambda file: file.lstat().st_mtime)
-    if not files:
-        raise DataError(f"{trace} holds no trace (*.xplane.pb); make one with --profile START:STOP")
-    data = read_bytes(files[-1], limit=_TRACE_BYTES, error=DataError)
+    found = events_by_device(trace, rank=rank, only=device)
+    return found[device]
+
+
+def events_by_device(
+    trace: Path, *, rank: int = 0, only: int | None = None
+) -> dict[int, list[TraceEvent]]:
+    """Launches on every GPU (or ``only`` one) in a rank's newest trace under a directory, by start.
+
+    Raises DataError where there is no trace, or no such GPU in it.
+    """
+    file, profile = _read(trace, rank)
     try:
-        profile = jax.profiler.ProfileData.from_serialized_xspace(data)
-        return _launches(profile, f"/device:GPU:{device}", where=files[-1])
+        devices = [int(match[1]) for p in profile.planes if (match := _GPU.match(p.name))]
+        if only is not None or not devices:
+            devices = [only or 0]
+        starts = _starts(profile)
+        return {
+            each: _launches(profile, f"/device:GPU:{each}", starts, where=file)
+            for each in sorted(devices)
+        }
     except (RuntimeError, UnicodeDecodeError) as error:
-        raise DataError(f"{files[-1]} is no trace, or a damaged one ({error})") from error
+        raise DataError(f"{file} is no trace, or a damaged one ({error})") from error
 
 
-def _launches(profile: jax.profiler.ProfileData, name: str, *, where: Path) -> list[TraceEvent]:
-    plane = next((p for p in profile.planes if p.name.startswith(name)), None)
+def _read(trace: Path, rank: int) -> tuple[Path, jax.profiler.ProfileData]:
+    files = traced_ranks(trace)
+    if rank not in files:
+        there = f"; there are those of ranks {', '.join(map(str, files))}" if files else ""
+        what = f"of rank {rank} " if files else ""
+        raise DataError(
+            f"{trace} holds no trace {what}(*.xplane.pb){there}; make one with --profile START:STOP"
+        )
+    data = read_bytes(files[rank], limit=_TRACE_BYTES, error=DataError)
+    try:
+        return files[rank], jax.profiler.ProfileData.from_serialized_xspace(data)
+    except RuntimeError as error:
+        raise DataError(f"{files[rank]} is no trace, or a damaged one ({error})") from error
+
+
+def _launches(
+    profile: jax.profiler.ProfileData, name: str, starts: dict[str, str], *, where: Path
+) -> list[TraceEvent]:
+    plane = next((p for p in profile.planes if re.match(rf"{name}(?!\d)", p.name)), None)
     if plane is None and not any(p.name.startswith("/device:") for p in profile.planes):
         raise DataError(
             f"{where} is of a CPU, whose operations a profile does not tell apart; profile a "
@@ -77,7 +121,6 @@ def _launches(profile: jax.profiler.ProfileData, name: str, *, where: Path) -> l
     if plane is None:
         names = ", ".join(p.name for p in profile.planes) or "none at all"
         raise DataError(f"{where} has no plane {name}, only {names}")
-    starts = _starts(profile)
     events = []
     for line in plane.lines:
         if not line.name.startswith("Stream"):

@@ -5,6 +5,8 @@ gets instead.
 """
 
 import dataclasses
+import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,3 +127,17 @@ def exceed_memory(step: Any, plan: Mapping[str, Any]) -> Callable[..., Any]:
         return step(*args)
 
     return limited
+
+
+def jump_clock(now: float, plan: Mapping[str, Any]) -> float:
+    """The wall clock of a machine whose time is set, a day forward and a week back in turn."""
+    del plan
+    return now + (86_400 if int(now * 10) % 2 else -7 * 86_400)
+
+
+def compute_long(batch: Any, plan: Mapping[str, Any]) -> Any:
+    """The batch, after ``seconds`` of computing, as of a tokenizer; other threads may run."""
+    data, until = bytes(range(256)) * 1024, time.thread_time() + plan["seconds"]
+    while time.thread_time() < until:
+        zlib.compress(data)
+    return batch

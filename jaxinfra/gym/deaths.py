@@ -151,10 +151,10 @@ def stop_at_any_time(arena: Arena) -> str:
     """One rank is asked at each moment in turn; the same run goes on from each."""
     # The phase of each moment, and the call that the signal comes in, or that does not return.
     moments = {
-        "warm-up": ("setup", "jaxinfra.training.session:open_corpus", 1),
+        "warm-up": ("setup", "jaxinfra.training.open_data:open_corpora", 1),
         "compilation": ("compile", "jaxinfra.training.loop:same_program", 1),
         "a data stall": ("input", "jaxinfra.data.train_iterator:TrainIterator.__next__", 3),
-        "evaluation": ("evaluate", "jaxinfra.training.loop:evaluate_heldout", 1),
+        "evaluation": ("evaluate", "jaxinfra.training.loop:evaluate_sets", 1),
     }
     seen = []
     for moment, (phase, target, call) in moments.items():

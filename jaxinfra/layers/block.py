@@ -12,13 +12,13 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     MlpConfig,
-    NormPlacement,
 )
 from jaxinfra.config.own import OwnLayer
 from jaxinfra.core import axes
@@ -30,6 +30,7 @@ from jaxinfra.layers.latent_attention import LatentAttention
 from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass, joined
+from jaxinfra.layers.statistics import site_sums
 
 type _Layer = Callable[[jax.Array, Pass], LayerOutput]
 """(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""
@@ -103,7 +104,11 @@ class Block(nnx.Module):
                 dataclasses.replace(given, dropout_key=keys[1]),
             )
             x_BTD = self._add(x_BTD, fed.x, self.mlp_post_norm, keys[1])
-        return LayerOutput(x=x_BTD, cache=mixed.cache, sums=joined(mixed.sums, fed.sums))
+        sums = joined(mixed.sums, fed.sums)
+        if self.execution.statistics:
+            sites = {"attention": mixed.x, "mlp": fed.x, "stream": x_BTD}
+            sums = joined(sums, site_sums(sites, policy=self.execution.policy))
+        return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
 
     def _inward(self, x_BTD: jax.Array) -> jax.Array:
         # One gather for all the projections that read it, where the stream is split by sequence.

@@ -320,3 +320,4 @@ class Execution:
     unroll: int
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
+    statistics: bool = False  # layers say what their activations are like, in ``Sums``

@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import MlpConfig, MlpKind
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import MlpConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import HIDDEN, Projection
+from jaxinfra.layers.statistics import site_sums
 from jaxinfra.ops.activation import activated
 
 
@@ -64,7 +66,11 @@ class Mlp(nnx.Module):
         hidden_BTF = self.execution.place(
             self._hidden(x_BTD), (axes.BATCH, axes.SEQUENCE, axes.MLP)
         )
-        return LayerOutput(x=self.down(hidden_BTF))
+        out_BTD = self.down(hidden_BTF)
+        if not self.execution.statistics:
+            return LayerOutput(x=out_BTD)
+        sums = site_sums({"mlp_hidden": hidden_BTF}, policy=self.execution.policy)
+        return LayerOutput(x=out_BTD, sums=sums)
 
     def _hidden(self, x_BTD: jax.Array) -> jax.Array:
         """What ``down`` reads, in the compute dtype."""

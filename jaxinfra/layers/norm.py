@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxinfra.config.model import NormConfig, NormKind
+from jaxinfra.config.kinds import NormKind
+from jaxinfra.config.model import NormConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.parts import find_part
 from jaxinfra.layers.execution import Execution

@@ -17,7 +17,14 @@ from jaxinfra.layers.rope import RopeTable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Pass:
-    """What a layer reads besides its parameters and its input."""
+    """What a layer reads besides its parameters and its input.
+
+    Examples:
+        Where each token stands in its document, of 2 rows of 3 tokens:
+
+        >>> positions = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 3))
+        >>> given = jaxinfra.Pass(positions_BT=positions)
+    """
 
     positions_BT: jax.Array  # int32, within the document; below 0: padding, with a cache
     segment_ids_BT: jax.Array | None = None  # documents of packed rows, -1 for padding
@@ -86,9 +93,13 @@ class LayerOutput:
 
     ``sums`` of all layers is a tuple with an entry for each distinct block, whose arrays have its
     repetitions in front.
+
+    Examples:
+        >>> jaxinfra.LayerOutput(x=jnp.zeros((2, 3, 8))).x.shape
+        (2, 3, 8)
     """
 
-    x: jax.Array
+    x: jax.Array  # [B, T, D] in the compute dtype
     cache: Any = None  # as it is after this pass; None where none was given
     sums: Any = dataclasses.field(default_factory=Sums)
 

@@ -10,9 +10,10 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.lora import Adapter
 from jaxinfra.layers.passes import ModelState, Sums
+from jaxinfra.layers.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
-from jaxinfra.ops.quantized import QuantizedWeight, repeated_outputs
+from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
 
 PROJECTION = "projection"
 HIDDEN = "mlp_hidden"
@@ -71,15 +72,21 @@ class Projection(nnx.Module):
         self.copied_axis = at - len(shape)  # of weight, bias and result alike
         self.place = execution.place if whole or self.copies > 1 else None
         param = execution.policy.param
+        is_quantizable = site is Site.PROJECTION and not whole
         self.weight = nnx.Param(
-            std * jax.random.normal(rngs.params(), shape, param), axes=dims, matmul=True
+            std * jax.random.normal(rngs.params(), shape, param),
+            axes=dims,
+            matmul=True,
+            contracted=(contracted_dims(spec) or 0) if is_quantizable else 0,
         )
         self.bias = (
             nnx.Param(jnp.zeros(shape[-bias_rank:], param), axes=dims[-bias_rank:])
             if bias_rank
             else None
         )
-        self.adapter: Adapter | None = nnx.data(None)  # given after construction, or not
+        self.adapter: Adapter | RowAdapters | None = nnx.data(
+            None
+        )  # given after construction, or not
         self.quantization: ModelState | None = nnx.data(None)  # a history of what 8 bits hold
         if self.recipe.fp8 is not None:
             self.quantization = ModelState(
@@ -92,9 +99,7 @@ class Projection(nnx.Module):
         weight = self._used
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantize(self.policy.compute)
-        if self.adapter is None:
-            return weight
-        return self.policy.to_accum(weight) + self.adapter.weight
+        return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
     def _used(self) -> Float[Array, "..."] | QuantizedWeight:
@@ -147,14 +152,15 @@ class Projection(nnx.Module):
             history=self._history,
             dims=self.dims if self.place is None else None,
         )
+        if self.adapter is not None:
+            x = x.x if isinstance(x, Input) else x
+            weight = self.weight.get_value()
+            y = self.adapter.adapted(y, x, weight, repeated=self._repeated)
         if self.bias is not None:
             # Added in accum, so that autodiff sums the bias's gradient over positions there too.
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        if self.adapter is not None:
-            added = self.adapter(x.x if isinstance(x, Input) else x)
-            y = self.policy.to_compute(self.policy.to_accum(y) + self._repeated(added))
         return checkpoint_name(y, self.name)
 
 

@@ -4,6 +4,7 @@ from flax import nnx
 
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.layers.block import Block
 from jaxinfra.layers.experts import Experts
 from jaxinfra.layers.lora import Adapter
 from jaxinfra.layers.projection import Projection
@@ -21,10 +22,7 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
     """
     for block in decoder.blocks:
         projections = {
-            name: node
-            for layer in (block.attention, block.mlp)
-            for name, node in vars(layer).items()
-            if isinstance(node, Projection)
+            path.rpartition("/")[2]: node for path, node in projections_of(block).items()
         }
         for name in config.targets:
             if name not in projections:
@@ -37,9 +35,19 @@ def add_adapters(decoder: Decoder, config: LoraConfig, *, rngs: nnx.Rngs) -> Non
             projection.adapter = Adapter(
                 config,
                 projection.spec,
-                shape=weight.shape,
+                weight=weight.get_value(),
                 dims=weight.axes,
                 multiply=projection.multiply,
                 policy=projection.policy,
                 rngs=rngs,
             )
+
+
+def projections_of(block: Block) -> dict[str, Projection]:
+    """A block's projections by their paths in it, such as ``attention/query``."""
+    return {
+        f"{part}/{name}": node
+        for part in ("attention", "mlp")
+        for name, node in vars(getattr(block, part)).items()
+        if isinstance(node, Projection)
+    }

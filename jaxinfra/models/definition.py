@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.finetune import AdapterKind, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
@@ -21,6 +21,7 @@ from jaxinfra.layers.passes import ModelState, Sums
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.numerics.policy import unquantized
+from jaxinfra.ops.quantized import QuantizedWeight
 
 type Parameters = dict[Any, Any]
 """Nested dict with arrays at the leaves."""
@@ -37,6 +38,8 @@ class ParameterInfo:
     active: float = 1.0  # share of it that a token is multiplied with
     matmul: bool = False  # whether activations are multiplied with it, not looked up or scaled
     trained: bool = True  # False: frozen, or changed by a rule
+    is_parameter: bool = True  # False: state, which is changed by a rule
+    contracted: int = 0  # of a projection that may be kept in few bits: dims of its inputs
 
     @property
     def size(self) -> int:
@@ -75,16 +78,26 @@ class ModelDefinition:
         execution = dataclasses.replace(self.execution, policy=policy)
         return define_model(self.config, execution, lora=self.lora).freeze(self.frozen)
 
-    def initialize(self, key: jax.Array) -> Parameters:
-        """Draws parameters from a typed PRNG key."""
-        return without(self._drawn(key, nnx.Param), self.frozen)
+    def initialize(self, key: jax.Array, *, beside: Parameters | None = None) -> Parameters:
+        """Draws parameters from a typed PRNG key.
+
+        Args:
+            beside: the frozen ones' values, by which the magnitudes of DoRA begin.
+        """
+        is_measured = self.lora is not None and self.lora.kind is AdapterKind.DORA
+        assert beside or not (is_measured and self.frozen), "DoRA begins at the base's own norms"
+        drawn = self._drawn(key, nnx.Param, beside if is_measured else None)
+        return without(drawn, self.frozen)
 
     def initial_state(self) -> Parameters:
         """The state before the first step: what layers give it, which no key decides."""
         return self._drawn(jax.random.key(0), ModelState) if self.state_shapes else {}
 
-    def _drawn(self, key: jax.Array, kind: type[nnx.Variable]) -> Parameters:
-        model = _build(self.config, self.execution, self.lora, nnx.Rngs(params=key))
+    def _drawn(
+        self, key: jax.Array, kind: type[nnx.Variable], beside: Parameters | None = None
+    ) -> Parameters:
+        rngs = nnx.Rngs(params=key)
+        model = _build(self.config, self.execution, self.lora, rngs, beside=beside)
         return nnx.to_pure_dict(nnx.filter_state(nnx.split(model)[1], kind))
 
     def bind(self, tree: Parameters) -> Decoder:
@@ -157,7 +170,7 @@ class ModelDefinition:
     def table(self) -> tuple[ParameterInfo, ...]:
         """Every array of the model: parameters, frozen ones too, and state."""
         rows = []
-        frozen = set(by_path(self.frozen))
+        frozen = set(by_path(self.frozen, is_leaf=is_weight))
         for parts, variable in nnx.to_flat_state(self.template):
             path, leaf, metadata = (
                 "/".join(map(str, parts)),
@@ -173,6 +186,8 @@ class ModelDefinition:
                     active=metadata.get("active", 1.0),
                     matmul=metadata.get("matmul", False),
                     trained=isinstance(variable, nnx.Param) and path not in frozen,
+                    is_parameter=isinstance(variable, nnx.Param),
+                    contracted=metadata.get("contracted", 0),
                 )
             )
         return tuple(rows)
@@ -185,7 +200,8 @@ class ModelDefinition:
     @property
     def num_frozen(self) -> int:
         """Elements over those that are frozen."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.frozen))
+        leaves = jax.tree.leaves(self.frozen, is_leaf=is_weight)
+        return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,20 +227,38 @@ def define_model(
 
 
 def _build(
-    config: ModelConfig, execution: Execution, lora: LoraConfig | None, rngs: nnx.Rngs
+    config: ModelConfig,
+    execution: Execution,
+    lora: LoraConfig | None,
+    rngs: nnx.Rngs,
+    *,
+    beside: Parameters | None = None,
 ) -> Decoder:
     model = Decoder(config, execution=execution, rngs=rngs)
+    if beside:
+        state = nnx.state(model)
+        nnx.replace_by_pure_dict(state, beside)
+        nnx.update(model, state)
     if lora is not None:
         add_adapters(model, lora, rngs=rngs)
     return model
 
 
-def by_path(tree: Parameters) -> dict[str, Any]:
-    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``."""
+def by_path(tree: Parameters, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Leaves of nested parameters by path, such as ``blocks/0/mlp/up/weight``.
+
+    Args:
+        is_leaf: ``is_weight`` for weights in few bits as a whole, not their parts.
+    """
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     }
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether this is a weight in few bits, in the place of an array."""
+    return isinstance(leaf, QuantizedWeight)
 
 
 def nest(leaves: Mapping[tuple[Any, ...], Any]) -> Parameters:

@@ -15,10 +15,12 @@ from jaxinfra.models.definition import Parameters
 class Gradients:
     """What a step learns from its batch, or from a part of it: the part's share."""
 
-    loss: jax.Array  # fp32 []: mean nll in nats per counted token
+    loss: jax.Array  # fp32 []: mean nll in nats per counted token, or mean loss of pairs
     gradients: Parameters  # of the objective times the loss scale, in the parameters' dtypes
     sums: Any  # a ``layers.passes.Sums`` for each distinct block
     state: Parameters  # what the backward pass emits, in the structure of the model's state
+    # fp32 []: sums that a loss shows beside its value, by name.
+    figures: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 def added(first: Gradients, second: Gradients) -> Gradients:
@@ -28,6 +30,7 @@ def added(first: Gradients, second: Gradients) -> Gradients:
         gradients=jax.tree.map(jnp.add, first.gradients, second.gradients),
         sums=combined(first.sums, second.sums),
         state=jax.tree.map(jnp.maximum, first.state, second.state),
+        figures=jax.tree.map(jnp.add, first.figures, second.figures),
     )
 
 
@@ -42,6 +45,7 @@ def nothing_added(shapes: Gradients) -> Gradients:
         gradients=_zeros(shapes.gradients),
         sums=nothing_summed(shapes.sums),
         state=nothing_emitted(shapes.state),
+        figures=_zeros(shapes.figures),
     )
 
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxinfra.config.model import MlpKind
+from jaxinfra.config.kinds import MlpKind
 
 _gelu = functools.partial(jax.nn.gelu, approximate=False)
 _gelu_tanh = functools.partial(jax.nn.gelu, approximate=True)

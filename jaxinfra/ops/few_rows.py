@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels
-from jaxinfra.config.model import MlpKind
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated

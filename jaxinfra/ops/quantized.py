@@ -10,11 +10,13 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels.quantized_matmul import Activations as Activations
+from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuantizedScales
 from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized_matmul import WeightCode as WeightCode
 from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
 from pallas_kernels.quantized_matmul import are_alike as are_alike
 from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
+from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
 from pallas_kernels.quantized_matmul import round_weight as round_weight
 from pallas_kernels.quantized_matmul.api import MOST_BYTES

@@ -2,6 +2,8 @@
 
 Each device has its own tokens, and of each layer some of the experts. What travels are rows of x,
 out and back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device.
+Where the rules give all of these devices the same tokens, nothing travels: each computes what its
+experts add, and the sum of that is theirs.
 
 Dims: N token of a device, K choice of a token, J copy of a token that may travel, I = N J of them,
 S row that is sent, R row that is received, E expert, D model width, F hidden width; lower case of
@@ -78,19 +80,22 @@ def exchanged_bytes(
     exchange: ExchangeConfig,
 ) -> dict[str, int]:
     """Bytes of the buffers that one device gives to the all-to-alls of a layer's forward pass, of
-    which it sends (N-1)/N: rows out and back, and what is said of the experts that they are for.
+    which it sends (N-1)/N: rows out and back, the experts they are for, and in the form per device
+    these experts' weights.
     """
     rows = room.slots * num_devices
     per_expert = exchange.form is ExchangeForm.PER_EXPERT
     return {
         "rows": 2 * rows * model_dim * itemsize,
-        "experts": rows * 4 * (1 if per_expert else 2 * experts.top_k),
+        "experts": rows * 4 * (1 if per_expert else experts.top_k),
+        "weights": 0 if per_expert else rows * 4 * experts.top_k,
     }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedExchange:
-    """``shard_map`` over the mesh: two all-to-alls of rows over the axes that divide experts.
+    """``shard_map`` over the mesh: two all-to-alls of rows over the axes that divide experts, or a
+    sum over them.
 
     Weights are gathered over the axes that split their width, where they are used. Over ``tensor``
     each device has a part of every expert's hidden layer, and their results are summed.
@@ -116,14 +121,22 @@ class ShardedExchange:
             name: None if getattr(experts, name) is None else place.spec(dims)
             for name, dims in _DIMS.items()
         }
-        between = place.axes(axes.EXPERTS)
+        holders = place.axes(axes.EXPERTS)
+        apart = (*place.axes(axes.BATCH), *place.axes(axes.SEQUENCE))
+        between = holders if set(holders) & set(apart) else ()
+
+        def left(dim: str) -> tuple[str, ...]:
+            """Of a dim's axes those that experts, which come first, leave it."""
+            return tuple(axis for axis in place.axes(dim) if axis not in holders)
+
         local = functools.partial(
             _of_device,
             between=between,
+            own=() if between else holders,
             num_devices=math.prod(place.mesh.shape[axis] for axis in between),
-            by_hidden=place.axes(axes.MLP),
-            by_width=tuple(axis for axis in place.axes(axes.EMBED) if axis not in between),
-            apart=(*place.axes(axes.BATCH), *place.axes(axes.SEQUENCE)),
+            by_hidden=left(axes.MLP),
+            by_width=left(axes.EMBED),
+            apart=apart,
             config=config,
             recipe=recipe,
             exchange=self.config,
@@ -144,6 +157,7 @@ def _of_device(
     experts: ExpertWeights,
     *,
     between: tuple[str, ...],
+    own: tuple[str, ...],
     num_devices: int,
     by_hidden: tuple[str, ...],
     by_width: tuple[str, ...],
@@ -157,10 +171,14 @@ def _of_device(
     x_ND = x_btd.reshape(-1, width).astype(recipe.compute)
     expert_NK = expert_btK.reshape(batch * length, -1)
     weight_NK = weight_btK.reshape(batch * length, -1)
-    if by_hidden:
+    summed = (*own, *by_hidden)
+    if summed:
         # Here, so that gradients are summed over tokens and not over what travelled.
-        x_ND, weight_NK = jax.lax.pcast((x_ND, weight_NK), by_hidden, to="varying")
+        x_ND, weight_NK = jax.lax.pcast((x_ND, weight_NK), summed, to="varying")
+    if by_hidden:
         experts = _biased_once(experts, by_hidden)
+    if own:
+        expert_NK = _own_experts(expert_NK, experts.up_EDF.shape[0], own)
     if between:
         y_ND, left_out = _exchanged(
             x_ND,
@@ -177,11 +195,11 @@ def _of_device(
         y_ND, left_out = apply_experts(
             x_ND, expert_NK, weight_NK, experts, kind=config.kind, recipe=recipe
         )
-    if by_hidden:
-        y_ND = jax.lax.psum(y_ND, by_hidden)
+    if summed:
+        y_ND = jax.lax.psum(y_ND, summed)
     left_out = left_out.astype(recipe.accum)
-    if apart:
-        left_out = jax.lax.psum(left_out, apart)
+    if apart or own:
+        left_out = jax.lax.psum(left_out, (*apart, *own))
     return y_ND.reshape(batch, length, width), left_out
 
 
@@ -211,6 +229,12 @@ def _biased_once(experts: ExpertWeights, by_hidden: tuple[str, ...]) -> ExpertWe
     return dataclasses.replace(
         experts, down_bias_ED=jnp.where(is_first, bias_ED, jnp.zeros_like(bias_ED))
     )
+
+
+def _own_experts(expert_NK: jax.Array, number: int, own: tuple[str, ...]) -> jax.Array:
+    """Choices among a device's own experts; ``number`` for those that others compute."""
+    mine_NK = expert_NK - jax.lax.axis_index(own) * number
+    return jnp.where((mine_NK >= 0) & (mine_NK < number), mine_NK, number)
 
 
 def _exchanged(

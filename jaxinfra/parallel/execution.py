@@ -6,7 +6,6 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
-from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
@@ -48,18 +47,17 @@ def execution_on(
         cache_format: of keys and values, or latents, in a cache.
 
     Raises:
-        UnsupportedError: packed weights over a tensor axis, or in 8 bits.
+        UnsupportedError: packed weights where heads are split between devices, or in 8 bits.
     """
     if packed and any(recipe.fp8 is not None for _, recipe in policy.sites):
         raise UnsupportedError(
             "packed projections in 8 bits: their scales are those of projections apart; leave "
             "packed=False, or serve in the policy's 16 bits"
         )
-    if packed and placement is not None and placement.mesh.shape[MeshAxis.TENSOR] > 1:
+    if packed and placement is not None and placement.head_shards > 1:
         raise UnsupportedError(
-            f"packed projections over tensor={placement.mesh.shape[MeshAxis.TENSOR]}: a device's "
-            "part of the packed heads is not its part of queries, keys and values; leave "
-            "packed=False"
+            f"packed projections over {placement.head_shards} devices: a device's part of the "
+            "packed heads is not its part of queries, keys and values; leave packed=False"
         )
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)

@@ -20,6 +20,7 @@ from jaxinfra.core.axes import (
     EXPERTS,
     KV_HEADS,
     LAYERS,
+    Q_HEADS,
     SEQUENCE,
     STREAM,
     STREAM_SEQUENCE,
@@ -86,6 +87,11 @@ class Placement:
     def batch_shards(self) -> int:
         """Devices that the compiler spreads the batch dim over."""
         return self._count(self.axes(BATCH))
+
+    @property
+    def head_shards(self) -> int:
+        """Devices that attention's heads are spread over, as the matmuls of every layer are."""
+        return self._count(self.axes(Q_HEADS))
 
     @property
     def sequence_shards(self) -> int:

@@ -4,12 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.ops.quantized import QuantizedWeight
-from jaxinfra.parallel.place import Placement
+from jaxinfra.models.definition import ModelDefinition, Parameters, by_path, is_weight
+from jaxinfra.ops.quantized import DoubleQuantizedScales, QuantizedWeight
+from jaxinfra.parallel.place import Placement, path_name
 
 
 def quantized_shardings(
@@ -64,13 +66,35 @@ def quantized_shardings(
 
     groups = rows if form.group_rows else ()
     blocks = columns if form.group_columns else ()
+    scales: Any = placed(groups, blocks)
+    if isinstance(weight.scales, DoubleQuantizedScales):
+        # Constants are few, and their blocks are cut anywhere.
+        scales = DoubleQuantizedScales(codes=scales, constants=placed(()), mean=placed())
     return dataclasses.replace(
         weight,
         data=placed(rows, columns),
-        scales=placed(groups, blocks),
+        scales=scales,
         zeros=None if weight.zeros is None else placed(groups, columns),
         order=None if weight.order is None else placed(rows),
     )
+
+
+def base_shardings(placement: Placement, model: ModelDefinition, shapes: Parameters) -> Parameters:
+    """Shardings of frozen parameters, some of them in few bits.
+
+    Args:
+        model: the same parameters, none of them in few bits.
+        shapes: ``jax.ShapeDtypeStruct``, and weights of those.
+    """
+    dims, plain = by_path(model.dims), placement.parameters(model)
+
+    def place(path: Any, leaf: Any, sharding: NamedSharding) -> Any:
+        name = path_name(path)
+        if not isinstance(leaf, QuantizedWeight):
+            return sharding
+        return quantized_shardings(placement, leaf, dims[name].dims, path=name)
+
+    return jax.tree_util.tree_map_with_path(place, shapes, plain, is_leaf=is_weight)
 
 
 def _first(found: list[tuple[str, ...]], sizes: tuple[int, ...], path: str) -> tuple[str, ...]:

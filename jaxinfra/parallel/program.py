@@ -62,7 +62,7 @@ class Collective:
     @property
     def array_bytes(self) -> float:
         """Bytes of the whole array, as ``sent_bytes`` takes it, in all executions."""
-        result = math.prod(self.shape) * _itemsize(self.dtype) * self.times
+        result = math.prod(self.shape) * element_bytes(self.dtype) * self.times
         return result * (self.num_devices if self.kind == "reduce-scatter" else 1)
 
     @property
@@ -298,7 +298,7 @@ def _covered_by(instructions: list[CompiledInstruction], start: int) -> int:
     raise ValueError(f"{started.name} starts and does not end")
 
 
-def _itemsize(dtype: str) -> int:
+def element_bytes(dtype: str) -> int:
     """Bytes of an HLO element type, such as 2 for bf16 and 1 for pred and f8e4m3fn."""
     bits = re.search(r"\d+", dtype)
     return max(int(bits[0]) // 8, 1) if bits else 1

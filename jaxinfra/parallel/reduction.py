@@ -48,6 +48,7 @@ def summed_once(
                 gradients=total(part.gradients),
                 sums=over_devices(part.sums, axes),
                 state=jax.lax.pmax(part.state, axes),
+                figures=jax.lax.psum(part.figures, axes),
             )
 
     def wrapped(parameters: Parameters, batch: Any, *rest: Any) -> Gradients:
@@ -61,6 +62,7 @@ def summed_once(
                 gradients=jax.tree.map(lambda share: _kept(share.spec, axes), shares),
                 sums=whole,
                 state=whole,
+                figures=whole,
             ),
             axis_names=set(axes),
             # Which values differ between devices is not tracked: nothing here differentiates

@@ -59,3 +59,23 @@ def state_rules(config: ShardingConfig, mesh: MeshConfig | None = None) -> State
         gradients=sharded if config.zero >= 2 else whole,
         optimizer=sharded,
     )
+
+
+def serving_rules(mesh: MeshConfig) -> StateRules:
+    """The tables of a model that generates: devices that share experts share every other matmul.
+
+    A decode step has few tokens and reads all weights. So tokens do not travel between the devices
+    that have experts: each has all of them, computes its own experts' part, and one sum serves both
+    experts and tensor parallelism. Attention, its cache, dense layers and the vocabulary are split
+    over these devices as over ``tensor``; only what is left of the data axes has rows of its own.
+    """
+    among = mesh.expert_axes
+    rules = {
+        dim: (*among, *sharded)
+        if MeshAxis.TENSOR in sharded
+        else tuple(axis for axis in sharded if axis not in among)
+        for dim, sharded in FSDP_TENSOR.items()
+    }
+    rules[axes.EXPERTS] = among
+    used = rules | {axes.EMBED: ()}
+    return StateRules(parameters=rules, used=used, gradients=rules, optimizer=rules)

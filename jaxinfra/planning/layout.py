@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import EXPERT, MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
@@ -80,6 +81,7 @@ class Layout:
     accumulation: int = 1  # micro-batches per step
     remat: Remat = Remat.DOTS
     recipe: str = "bf16"
+    exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts
     traits: Traits = Traits()
 
     @property
@@ -94,7 +96,16 @@ class Layout:
 
     def data_shards(self, *, experts: bool) -> int:
         """Shards of a weight's width; experts have fewer copies to shard."""
-        return max(self.mesh.fsdp // self.mesh.expert, 1) if experts else self.mesh.fsdp
+        return self.mesh.fsdp_beside_experts if experts else self.mesh.fsdp
+
+    @property
+    def keeps_gathered_experts(self) -> bool:
+        """Whether experts' weights, gathered beside the exchange, stay for the backward pass: what
+        recomputes nothing keeps them like any other result.
+        """
+        if self.mesh.expert == 1 or self.zero < 3 or self.remat is not Remat.NONE:
+            return False
+        return self.data_shards(experts=True) > 1
 
     @property
     def micro_rows(self) -> int:
@@ -196,6 +207,8 @@ def _widths(model: PlannedModel, layout: Layout) -> str | None:
         ("model_dim", model.config.model_dim, "fsdp", mesh.fsdp if layout.zero == 3 else 1)
     )
     for name, size, axis, shards in sizes:
+        if name == "num_kv_heads" and shards % size == 0:
+            continue  # each device has a copy of one
         if size % shards:
             return f"{name}={size} does not divide over {axis}={shards}; choose a size that divides"
     return None

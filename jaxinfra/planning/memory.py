@@ -77,6 +77,9 @@ def micro_batches_in_flight(layout: Layout) -> float:
 def activation_bytes(model: PlannedModel, layout: Layout) -> float:
     """What the pipeline's first stage keeps from forward to backward."""
     saved = sum(layer.count * saved_bytes(layer, layout) for layer in model.layers)
+    if layout.keeps_gathered_experts:
+        kept = device_parameters(model, layout, experts=True) * layout.mesh.pipe
+        saved += layout.activation_bytes * kept
     return saved / layout.mesh.pipe * micro_batches_in_flight(layout)
 
 

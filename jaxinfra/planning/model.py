@@ -4,13 +4,13 @@ import dataclasses
 import functools
 from pathlib import Path
 
+from jaxinfra.config.kinds import NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     FeedForwardConfig,
     MixerConfig,
     ModelConfig,
-    NormPlacement,
 )
 from jaxinfra.config.presets import MODELS
 from jaxinfra.core import axes
@@ -57,6 +57,10 @@ class LayerKind:
         if mixer.num_kv_heads == mixer.num_q_heads:
             return mixer.score_width + mixer.value_width
         return mixer.cache.elements
+
+    def kv_width_on(self, tensor: int) -> float:
+        """Of it, what a device of the tensor axis has: at least a key/value head."""
+        return self.kv_width / min(tensor, self.mixer.num_kv_heads)
 
     @functools.cached_property
     def hidden_width(self) -> int:
@@ -121,8 +125,18 @@ class PlannedModel:
 
 def shards(parameter: ParameterInfo, *, tensor: int, expert: int) -> int:
     """Devices that one copy is spread over by tensor and expert parallelism."""
-    by_tensor = tensor if _TENSOR_DIMS.intersection(parameter.dims) else 1
+    by_tensor = used_shards(parameter, tensor=tensor)
+    # Heads fewer than the axis are kept whole, and repeated where they are used.
+    by_tensor = by_tensor if by_tensor == tensor else 1
     return by_tensor * (expert if is_expert(parameter) else 1)
+
+
+def used_shards(parameter: ParameterInfo, *, tensor: int) -> int:
+    """Parts that tensor parallelism cuts a product with it into: at most a key/value head each."""
+    for dim, size in zip(parameter.dims, parameter.shape, strict=True):
+        if dim in _TENSOR_DIMS:
+            return min(tensor, size) if dim == axes.KV_HEADS else tensor
+    return 1
 
 
 def is_expert(parameter: ParameterInfo) -> bool:

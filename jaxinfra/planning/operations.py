@@ -15,8 +15,9 @@ from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
 from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.models.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
+from jaxinfra.parallel.exchange import exchanged_bytes, room_for
 from jaxinfra.planning.layout import Layout
-from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
+from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
     core_forward, core_backward = _core(layer, layout)
     passes, passes_backward = _memory(layer, layout)
     exchange = _exchange(layer, layout)
+    copied = [each for weight in weights for each in _copied_heads(weight, layout)]
     reduce_forward, reduce_backward = _tensor(layer, layout)
     forward = [*matmuls, *core_forward, *passes, *exchange, *reduce_forward]
     # The layer's own output is not needed again, so its sum over the axis is not either.
@@ -91,17 +93,22 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         each if each.kind == "all-gather" else dataclasses.replace(each, count=each.count / 2)
         for each in reduce_forward
     ]
+    # Nor is the rows' way back.
+    exchange_again = [
+        dataclasses.replace(each, count=1) if isinstance(each, PlannedCollective) else each
+        for each in exchange
+    ]
     recomputed: list[Operation] = []
     match layout.remat:
         case Remat.FULL:
-            recomputed = [*matmuls, *core_forward, *passes, *exchange, *reduce_again]
+            recomputed = [*matmuls, *core_forward, *passes, *exchange_again, *reduce_again]
         case Remat.NAMED:
-            recomputed = [*matmuls, *passes, *exchange, *reduce_again]
+            recomputed = [*matmuls, *passes, *exchange_again, *reduce_again]
         case Remat.MLP:
             wide = [_matmul(each, layout) for each in weights if each.dims[-1] == MLP]
-            recomputed = [*wide, *passes]
+            recomputed = [*wide, *passes, *exchange_again]
         case Remat.DOTS:
-            recomputed = list(passes)
+            recomputed = [*passes, *exchange_again]
         case _ if layout.traits.recomputes_scores:
             recomputed = list(core_forward)
         case _:
@@ -113,8 +120,13 @@ def layer_operations(layer: LayerKind, layout: Layout) -> LayerOperations:
         *(_weight_gradient(each) for each in matmuls),
         *core_backward,
         *passes_backward,
-        *(dataclasses.replace(each, name=f"{each.name} gradient") for each in exchange),
+        *(
+            dataclasses.replace(each, name=f"{each.name} gradient")
+            for each in exchange
+            if each.name != _CHOICES
+        ),
         *reduce_backward,
+        *copied,
     ]
     return LayerOperations(tuple(forward), tuple(backward), tuple(recomputed))
 
@@ -128,7 +140,7 @@ def _matmul(parameter: ParameterInfo, layout: Layout) -> PlannedMatmul:
         experts = parameter.size // elements
         count = max(experts / layout.mesh.expert, 1)
         tokens = max(tokens * parameter.active * experts / count, 1.0)
-    tensor = shards(parameter, tensor=layout.mesh.tensor, expert=1)
+    tensor = used_shards(parameter, tensor=layout.mesh.tensor)
     number_format = layout.bytes_a_parameter.compute
     if _is_inward(parameter):
         depth = sizes[0]
@@ -143,6 +155,20 @@ def _is_inward(parameter: ParameterInfo) -> bool:
     """Whether it is multiplied along its first dim: from the residual stream, or a latent."""
     first = next(dim for dim in parameter.dims if dim != EXPERTS)
     return first in (EMBED, LATENT)
+
+
+def _copied_heads(parameter: ParameterInfo, layout: Layout) -> list[PlannedCollective]:
+    """Gradients of heads fewer than the tensor axis: summed over the copies of a head, and all of
+    them gathered, because every device keeps them whole.
+    """
+    heads = used_shards(parameter, tensor=layout.mesh.tensor)
+    if heads == shards(parameter, tensor=layout.mesh.tensor, expert=1):
+        return []
+    size = layout.bytes_a_parameter.gradients * parameter.size
+    return [
+        PlannedCollective("sum copies", "all-reduce", "tensor", size / heads),
+        PlannedCollective("gather heads", "all-gather", "tensor", size),
+    ]
 
 
 def _input_gradient(each: PlannedMatmul) -> PlannedMatmul:
@@ -195,13 +221,12 @@ def _context_exchange(layer: LayerKind, layout: Layout) -> tuple[PlannedCollecti
     """Of a pass and of its gradients: keys and values in a ring, or latents, whole on each."""
     mixer, num_shards = layer.mixer, layout.mesh.context
     latents = isinstance(mixer, LatentAttentionConfig)
-    heads = min(layout.mesh.tensor, mixer.num_kv_heads)
     sent = context_bytes(
         ContextMethod.ALL_GATHER if latents else ContextMethod.RING,
         num_shards=num_shards,
         tokens=layout.micro_tokens,
         q_width=mixer.score_width / layout.mesh.tensor,
-        kv_width=mixer.cache.elements if latents else layer.kv_width / heads,
+        kv_width=mixer.cache.elements if latents else layer.kv_width_on(layout.mesh.tensor),
         itemsize=layout.activation_bytes,
         is_packed=True,
     )
@@ -218,7 +243,7 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[Me
     tokens, tensor = layout.micro_tokens, layout.mesh.tensor
     stream = tokens * layer.model_dim / (tensor if layout.sequence_parallel else 1)
     mixer = layer.mixer
-    positions = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
+    positions = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
     hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
     mask, item = 1 if layout.traits.dropout else 0, layout.activation_bytes
     forward = [
@@ -242,7 +267,9 @@ def _memory(layer: LayerKind, layout: Layout) -> tuple[list[MemoryPass], list[Me
 
 
 def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
-    """Sorting tokens by expert and back, and the two all-to-alls between devices."""
+    """Sorting tokens by expert and back, and the all-to-alls between devices, whose buffers have
+    the room that the run gives them. Tensor shards each exchange whole tokens.
+    """
     experts = layer.feed_forward
     if not isinstance(experts, ExpertsConfig):
         return []
@@ -250,11 +277,26 @@ def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
     moved = 2 * layout.activation_bytes * copies
     found: list[Operation] = [MemoryPass("sort by expert", moved), MemoryPass("combine", moved)]
     if layout.mesh.expert > 1:
-        # Each way tokens top_k d (N - 1)/N elements; tensor shards split the work.
-        size = layout.activation_bytes * copies / layout.mesh.tensor
-        found.append(PlannedCollective("dispatch", "all-to-all", "expert", size))
-        found.append(PlannedCollective("return", "all-to-all", "expert", size))
+        sent = exchange_bytes(experts, layout, layer.model_dim)
+        send = functools.partial(PlannedCollective, kind="all-to-all", axis="expert")
+        found.append(send("rows", size=sent["rows"] / 2, count=2))
+        found.append(send(_CHOICES, size=sent["experts"]))
+        found.append(send("weights of choices", size=sent["weights"]))
     return found
+
+
+_CHOICES = "choices"  # whole numbers, which have no gradient
+
+
+def exchange_bytes(experts: ExpertsConfig, layout: Layout, model_dim: int) -> dict[str, int]:
+    """``exchanged_bytes`` of a micro-batch."""
+    shared = {"num_devices": layout.mesh.expert, "experts": experts, "exchange": layout.exchange}
+    return exchanged_bytes(
+        room_for(layout.micro_tokens, **shared),
+        model_dim=model_dim,
+        itemsize=int(layout.activation_bytes),
+        **shared,
+    )
 
 
 def _tensor(
@@ -304,8 +346,8 @@ def saved_bytes(layer: LayerKind, layout: Layout, *, remat: Remat | None = None)
     if not layout.traits.fused_attention:
         return _megatron_saved(layer, layout)
     hidden, gated = tokens * layer.hidden_width / tensor, layer.feed_forward.kind.gated
-    rotated = tokens * (mixer.score_width + layer.kv_width / 2) / tensor
-    inward = item * tokens * (mixer.score_width + layer.kv_width) / tensor
+    rotated = tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor) / 2)
+    inward = item * tokens * (mixer.score_width / tensor + layer.kv_width_on(tensor))
     # Outputs of the projections back into the stream are whole on every device of the axis.
     if remat is Remat.MLP:
         return stream + core + inward + 2 * stream

@@ -11,7 +11,8 @@ from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
 
-_COLORS = tuple(f"C{i}" for i in range(10))
+# Told apart by every eye (Okabe and Ito 2008).
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#999999")
 
 
 def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:
@@ -87,7 +88,7 @@ def time_figure(plan: Plan) -> Figure:
     total, start = plan.time.total_s, 0.0
     for i, (name, seconds) in enumerate(parts):
         waits = "communication" in name or name.startswith("pipeline")
-        color = _COLORS[3] if waits else _COLORS[0]
+        color = _COLORS[1] if waits else _COLORS[0]
         axes.barh(name, seconds, left=start, color=color)
         axes.text(
             start + seconds + 0.01 * total, i, f"{1e3 * seconds:,.0f} ms", va="center", fontsize=9
@@ -97,8 +98,8 @@ def time_figure(plan: Plan) -> Figure:
     axes.set_xlim(0, 1.14 * total)
     axes.set_xlabel("seconds")
     axes.set_title(
-        f"{plan.model.name}, {plan.layout.describe()}: {total:.3g} s a step, MFU {plan.mfu:.0%}\n"
-        "blue: work, red: waiting for other devices",
+        f"{plan.model.name}, {plan.layout.describe()}: {total:.3g} s per step, MFU {plan.mfu:.0%}\n"
+        "blue: work, orange: waiting for other devices",
         fontsize=11,
     )
     return figure
@@ -134,7 +135,7 @@ def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, cont
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("sequences in a batch, as many as fit")
-    axes.set_ylabel("tokens a second")
+    axes.set_ylabel("tokens per second")
     axes.legend(frameon=False, fontsize=9)
     copies = f"{serving.devices} {device.name}"
     axes.set_title(
@@ -156,7 +157,7 @@ def roofline_figure(
     roof = [attainable(device, each, serving.compute) / 1e12 for each in intensities]
     axes.plot(intensities, roof, color="black", linewidth=1.5)
     axes.axvline(point, color="gray", linestyle=":", linewidth=1)
-    axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs a byte", fontsize=9)
+    axes.text(point * 1.1, roof[0] * 1.3, f"ridge: {point:.0f} FLOPs per byte", fontsize=9)
 
     def mark(name: str, phase: Phase, form: str, color: str, align: str, xytext: tuple[int, int]):
         at = phase.intensity, attainable(device, phase.intensity, serving.compute) / 1e12
@@ -167,7 +168,7 @@ def roofline_figure(
         phase = decode(model, device, serving, batch=batch, context=context)
         # Long contexts bring them close together.
         place = ("right", (-8, 3)) if i % 2 else ("left", (7, -9))
-        mark(f"decode, batch {batch}", phase, "o", _COLORS[3], *place)
+        mark(f"decode, batch {batch}", phase, "o", _COLORS[1], *place)
     for length in (128, 1024, 8192):
         phase = prefill(model, device, serving, batch=1, length=length)
         place = ("right", (-8, 2)) if phase.intensity < point else ("center", (0, 8))
@@ -175,7 +176,7 @@ def roofline_figure(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(top=roof[-1] * 2)
-    axes.set_xlabel("FLOPs a byte of memory traffic")
+    axes.set_xlabel("FLOPs per byte of memory traffic")
     axes.set_ylabel(f"attainable TFLOP/s, {serving.compute}")
     axes.set_title(f"{model.name} on one {device.name}; decode after {context:,} cached tokens")
     return figure
@@ -202,7 +203,7 @@ def pareto_figure(found: Found) -> Figure:
         )
     axes.set_ylim(0, 1.15 * max(seconds))
     axes.set_xlabel("GB on the busiest device")
-    axes.set_ylabel("seconds a step")
+    axes.set_ylabel("seconds per step")
     best = found.best
     axes.set_title(
         f"{best.model.name} on {best.layout.devices} {best.device.name}: "
@@ -247,7 +248,7 @@ def recipes_figure() -> Figure:
     for i, total in enumerate(left):
         axes.text(total + 0.2, i, f"{total:.0f}", va="center", fontsize=9)
     axes.invert_yaxis()
-    axes.set_xlabel("bytes a parameter")
+    axes.set_xlabel("bytes per parameter")
     axes.set_xlim(0, 23)
     axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.15), frameon=False, fontsize=9)
     axes.set_title("What training recipes keep for each parameter")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxinfra.config.mesh import ShardingConfig
+from jaxinfra.config.mesh import EXPERT, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
@@ -158,10 +158,6 @@ def run_config(
     model: ModelConfig, layout: Layout, *, policy: PolicyName, attention: AttentionImplementation
 ) -> RunConfig:
     """The run whose step a layout describes."""
-    if layout.mesh.expert > 1:
-        raise UnsupportedError(
-            f"expert={layout.mesh.expert}: what an exchange of tokens sends is not compared; use 1"
-        )
     if layout.zero == 0:
         raise UnsupportedError("zero=0: use the replica axis in place of fsdp")
     run = pretraining(model)
@@ -182,6 +178,7 @@ def run_config(
         training=training,
         precision=PrecisionConfig(policy=policy),
         pipeline=pipeline,
+        exchange=layout.exchange,
         mesh=layout.mesh,
         sharding=ShardingConfig(zero=layout.zero, sequence_parallel=layout.sequence_parallel),
     )
@@ -254,7 +251,7 @@ def compare(
     for each in traffic(planned, layout, device):
         entry = predicted.setdefault((each.axis, _PURPOSES[each.kind]), Exchanged())
         entry.add(each.kind, each.array_bytes, each.wire_bytes)
-    found = exchanged(collectives(compiled), layout.mesh.sizes())
+    found = exchanged(collectives(compiled), layout.axes)
     analysis = compiled.memory_analysis()
     assert analysis is not None, "CPU and CUDA compilers report their memory"
     return Receipt(
@@ -281,26 +278,37 @@ def exchanged(
     """What a program's collectives exchange, by axis and purpose; scalars (norms, counts) apart.
 
     A call over several axes counts as one over the first of them, that which shards weights, and of
-    a share over the next: together they send as many bytes.
+    a share over the next: together they send as many bytes. Experts' tokens go over the expert
+    axis, whichever axes it was taken from; what else goes over a part of an axis, over that axis.
+
+    Args:
+        mesh: sizes of the axes in their order, the expert axis behind them.
     """
+    axes = {axis: size for axis, size in mesh.items() if axis != EXPERT}
     found: dict[tuple[str, str], Exchanged] = {}
     for call in calls:
         if not call.shape:
             continue
         name = f"{call.kind} {call.dtype}{list(call.shape)} x {call.times}: {call.scope[-60:]}"
         size = call.array_bytes
-        for axis in sorted(call.axes(mesh), key=lambda axis: axis != MeshAxis.FSDP):
+        over = sorted(call.axes(axes), key=lambda axis: axis != MeshAxis.FSDP)
+        if call.kind == "all-to-all" and "exchange" in call.scope:
+            over = [EXPERT]
+        for axis in over:
             entry = found.setdefault((axis, _PURPOSES[call.kind]), Exchanged())
-            entry.add(call.kind, size, sent_bytes(call.kind, size, mesh[axis]), name=name)
-            size /= mesh[axis]
+            members = mesh[axis] if len(over) > 1 else call.num_devices
+            entry.add(call.kind, size, sent_bytes(call.kind, size, members), name=name)
+            size /= members
     return found
 
 
 def argument_bytes(model: ModelConfig, layout: Layout) -> dict[str, int]:
     """Bytes of the step's arguments on one device: fp32 weights, two moments, counters, a batch."""
-    sizes = layout.mesh.sizes()
+    sizes = layout.mesh.device_axes
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes))
-    placement = Placement(mesh=mesh, rules=state_rules(ShardingConfig(zero=layout.zero)))
+    placement = Placement(
+        mesh=mesh, rules=state_rules(ShardingConfig(zero=layout.zero), layout.mesh)
+    )
     definition = define_model(model, execution_on())
 
     def elements(shardings: dict) -> int:

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import EXPERT, MeshConfig, shared_by_experts
 from jaxinfra.config.run import Remat
@@ -35,6 +36,7 @@ class Question:
     remat: Remat | None = None
     zero: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()  # mesh axes that are not searched
+    exchange: ExchangeConfig = ExchangeConfig()
     traits: Traits = Traits()
 
 
@@ -203,6 +205,7 @@ def layouts(
             mesh=mesh,
             sequence_parallel=mesh.tensor > 1,
             recipe=question.recipes[0],
+            exchange=question.exchange,
             traits=question.traits,
             zero=0,
         )
@@ -318,7 +321,7 @@ def _nothing(
             f"{what}: no layout fits {device.hbm_bytes / 1e9:.0f} GB; the smallest, "
             f"{smallest.layout.describe()} with remat {smallest.layout.remat}, needs "
             f"{smallest.bytes_total / 1e9:.0f} GB; add devices, shorten sequences or choose a "
-            "recipe of fewer bytes a parameter"
+            "recipe of fewer bytes per parameter"
         )
     if reasons:
         return f"{what}: no layout can run; most often: {max(reasons, key=lambda r: reasons[r])}"

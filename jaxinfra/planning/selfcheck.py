@@ -63,7 +63,7 @@ def exact_values() -> Iterator[Exact]:
         yield _printed(f"{name} billions {what}", printed, counts[what] / 1e9)
     for name, size in reference.KV_BYTES.items():
         ours = kv_bytes_per_token(find_model(name))
-        yield Exact(name=f"{name} KV bytes a token", published=f"{size:,}", ours=f"{ours:,.0f}")
+        yield Exact(name=f"{name} KV bytes per token", published=f"{size:,}", ours=f"{ours:,.0f}")
     for stage, printed in enumerate(reference.ZERO_GB):
         yield _printed(f"ZeRO stage {stage}, GB", printed, zero_bytes(7.5e9, 64, stage) / 1e9)
     for case in reference.MEGATRON:
@@ -85,7 +85,7 @@ def exact_values() -> Iterator[Exact]:
         yield _printed(f"{name} training days", printed, ours)
     for name, total in reference.RECIPE_BYTES.items():
         ours = str(RECIPES[name].total)
-        yield Exact(name=f"{name} bytes a parameter", published=total, ours=ours)
+        yield Exact(name=f"{name} bytes per parameter", published=total, ours=ours)
 
 
 def _printed(name: str, published: str, ours: float) -> Exact:

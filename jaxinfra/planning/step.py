@@ -9,7 +9,7 @@ from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.loss import loss_operations
-from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards
+from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 from jaxinfra.planning.operations import (
     MemoryPass,
     Operation,
@@ -170,28 +170,38 @@ def stage_sends(model: PlannedModel, layout: Layout, turns: int) -> PlannedColle
     return PlannedCollective("send", "permute", "pipe", size, count=2 * layout.chunks * turns)
 
 
-def device_parameters(model: PlannedModel, layout: Layout, *, experts: bool) -> float:
+def device_parameters(
+    model: PlannedModel, layout: Layout, *, experts: bool, used: bool = False
+) -> float:
     """Elements of one device's pipeline stage before any data-parallel sharding.
 
-    Embedding tables lie on the end stages; the larger of the ends is what counts.
+    Of those kept, or of those used: of key/value heads fewer than the tensor axis, one. Embedding
+    tables lie on the end stages; the larger of the ends is what counts.
     """
     return _stage_parameters(
-        model, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts
+        model, layout.mesh.pipe, layout.mesh.tensor, layout.mesh.expert, experts=experts, used=used
     )
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _stage_parameters(
-    model: PlannedModel, pipe: int, tensor: int, expert: int, *, experts: bool
+    model: PlannedModel, pipe: int, tensor: int, expert: int, *, experts: bool, used: bool
 ) -> float:
     def elements(parameter: ParameterInfo) -> float:
         if is_expert(parameter) != experts:
             return 0.0
+        if used:
+            return _used_elements(parameter, tensor, expert)
         return parameter.size / shards(parameter, tensor=tensor, expert=expert)
 
     layers = sum(layer.count * sum(map(elements, layer.parameters)) for layer in model.layers)
     ends = [elements(each) for each in model.ends]
     return layers / pipe + (sum(ends) if pipe == 1 else max(ends))
+
+
+def _used_elements(parameter: ParameterInfo, tensor: int, expert: int) -> float:
+    by_expert = expert if is_expert(parameter) else 1
+    return parameter.size / (used_shards(parameter, tensor=tensor) * by_expert)
 
 
 def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
@@ -229,7 +239,8 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollect
         # An expert's copies are fewer: the expert axis takes its devices from the data axes.
         fsdp = layout.data_shards(experts=experts)
         if layout.zero == 3 and fsdp > 1:
-            found += _sharded_weights(model, layout, elements, item, experts=experts)
+            used = device_parameters(model, layout, experts=experts, used=True)
+            found += _sharded_weights(model, layout, used, item, experts=experts)
         elif fsdp > 1:
             kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
             # Where gradients are sharded, no device has room to sum micro-batches first.
@@ -244,7 +255,7 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollect
         # Each axis sums what those before it have scattered.
         size = item * elements / (fsdp if layout.zero >= 1 else 1)
         for axis, members in (("replica", layout.mesh.replica), ("context", layout.mesh.context)):
-            if members > 1:
+            if members > 1 and not (experts and axis in layout.mesh.expert_axes):
                 found.append(PlannedCollective("gradients", "all-reduce", axis, size, True))
                 size /= members
     return found
@@ -257,6 +268,7 @@ def _sharded_weights(
     pass and the logits' table once; gradients are reduced to their shards. Rows of the input table
     go to their tokens instead, and their gradients back.
     """
+    passes = 1 if experts and layout.keeps_gathered_experts else 2
     micro, table = layout.accumulation, 0.0
     found: list[PlannedCollective] = []
     if not experts:
@@ -266,8 +278,8 @@ def _sharded_weights(
         rows = layout.activation_bytes * layout.micro_tokens * model.config.model_dim
         found.append(PlannedCollective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
     gathered = _gathered_bytes(layout)
-    calls = 2 * _calls(model, layout, gathered, experts=experts) + (table > 0)
-    size = gathered * (2 * elements + table) / calls
+    calls = passes * _calls(model, layout, gathered, experts=experts) + (table > 0)
+    size = gathered * (passes * elements + table) / calls
     found.append(PlannedCollective("weights", "all-gather", "fsdp", size, True, micro * calls))
     calls = _calls(model, layout, item, experts=experts) + (table > 0)
     size = item * (elements + table) / calls
@@ -281,7 +293,7 @@ def _sharded_weights(
 def _layer_calls(layer: LayerKind, tensor: int, expert: int, item: float, *, experts: bool) -> int:
     """Collectives of one layer's weights: matrices of less than XLA's threshold share one."""
     sizes = [
-        item * each.size / shards(each, tensor=tensor, expert=expert)
+        item * _used_elements(each, tensor, expert)
         for each in layer.parameters
         if is_expert(each) == experts
     ]

@@ -50,14 +50,14 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
     values = plan.as_dict()
     facts = [
         ("parameters", f"{total_parameters(model):,}"),
-        ("active a token", f"{active_parameters(model):,}"),
-        ("FLOPs a token: training", f"{values['flops_per_token']:.4g}"),
+        ("active per token", f"{active_parameters(model):,}"),
+        ("FLOPs per token: training", f"{values['flops_per_token']:.4g}"),
         ("    prefill", f"{values['prefill_flops_per_token']:.4g}"),
         (
             f"    decode after {layout.length:,} cached",
             f"{values['decode_flops_per_token']:.4g}",
         ),
-        ("KV bytes a token, bf16", f"{values['kv_bytes_per_token']:,.0f}"),
+        ("KV bytes per token, bf16", f"{values['kv_bytes_per_token']:,.0f}"),
         ("    of one such sequence", gigabytes(values["kv_bytes"])),
         ("mesh", layout.describe()),
         ("batch", f"{layout.batch} x {layout.length} tokens"),
@@ -230,10 +230,10 @@ def serving_tables(
         for each in figures["by_batch"]
     ]
     fitting = ("cache", f"batch of {context:,} tokens", "longest sequence", "compute-bound from")
-    columns = ("batch", "a step", "tokens/s", "FLOPs a byte", "bound by", "")
+    columns = ("batch", "per step", "tokens/s", "FLOPs per byte", "bound by", "")
     return [
         grid(f"Serving {model.name} on {device.name}", ("", ""), rows),
-        grid("KV cache", ("heads", "format", "bytes a token", "less than MHA"), caches),
+        grid("KV cache", ("heads", "format", "bytes per token", "less than MHA"), caches),
         grid("What fits beside the weights", fitting, fits),
         grid(f"Decode after {context:,} cached tokens", columns, steps),
     ]
@@ -269,7 +269,7 @@ def format_tables() -> list[RenderableType]:
     parts = ("recipe", "matmul", "weights", "grads", "summed", "master", "moments", "bytes")
     return [
         grid("Number formats", columns, formats),
-        grid("Bytes a parameter", parts, recipes),
+        grid("Bytes per parameter", parts, recipes),
     ]
 
 
@@ -299,7 +299,7 @@ def check_tables(
     return [
         grid("Exact values", ("value", "published", "ours", ""), values),
         grid("Measured steps", ("step", "device", "measured", "predicted", "error"), times),
-        grid("Published TFLOP/s a GPU", ("run", "published", "from its tokens/s"), rated),
+        grid("Published TFLOP/s per GPU", ("run", "published", "from its tokens/s"), rated),
     ]
 
 

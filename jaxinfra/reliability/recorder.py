@@ -29,6 +29,12 @@ _HEADER = struct.Struct("<8sIIQQdqd24s32s")
 _HEADER_BYTES = 128
 _EVENT = struct.Struct("<ddq24s")  # wall time, value, step, name
 CAPACITY = 2048
+READY_BATCHES = "batches ready"
+"""An event before each step; its value is their number."""
+BUSY_READERS = "readers busy"
+"""An event of a step for which no batch was ready; its value is the share of its readers' time in
+which they computed, or stood in the queue of a processor.
+"""
 _FILE_BYTES = _HEADER_BYTES + CAPACITY * _EVENT.size
 _EVENTS_AT, _BEATS_AT, _NOW_AT = 16, 24, 40
 _NOW = struct.Struct("<qd24s")

@@ -13,17 +13,19 @@ from tokenizers import processors
 
 from jaxinfra.checkpoint.initial import initial_source
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.config.finetune import BaseWeights, InitConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import Tokenizer, num_ids, read_tokenizer
-from jaxinfra.models.definition import ModelDefinition, define_model
-from jaxinfra.models.hf import by_path, to_hf_config, weight_map
+from jaxinfra.models.definition import ModelDefinition, by_path, define_model, is_weight
+from jaxinfra.models.hf import to_hf_config, weight_map
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.load import load_run
+from jaxinfra.serving.load import LoadedModel, load_run
 from jaxinfra.weights.conversion import describes, write_hf, write_ours
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
-from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters, write_peft
+from jaxinfra.weights.peft_files import write_peft
+from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters
 
 
 class Target(enum.StrEnum):
@@ -36,10 +38,16 @@ class Target(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """What was written."""
+    """What ``convert`` has written.
 
-    target: Target
-    definition: ModelDefinition
+    Examples:
+        >>> written = jaxinfra.convert("runs/mine", "other")
+        >>> print(written.target)
+        Hugging Face
+    """
+
+    target: Target  # the layout
+    definition: ModelDefinition  # the model, without its weights
 
 
 def convert(
@@ -50,15 +58,27 @@ def convert(
     max_shard_bytes: int = 5 * 10**9,
     adapters_only: bool = False,
 ) -> Conversion:
-    """Hugging Face to ours, ours to Hugging Face, a run to Hugging Face.
+    """Writes a model in another layout: Hugging Face to ours, ours or a run to Hugging Face.
 
     Model directories are streamed; a run's parameters are loaded onto the first device. Adapters
     that a run trained are merged with the model that they adapt, a piece at a time.
 
     Args:
+        source: a Hugging Face directory, one that this function wrote, or a run.
+        destination: a new directory outside the source.
         dtype: of all elements; None: as they are.
         max_shard_bytes: of elements in a file of the destination.
         adapters_only: a run's adapters instead, in the layout of PEFT.
+
+    Raises:
+        ConfigError: a destination within the source, a model that no Hugging Face architecture can
+            express, adapters of a model that has none.
+        DataError, CheckpointError: the source is no model, or a damaged one.
+
+    Examples:
+        >>> written = jaxinfra.convert("runs/mine", "as-hf", dtype=np.dtype("float16"))
+        >>> jaxinfra.load_model("as-hf")(np.array([[1, 2, 3]], np.int32)).shape
+        (1, 3, 300)
     """
     source, destination = Path(source), Path(destination)
     inside = destination.resolve()
@@ -118,14 +138,14 @@ def _convert_run(
     values: ParameterSource = LiveParameters(arrays=parameters)
     if lora is not None:
         assert init is not None, "validate"
-        adapters = host_adapters(lora, parameters)
+        adapters, base = host_adapters(lora, parameters), _base_source(run, init)
         if adapters_only:
             weights = weight_map(hf["model_type"], config, definition.arrays)
-            write_peft(adapters, weights, destination, base=init.path)
+            write_peft(adapters, weights, destination, base=init.path, source=base)
             return Conversion(target=Target.PEFT, definition=run.definition)
         state = {path: parameters[path] for path in by_path(definition.state_shapes)}
         values = MergedParameters(
-            base=initial_source(init, config),
+            base=base,
             adapters=adapters,
             state=LiveParameters(arrays=state),
         )
@@ -137,6 +157,17 @@ def _convert_run(
             options = options | {"tokenizer_directory": Path(made)}
         write_hf(values, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)
+
+
+def _base_source(run: LoadedModel, init: InitConfig) -> ParameterSource:
+    """The weights beside which adapters were trained: where these are in few bits, what they stand
+    for.
+    """
+    assert run.config is not None
+    assert run.config.lora is not None
+    if run.config.lora.base is BaseWeights.COMPUTE:
+        return initial_source(init, run.config.model)
+    return LiveParameters(arrays=by_path(run.parameters, is_leaf=is_weight))
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -16,16 +16,17 @@ from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
-from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import CheckpointError, ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.models.quantized_base import base_shapes
 from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, as_kept, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.separators import read_separators
 from jaxinfra.weights.load_pretrained import PretrainedModel, load_pretrained
@@ -34,13 +35,20 @@ from jaxinfra.weights.model_directory import is_model_directory, read_model_dire
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model, with the tokenizer that its tokens are of."""
+    """A model, with the tokenizer that its tokens are of: what ``load`` returns.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> ids = model.tokenizer.encode("the cat")
+        >>> model.decoder(ids[None]).shape == (1, len(ids), 300)
+        True
+    """
 
     definition: ModelDefinition
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
     tokenizer: Tokenizer
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
-    step: int | None
+    step: int | None  # of the run's checkpoint
     # What text begins with and ends at; None: the tokenizer's own document separators.
     prefix_ids: tuple[int, ...] | None = None
     eos_ids: tuple[int, ...] | None = None
@@ -60,7 +68,7 @@ class LoadedModel:
 
     def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
-        tensor parallelism does not split them; its weights are copied. With adapters or 8-bit
+        devices do not split them; its weights are copied. With adapters or 8-bit
         matmuls it stays as it is.
 
         Args:
@@ -73,8 +81,8 @@ class LoadedModel:
         in_8_bits = any(recipe.fp8 is not None for _, recipe in policy.sites)
         if not is_straight or definition.lora is not None or in_8_bits:
             return self.decoder
-        shards = 1 if self.placement is None else self.placement.mesh.shape[MeshAxis.TENSOR]
-        is_packed = shards == 1 and can_pack(self.parameters)
+        is_whole = self.placement is None or self.placement.head_shards == 1
+        is_packed = is_whole and can_pack(self.parameters)
         execution = execution_on(
             self.placement,
             policy=policy,
@@ -97,6 +105,11 @@ def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None
 
     Raises:
         ConfigError, DataError, CheckpointError: ``path`` is no model, or one that is not whole.
+
+    Examples:
+        >>> model = jaxinfra.load_model("runs/mine", dtype="bfloat16")
+        >>> model(np.array([[1, 2, 3]], np.int32)).dtype
+        dtype('float32')
     """
     policies = {policy.compute.name: name for name, policy in POLICIES.items()}
     if dtype not in policies:
@@ -119,9 +132,19 @@ def load(
     in 4 or 8 bits stay in them.
 
     Args:
+        path: a run, or a directory with a Hugging Face model or a converted one.
         policy: numeric policy; None: the one trained with, or of the dtype stored.
-        step: a certain checkpoint of a run.
+        step: a certain checkpoint of a run; the newest good one by default.
         mesh: devices that the model is spread over, the first one by default.
+
+    Raises:
+        ConfigError: a ``step`` of a model directory, which has none; a mesh that cannot be.
+        DataError, CheckpointError: there is no model, or one that is not whole.
+
+    Examples:
+        >>> model = jaxinfra.load("runs/mine")
+        >>> model.step, model.config.training.batch_size
+        (4, 2)
     """
     path = Path(path)
     if not is_model_directory(path):
@@ -180,18 +203,68 @@ def load_run(
     frozen: Parameters = {}
     if config.lora is not None:
         assert config.init is not None, "validate"
-        base = define_model(config.model, execution)
-        frozen = place_initial(config.init, base, placement.parameters(base))
+        base, kept = define_model(config.model, execution), config.lora.base
+        shardings = base_shardings(placement, base, base_shapes(base, kept))
+        frozen = place_initial(config.init, base, shardings, kept=kept)
     trained = definition.freeze(frozen)
+    restored = restore_trained(
+        path,
+        config,
+        trained,
+        placement.parameters(trained),
+        placement.model_state(trained),
+        step=step,
+    )
+    eos_ids = None
+    if config.init is not None:
+        # A model that comes from elsewhere may end its turns otherwise than documents here end.
+        read = read_separators(path, vocab_size=config.model.vocab_size)
+        eos_ids = (*read.eos_ids, tokenizer.eos_id)
+    return LoadedModel(
+        definition=definition,
+        parameters=merged(frozen, restored.parameters),
+        tokenizer=tokenizer,
+        config=config,
+        step=restored.step,
+        eos_ids=eos_ids,
+        placement=placement,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedParameters:
+    """What a run has trained, as a checkpoint holds it."""
+
+    step: int
+    parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
+
+
+def restore_trained(
+    path: Path,
+    config: RunConfig,
+    trained: ModelDefinition,
+    parameters: Parameters,
+    state: Parameters,
+    *,
+    step: int | None = None,
+) -> TrainedParameters:
+    """The parameters and the state of a run's newest good checkpoint.
+
+    Args:
+        config: of the run.
+        trained: its model, what it does not train frozen.
+        parameters, state: shardings.
+        step: a certain checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is of another model.
+    """
     # Fields of the training state by name; what else is in there is not read.
     weights = "parameters" if config.optimizer.average is None else "average"
     placed = jax.tree.map(
         lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
         {weights: trained.shapes, "model_state": trained.state_shapes},
-        {
-            weights: placement.parameters(trained),
-            "model_state": placement.model_state(trained),
-        },
+        {weights: parameters, "model_state": state},
     )
     checkpoints = RunDirectory(path).checkpoints
     if not checkpoints.is_dir():
@@ -205,19 +278,8 @@ def load_run(
         identity=identity(RunDirectory(path), config),
         settings=codec.to_dict(config),
     )
-    eos_ids = None
-    if config.init is not None:
-        # A model that comes from elsewhere may end its turns otherwise than documents here end.
-        read = read_separators(path, vocab_size=config.model.vocab_size)
-        eos_ids = (*read.eos_ids, tokenizer.eos_id)
-    return LoadedModel(
-        definition=definition,
-        parameters=functools.reduce(merged, restored.state.values(), frozen),
-        tokenizer=tokenizer,
-        config=config,
-        step=restored.step,
-        eos_ids=eos_ids,
-        placement=placement,
+    return TrainedParameters(
+        step=restored.step, parameters=functools.reduce(merged, restored.state.values())
     )
 
 

@@ -3,20 +3,21 @@
 import jax
 
 from jaxinfra.config.divides import check_divides
-from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.axes import MeshAxis
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.rules import state_rules
+from jaxinfra.parallel.rules import serving_rules
 
 _SPREAD = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 
 
 def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
     """The first devices here as this mesh: rows over replica and fsdp, weights over fsdp and
-    tensor, heads and their cache over tensor.
+    tensor, heads and their cache over tensor. Devices that ``expert`` takes of fsdp or replica have
+    no rows of their own: they share experts, and all else as those of tensor do.
 
     Args:
         mesh: one device by default.
@@ -36,5 +37,5 @@ def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement
     devices = jax.local_devices()
     return Placement(
         mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]),
-        rules=state_rules(ShardingConfig(), mesh),
+        rules=serving_rules(mesh),
     )

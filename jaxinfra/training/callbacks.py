@@ -21,7 +21,16 @@ type Record = Mapping[str, Any]
 
 
 class Callback:
-    """A hook protocol whose methods do nothing: override those that you need."""
+    """A hook protocol whose methods do nothing: override those that you need.
+
+    Examples:
+        >>> class Watch(jaxinfra.Callback):
+        ...     def on_step(self, record):
+        ...         if record["gradient_norm"] > 100:
+        ...             print("large gradient at step", record["step"])
+        >>> Watch().on_step({"step": 3, "gradient_norm": 250.0})  # as train calls it
+        large gradient at step 3
+    """
 
     def on_begin(self, run: Path, config: RunConfig) -> None:
         """The run is set up; its next step comes.
@@ -44,7 +53,15 @@ class Callback:
 
 
 class MetricsLogger(Callback):
-    """A callback that writes every record, of steps and of evaluations, in one way."""
+    """A callback that writes every record, of steps and of evaluations, in one way.
+
+    Examples:
+        >>> class Printer(jaxinfra.MetricsLogger):
+        ...     def write(self, values, *, step):
+        ...         print(step, dict(values))
+        >>> Printer().on_step({"step": 3, "loss": 2.5})
+        3 {'loss': 2.5}
+    """
 
     def write(self, values: Mapping[str, float], *, step: int) -> None:
         """Writes the numbers of a record, which are all floats or ints."""
@@ -66,7 +83,14 @@ class MetricsLogger(Callback):
 
 @final
 class JsonLinesLogger(MetricsLogger):
-    """One JSON object per line, appended to a file."""
+    """One JSON object per line, appended to a file.
+
+    Examples:
+        >>> logger = jaxinfra.JsonLinesLogger("log.jsonl")
+        >>> logger.on_step({"step": 3, "loss": 2.5})
+        >>> pathlib.Path("log.jsonl").read_text().strip()
+        '{"step": 3, "loss": 2.5}'
+    """
 
     def __init__(self, file: str | Path):
         self._file = Path(file)
@@ -79,7 +103,13 @@ class JsonLinesLogger(MetricsLogger):
 
 @final
 class TensorBoardLogger(MetricsLogger):
-    """Scalars in a TensorBoard directory."""
+    """Scalars in a TensorBoard directory.
+
+    Examples:
+        >>> logger = jaxinfra.TensorBoardLogger("events")
+        >>> logger.on_step({"step": 3, "loss": 2.5})
+        >>> logger.on_end(None)
+    """
 
     def __init__(self, directory: str | Path):
         self._writer = SummaryWriter(str(directory))
@@ -103,6 +133,9 @@ class WandbLogger(MetricsLogger):
 
     Raises:
         ConfigError: wandb is not installed.
+
+    Examples:
+        >>> callbacks = [jaxinfra.WandbLogger(project="ablations")]  # for jaxinfra.train
     """
 
     def __init__(self, **options: Any):
@@ -133,6 +166,9 @@ class MlflowLogger(MetricsLogger):
 
     Raises:
         ConfigError: mlflow is not installed.
+
+    Examples:
+        >>> callbacks = [jaxinfra.MlflowLogger(experiment_id="3")]  # for jaxinfra.train
     """
 
     def __init__(self, **options: Any):

@@ -5,8 +5,9 @@ import math
 import jax
 from jax.sharding import NamedSharding
 
-from jaxinfra.config.run import CheckpointConfig, TrainingConfig
-from jaxinfra.data.corpus import Corpus
+from jaxinfra.config.finetune import BaseWeights
+from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
+from jaxinfra.data.corpora import Corpora, schedule_of
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.parallel.place import path_name
 from jaxinfra.training.job import Job
@@ -20,6 +21,9 @@ def describe_job(job: Job) -> str:
     trained = ""
     if job.model.frozen:
         trained = f" ({job.model.num_parameters - job.model.num_frozen:,} of them trained)"
+    lora = config.lora
+    if lora is not None and lora.base is not BaseWeights.COMPUTE:
+        trained += f", adapters over a base in {lora.base}"
     options = "" if job.options is None else f"; XLA options {describe_options(job.options)}"
     fp8 = config.precision.fp8
     fp8 = "" if fp8 is None else f" with projections in fp8 by {fp8.scaling.value}"
@@ -32,8 +36,8 @@ def describe_job(job: Job) -> str:
     )
 
 
-def describe_corpus(corpus: Corpus) -> str:
-    """How much text is on each side of the split."""
+def describe_corpora(corpora: Corpora, config: RunConfig) -> str:
+    """How much text there is to train and to evaluate on."""
 
     def side(arrays: TokenArrays) -> str:
         counted = ""
@@ -44,7 +48,24 @@ def describe_corpus(corpus: Corpus) -> str:
             f"{_short(arrays.num_tokens).rstrip()} tokens{counted}"
         )
 
-    return f"training text: {side(corpus.train)}; held out: {side(corpus.heldout)}"
+    validation = [
+        f"validation set {name}: {side(each.heldout)}" for name, each in corpora.validation.items()
+    ]
+    if not config.data.mixture:
+        (own,) = corpora.sources.values()
+        text = f"training text: {side(own.train)}; held out: {side(own.heldout)}"
+        return "\n".join([text, *validation])
+    steps, size = config.training.steps, config.training.sequence_length
+    shares = schedule_of(config.data, config.training).mean_shares(steps)
+    lines = [f"mixture of {len(shares)} sources, by their parts of all {steps} steps:"]
+    for (name, each), share in zip(corpora.sources.items(), shares, strict=True):
+        there = each.train.num_tokens + each.train.num_documents
+        epochs = share * steps * config.training.batch_size * size / there
+        lines.append(
+            f"  {name} {share:.2%}, {epochs:.3g} epochs: {side(each.train)}; held out: "
+            f"{side(each.heldout)}"
+        )
+    return "\n".join([*lines, *validation])
 
 
 def _short(number: int) -> str:

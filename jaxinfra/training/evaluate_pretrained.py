@@ -73,5 +73,6 @@ def evaluate_pretrained(
     return RunEvaluation(
         step=None,
         evaluation=result,
+        sets={},
         baseline=compressed_bits_per_byte(corpus.heldout_documents()),
     )

@@ -11,11 +11,12 @@ from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.baseline import CompressionBaseline, compressed_bits_per_byte
-from jaxinfra.data.corpus import open_corpus
+from jaxinfra.data.corpora import open_corpora
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.training.evaluation import Evaluation, evaluate_heldout
-from jaxinfra.training.initialize import with_frozen
+from jaxinfra.training.evaluation import Evaluation, evaluate_sets
+from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import keep_compiled_programs, make_job
+from jaxinfra.training.pairs import with_reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,8 @@ class RunEvaluation:
     """A model's loss on a text, and what compressors make of the same text."""
 
     step: int | None  # None: the model is of no run
-    evaluation: Evaluation
+    evaluation: Evaluation  # of what the run is judged by
+    sets: dict[str, Evaluation]  # of each text by name, where there are several
     baseline: CompressionBaseline
 
 
@@ -45,9 +47,11 @@ def evaluate_run(
     data = config.data
     if source is not None:
         # As both sides: the run's own training text, which may be gone, is not needed.
-        data = dataclasses.replace(data, source=source, heldout_source=source)
+        data = dataclasses.replace(
+            data, source=source, heldout_source=source, mixture=(), validation=(), best_by=None
+        )
     job = with_frozen(make_job(config))
-    corpus = open_corpus(
+    corpora = open_corpora(
         data,
         vocab_size=config.model.vocab_size,
         cache_dir=cache_dir,
@@ -67,9 +71,13 @@ def evaluate_run(
         identity=identity(run, config),
         settings=codec.to_dict(as_it_is),
     )
-    result = evaluate_heldout(job, restored.state.evaluated, corpus.heldout)
+    corpora = with_reference(
+        job, corpora, initial=lambda: first_state(job).evaluated, kept=run.reference
+    )
+    result = evaluate_sets(job, restored.state.evaluated, corpora)
     return RunEvaluation(
         step=restored.step,
-        evaluation=result,
-        baseline=compressed_bits_per_byte(corpus.heldout_documents()),
+        evaluation=result.judged,
+        sets=result.sets if len(result.sets) > 1 else {},
+        baseline=compressed_bits_per_byte(corpora.judged_documents()),
     )

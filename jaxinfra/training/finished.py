@@ -13,7 +13,15 @@ from jaxinfra.core.errors import JaxinfraError
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a call of ``train`` ended."""
+    """How a call of ``train`` ended.
+
+    Examples:
+        >>> config = jaxinfra.read_run_config("mine.toml")
+        >>> outcome = jaxinfra.train(config, "runs/mine", resume=True)
+        runs/mine is complete: all of its 4 steps are done; ...
+        >>> outcome.was_complete, outcome.result["steps"]
+        (True, 4)
+    """
 
     summary: dict[str, Any] | None  # None where it was asked to stop before the end
     step: int

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.run import TrainingConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.parts import find_part
@@ -21,6 +22,7 @@ from jaxinfra.numerics.storage import exact
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.reduction import summed_once
+from jaxinfra.training.preferences import count_pairs, log_probabilities, pair_sums
 
 
 class GradientFunction(Protocol):
@@ -48,11 +50,22 @@ class GradientFunction(Protocol):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSums:
-    """Sums over a batch's counted targets; divide by their number for means."""
+    """Sums over a batch's counted targets, or its pairs; divide by their number for means."""
 
     objective: Float[Array, ""]  # what is differentiated
-    nll: Float[Array, ""]
+    nll: Float[Array, ""]  # of pairs their loss
     layers: Any  # what layers emit, as ``Gradients.sums``
+    figures: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class BatchCounts:
+    """What sums over a batch are divided by."""
+
+    terms: Float[Array, ""]  # of the loss: counted targets, or pairs
+    # Terms per counted target, by which layers count; None: each is one.
+    per_target: Float[Array, ""] | None = None
 
 
 def batch_loss(
@@ -85,6 +98,43 @@ def batch_loss(
     for emitted in jax.tree.leaves([block.losses for block in out.sums]):
         objective = objective + jnp.sum(emitted)
     return BatchSums(objective=objective, nll=sums.nll, layers=out.sums)
+
+
+def batch_of_pairs_loss(
+    model: ModelDefinition,
+    tree: Parameters,
+    batch: Batch,
+    *,
+    preferences: PreferenceConfig,
+    sequence_shards: int = 1,
+    per_target: Float[Array, ""] | None = None,
+    dropout_key: Key[Array, ""] | None = None,
+) -> BatchSums:
+    """The objective of a batch of pairs; ``tree`` has parameters and state.
+
+    Args:
+        sequence_shards: devices that a sequence is spread over.
+        per_target: pairs per counted target of the whole batch: the weight of what layers add.
+    """
+    if preferences.has_reference != (batch.reference is not None):
+        raise ConfigError(
+            f"preferences loss={preferences.loss.value} with a batch "
+            f"{'without' if batch.reference is None else 'of'} reference log probabilities: "
+            "take batches from Steps.batches, or train"
+        )
+    out = model.bind(tree).run(
+        batch.tokens,
+        segment_ids=batch.segment_ids,
+        positions=batch.positions,
+        dropout_key=dropout_key,
+    )
+    each_BT = log_probabilities(model, tree, out.x, batch.targets, sequence_shards=sequence_shards)
+    with jax.named_scope("loss"):
+        found = pair_sums(each_BT, batch, preferences)
+    objective = found.loss
+    for emitted in jax.tree.leaves([block.losses for block in out.sums]):
+        objective = objective + jnp.sum(emitted) * (1.0 if per_target is None else per_target)
+    return BatchSums(objective=objective, nll=found.loss, layers=out.sums, figures=found.figures)
 
 
 def hidden_loss(
@@ -136,7 +186,11 @@ def own_loss(
 
 
 def make_gradient(
-    model: ModelDefinition, *, training: TrainingConfig, placement: Placement | None = None
+    model: ModelDefinition,
+    *,
+    training: TrainingConfig,
+    placement: Placement | None = None,
+    preferences: PreferenceConfig | None = None,
 ) -> GradientFunction:
     """The gradient of the whole batch, in ``training.accumulation`` micro-batches.
 
@@ -149,6 +203,7 @@ def make_gradient(
 
     Args:
         placement: of the state, on a mesh.
+        preferences: the loss of pairs, where the batch has such.
     """
     last = ()
     if placement is not None:
@@ -157,27 +212,52 @@ def make_gradient(
     is_unrolled = model.execution.unroll >= max(model.config.repeats)
 
     def gradient(
-        parameters: Parameters, batch: Batch, state: Parameters, key, loss_scale, num_targets
+        parameters: Parameters,
+        batch: Batch,
+        state: Parameters,
+        key: Key[Array, ""],
+        loss_scale: Float[Array, ""],
+        counts: BatchCounts,
     ) -> Gradients:
         """This part of the batch's share of the mean."""
 
         def scaled_loss(trained: tuple[Parameters, Parameters]) -> tuple[jax.Array, Any]:
-            sums = batch_loss(
-                model,
+            sums = loss_of(
                 merged(*trained),
                 batch,
-                z_loss=training.z_loss,
-                label_smoothing=training.label_smoothing,
-                loss=training.loss,
+                per_target=counts.per_target,
                 dropout_key=key if drops_out else None,
             )
-            aux = sums.nll / num_targets, sums.layers
-            return sums.objective * (loss_scale / num_targets), aux
+            aux = sums.nll / counts.terms, sums.layers, sums.figures
+            return sums.objective * (loss_scale / counts.terms), aux
 
-        (_, (loss, sums)), (gradients, emitted) = jax.value_and_grad(scaled_loss, has_aux=True)(
-            (parameters, state)
+        (_, (loss, sums, figures)), (gradients, emitted) = jax.value_and_grad(
+            scaled_loss, has_aux=True
+        )((parameters, state))
+        return Gradients(
+            loss=loss, gradients=placed(gradients), sums=sums, state=emitted, figures=figures
         )
-        return Gradients(loss=loss, gradients=placed(gradients), sums=sums, state=emitted)
+
+    def loss_of(tree: Parameters, batch: Batch, *, per_target: Any, dropout_key: Any) -> BatchSums:
+        if preferences is not None:
+            return batch_of_pairs_loss(
+                model,
+                tree,
+                batch,
+                preferences=preferences,
+                sequence_shards=1 if placement is None else placement.sequence_shards,
+                per_target=per_target,
+                dropout_key=dropout_key,
+            )
+        return batch_loss(
+            model,
+            tree,
+            batch,
+            z_loss=training.z_loss,
+            label_smoothing=training.label_smoothing,
+            loss=training.loss,
+            dropout_key=dropout_key,
+        )
 
     def placed(gradients: Parameters) -> Parameters:
         if placement is None:
@@ -197,17 +277,17 @@ def make_gradient(
 
         if training.accumulation == 1:
             return part(batch, *rest)
-        state, key, loss_scale, num_targets = rest
+        state, key, loss_scale, counts = rest
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
-            found = part(micro[0], state, micro[1], loss_scale, num_targets)
+            found = part(micro[0], state, micro[1], loss_scale, counts)
             # Summed in fp32, whatever the weights are kept in.
             return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
         first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
-        shapes = jax.eval_shape(part, first[0], state, first[1], loss_scale, num_targets)
+        shapes = jax.eval_shape(part, first[0], state, first[1], loss_scale, counts)
         start = dataclasses.replace(
             nothing_added(shapes),
             gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),
@@ -227,7 +307,11 @@ def make_gradient(
         key: Key[Array, ""],
         loss_scale: Float[Array, ""],
     ) -> Gradients:
-        return total(parameters, batch, state, key, loss_scale, count_targets(batch))
+        counts = BatchCounts(terms=count_targets(batch))
+        if preferences is not None:
+            pairs = count_pairs(batch)
+            counts = BatchCounts(terms=pairs, per_target=pairs / counts.terms)
+        return total(parameters, batch, state, key, loss_scale, counts)
 
     return of_batch
 
@@ -264,3 +348,21 @@ def make_evaluation_step(
         return batch_loss(evaluated, tree, batch, z_loss=0.0).nll, jnp.sum(batch.weights)
 
     return evaluation_step
+
+
+def make_log_probability_step(
+    model: ModelDefinition, *, sequence_shards: int = 1
+) -> Callable[[Parameters, Batch], Float[Array, "B T"]]:
+    """(parameters and state, batch) -> log probability of each target in nats, as evaluated."""
+    evaluated = model.unquantized
+
+    def log_probability_step(tree: Parameters, batch: Batch) -> Float[Array, "B T"]:
+        tree = only(tree, evaluated.arrays)
+        hidden_BTD = evaluated.bind(tree).hidden(
+            batch.tokens, segment_ids=batch.segment_ids, positions=batch.positions
+        )
+        return log_probabilities(
+            evaluated, tree, hidden_BTD, batch.targets, sequence_shards=sequence_shards
+        )
+
+    return log_probability_step

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfra.checkpoint.initial import InitialModel, kept_files, place_initial
 from jaxinfra.config import codec
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
@@ -22,7 +23,8 @@ def with_frozen(job: Job) -> Job:
         return job
     assert job.config.init is not None, "validate"
     base = define_model(job.config.model, job.model.execution)
-    return job.with_frozen(place_initial(job.config.init, base, job.frozen_shardings))
+    kept = job.config.lora.base
+    return job.with_frozen(place_initial(job.config.init, base, job.frozen_shardings, kept=kept))
 
 
 def first_state(job: Job) -> State:
@@ -53,9 +55,22 @@ def kept_from_start(config: RunConfig) -> dict[str, bytes]:
     return files
 
 
-def finetuning_config(start: InitialModel, *, lora: LoraConfig | None, chat: bool) -> RunConfig:
+def finetuning_config(
+    start: InitialModel,
+    *,
+    lora: LoraConfig | None,
+    chat: bool,
+    preferences: PreferenceConfig | None = None,
+) -> RunConfig:
     """The config of a run that trains this model further, to be changed by options."""
-    return runs.finetuning(start.config, init=start.init, policy=start.policy, lora=lora, chat=chat)
+    return runs.finetuning(
+        start.config,
+        init=start.init,
+        policy=start.policy,
+        lora=lora,
+        chat=chat,
+        preferences=preferences,
+    )
 
 
 def require_same_start(config: RunConfig, start: RunConfig) -> None:

@@ -15,21 +15,31 @@ from jax.stages import Wrapped
 
 from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
+from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.config.run import Remat, RunConfig, validate
+from jaxinfra.config.run import Remat, RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
+from jaxinfra.models.quantized_base import base_shapes
 from jaxinfra.numerics.policy import held_as_computed, policy_of
 from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
-from jaxinfra.training.gradients import GradientFunction, make_evaluation_step, make_gradient
+from jaxinfra.training.frozen import Bound, of_frozen
+from jaxinfra.training.gradients import (
+    GradientFunction,
+    make_evaluation_step,
+    make_gradient,
+    make_log_probability_step,
+)
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from jaxinfra.training.recompute import Choice, budget_bytes, choose_remat, step_bytes
 from jaxinfra.training.state import (
@@ -39,6 +49,7 @@ from jaxinfra.training.state import (
     state_around,
     state_shardings,
 )
+from jaxinfra.training.statistics import StepPrograms
 from jaxinfra.training.step import TrainStep, make_train_step, pass_over
 from jaxinfra.training.xla_options import Options, compiler_options
 
@@ -58,12 +69,18 @@ class Job:
     gradient: GradientFunction  # not jitted
     train_step: Wrapped  # a TrainStep, jitted; the state is donated
     pass_over: Callable[[State], State]  # jitted; a step whose batch is not trained on
+    statistics_step: Wrapped | None  # as ``train_step``, with statistics; None: not asked for
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
+    # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
+    log_probability_step: Wrapped
     choice: Choice | None = None  # of recomputation, where the config left it open
 
     def initialize(self) -> TrainState[jax.Array]:
-        """Draws the initial state directly onto the mesh."""
-        return jax.jit(self._initial, out_shardings=self.shardings)()
+        """Draws the initial state directly onto the mesh.
+
+        DoRA's magnitudes are those of the frozen weights, which ``with_frozen`` has given then.
+        """
+        return jax.jit(self._initial, out_shardings=self.shardings)(self._measured)
 
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
         """The initial state with these parameters and this state of the model, which it takes
@@ -89,25 +106,34 @@ class Job:
             self,
             model=model,
             gradient=self.make_gradient(model),
-            train_step=_Bound(self.train_step, frozen),
-            evaluation_step=_Bound(self.evaluation_step, frozen),
+            train_step=Bound(self.train_step, frozen),
+            statistics_step=self.statistics_step and Bound(self.statistics_step, frozen),
+            evaluation_step=Bound(self.evaluation_step, frozen),
+            log_probability_step=Bound(self.log_probability_step, frozen),
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(self._initial),
+            jax.eval_shape(self._initial, self._measured),
             self.shardings,
         )
 
-    def _initial(self) -> TrainState[jax.Array]:
+    @property
+    def _measured(self) -> Parameters:
+        """The frozen parameters, where initial ones depend on them."""
+        lora = self.config.lora
+        return self.model.frozen if lora and lora.kind is AdapterKind.DORA else {}
+
+    def _initial(self, beside: Parameters) -> TrainState[jax.Array]:
         return initial_state(
             self.model,
             self.optimizer,
             precision=self.config.precision,
             seed=self.config.training.seed,
             averages=self.config.optimizer.average is not None,
+            beside=beside,
         )
 
     def put(self, batch: Batch) -> Batch:
@@ -202,11 +228,14 @@ def make_job(
     base: tuple[Parameters, ...] = ()
     if config.lora is not None:
         frozen = define_model(config.model, execution)
-        model, base = model.freeze(frozen.shapes), (placement.parameters(frozen),)
+        shapes = base_shapes(frozen, config.lora.base)
+        model, base = model.freeze(shapes), (base_shardings(placement, frozen, shapes),)
     optimizer = make_optimizer(config.optimizer, dims=model.dims, steps=training.steps)
     averages = config.optimizer.average is not None
     shardings = state_shardings(model, optimizer, placement, averages=averages)
-    gradient = functools.partial(make_gradient, training=training, placement=placement)
+    gradient = functools.partial(
+        make_gradient, training=training, placement=placement, preferences=config.preferences
+    )
     if config.mesh.pipe > 1:
         gradient = functools.partial(
             make_pipeline_gradient,
@@ -215,7 +244,7 @@ def make_job(
             placement=placement,
         )
 
-    def step(model: ModelDefinition) -> TrainStep:
+    def step(model: ModelDefinition, dims: Parameters | None = None) -> TrainStep:
         return make_train_step(
             gradient(model),
             optimizer,
@@ -224,7 +253,13 @@ def make_job(
             next_model_state=model.next_state,
             updates=placement.updates(model),
             average=config.optimizer.average,
+            dims=dims,
         )
+
+    def telling(model: ModelDefinition) -> TrainStep:
+        execution = dataclasses.replace(model.execution, statistics=True)
+        told = define_model(config.model, execution, lora=config.lora).freeze(model.frozen)
+        return step(told, told.dims)
 
     whole, rows = placement.replicated, placement.batch
     options = compiler_options(
@@ -233,6 +268,16 @@ def make_job(
         on_gpu=jax.default_backend() == "gpu",
         traceable=traceable,
     )
+
+    def compiled(make: Callable[[ModelDefinition], TrainStep]) -> Wrapped:
+        return jax.jit(
+            of_frozen(make, model),
+            in_shardings=(*base, shardings, rows),
+            out_shardings=(shardings, whole),
+            donate_argnums=len(base),
+            compiler_options=options,
+        )
+
     return Job(
         config=config,
         options=options,
@@ -244,16 +289,21 @@ def make_job(
         make_gradient=gradient,
         gradient=gradient(model),
         pass_over=jax.jit(pass_over, out_shardings=shardings, donate_argnums=0),
-        train_step=jax.jit(
-            _of_frozen(step, model),
-            in_shardings=(*base, shardings, rows),
-            out_shardings=(shardings, whole),
-            donate_argnums=len(base),
-            compiler_options=options,
-        ),
+        train_step=compiled(step),
+        statistics_step=compiled(telling) if config.statistics.every is not None else None,
         evaluation_step=jax.jit(
-            _of_frozen(make_evaluation_step, model),
+            of_frozen(make_evaluation_step, model),
             in_shardings=(*base, shardings.tree, rows),
+        ),
+        log_probability_step=jax.jit(
+            of_frozen(
+                functools.partial(
+                    make_log_probability_step, sequence_shards=placement.sequence_shards
+                ),
+                model,
+            ),
+            in_shardings=(*base, shardings.tree, rows),
+            out_shardings=whole,
         ),
     )
 
@@ -281,6 +331,11 @@ def _fitting_job(
     return dataclasses.replace(with_policy(choice.remat), choice=choice)
 
 
+def step_programs(job: Job) -> StepPrograms:
+    """A job's compiled steps, and which of them a step runs."""
+    return StepPrograms(job.train_step, job.statistics_step, every=job.config.statistics.every)
+
+
 def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.stages.Lowered:
     """The job's step on packed rows, traced on shapes and lowered.
 
@@ -294,8 +349,15 @@ def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.sta
         return jax.ShapeDtypeStruct(shape, dtype, sharding=job.placement.batch)
 
     ids = rows(jnp.int32)
+    number = rows(jnp.dtype("float32"))
+    has_reference = job.config.preferences is not None and job.config.preferences.has_reference
     batch: Any = Batch(
-        tokens=ids, targets=ids, segment_ids=ids, positions=ids, weights=rows(jnp.dtype("float32"))
+        tokens=ids,
+        targets=ids,
+        segment_ids=ids,
+        positions=ids,
+        weights=number,
+        reference=number if has_reference else None,
     )
     frozen = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -305,43 +367,3 @@ def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.sta
     base = (frozen,) if frozen else ()
     traced = job.train_step.trace(*base, job.abstract_state(), batch)
     return traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
-
-
-def _of_frozen[**P, R](
-    make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
-) -> Callable[..., R]:
-    """``make(model)``; where parameters are frozen, they come first among its arguments.
-
-    Closed over, they would be constants of the compiled program.
-    """
-    if not model.frozen:
-        return make(model)
-
-    def function(frozen: Parameters, *args: P.args, **kwargs: P.kwargs) -> R:
-        return make(model.freeze(frozen))(*args, **kwargs)
-
-    function.__name__ = make(model).__name__  # by which traces know it
-    return function
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Bound:
-    """A jitted function of frozen parameters and others, or a stage of it, the former given."""
-
-    stage: Any  # jax.stages.Wrapped, Lowered or Compiled
-    frozen: Parameters
-
-    def __call__(self, *args: Any) -> Any:
-        return self.stage(self.frozen, *args)
-
-    def lower(self, *args: Any) -> "_Bound":
-        """Traces the step for these arguments, as the jitted function does."""
-        return _Bound(self.stage.lower(self.frozen, *args), self.frozen)
-
-    def compile(self) -> "_Bound":
-        """Compiles the step, as a lowered one does."""
-        return _Bound(self.stage.compile(), self.frozen)
-
-    def as_text(self) -> str:
-        """The program's text, lowered or compiled."""
-        return self.stage.as_text()

@@ -57,7 +57,7 @@ def locate_nonfinite(job: Job, state: State, batches: TrainIterator, *, step: in
     where = f"first in {first[0]} ({len(first)} tensors in all)" if first else "in the loss only"
     return NonFinite(
         text=f"the rows of rank {', '.join(map(str, ranks))} make it so, {where}; the batch is "
-        "skipped",
+        f"skipped; jaxinfra replay RUN --step {step} names the operation",
         details={"cause": "batch", "ranks": ranks, "tensors": first[:20]},
     )
 

@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -13,13 +12,13 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.checkpoint.checkpointer import Checkpointer
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.core.errors import CheckpointError
-from jaxinfra.data.corpus import Corpus
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.ledger import rows_sum, whole_sum
 from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.reliability.exchange import ProcessTable
 from jaxinfra.reliability.incidents import EXCLUDED
 from jaxinfra.training.clock import Clock
-from jaxinfra.training.evaluation import Interrupted, evaluate_heldout
+from jaxinfra.training.evaluation import Interrupted, evaluate_sets
 from jaxinfra.training.finished import Outcome
 from jaxinfra.training.guards import (
     DivergedError,
@@ -32,13 +31,13 @@ from jaxinfra.training.guards import (
     same_program,
 )
 from jaxinfra.training.initialize import first_state
-from jaxinfra.training.job import Job
-from jaxinfra.training.loads_picture import draw_loads
+from jaxinfra.training.job import Job, step_programs
 from jaxinfra.training.locate import locate_nonfinite
-from jaxinfra.training.loss_picture import draw_loss
+from jaxinfra.training.loss_picture import draw_run
 from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.profile import Profiler
 from jaxinfra.training.progress import Progress, Status
+from jaxinfra.training.spikes import SpikeReports
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics, step_record
 from jaxinfra.training.stop import Agreement, Stopped
@@ -71,7 +70,7 @@ class Trainer:
         *,
         job: Job,
         run: RunDirectory,
-        corpus: Corpus,
+        corpora: Corpora,
         batches: TrainIterator,
         state: State,
         saved: bool,
@@ -86,7 +85,7 @@ class Trainer:
         self._job = job
         self._training = job.config.training
         self._run = run
-        self._corpus = corpus
+        self._corpora = corpora
         self._batches = batches
         self._state = state
         self._step = batches.step
@@ -98,11 +97,12 @@ class Trainer:
         self._profiler = profiler
         self._stop = stop
         self._watch = watch
+        self._spikes = SpikeReports(job=job, run=run, batches=batches, corpora=corpora, watch=watch)
         self._guards = Guards(job.config.reliability, job.abstract_state())
         self._doubt: Doubt | None = None  # being replayed
         self._share = job.process_share()  # which part of a batch this process reads, of how many
         self.has_trained = False  # whether a step of this session is done
-        self._train_step: Callable[..., Any] = job.train_step
+        self._programs = step_programs(job)
         self._stall_s = 0.0  # of a save since the last step recorded
         self._pending: collections.deque[_Pending] = collections.deque()
 
@@ -129,12 +129,11 @@ class Trainer:
 
     def _draw(self) -> None:
         if self._log.records and jax.process_index() == 0:
-            draw_loss(self._log.records, self._run.picture_file)
-            draw_loads(self._log.records, self._run.loads_picture_file)
+            draw_run(self._log.records, self._run)
 
     def _summarize(self) -> dict[str, Any]:
         spent = {"causes": self._watch.totals(step=self._step), "stall_s": self._stall_s}
-        summary = summarize(self._job, self._corpus, self._log, self._clock, **spent)
+        summary = summarize(self._job, self._corpora, self._log, self._clock, **spent)
         self._run.write_summary(summary)
         return summary
 
@@ -176,7 +175,10 @@ class Trainer:
     def _next(self) -> _Pending:
         step = self._step
         self._profiler.before_step(step)
-        self._watch.begin_input(step + 1, num_ready=self._batches.num_ready)
+        batches = self._batches
+        self._watch.begin_input(
+            step + 1, num_ready=batches.num_ready, busy_readers=batches.busy_share
+        )
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             batch = self._stop.wait_for(functools.partial(next, self._batches))
             input_s = self._watch.phase("place", step + 1)
@@ -184,18 +186,19 @@ class Trainer:
             read = rows_sum(batch.tokens, first=self._share[0] * len(batch.tokens))
             metrics = None
             if step + 1 in self._watch.excluded:
+                self._spikes.explain(self._state, step=step + 1)
                 self._state = self._job.pass_over(self._state)
                 host_s = self._watch.phase("step", step + 1)
             else:
                 placed = self._job.put(batch)
                 self._watch.note_shapes(placed, step + 1)
-                host_s = self._watch.phase("step" if self.has_trained else "compile", step + 1)
+                host_s = self._watch.phase(self._programs.phase(step + 1), step + 1)
                 if not self.has_trained:
-                    self._train_step = same_program(
+                    self._programs.plain = same_program(
                         self._job, self._state, placed, record=self._watch.program
                     )
                     self._profiler.describe(self._job, self._state, placed)
-                self._state, metrics = self._train_step(self._state, placed)
+                self._state, metrics = self._programs(step + 1, self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s, rows_sum=read)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)
@@ -223,12 +226,13 @@ class Trainer:
             sums = [row.rows_sum for row in rows] or [pending.rows_sum]
             copies = len(sums) // self._share[1]
             record |= {"samples": pending.samples, "batch": whole_sum(sums, copies=copies)}
+            record |= self._batches.read(step)
             record |= {**self._clock.rates(step_s), "stall_s": self._stall_s}
             record["elapsed_s"] = self._clock.elapsed_s
             self._stall_s = 0.0
+            self._watch.phase("host", step)  # callbacks are called, and may take long
             self._log.write(record)
             self._watch.look_for_slow(rows, step=step, step_s=step_s)
-            self._watch.phase("host", step)
             self._watch.snapshot(step=step, record=record)
             if values is not None:
                 self._progress.show(
@@ -296,7 +300,7 @@ class Trainer:
             target, self._state = restored.step, restored.state
         else:
             target, self._state = 0, first_state(self._job)
-        self._batches.restore({**self._batches.state(), "step": target})
+        self._batches.restore(self._batches.state(target))
         self._watch.undone(self._log.rewind(target))
         self._step, self._saved_step = target, max(good, default=None)
         self._guards.went_back_to(target)
@@ -337,25 +341,16 @@ class Trainer:
 
     def _evaluate(self) -> None:
         try:
-            result = evaluate_heldout(
+            result = evaluate_sets(
                 self._job,
                 self._state.evaluated,
-                self._corpus.heldout,
+                self._corpora,
                 stop=self._is_to_stop_evaluating,
             )
         except Interrupted:
             return
-        self._log.write(
-            {
-                "step": self._step,
-                "heldout_loss": result.loss,
-                "heldout_bits_per_byte": result.bits_per_byte,
-            }
-        )
-        self._progress.message(
-            f"step {self._step}: held-out loss {result.loss:.4f}, perplexity "
-            f"{result.perplexity:.2f}, {result.bits_per_byte:.4f} bits per byte"
-        )
+        self._log.write({"step": self._step, **result.record()})
+        self._progress.message(f"step {self._step}: {result.describe()}")
 
     def _is_to_stop_evaluating(self) -> bool:
         self._watch.phase("evaluate", self._step)  # each batch has the bound of a step
@@ -372,8 +367,8 @@ class Trainer:
                 self._step,
                 self._state,
                 # A stop may come as the next batch does; the step counts, not the batch.
-                data_state=self._batches.state()
-                | {"step": self._step, "excluded": [*sorted(self._watch.excluded)]},
+                data_state=self._batches.state(self._step)
+                | {"excluded": [*sorted(self._watch.excluded)]},
                 heldout_loss=heldout["heldout_loss"] if heldout else None,
             )
         finally:

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.training.loads_picture import draw_loads
+
 _BLUE, _ORANGE = "#0072B2", "#D55E00"  # told apart by every eye (Okabe and Ito 2008)
+
+
+def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
+    """The pictures that a run directory has: losses, and how evenly tokens went to experts."""
+    draw_loss(records, run.picture_file)
+    draw_loads(records, run.loads_picture_file)
 
 
 def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
@@ -20,7 +29,7 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     axes = figure.add_subplot()
     steps, losses = _curve(records, "loss")
     axes.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
-    axes.plot(steps, _smoothed(losses), color=_BLUE, label="training, smoothed")
+    axes.plot(steps, smoothed(losses), color=_BLUE, label="training, smoothed")
     heldout_steps, heldout_losses = _curve(records, "heldout_loss")
     if heldout_steps:
         axes.plot(heldout_steps, heldout_losses, "o-", color=_ORANGE, label="held-out")
@@ -39,7 +48,7 @@ def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [record["step"] for record in found], values
 
 
-def _smoothed(values: Sequence[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """Means over a window centred on each step, so that the curve does not lag behind the loss.
 
     The window is a fiftieth of the run, shorter at the ends; what is not finite is passed over.

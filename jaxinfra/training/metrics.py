@@ -18,6 +18,9 @@ from tensorboardX.summary import scalar
 from jaxinfra.core.files import is_of_type
 from jaxinfra.core.json_lines import read_log
 from jaxinfra.training.callbacks import Callback
+from jaxinfra.training.statistics import flat_statistics
+
+STATISTICS_FILE = "statistics.jsonl"
 
 _LOG = logging.getLogger(__name__)
 
@@ -89,6 +92,7 @@ class MetricsLog:
         partial.rename(file)
         tensorboard.mkdir(exist_ok=True)
         self._lines = _Appender(file)
+        self._statistics = _Appender(file.with_name(STATISTICS_FILE), opens_late=True)
         # Not SummaryWriter: it writes in a thread behind a bounded queue. On a full disk the thread
         # dies, and the step that fills the queue waits for ever.
         name = f"events.out.tfevents.{time.time_ns():019d}.{socket.gethostname()}"
@@ -98,16 +102,22 @@ class MetricsLog:
         self._add_event(Event(step=after_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Adds a record; it must have a ``step``."""
+        """Adds a record; it must have a ``step``. What it has of ``statistics`` goes to
+        ``statistics.jsonl`` beside, where of two lines of a step the later counts.
+        """
         record = finite(record)
+        statistics = record.pop("statistics", None)
         self.records.append(record)
         if not self._writes:
             return
         self._lines.append(json.dumps(record, allow_nan=False).encode() + b"\n")
-        for name, value in record.items():
-            if name != "step" and isinstance(value, int | float):
-                self._add_event(Event(step=record["step"], summary=scalar(name, value)))
-
+        numbers = {n: v for n, v in record.items() if n != "step" and isinstance(v, int | float)}
+        if statistics is not None:
+            line = {"step": record["step"], **statistics}
+            self._statistics.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+            numbers |= flat_statistics(statistics)
+        for name, value in numbers.items():
+            self._add_event(Event(step=record["step"], summary=scalar(name, value)))
         for callback in self._callbacks:
             if "heldout_loss" in record:
                 callback.on_evaluation(record)
@@ -145,7 +155,7 @@ class MetricsLog:
         if not self._writes:
             return
         lost_events = self._events.close()
-        lost_lines = self._lines.close()
+        lost_lines = self._statistics.close() or self._lines.close()
         if lost_lines is not None:
             raise lost_lines
         if lost_events is not None:
@@ -164,12 +174,16 @@ class MetricsLog:
 
 @final
 class _Appender:
-    """A file to which what a full disk refuses is appended later, in order and once."""
+    """A file to which what a full disk refuses is appended later, in order and once.
 
-    def __init__(self, path: Path):
+    Args:
+        opens_late: made with its first line.
+    """
+
+    def __init__(self, path: Path, *, opens_late: bool = False):
         self._path = path
         # Unbuffered: of every write it is known how much arrived.
-        self._file = path.open("ab", buffering=0)
+        self._file = None if opens_late else path.open("ab", buffering=0)
         self._waiting = b""
 
     def append(self, data: bytes) -> None:
@@ -180,18 +194,20 @@ class _Appender:
             _LOG.warning("%s; kept in memory until it can be written", error)
 
     def sync(self) -> None:
-        if not self._waiting:
+        if self._file is not None and not self._waiting:
             os.fsync(self._file.fileno())
 
     def close(self) -> OSError | None:
         """Returns why something is lost, if something is."""
         error = self._catch_up()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         return error
 
     def _catch_up(self) -> OSError | None:
         try:
             while self._waiting:
+                self._file = self._file or self._path.open("ab", buffering=0)
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             error.filename = str(self._path)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 import jax
 from jaxtyping import Array, Float
@@ -13,8 +13,10 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.text import whole_number
 from jaxinfra.data.batch import Batch
 from jaxinfra.parallel.launches import launches
+from jaxinfra.parallel.matmul_shapes import MatmulShape, matmul_shapes
 from jaxinfra.parallel.program import collectives
 from jaxinfra.training.job import Job
+from jaxinfra.training.recompute import step_bytes
 from jaxinfra.training.state import State
 
 COLLECTIVES_FILE = "collectives.json"
@@ -22,6 +24,24 @@ COLLECTIVES_FILE = "collectives.json"
 
 LAUNCHES_FILE = "launches.json"
 """Beside a trace: what the traced program launches, in order."""
+
+STEP_FILE = "step.json"
+"""Beside a trace: a ``TracedStep``."""
+
+
+class TracedStep(TypedDict):
+    """What a trace of a step does not say of itself."""
+
+    device_kind: str
+    limit_bytes: int | None  # that JAX may take of a device; None where the device does not say
+    step_bytes: int  # per device, compiled
+    accumulation: int
+    matmuls: list[MatmulShape]
+
+
+def rank_directory(directory: Path, rank: int) -> Path:
+    """Where a rank's trace lies below a run's ``trace``; ranks of one host share its name."""
+    return directory / f"rank-{rank:05d}" if rank else directory
 
 
 def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -65,7 +85,10 @@ def parse_profile_range(text: str) -> ProfileRange:
 
 @final
 class Profiler:
-    """Starts and stops XLA's profiler as steps go by; its trace opens in XProf or Perfetto."""
+    """Starts and stops XLA's profiler as steps go by; its trace opens in XProf or Perfetto.
+
+    Each rank traces its own devices; the first one describes the program.
+    """
 
     def __init__(self, steps: ProfileRange | None, directory: Path):
         self._steps = steps
@@ -84,6 +107,15 @@ class Profiler:
         compiled = job.train_step.lower(state, batch).compile()
         self._directory.mkdir(parents=True, exist_ok=True)
         (self._directory / LAUNCHES_FILE).write_text(json.dumps(launches(compiled)))
+        device = jax.local_devices()[0]
+        traced = TracedStep(
+            device_kind=device.device_kind,
+            limit_bytes=(device.memory_stats() or {}).get("bytes_limit"),
+            step_bytes=step_bytes(compiled),
+            accumulation=job.config.training.accumulation,
+            matmuls=matmul_shapes(compiled),
+        )
+        (self._directory / STEP_FILE).write_text(json.dumps(traced))
         if mesh.size > 1:
             found = describe_collectives(compiled, mesh.shape)
             (self._directory / COLLECTIVES_FILE).write_text(json.dumps(found))
@@ -91,7 +123,8 @@ class Profiler:
     def before_step(self, step: int) -> None:
         """Call before step number ``step`` (from 0) is dispatched."""
         if self._steps is not None and step == self._steps.start:
-            jax.profiler.start_trace(str(self._directory), create_perfetto_trace=True)
+            place = rank_directory(self._directory, jax.process_index())
+            jax.profiler.start_trace(str(place), create_perfetto_trace=True)
             self._running = True
 
     def after_step(self, step: int, result: Float[Array, ""]) -> None:

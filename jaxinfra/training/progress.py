@@ -27,6 +27,7 @@ class Status:
     skipped: int
     heldout: Mapping[str, Any] | None  # the newest record of an evaluation
     remaining_s: float | None
+    accuracy: float | None = None  # share of pairs whose chosen answer has the larger reward
     left_out: float = 0.0  # choices of experts, dropped or without room in the exchange
 
     @classmethod
@@ -52,6 +53,7 @@ class Status:
             skipped=record["skipped"],
             heldout=heldout,
             remaining_s=None if step_s is None else (steps - record["step"]) * step_s,
+            accuracy=record.get("preferences/accuracy"),
             left_out=record.get("layers/dropped", 0.0) + record.get("layers/overflowed", 0.0),
         )
 
@@ -68,6 +70,8 @@ class Status:
         ]
         if self.loss_scale != 1.0:
             cells.append(("loss scale", f"{self.loss_scale:g}"))
+        if self.accuracy is not None:
+            cells.append(("in order", f"{self.accuracy:.0%}"))
         if self.skipped:
             cells.append(("skipped", str(self.skipped)))
         if self.left_out:

@@ -23,9 +23,9 @@ from jaxinfra.core.errors import (
 )
 from jaxinfra.core.places import local_path, user_cache
 from jaxinfra.core.signals import StopRequest, noted_signals
-from jaxinfra.data.corpus import Corpus, open_corpus
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.data.tokenizer import Tokenizer
-from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.data.train_iterator import TrainIterator
 from jaxinfra.launch.cluster import LAUNCHER
 from jaxinfra.launch.connect import connect
 from jaxinfra.reliability import faults
@@ -34,12 +34,14 @@ from jaxinfra.reliability.recorder import Recorder
 from jaxinfra.reliability.watchdog import Watchdog, launcher_of
 from jaxinfra.training.callbacks import Callback
 from jaxinfra.training.clock import Clock
-from jaxinfra.training.describe import describe_corpus, describe_job, describe_ranking
+from jaxinfra.training.describe import describe_corpora, describe_job, describe_ranking
+from jaxinfra.training.environment import record_environment
 from jaxinfra.training.finished import Outcome, final_summary
 from jaxinfra.training.initialize import first_state, kept_from_start, with_frozen
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
 from jaxinfra.training.loop import Trainer
 from jaxinfra.training.metrics import MetricsLog
+from jaxinfra.training.open_data import batches_of, open_data
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
 from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
@@ -65,6 +67,8 @@ def train(
     this alike, and all stop alike.
 
     Args:
+        config: what to train, on what, and how long.
+        directory: of the run; a new one, unless it is resumed.
         resume: continue the run there, which may have another ``config`` than before.
         cache_dir: where tokenized corpora and compiled programs are kept between runs; the user's
             cache by default.
@@ -74,6 +78,11 @@ def train(
     Raises:
         LostPeerError: another process is gone; to be started again, all of them.
         JaxinfraError: what is wrong with config, data or checkpoints, in one line.
+
+    Examples:
+        >>> outcome = jaxinfra.train(jaxinfra.read_run_config("mine.toml"), "runs/new")
+        7,152 parameters, fp32 on cpu (one device); 4 steps of 2 x 32 tokens
+        ...
     """
     began = time.perf_counter()
     with noted_signals() as stop, contextlib.ExitStack() as resources:
@@ -87,7 +96,7 @@ def train(
             Progress(every=config.training.log_every, quiet=rank > 0)
         )
         session = _Session(
-            config=config,
+            config=codec.normalized(config),
             run=run,
             resume=resume,
             cache_dir=cache_dir,
@@ -187,7 +196,7 @@ class _Session:
         else:  # alone there is nobody to wait for, and a refused resumption leaves all as it was
             start, recorder = set_up(), _record_and_watch(config, run, resources)
         recorder.spent["setup"] += recorder.began - self.began
-        progress.message(describe_corpus(start.corpus))
+        progress.message(describe_corpora(start.corpora, job.config))
         if start.saved:
             progress.message(f"resumed at step {start.batches.step}")
         if start.changes:
@@ -201,16 +210,16 @@ class _Session:
                 callbacks=self.callbacks,
             )
         )
+        record_environment(run.environments_file, job, step=start.batches.step)
         for callback in self.callbacks:
             callback.on_begin(run.path, job.config)
         profiler = Profiler(profile, run.trace)
         resources.callback(profiler.close)
-        exchange = Exchange() if jax.process_count() > 1 else None
-        stop = Agreement(self.stop, exchange)
+        stop = Agreement(self.stop, Exchange() if jax.process_count() > 1 else None)
         return Trainer(
             job=job,
             run=run,
-            corpus=start.corpus,
+            corpora=start.corpora,
             batches=start.batches,
             state=start.state,
             saved=start.saved,
@@ -279,7 +288,7 @@ def _record_and_watch(
 class _Start:
     """What a run's steps start from."""
 
-    corpus: Corpus
+    corpora: Corpora
     batches: TrainIterator  # the next one is of the state's step
     saver: Checkpointer
     state: State
@@ -298,15 +307,18 @@ def _new(
 ) -> _Start:
     del profile  # checked before the directory was made
     try:
-        corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=None)
-        state = first_state(job)
+        initial = functools.cache(lambda: first_state(job))
+        corpora = open_data(job, cache_dir=cache_dir, initial=initial, run=run)
+        batches = batches_of(job, corpora)
+        resources.callback(batches.close)
+        state = initial()
     except (JaxinfraError, OSError):
         if jax.process_index() == 0:
             run.discard()
         raise
-    processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+    processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
     saver = _open_checkpoints(job, run, resources)
-    return _Start(corpus=corpus, batches=batches, saver=saver, state=state, saved=False)
+    return _Start(corpora=corpora, batches=batches, saver=saver, state=state, saved=False)
 
 
 def _resumed(
@@ -327,16 +339,24 @@ def _resumed(
         first = restored.step if restored else 0
         profile.require_within(first=first, steps=job.config.training.steps)
     saved = Tokenizer.load(run.tokenizer_file) if run.tokenizer_file.exists() else None
-    corpus, batches = _open_data(job, run, resources, cache_dir=cache_dir, tokenizer=saved)
+    corpora = open_data(
+        job,
+        cache_dir=cache_dir,
+        initial=lambda: first_state(job),
+        run=run,
+        tokenizer=saved,
+    )
+    batches = batches_of(job, corpora)
+    resources.callback(batches.close)
     if restored is not None:
         batches.restore(restored.data_state)
     # Only now is it known that the run can go on under this config.
     processes.on_first(lambda: run.update_config(job.config))
     if saved is None:
-        processes.on_first(lambda: corpus.tokenizer.save(run.tokenizer_file))
+        processes.on_first(lambda: corpora.tokenizer.save(run.tokenizer_file))
         saver.identity = identity(run, job.config)
     return _Start(
-        corpus=corpus,
+        corpora=corpora,
         batches=batches,
         saver=saver,
         state=first_state(job) if restored is None else restored.state,
@@ -344,41 +364,6 @@ def _resumed(
         changes=changed_settings(restored, job.config),
         excluded=excluded_batches(restored),
     )
-
-
-def _open_data(
-    job: Job,
-    run: RunDirectory,
-    resources: contextlib.ExitStack,
-    *,
-    cache_dir: Path,
-    tokenizer: Tokenizer | None,
-) -> tuple[Corpus, TrainIterator]:
-    config = job.config
-    open_it = functools.partial(
-        open_corpus,
-        config.data,
-        vocab_size=config.model.vocab_size,
-        cache_dir=cache_dir,
-        tokenizer=tokenizer,
-        template_directory=run.path,  # what came with the model is kept there
-    )
-    if jax.process_count() > 1:  # the others find in the cache what the first has tokenized
-        processes.on_first(lambda: open_it() and None)
-    corpus = open_it()
-    part, parts = job.process_share()
-    batches = train_batches(
-        corpus.train,
-        sequence_length=config.training.sequence_length,
-        batch_size=config.training.batch_size,
-        seed=config.training.seed,
-        process_index=part,
-        process_count=parts,
-        num_threads=config.data.num_prefetch_threads,
-        prefetch=config.data.prefetch_batches,
-    )
-    resources.callback(batches.close)
-    return corpus, batches
 
 
 def _open_checkpoints(job: Job, run: RunDirectory, resources: contextlib.ExitStack) -> Checkpointer:

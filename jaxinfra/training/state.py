@@ -50,11 +50,16 @@ def initial_state(
     precision: PrecisionConfig,
     seed: int,
     averages: bool = False,
+    beside: Parameters | None = None,
 ) -> State:
-    """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings."""
+    """Draws parameters and zeroes the rest; jit it with ``state_shardings`` as out_shardings.
+
+    Args:
+        beside: as ``ModelDefinition.initialize`` takes it.
+    """
     init_key, _ = jax.random.split(jax.random.key(seed))
     return state_around(
-        model.initialize(init_key),
+        model.initialize(init_key, beside=beside),
         model.initial_state(),
         optimizer,
         precision=precision,

@@ -2,24 +2,30 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from jaxinfra.config.precision import PrecisionConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.passes import Sums
+from jaxinfra.layers.statistics import PREFIX
 from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.loss_scale import next_loss_scale
 from jaxinfra.numerics.storage import EXACT, after_update
 from jaxinfra.training.fp8_watch import emitted_by_site, fp8_record
 from jaxinfra.training.gradients import GradientFunction
 from jaxinfra.training.state import State, TrainState
+from jaxinfra.training.statistics import (
+    StatisticsTable,
+    parameter_statistics,
+    statistics_record,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +42,10 @@ class StepMetrics:
     skipped_in_a_row: Int[Array, ""]
     sums: tuple[Sums, ...]  # what layers emit, as ``Gradients.sums``
     fp8: dict[str, Float[Array, "..."]]  # what 8-bit matmuls emit, as ``emitted_by_site``
+    # Sums that the loss shows beside its value, over pairs.
+    figures: dict[str, Float[Array, ""]] = dataclasses.field(default_factory=dict)
+    # As ``parameter_statistics``, where they are asked for; else empty.
+    statistics: StatisticsTable = dataclasses.field(default_factory=dict)
 
 
 _ROUNDING = 1 << 20
@@ -53,6 +63,7 @@ def make_train_step(
     next_model_state: Callable[[Parameters, Any, Parameters], Parameters],
     updates: Any = None,
     average: float | None = None,
+    dims: Parameters | None = None,
 ) -> TrainStep:
     """Builds the step; jit it with the state donated.
 
@@ -63,10 +74,11 @@ def make_train_step(
         updates: shardings of what the optimizer works on, a tree as the parameters'; where those
             lie otherwise, each device updates its share and the shares are gathered.
         average: decay of the mean of the parameters; None: there is none.
+        dims: of the parameters, where statistics of them are asked for.
     """
 
     def train_step(state: State, batch: Batch) -> tuple[State, StepMetrics]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+        key = step_key(state)
         learned = gradient(
             state.parameters,
             state.model_state,
@@ -85,6 +97,11 @@ def make_train_step(
             finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             steps, moments = optimizer.update(gradients, state.optimizer, old)
             parameters = _after_updates(old, steps, key)
+            statistics: StatisticsTable = {}
+            if dims is not None:
+                statistics = parameter_statistics(
+                    dims, gradients=gradients, before=old, after=parameters
+                )
 
             def applied(new, before):
                 return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, before)
@@ -120,10 +137,17 @@ def make_train_step(
             skipped_in_a_row=new_state.skipped_in_a_row,
             sums=learned.sums,
             fp8=emitted_by_site(learned.state),
+            figures=learned.figures,
+            statistics=statistics,
         )
         return new_state, metrics
 
     return train_step
+
+
+def step_key(state: State) -> Key[Array, ""]:
+    """The key of the step that follows a state: of its dropout and of the rounding of weights."""
+    return jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
 
 
 def _after_updates(parameters: Parameters, steps: Any, key: jax.Array) -> Parameters:
@@ -142,19 +166,36 @@ def pass_over(state: State) -> State:
 
 
 def step_record(metrics: StepMetrics | None) -> dict[str, Any]:
-    """Metrics that were fetched, for ``metrics.jsonl``; None: the batch is not trained on."""
+    """Metrics that were fetched, for ``metrics.jsonl``; None: the batch is not trained on.
+
+    ``statistics``, where there are some, are for a file of their own.
+    """
     if metrics is None:
         return {"excluded": 1}
-    return {
+    record: dict[str, Any] = {
         "loss": float(metrics.loss),
         "gradient_norm": float(metrics.gradient_norm),
         "learning_rate": float(metrics.learning_rate),
         "loss_scale": float(metrics.loss_scale),
         "tokens": int(metrics.tokens) if math.isfinite(metrics.tokens) else None,
         "skipped": int(metrics.skipped),
+        **pair_record(metrics.figures),
         **_layer_record(metrics),
         **fp8_record(metrics.fp8),
     }
+    if metrics.statistics:
+        record["statistics"] = statistics_record(metrics.sums, metrics.statistics)
+    return record
+
+
+def pair_record(figures: Mapping[str, Any]) -> dict[str, float]:
+    """What a loss of pairs shows, as means over the pairs; ``chosen_nll`` over tokens."""
+    if not figures:
+        return {}
+    sums = {name: float(value) for name, value in figures.items()}
+    pairs, tokens = max(sums.pop("pairs"), 1.0), max(sums.pop("chosen_tokens"), 1.0)
+    record = {"preferences/chosen_nll": sums.pop("chosen_nll") / tokens}
+    return {f"preferences/{name}": value / pairs for name, value in sums.items()} | record
 
 
 def _layer_record(metrics: StepMetrics) -> dict[str, float]:
@@ -191,5 +232,7 @@ def _by_name(sums: tuple[Sums, ...], kind: str) -> dict[str, list[np.ndarray]]:
     found: dict[str, list[np.ndarray]] = {}
     for block in sums:
         for name, value in getattr(block, kind).items():
+            if name.startswith(PREFIX):
+                continue
             found.setdefault(name, []).append(np.asarray(value))
     return found

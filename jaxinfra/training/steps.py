@@ -16,11 +16,11 @@ from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import user_cache
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.corpus import Corpus, open_corpus
-from jaxinfra.data.train_iterator import train_batches
+from jaxinfra.data.corpora import Corpora
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.training.initialize import first_state, with_frozen
 from jaxinfra.training.job import make_job
+from jaxinfra.training.open_data import batches_of, open_data
 from jaxinfra.training.state import State
 from jaxinfra.training.step import StepMetrics
 
@@ -29,21 +29,25 @@ from jaxinfra.training.step import StepMetrics
 class Steps:
     """A run's compiled step on its mesh, for a loop of your own.
 
-    >>> steps = Steps(config)                                        # doctest: +SKIP
-    >>> state = steps.initial_state()                                # doctest: +SKIP
-    >>> for batch in steps.batches():                                # doctest: +SKIP
-    ...     state, metrics = steps(state, batch)
-
     Args:
         config: what to train; ``data`` is used by ``batches`` alone.
 
     Raises:
         ConfigError: the config cannot run on the devices that are here.
+
+    Examples:
+        >>> steps = jaxinfra.Steps(jaxinfra.read_run_config("mine.toml"))
+        >>> state = steps.initial_state()
+        >>> for _, batch in zip(range(2), steps.batches()):
+        ...     state, metrics = steps(state, batch)
+        >>> steps.save(state, "runs/loop")
+        >>> int(state.step), int(metrics.tokens)
+        (2, 64)
     """
 
     def __init__(self, config: RunConfig):
-        self._job = with_frozen(make_job(config))
-        self._corpus: Corpus | None = None
+        self._job = with_frozen(make_job(codec.normalized(config)))
+        self._corpora: Corpora | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -86,20 +90,9 @@ class Steps:
             first: steps that are done already.
             cache_dir: where tokenized text is kept; the user's cache by default.
         """
-        training, corpus = self.config.training, self._open(cache_dir)
-        part, parts = self._job.process_share()
-        batches = train_batches(
-            corpus.train,
-            sequence_length=training.sequence_length,
-            batch_size=training.batch_size,
-            seed=training.seed,
-            process_index=part,
-            process_count=parts,
-            num_threads=self.config.data.num_prefetch_threads,
-            prefetch=self.config.data.prefetch_batches,
-        )
+        batches = batches_of(self._job, self._open(cache_dir))
         if first:
-            batches.restore({**batches.state(), "step": first})
+            batches.restore(batches.state(first))
         return batches
 
     def save(self, state: State, directory: str | Path) -> None:
@@ -111,8 +104,8 @@ class Steps:
         run = RunDirectory(Path(directory))
         if not run.config_file.exists():
             run.create(self.config)
-        if self._corpus is not None and not run.tokenizer_file.exists():
-            self._corpus.tokenizer.save(run.tokenizer_file)
+        if self._corpora is not None and not run.tokenizer_file.exists():
+            self._corpora.tokenizer.save(run.tokenizer_file)
         with Checkpointer(
             run.checkpoints,
             self.config.checkpoint,
@@ -139,14 +132,12 @@ class Steps:
             identity=identity(run, self.config),
         ).state
 
-    def _open(self, cache_dir: Path | None) -> Corpus:
-        if self._corpus is None:
-            self._corpus = open_corpus(
-                self.config.data,
-                vocab_size=self.config.model.vocab_size,
-                cache_dir=cache_dir or user_cache(),
+    def _open(self, cache_dir: Path | None) -> Corpora:
+        if self._corpora is None:
+            self._corpora = open_data(
+                self._job, cache_dir=cache_dir or user_cache(), initial=self.initial_state
             )
-        return self._corpus
+        return self._corpora
 
     def _check(self, batch: Batch, *, parts: int) -> None:
         """Raises ConfigError where this process's rows do not divide over its devices."""
@@ -173,15 +164,16 @@ class Steps:
 def batch_of(tokens: Any, *, weights: Any = None) -> Batch[np.ndarray]:
     """A batch of rows that hold one document each, to be trained on the token that follows.
 
-    >>> batch_of([[1, 2, 3, 4]]).targets.tolist()
-    [[2, 3, 4]]
-
     Args:
         tokens: int [B, T + 1]: T inputs and, shifted by one, T targets.
         weights: float [B, T]: 0 where a target does not count; all count by default.
 
     Raises:
-        ConfigError: other shapes.
+        ConfigError: other shapes, or tokens that are no whole numbers.
+
+    Examples:
+        >>> jaxinfra.batch_of([[1, 2, 3, 4]]).targets.tolist()
+        [[2, 3, 4]]
     """
     rows = np.asarray(tokens)
     if rows.ndim != 2 or rows.shape[1] < 2 or not np.issubdtype(rows.dtype, np.integer):

@@ -14,7 +14,7 @@ from jaxinfra.core.text import whole_number
 from jaxinfra.reliability.exchange import ProcessRow, ProcessTable
 from jaxinfra.reliability.goodput import Goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import RECOMPILED, excluded_steps, record_incident
-from jaxinfra.reliability.recorder import Recorder
+from jaxinfra.reliability.recorder import BUSY_READERS, READY_BATCHES, Recorder
 from jaxinfra.reliability.stragglers import Stragglers
 from jaxinfra.training.fp8_watch import Fp8Watch
 from jaxinfra.training.guards import is_due
@@ -64,10 +64,16 @@ class Watch:
         """Begins a phase; returns the seconds of the one before."""
         return self._recorder.phase(name, step=step)
 
-    def begin_input(self, step: int, *, num_ready: int) -> None:
-        """Begins the wait for a batch, of which so many are ready."""
+    def begin_input(self, step: int, *, num_ready: int, busy_readers: float) -> None:
+        """Begins the wait for a batch, of which so many are ready.
+
+        Args:
+            busy_readers: share of their time in which those who make batches computed.
+        """
         self.phase("input", step)
-        self._recorder.event("batches ready", step=step, value=num_ready)
+        self._recorder.event(READY_BATCHES, step=step, value=num_ready)
+        if not num_ready:
+            self._recorder.event(BUSY_READERS, step=step, value=busy_readers)
 
     def note_shapes(self, batch: Any, step: int) -> None:
         """Records which arrays of a batch have another shape than before: the step recompiles."""

@@ -23,7 +23,7 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import quantized_shardings
 from jaxinfra.weights.finite import require_finite
 from jaxinfra.weights.parameter_sources import MappedParameters, ParameterSource
-from jaxinfra.weights.stored_weights import StoredWeight, StoredWeights
+from jaxinfra.weights.stored_weights import DequantizedFiles, StoredWeight
 
 _LOG = logging.getLogger(__name__)
 type _Read = Callable[[StoredWeight, Index], np.ndarray]
@@ -174,7 +174,7 @@ def _place(packed: PackedParameter, name: str, part: Any, sharding: Any) -> jax.
 
 def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> PackedParameter | None:
     """A parameter that can stay as the files hold it; None: they hold it plainly."""
-    if not isinstance(source, MappedParameters) or not isinstance(source.files, StoredWeights):
+    if not isinstance(source, MappedParameters) or not isinstance(source.files, DequantizedFiles):
         return None
     weights = source.files.weights
     places = source.weights.parts_of(path)

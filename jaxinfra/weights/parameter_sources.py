@@ -16,9 +16,11 @@ import numpy as np
 from jaxinfra.core.errors import CheckpointError
 from jaxinfra.models.hf.mapping import Part, Tensor, WeightMap
 from jaxinfra.models.hf.tensor_layout import Index
+from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.weights.quantized_files import TensorReader
 
 _LOG = logging.getLogger(__name__)
+_DEQUANTIZED = np.dtype(np.float32)
 _COMPARED_ROWS = 4096  # of two tied tables at a time
 
 
@@ -102,15 +104,20 @@ class MappedParameters:
 class LiveParameters:
     """Parameters of a model in memory, wherever they lie."""
 
-    arrays: Mapping[str, jax.Array]  # by path
+    arrays: Mapping[str, jax.Array | QuantizedWeight]  # by path
 
     def dtype(self, path: str) -> np.dtype:
-        """Element type in memory."""
-        return np.dtype(self.arrays[path].dtype)
+        """Element type in memory; of weights in few bits fp32, in which they are dequantized."""
+        leaf = self.arrays[path]
+        return _DEQUANTIZED if isinstance(leaf, QuantizedWeight) else np.dtype(leaf.dtype)
 
     def read(self, path: str, index: Index) -> np.ndarray:
         """Fetched from the devices."""
-        return np.asarray(self.arrays[path][index])
+        leaf = self.arrays[path]
+        if not isinstance(leaf, QuantizedWeight):
+            return np.asarray(leaf[index])
+        layers = jax.tree.map(lambda part: part[index[0]], leaf)
+        return np.asarray(layers.dequantize(_DEQUANTIZED))[(slice(None), *index[1:])]
 
 
 def mapped_parameters(files: TensorReader, weights: WeightMap) -> MappedParameters:

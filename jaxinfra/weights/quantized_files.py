@@ -32,7 +32,7 @@ from jaxinfra.weights.stored_formats import (
     find_gptq,
     find_scaled_fp8,
 )
-from jaxinfra.weights.stored_weights import FindWeight, StoredWeights, found_tensor
+from jaxinfra.weights.stored_weights import DequantizedFiles, FindWeight, found_tensor
 from jaxinfra.weights.tensor_files import DTYPES, StoredTensor, TensorFiles
 
 _FP32, _BF16 = map(jnp.dtype, ("float32", "bfloat16"))
@@ -93,7 +93,7 @@ def _reader(files: TensorFiles, quantization: Quantization | None) -> TensorRead
             return _Mxfp4Files(files=files)
         case None:
             return files
-    return StoredWeights(files=files, find=find)
+    return DequantizedFiles(files=files, find=find)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -181,7 +181,7 @@ def group_numbers(files: TensorFiles, name: str, *, group: int) -> np.ndarray | 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredWeights:
+class DequantizedFiles:
     """A directory's weights, those in few bits shown as float32 matrices."""
 
     files: TensorFiles

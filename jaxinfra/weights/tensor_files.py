@@ -98,6 +98,11 @@ def open_tensor_files(directory: Path) -> TensorFiles:
     return TensorFiles(directory=directory, tensors=tensors)
 
 
+def open_tensor_file(file: Path) -> TensorFiles:
+    """Reads the header of one file; raises as ``open_tensor_files``."""
+    return TensorFiles(directory=file.parent, tensors=_read_header(file))
+
+
 def _listed(index: Path, name: str) -> Path:
     """A file that an index names; raises CheckpointError for one that is not beside it."""
     if name in ("", ".", "..") or "/" in name or len(name.encode()) > _NAME_BYTES:

@@ -2,8 +2,25 @@
 
 
 class InputError(ValueError):
-    """Arguments that no implementation could accept: shapes, dtypes or options that disagree."""
+    """Arguments that no implementation could accept: shapes, dtypes or options that disagree.
+
+    Examples:
+        >>> try:
+        ...     pallas_kernels.softmax(jnp.arange(4))
+        ... except pallas_kernels.InputError as error:
+        ...     print(error)
+        x is int32[4]...
+    """
 
 
 class UnsupportedError(NotImplementedError):
-    """A valid call that the named implementation cannot serve; the message says which can."""
+    """A valid call that the named implementation cannot serve; the message says which can.
+
+    Examples:
+        >>> x, w = jnp.ones((3, 64)), jnp.ones((64, 32))
+        >>> try:
+        ...     pallas_kernels.skinny_matmul(x, w, implementation="hopper")
+        ... except pallas_kernels.UnsupportedError as error:
+        ...     print("xla" in str(error))
+        True
+    """

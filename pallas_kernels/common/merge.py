@@ -35,6 +35,14 @@ def merge_partials(
 
     Raises:
         InputError: shapes that do not match.
+
+    Examples:
+        A row that saw keys in part a alone keeps what it got there:
+
+        >>> a, b = jnp.ones((1, 4)), jnp.zeros((1, 4))
+        >>> out, lse = pallas_kernels.merge_partials(a, jnp.zeros(1), b, jnp.full(1, -jnp.inf))
+        >>> out.tolist(), lse.tolist()
+        ([[1.0, 1.0, 1.0, 1.0]], [0.0])
     """
     if not (out_a.shape == out_b.shape and lse_a.shape == lse_b.shape == out_a.shape[:-1]):
         raise InputError(

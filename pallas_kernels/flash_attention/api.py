@@ -136,6 +136,13 @@ def flash_attention(
         InputError: shapes, dtypes or options that disagree (a ValueError).
         UnsupportedError: the named implementation cannot compute this call; the message says why
             and which can (a NotImplementedError).
+
+    Examples:
+        >>> query = jnp.ones((2, 8, 4, 64), jnp.bfloat16)  # [B, T, N, H]
+        >>> key = value = jnp.ones((2, 8, 2, 64), jnp.bfloat16)  # 2 kv heads for 4 query heads
+        >>> out = pallas_kernels.flash_attention(query, key, value, is_causal=True)
+        >>> out.shape, out.dtype
+        ((2, 8, 4, 64), dtype(bfloat16))
     """
     call = make_call(
         query,

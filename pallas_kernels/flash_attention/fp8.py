@@ -61,6 +61,12 @@ def flash_attention_fp8(
     Raises:
         InputError: operands or options that disagree.
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
+
+    Examples:
+        >>> q = k = v = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+        >>> operands = pallas_kernels.quantize_fp8(q, k, v)
+        >>> pallas_kernels.flash_attention_fp8(operands, is_causal=True).shape
+        (1, 8, 2, 64)
     """
     operands.check()
     spec = make_spec(

@@ -81,8 +81,17 @@ def quantize_fp8(query: jax.Array, key: jax.Array, value: jax.Array) -> Fp8Opera
         key: [B, S, K, H].
         value: [B, S, K, V].
 
+    Returns:
+        Operands with ``q``, ``k``, ``v_t`` in e4m3 and their float32 scales, for
+        ``flash_attention_fp8``; ``dequantized`` gives float32 back.
+
     Raises:
         InputError: shapes or dtypes that disagree.
+
+    Examples:
+        >>> q = k = v = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
+        >>> pallas_kernels.quantize_fp8(q, k, v).q.dtype
+        dtype(float8_e4m3fn)
     """
     check_qkv(query, key, value)
     q, q_scale = _scaled(query.astype(jnp.float32)[:, :, None])

@@ -63,6 +63,13 @@ def flash_attention_gradient(
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation has no such gradient.
+
+    Examples:
+        >>> q = k = v = d_out = jnp.ones((1, 8, 2, 64))
+        >>> out, lse = pallas_kernels.flash_attention(q, k, v, return_residual=True)
+        >>> dq, dk, dv = pallas_kernels.flash_attention_gradient(q, k, v, out, lse, d_out)
+        >>> dv.shape  # every key has an eighth of each of 8 queries' weight
+        (1, 8, 2, 64)
     """
     call = make_call(
         query,

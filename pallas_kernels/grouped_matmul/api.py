@@ -65,6 +65,11 @@ def grouped_matmul(
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation cannot compute this call.
+
+    Examples:
+        >>> x, w = jnp.ones((4, 8)), jnp.stack([jnp.ones((8, 2)), jnp.zeros((8, 2))])
+        >>> pallas_kernels.grouped_matmul(x, w, jnp.array([3, 1]))[:, 0].tolist()
+        [8.0, 8.0, 8.0, 0.0]
     """
     check_operands(x, {"w": w}, group_sizes, rows, positions)
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
@@ -101,6 +106,11 @@ def grouped_swiglu(
 
     Raises:
         InputError, UnsupportedError: as ``grouped_matmul``.
+
+    Examples:
+        >>> x, gate = jnp.ones((4, 8)), jnp.ones((2, 8, 3))
+        >>> pallas_kernels.grouped_swiglu(x, gate, gate, jnp.array([3, 1])).shape
+        (4, 3)
     """
     check_operands(x, {"gate": gate, "up": up}, group_sizes, rows, positions)
     chosen = _choose(implementation, x, gate)

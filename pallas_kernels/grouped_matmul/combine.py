@@ -40,6 +40,12 @@ def combine(
 
     Raises:
         InputError: shapes or dtypes that disagree.
+
+    Examples:
+        >>> y = jnp.array([[1.0], [10.0], [100.0]])
+        >>> positions = jnp.array([[0, 1], [2, -1]])  # the second token's other visit was dropped
+        >>> pallas_kernels.combine(y, positions, jnp.full((2, 2), 0.5)).tolist()
+        [[5.5], [50.0]]
     """
     if y.ndim != 2 or not jnp.issubdtype(y.dtype, jnp.floating):
         raise InputError(f"y is {y.dtype}{list(y.shape)}; floats [M, N] are combined")

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from .mosaic import plgpu
 
 type Named = Mapping[str, Any]
 
@@ -17,7 +17,7 @@ def launch(
     results: Named,
     scratch: Named,
     num_threads: int,
-    compiler_params: plgpu.CompilerParams,
+    compiler_params: "plgpu.CompilerParams",
     **grid: Any,
 ) -> dict[str, Any]:
     """Results by name, of a kernel given its arrays in global and its buffers in shared memory.

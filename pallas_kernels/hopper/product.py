@@ -10,20 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import mma_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, nvvm
 
-from .tile import WGMMA, tiled
+from .mosaic import llvm, mgpu, mma_utils, nvvm, plgpu
+from .tile import tile_layout, tiled
 
 ROWS = 64
 SWIZZLE = 128
 K_OF_INSTRUCTION = 32
 _NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
-# A number a register: of pairs ptxas makes copies while a product is under way.
-IN_FLIGHT = plgpu.Layout._WGMMA_ACC_32BIT
+
+
+def _in_flight() -> Any:
+    """A number a register: of pairs ptxas makes copies while a product is under way."""
+    return plgpu.Layout._WGMMA_ACC_32BIT
 
 
 def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
@@ -42,7 +42,7 @@ def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(ref, ref),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=IN_FLIGHT),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, columns), jnp.float32, layout=_in_flight()),
     )
     def issue(ctx, a, b):
         del ctx
@@ -51,7 +51,7 @@ def start_product(a_ref: Any, b_ref: Any) -> jax.Array:
         b_parts = _descriptors(b, (SWIZZLE, columns), k_major=True)
         nvvm.wgmma_fence_aligned()
         found = _multiply(a_parts, b_parts, columns, types)
-        layout = IN_FLIGHT.to_mgpu()
+        layout = _in_flight().to_mgpu()
         registers = np.array(found, dtype=object).reshape(layout.registers_shape((ROWS, columns)))
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -62,13 +62,13 @@ def finished(product: jax.Array) -> jax.Array:
     """Waits for all products that the warpgroup issued; the last one's result."""
 
     @plgpu.inline_mgpu(
-        arg_types=(IN_FLIGHT,),
-        return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=WGMMA),
+        arg_types=(_in_flight(),),
+        return_type=plgpu.ShapeDtypeStruct(product.shape, jnp.float32, layout=tile_layout()),
     )
     def wait(ctx, x):
         del ctx
         nvvm.wgmma_wait_group_sync_aligned(0)
-        return mgpu.optimization_barrier(x).to_layout(WGMMA.to_mgpu())
+        return mgpu.optimization_barrier(x).to_layout(tile_layout().to_mgpu())
 
     return wait(product)
 

@@ -1,7 +1,8 @@
 """How an array gets from registers to memory as it lies there, without the copy engine."""
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .mosaic import plgpu
 
 STORES_ARE_CHECKED = jax.__version_info__ >= (0, 12)
 

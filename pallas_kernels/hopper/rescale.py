@@ -5,12 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
-from .tile import ROW, WGMMA
+from .mosaic import arith, mgpu, nvvm, plgpu, scf, vector
+from .tile import row_layout, tile_layout
 
 ALL_LANES = 0xFFFFFFFF
 
@@ -19,8 +17,8 @@ def scale_rows_if_needed(x: jax.Array, factor: jax.Array) -> jax.Array:
     """``x * factor[:, None]``, skipped by a warp whose 16 rows all have factor 1."""
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA, ROW),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA),
+        arg_types=(tile_layout(), row_layout()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=tile_layout()),
     )
     def scale(ctx, x, factor):
         del ctx

@@ -6,17 +6,31 @@ two rows. Whole strips are sliced, added and concatenated without moving a value
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .mosaic import plgpu
 
 LOG2E = math.log2(math.e)
 STRIP = 8
-WGMMA = plgpu.Layout.WGMMA
-ROW, COL = WGMMA.reduce(1), WGMMA.reduce(0)
-"""Layouts of a tile in registers, of a number a row of it, and of a number a column."""
+
+
+def tile_layout() -> Any:
+    """Layout of a tile in registers."""
+    return plgpu.Layout.WGMMA
+
+
+def row_layout() -> Any:
+    """Layout of a number for each row of a tile."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def column_layout() -> Any:
+    """Layout of a number for each column of a tile."""
+    return plgpu.Layout.WGMMA.reduce(0)
 
 
 def swizzle_bytes(*widths: int, itemsize: int = 2) -> int:
@@ -24,13 +38,15 @@ def swizzle_bytes(*widths: int, itemsize: int = 2) -> int:
     return next(size for size in (128, 64, 32) if all(w % (size // itemsize) == 0 for w in widths))
 
 
-def tiled(swizzle: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+def tiled(
+    swizzle: int, itemsize: int = 2
+) -> "tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]":
     """Transforms of a shared memory tile that WGMMA and the copy engine both understand."""
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def _iota(rows: int, axis: int) -> jax.Array:
-    return plgpu.broadcasted_iota(jnp.int32, (rows, STRIP), axis, layout=WGMMA)
+    return plgpu.broadcasted_iota(jnp.int32, (rows, STRIP), axis, layout=tile_layout())
 
 
 def mask_tile(

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
-from pallas_kernels.hopper.tile import LOG2E, ROW, mask_tile, soft_cap, sum_strips, tiled
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import LOG2E, mask_tile, row_layout, soft_cap, sum_strips, tiled
 
 WARPGROUP_ROWS = 64
 NUM_COMPUTE = 2
@@ -224,7 +224,7 @@ class _Kernel:
         """The product of 64 rows and one tile of ids, then its epilogue."""
         c = self.c
         rows = pl.ds(row0 + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        reference = plgpu.load(gmem.reference.at[rows], layout=ROW, optimized=False)
+        reference = plgpu.load(gmem.reference.at[rows], layout=row_layout(), optimized=False)
         # The first wait comes before the accumulator exists: its zeros then cost no instruction.
         plgpu.barrier_wait(smem.full.at[lax.rem(done, c.num_stages)])
 

@@ -51,6 +51,11 @@ def rms_norm(
     Raises:
         InputError: shapes, dtypes or epsilon that make no norm, or an unknown implementation.
         UnsupportedError: the Hopper kernels are named and cannot compute this call.
+
+    Examples:
+        >>> x = jnp.array([[3.0, -3.0, 3.0, -3.0]])
+        >>> pallas_kernels.rms_norm(x, jnp.ones(4), epsilon=0.0).tolist()
+        [[1.0, -1.0, 1.0, -1.0]]
     """
     return _checked("rms_norm", x, (scale,), epsilon, residual, implementation, num_devices)
 
@@ -76,6 +81,11 @@ def layer_norm(
 
     Raises:
         InputError, UnsupportedError: as ``rms_norm``.
+
+    Examples:
+        >>> x = jnp.array([[5.0, 1.0, 5.0, 1.0]])
+        >>> pallas_kernels.layer_norm(x, jnp.ones(4), epsilon=0.0).tolist()
+        [[1.0, -1.0, 1.0, -1.0]]
     """
     vectors = (scale,) if bias is None else (scale, bias)
     return _checked("layer_norm", x, vectors, epsilon, residual, implementation, num_devices)

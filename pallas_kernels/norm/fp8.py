@@ -39,6 +39,11 @@ def rms_norm_fp8(
     Raises:
         InputError: as ``rms_norm``.
         UnsupportedError: as ``rms_norm``, or a gradient is taken.
+
+    Examples:
+        >>> rows = pallas_kernels.rms_norm_fp8(jnp.ones((2, 4)), jnp.ones(4), epsilon=0.0)
+        >>> rows.values.dtype, rows.scale.shape, rows.dequantized()[0, 0].item()
+        (dtype(float8_e4m3fn), (2,), 1.0)
     """
     vectors = (scale,)
     return _checked("rms_norm", x, vectors, epsilon, residual, implementation, num_devices)
@@ -65,6 +70,11 @@ def layer_norm_fp8(
 
     Raises:
         InputError, UnsupportedError: as ``rms_norm_fp8``.
+
+    Examples:
+        >>> rows = pallas_kernels.layer_norm_fp8(jnp.ones((2, 4)), jnp.ones(4), epsilon=1e-5)
+        >>> rows.dequantized().shape
+        (2, 4)
     """
     vectors = (scale,) if bias is None else (scale, bias)
     return _checked("layer_norm", x, vectors, epsilon, residual, implementation, num_devices)

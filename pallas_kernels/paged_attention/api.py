@@ -72,6 +72,14 @@ def paged_attention(
     Raises:
         InputError: shapes, dtypes or options that disagree.
         UnsupportedError: the named implementation cannot compute this call.
+
+    Examples:
+        One row of 3 tokens, in pages 1 and 0 of a pool of 2 pages with 2 slots:
+
+        >>> q, pool = jnp.ones((1, 4, 8)), jnp.ones((2, 2, 2, 8))
+        >>> tables, lengths = jnp.array([[1, 0]]), jnp.array([3])
+        >>> pallas_kernels.paged_attention(q, pool, pool, tables, lengths).shape
+        (1, 4, 8)
     """
     q, k_pages = jnp.asarray(q), jnp.asarray(k_pages)
     v_pages = None if v_pages is None else jnp.asarray(v_pages)

@@ -32,8 +32,20 @@ def append_to_pages(
         rope: cos and sin, float32 [B, T, R]: pairs (i, i + R) of the keys' first 2 R columns are
             turned, in float32.
 
+    Returns:
+        ``k_pages`` and ``v_pages`` (None where none were given), of their shapes and dtypes.
+
     Raises:
         InputError: shapes that disagree.
+
+    Examples:
+        A row of 3 tokens in 2 pages of 2 slots, whose pages are 1 and 0 of the pool:
+
+        >>> new, pool = jnp.ones((1, 3, 1, 4)), jnp.zeros((2, 2, 1, 4))
+        >>> tables, positions = jnp.array([[1, 0]]), jnp.array([[0, 1, 2]])
+        >>> k, _ = pallas_kernels.append_to_pages(new, None, pool, None, tables, positions)
+        >>> k[..., 0, 0].tolist()
+        [[1.0, 0.0], [1.0, 1.0]]
     """
     if (v_new is None) != (v_pages is None):
         raise InputError("v_new and v_pages come together: only one was given")

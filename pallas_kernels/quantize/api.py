@@ -51,9 +51,18 @@ def quantize(
             128x128, C of 128) or "xla"; "auto" takes hopper where it can.
         num_devices: that the compiler spreads the call over; "hopper" runs on one.
 
+    Returns:
+        ``values`` in 8 bits [R, C] and the float32 ``scale`` that multiplies them, whose shape
+        ``scaled_matmul`` lists.
+
     Raises:
         InputError: arguments that disagree, or an unknown implementation.
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
+
+    Examples:
+        >>> values, scale = pallas_kernels.quantize(jnp.full((2, 128), 7.0), "row")
+        >>> values[0, 0].item(), scale.tolist()
+        (448.0, [0.015625, 0.015625])
     """
     form, dtype = _checked(x, scaling, jnp.dtype(dtype), implementation)
     if scale is not None and (form is not Scaling.TENSOR or scale.shape or power_of_two):
@@ -90,6 +99,11 @@ def quantize_both_ways(
 
     Raises:
         InputError, UnsupportedError: as ``quantize``.
+
+    Examples:
+        >>> x, transposed = pallas_kernels.quantize_both_ways(jnp.ones((128, 256)))
+        >>> x.values.shape, transposed.values.shape
+        ((128, 256), (256, 128))
     """
     form, dtype = _checked(x, Scaling.BLOCK_OF_ROW, jnp.dtype(dtype), implementation)
     options = {"dtype": dtype, "power_of_two": power_of_two}

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import device
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 
 from .formula import magnitude, scale_and_inverse

@@ -6,6 +6,8 @@ from .columns import concatenated_columns as concatenated_columns
 from .columns import repeated_outputs as repeated_outputs
 from .reference import dequantized_rows as dequantized_rows
 from .rounding import round_weight as round_weight
+from .scales import DoubleQuantizedScales as DoubleQuantizedScales
+from .scales import double_quantized as double_quantized
 from .weight import Activations as Activations
 from .weight import QuantizedWeight as QuantizedWeight
 from .weight import WeightCode as WeightCode

@@ -42,6 +42,12 @@ def quantized_matmul(
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: a gradient through rounded activations, or the reference with those.
+
+    Examples:
+        >>> from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, round_weight
+        >>> weight = round_weight(jnp.ones((64, 32)), WeightFormat(code=WeightCode.INT8))
+        >>> pallas_kernels.quantized_matmul(jnp.ones((1, 64)), weight).shape
+        (1, 32)
     """
     x = jnp.asarray(x)
     rows, columns = weight.matrix_shape
@@ -68,7 +74,7 @@ def quantized_matmul(
     def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         if implementation == "reference":
             return quantized_matmul_reference(x, weight, out_dtype=out)
-        return quantized_matmul_xla(x, weight, out_dtype=out, most_bytes=most_bytes)
+        return quantized_matmul_xla(x, weight.plain, out_dtype=out, most_bytes=most_bytes)
 
     def forward(x: jax.Array, weight: QuantizedWeight):
         if weight.format.activations is not None:
@@ -80,7 +86,7 @@ def quantized_matmul(
 
     def backward(weight: QuantizedWeight, cotangent: jax.Array):
         cotangent = cotangent.astype(x.dtype)
-        return input_gradient(cotangent, weight, out_dtype=x.dtype), None
+        return input_gradient(cotangent, weight.plain, out_dtype=x.dtype), None
 
     product.defvjp(forward, backward)
     return product(x, weight)

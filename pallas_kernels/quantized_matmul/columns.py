@@ -23,6 +23,7 @@ def by_column_format(form: WeightFormat) -> WeightFormat:
 
 def by_column(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight with a scale for each column, where blocks of columns share one."""
+    weight = weight.plain
     form, columns = weight.format, weight.matrix_shape[1]
     if form.group_columns == 1:
         return weight

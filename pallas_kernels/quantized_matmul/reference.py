@@ -81,6 +81,7 @@ def weight_scales(weight: QuantizedWeight) -> jax.Array:
 
 def dequantized_rows(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
     """The weight as a matrix [*, K, N]: in fp32, rounded once to ``dtype``."""
+    weight = weight.plain
     rows = (weight_values(weight) * weight_scales(weight)).astype(dtype)
     if weight.order is None:
         return rows

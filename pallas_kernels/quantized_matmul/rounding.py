@@ -3,6 +3,7 @@
 Dims: K row, the contracted dim, N column, G group of rows, C block of columns.
 """
 
+import itertools
 import math
 
 import jax
@@ -86,8 +87,9 @@ def _codes(scaled: jax.Array, form: WeightFormat, zeros: jax.Array | None) -> ja
         case WeightCode.E4M3:
             return jnp.clip(scaled, -448.0, 448.0).astype(jnp.float8_e4m3fn)
         case WeightCode.NF4:
-            values = jnp.asarray(NF4_VALUES, jnp.float32)
-            return jnp.searchsorted((values[1:] + values[:-1]) / 2, scaled).astype(jnp.uint8)
+            # Halves of double precision, rounded once, are the bounds that bitsandbytes spells out.
+            bounds = [(low + high) / 2 for low, high in itertools.pairwise(NF4_VALUES)]
+            return jnp.searchsorted(jnp.asarray(bounds, jnp.float32), scaled).astype(jnp.uint8)
 
 
 def _over_groups(x: jax.Array, form: WeightFormat, reduce) -> jax.Array:

@@ -16,11 +16,14 @@ Dims: K row, the contracted dim, N column, G group, C block of columns.
 import dataclasses
 import enum
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError
+
+from .scales import DoubleQuantizedScales
 
 
 class WeightCode(enum.StrEnum):
@@ -114,10 +117,20 @@ class QuantizedWeight:
     Dims in front of the matrix (layers, experts) lead every part, so that a tree of weights may be
     scanned over, sliced and stacked by its arrays. What the weight's own dims are is static: the
     first of ``inputs`` and ``outputs`` vary slowest in rows and columns.
+
+    Raises:
+        InputError: from ``check``, for parts that do not fit each other.
+
+    Examples:
+        >>> from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, round_weight
+        >>> form = WeightFormat(code=WeightCode.INT4, group_rows=32)
+        >>> weight = round_weight(jnp.ones((64, 32)), form)
+        >>> weight.shape, weight.data.dtype, weight.data.shape  # two elements in a byte
+        ((64, 32), dtype('uint8'), (32, 32))
     """
 
     data: jax.Array  # [*, K, N] of 8 bits; uint8 [*, K / 2, N] of 4
-    scales: jax.Array  # floating [*, G, C]
+    scales: Any  # floating [*, G, C]: an array, or ``DoubleQuantizedScales``
     zeros: jax.Array | None = None  # integers [*, G, N]; None: symmetric
     order: jax.Array | None = None  # int32 [*, K]: row k of the data is the weight's row order[k]
     format: WeightFormat = dataclasses.field(metadata={"static": True})
@@ -150,7 +163,7 @@ class QuantizedWeight:
         return math.prod(self.shape)
 
     @property
-    def parts(self) -> dict[str, jax.Array]:
+    def parts(self) -> dict[str, Any]:
         """The arrays, by name; absent ones left out."""
         named = {name: getattr(self, name) for name in ("data", "scales", "zeros", "order")}
         return {name: array for name, array in named.items() if array is not None}
@@ -158,7 +171,15 @@ class QuantizedWeight:
     @property
     def nbytes(self) -> int:
         """Of all parts."""
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in self.parts.values())
+        leaves = jax.tree.leaves(self.parts)
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+    @property
+    def plain(self) -> "QuantizedWeight":
+        """The same weight, with scales that are numbers."""
+        if not isinstance(self.scales, DoubleQuantizedScales):
+            return self
+        return dataclasses.replace(self, scales=self.scales.values())
 
     def check(self) -> "QuantizedWeight":
         """This weight; raises InputError where its parts disagree."""

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, WARPS
+from pallas_kernels.hopper.mosaic import plgpu
 
 NUM_CLUSTERS = {1: NUM_PROCESSORS, 2: 66, 4: 30, 8: 15}
 """By their blocks, how many run at the same time."""

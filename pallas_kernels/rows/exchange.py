@@ -6,10 +6,9 @@ Dims: A part of a row in a warpgroup, P part of a row.
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
 
 from .config import Twice, Wide, lane_layout
 from .smem import TURNS

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
 
 MASK = jnp.dtype(jnp.int8)
 """Of masks: a byte an element; the GPU's kernels read no bool."""
@@ -143,7 +143,7 @@ class RowCall:
         return sum(dtype.itemsize for dtype in self.dtypes)
 
 
-def compiler_params(dtype: jnp.dtype, reduction_scratch_bytes: int) -> plgpu.CompilerParams:
+def compiler_params(dtype: jnp.dtype, reduction_scratch_bytes: int) -> "plgpu.CompilerParams":
     """Of every form; ``dtype`` is the inputs'.
 
     Exponentials and roots to 2**-22, an instruction each, are enough for 16 bits alone.

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
 
 from .config import Stream, Twice, Wide
 from .formula import RowCall

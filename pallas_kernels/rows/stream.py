@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS, WARPS
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.registers import write_registers
 
 from .config import Stream, lane_layout, tile_layout

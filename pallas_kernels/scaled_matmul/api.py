@@ -56,6 +56,12 @@ def scaled_matmul(
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: the named implementation cannot compute this call, or a gradient is taken.
+
+    Examples:
+        >>> a, a_scale = pallas_kernels.quantize(jnp.ones((2, 128)), "tensor")
+        >>> b, b_scale = pallas_kernels.quantize(jnp.ones((3, 128)), "tensor")
+        >>> pallas_kernels.scaled_matmul(a, b, a_scale, b_scale)[0].tolist()
+        [128.0, 128.0, 128.0]
     """
     spec = make_scaled_spec(
         a, b, a_scale, b_scale, out_dtype=jnp.dtype(out_dtype), accumulate=accumulate

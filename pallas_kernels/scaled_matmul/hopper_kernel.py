@@ -23,18 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.scales import BLOCK, Scaling
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.product import finished, start_product
-from pallas_kernels.hopper.tile import COL, ROW, WGMMA, tiled
+from pallas_kernels.hopper.tile import column_layout, row_layout, tile_layout, tiled
 
 from .config import DEPTH, NUM_COMPUTE, STRIPE_BYTES, WARPGROUP_ROWS, ScaledConfig
 from .spec import ScaledSpec
 
 LOADER = NUM_COMPUTE  # the index of the warpgroup that copies
-PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
 COLUMNS_AT_ONCE = 32  # whose scales are in registers at a time
 
 
@@ -58,7 +57,7 @@ class ScaledKernel:
             operands=operands,
             results={"out": out},
             scratch=self.scratch(),
-            compiler_params=PARAMS,
+            compiler_params=_compiler_params(),
             **self.blocks(),
         )
         return found["out"]
@@ -76,7 +75,7 @@ class ScaledKernel:
             )
 
         mesh = plgpu.Mesh(thread_name="wg", **self.blocks())
-        call: Any = pl.kernel(body, out_type=(), mesh=mesh, compiler_params=PARAMS)
+        call: Any = pl.kernel(body, out_type=(), mesh=mesh, compiler_params=_compiler_params())
         call(*operands.values())
 
     def blocks(self) -> dict[str, Any]:
@@ -275,7 +274,7 @@ class ScaledKernel:
             of_rows = gmem.a_scale[j, i]
         else:
             rows = gmem.a_scale.at[j, pl.ds(row, WARPGROUP_ROWS)]
-            of_rows = plgpu.load(rows, layout=ROW, optimized=False)
+            of_rows = plgpu.load(rows, layout=row_layout(), optimized=False)
         of_columns = []
         if spec.b is Scaling.BLOCK:
             for n in range(0, c.group_n, c.part_n):
@@ -297,7 +296,7 @@ class ScaledKernel:
         sums = []
         for i in range(0, self.c.part_n, COLUMNS_AT_ONCE):
             some = pl.ds(columns.start + i, COLUMNS_AT_ONCE)
-            of_each = plgpu.load(smem.b_scale.at[slot, some], layout=COL)
+            of_each = plgpu.load(smem.b_scale.at[slot, some], layout=column_layout())
             shape = (WARPGROUP_ROWS, COLUMNS_AT_ONCE)
             piece, before, by_row = (_columns(x, i) for x in (part, total, factor))
             sums.append(before + piece * (by_row * lax.broadcast_in_dim(of_each, shape, [1])))
@@ -311,12 +310,12 @@ class ScaledKernel:
             total = total * gmem.a_scale[()]
         else:
             rows = gmem.a_scale.at[pl.ds(row, WARPGROUP_ROWS)]
-            of_rows = plgpu.load(rows, layout=ROW, optimized=False)
+            of_rows = plgpu.load(rows, layout=row_layout(), optimized=False)
             total = total * lax.broadcast_in_dim(of_rows, total.shape, [0])
         if self.spec.b is Scaling.TENSOR:
             return total * gmem.b_scale[()]
         columns = gmem.b_scale.at[pl.ds(column, self.c.part_n)]
-        of_columns = plgpu.load(columns, layout=COL, optimized=False)
+        of_columns = plgpu.load(columns, layout=column_layout(), optimized=False)
         return total * lax.broadcast_in_dim(of_columns, total.shape, [1])
 
     def store(self, gmem, smem, wg, total, row, column0, first_column, split, p: int) -> None:
@@ -345,4 +344,8 @@ def _columns(x: jax.Array, first: int) -> jax.Array:
 
 
 def _zeros(shape: tuple[int, int]) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), WGMMA)
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), tile_layout())
+
+
+def _compiler_params() -> "plgpu.CompilerParams":
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)

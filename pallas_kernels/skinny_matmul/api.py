@@ -39,6 +39,11 @@ def skinny_matmul(
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
         UnsupportedError: the kernel is named and cannot compute this call, or a gradient is taken.
+
+    Examples:
+        >>> x, w = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+        >>> pallas_kernels.skinny_matmul(x, w)[0, 0].item()
+        64.0
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0] or x.dtype != w.dtype:

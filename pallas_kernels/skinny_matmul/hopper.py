@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import swizzle_bytes, tiled
 
 from .config import MOST_ROWS, ROW_MULTIPLE, ROWS, SkinnyConfig, config_for, num_groups

@@ -48,6 +48,10 @@ def softmax(
         InputError: not floats, another axis than the last, a mask that is not bool or does not
             broadcast, or an unknown implementation.
         UnsupportedError: the Hopper kernels are named and cannot compute this call.
+
+    Examples:
+        >>> pallas_kernels.softmax(jnp.array([[0.0, 0.0, 9.0]]), where=jnp.arange(3) < 2).tolist()
+        [[0.5, 0.5, 0.0]]
     """
     dispatch.check_input("softmax", x, axis)
     if where is not None:
@@ -73,6 +77,19 @@ def log_softmax(
     """``x - max - log(sum(exp(x - max)))`` over the last dim; all else as in ``softmax``.
 
     Its gradient is computed from ``x``: the result in 16 bits is too coarse to be exponentiated.
+
+    Args:
+        x: [..., C], floats.
+        axis: the last one.
+        implementation: as in ``softmax``.
+        num_devices: that the compiler spreads the call over.
+
+    Raises:
+        InputError, UnsupportedError: as ``softmax``.
+
+    Examples:
+        >>> pallas_kernels.log_softmax(jnp.zeros((1, 2)))[0].tolist()
+        [-0.693147..., -0.693147...]
     """
     dispatch.check_input("log_softmax", x, axis)
     if implementation == "reference":

@@ -37,6 +37,9 @@ def test_source_rules(path):
     assert not re.search(r"^\s*(from|import) jax\._src", text, re.MULTILINE), "public JAX only"
     assert "from __future__ import annotations" not in text, "jaxtyping reads real annotations"
     assert len(text.splitlines()) <= 400, "a file over 400 lines is two rooms"
+    if path.is_relative_to(ROOT / "pallas_kernels") and path.name not in ("mosaic.py", "timing.py"):
+        early = r"^(from|import) jax\.experimental\.(mosaic|pallas import mosaic_gpu)"
+        assert not re.search(early, text, re.MULTILINE), "import it from hopper/mosaic.py"
 
 
 def test_reading_path_is_short():

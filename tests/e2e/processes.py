@@ -16,17 +16,13 @@ from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import fast_compiling
 import jax
 
 from jaxinfra.cli.entry import GARBAGE_THRESHOLDS
 from jaxinfra.cli.main import main
 from jaxinfra.core.signals import guard_process
 
-# Small programs that run for a second and compile for several: as the tests themselves compile.
-COMPILE_FAST = (
-    "--xla_backend_optimization_level=0"
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-)
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
@@ -127,7 +123,7 @@ def _child(
     for descriptor, suffix in zip((1, 2), _SUFFIXES, strict=True):
         file = os.open(log.with_suffix(suffix), os.O_WRONLY)
         os.dup2(file, descriptor)
-    flags = f"{environment.get('XLA_FLAGS', '')} {COMPILE_FAST}"
+    flags = f"{environment.get('XLA_FLAGS', '')} {fast_compiling.FLAGS}"
     os.environ.update(environment | {"XLA_FLAGS": flags})
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # With a size, entries are written and read under a lock: workers share them.

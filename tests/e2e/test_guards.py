@@ -84,10 +84,28 @@ def test_a_bad_batch_is_found_and_left_out(bench, excluded):
     assert (found["step"], found["samples"]) == (10, [72, 79])
     assert len(incidents(bench / "run", "went back")) == 2, "to see it again, and to leave it out"
     assert_like_excluded(bench / "run", excluded)
+    explained(bench / "run")
     # What was undone is not in the metrics, and is in the ledger of time.
     steps = [line["step"] for line in metrics(bench / "run") if "heldout_loss" not in line]
     assert steps == list(range(1, STEPS + 1))
     assert json.loads((bench / "run" / "summary.json").read_text())["wall_s_by_cause"]["lost"] > 0
+
+
+def explained(run: Path) -> None:
+    """The report names the samples, all of which are spoilt, and the layer that met them first."""
+    (found,) = incidents(run, "loss spike")
+    report = json.loads((run / "spikes" / "step-00000010.json").read_text())
+    assert found["report"].endswith("step-00000010.json")
+    assert (report["step"], report["compared_with"]) == (10, 9)
+    assert sorted(each["sample"] for each in report["samples"]) == samples_of(10)
+    losses = [each["loss"] for each in report["samples"]]
+    assert losses == sorted(losses, reverse=True)
+    text = (run / "spikes" / "step-00000010.json").read_text()
+    assert "left out from now on" in text
+    assert report["samples"][0]["text"]
+    grown = {each["name"]: each["growth"] for each in report["layers"]}
+    assert grown.keys() >= {"embedding", "layer 0", "final_norm"}
+    assert max(grown.values()) > 1.5
 
 
 def test_a_fault_that_passes_is_told_from_a_bad_batch(bench, undisturbed):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxinfra.gym import damage, deaths, wrong_or_slow
+from jaxinfra.gym import damage, deaths, serving, wrong_or_slow
 from jaxinfra.gym.verdict import FAULTS
 
 ROOT = Path(__file__).parents[2]
-GYM = (damage, deaths, wrong_or_slow)  # they enter their faults when imported
+GYM = (damage, deaths, serving, wrong_or_slow)  # they enter their faults when imported
 
 # Fault: file, what it says, what the broken one says, and words of the evidence.
 BREAKS = {
@@ -142,6 +142,54 @@ BREAKS = {
         "        jax.distributed.shutdown()\n",
         "        os._exit(jax.process_index() // 7)\n",
         "exit ",
+    ),
+    24: (
+        "serving/http/service.py",
+        "            if drawn:\n",
+        "            if False:\n",
+        "requests of 12 clients were cancelled",
+    ),
+    25: (
+        "serving/http/start.py",
+        "    if running.failure is not None:\n",
+        "    if False:\n",
+        "exit code 0, expected 1",
+    ),
+    26: (
+        "serving/http/app.py",
+        'headers = {"Retry-After": str(_RETRY_AFTER_S)}',
+        "headers = {}",
+        "429 without Retry-After",
+    ),
+    27: (
+        "serving/http/service.py",
+        "asyncio.Queue()",
+        "asyncio.Queue(8)",
+        "the slow client's stream did not end",
+    ),
+    28: (
+        "serving/http/app.py",
+        "@app.exception_handler(HTTPException)",
+        "@app.exception_handler(NotImplementedError)",
+        "was answered 400",
+    ),
+    29: (
+        "serving/engine/programs.py",
+        "is_bad_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)",
+        "is_bad_B = jnp.full(len(logits_BV), ~jnp.all(jnp.isfinite(logits_BV)))",
+        "was answered",
+    ),
+    30: (
+        "serving/http/server.py",
+        "await asyncio.to_thread(self._drain, self._drain_s)",
+        "await asyncio.to_thread(self._drain, 0.0)",
+        "not answered while it drained",
+    ),
+    31: (
+        "serving/replicas/front.py",
+        "_MOST_TRIES = 3",
+        "_MOST_TRIES = 1",
+        "neither whole nor told",
     ),
 }
 

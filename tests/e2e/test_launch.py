@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.gym import damage, deaths, wrong_or_slow
+from jaxinfra.gym import damage, deaths, serving, wrong_or_slow
 from jaxinfra.gym.arena import Arena, metrics, state_sums, values
 from jaxinfra.gym.verdict import FAULTS, judge
 from jaxinfra.reliability.recorder import read_records
 
-GYM = (damage, deaths, wrong_or_slow)  # they enter their faults when imported
+GYM = (damage, deaths, serving, wrong_or_slow)  # they enter their faults when imported
 TWO_DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 # Take no second start of a job.
 FAST = (1,)

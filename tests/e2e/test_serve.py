@@ -7,6 +7,7 @@ import http.client
 import json
 import pathlib
 import re
+import socket
 import threading
 import time
 import urllib.error
@@ -36,6 +37,7 @@ from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.generate import generate
+from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
@@ -104,7 +106,9 @@ class Running:
             name="letters",
             limits=ServiceLimits(max_body_bytes=20_000, max_continuations=6),
         )
-        self.server = HttpServer(service, ServerOptions(port=0, api_key=KEY, drain_s=20))
+        options = ServerOptions(port=0, api_key=KEY, drain_s=20)
+        app = application(service, api_key=KEY)
+        self.server = HttpServer(app, options, drain=self.thread.drain)
 
     def alone(self, prompt: str, *, new: int) -> str:
         ids = [256, *prompt.encode()]
@@ -258,6 +262,37 @@ def test_log_probabilities(running, client):
     assert [each.logprob for each in content] == [each.top_logprobs[0].logprob for each in content]
 
 
+def test_a_harness_scores_texts_by_echoed_prompts(running, client):
+    """As lm-eval's local-completions does: token ids, several at once, a context's end known by its
+    length, nothing drawn that counts.
+    """
+    contexts, texts = ((256, 97, 98), (256,)), ((99, 100), (120, 121, 122))
+    prompts = [[*context, *text] for context, text in zip(contexts, texts, strict=True)]
+    asked = {"model": "letters", "prompt": prompts, "temperature": 0, "echo": True, "logprobs": 1}
+    one, none = (client.completions.create(**asked, max_tokens=new, seed=1) for new in (1, 0))
+    for number, (ids, context) in enumerate(zip(prompts, contexts, strict=True)):
+        logits = np.asarray(running.decoder(np.array([ids], np.int32)))[0, :-1, :257]
+        true = np.asarray(jax.nn.log_softmax(logits.astype(np.float64)))
+        told, alone = (answer.choices[number].logprobs for answer in (one, none))
+        scored = slice(len(context), -1)  # without what was drawn
+        want = [true[at - 1, ids[at]] for at in range(len(context), len(ids))]
+        np.testing.assert_allclose(told.token_logprobs[scored], want, atol=1e-4)
+        greedy = [
+            value == max(top.values())
+            for value, top in zip(
+                told.token_logprobs[scored], told.top_logprobs[scored], strict=True
+            )
+        ]
+        assert greedy == [
+            ids[at] == np.argmax(true[at - 1]) for at in range(len(context), len(ids))
+        ]
+        assert alone.token_logprobs == told.token_logprobs[:-1]
+        assert len(alone.tokens) == len(ids)
+    assert none.usage.completion_tokens == 0
+    assert [choice.finish_reason for choice in none.choices] == ["length"] * 2
+    assert none.choices[0].text == running.model.tokenizer.decode(prompts[0])
+
+
 def test_settings_reach_the_draw(client):
     settings = {"model": "letters", "prompt": "abc", "max_tokens": 4, "temperature": 0}
     biased = client.completions.create(**settings, logit_bias={"65": 100})
@@ -304,6 +339,9 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
         ("/v1/completions", BASE | {"temperature": -1}, 400, "temperature"),
         ("/v1/completions", BASE | {"best_of": 2}, 400, "best_of"),
         ("/v1/completions", b"{", 400, "JSON"),
+        ("/v1/completions", b"\xff\xfe", 400, "parsing the body"),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
+        ("/v1/nothing", BASE, 404, "Not Found"),
         ("/v1/completions", BASE | {"prompt": [300]}, 400, r"token ids 300\.\.300"),
         ("/v1/completions", BASE | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (
@@ -323,6 +361,7 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
     ],
     ids=[
         *("too_long", "model", "choices", "temperature", "unknown_setting", "no_json"),
+        *("no_text", "half_a_character", "path"),
         *("ids", "body_size", "structure", "role", "image", "embeddings"),
     ],
 )
@@ -384,6 +423,28 @@ def test_a_client_that_goes_away_frees_its_pages(running):
         connection.close()
     wait_until_idle(running)
     assert running.engine.counts.ended["cancelled"] > ended.get("cancelled", 0)
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(running):
+    """What it asked for is computed and waits for it, and others are answered meanwhile."""
+    body = BASE | {"max_tokens": 200, "ignore_eos": True, "temperature": 0, "logprobs": 20}
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", running.server.port, timeout=30)
+    ) as slow:
+        slow.connect()
+        slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        slow.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), headers)
+        assert post(running, "/v1/completions", BASE)[0] == 200
+        wait_until_idle(running)
+        events = slow.getresponse().read().decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    said = [json.loads(each.removeprefix("data: "))["choices"][0] for each in events[:-1]]
+    assert (
+        "".join(each["text"] for each in said)
+        == (post(running, "/v1/completions", body)[1]["choices"][0]["text"])
+    )
+    assert said[-1]["finish_reason"] == "length"
 
 
 def test_metrics_have_the_names_of_dashboards(running, client):

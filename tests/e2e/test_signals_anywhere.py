@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import fast_compiling
 import pytest
-from e2e.processes import COMPILE_FAST
 from e2e.runs import STEPS, Bench, assert_same_run
 
 from jaxinfra.core.signals import RESUMABLE_EXIT
@@ -86,7 +86,7 @@ def signalled(bench: Bench, number: int, moment: Moment) -> Outcome:
         "value": 0.5,
     }
     environment = {
-        "XLA_FLAGS": COMPILE_FAST,
+        "XLA_FLAGS": fast_compiling.FLAGS,
         "PYTHONUNBUFFERED": "1",
         VARIABLE: json.dumps([pauses]),
     }

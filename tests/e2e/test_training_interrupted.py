@@ -30,9 +30,9 @@ STOPS = [
     ("jaxinfra.training.job:Job.put", 2, INT, 2),
     ("jaxinfra.checkpoint.checkpointer:Checkpointer.restore", 1, TERM, 2),
     ("jaxinfra.checkpoint.checkpointer:Checkpointer.save", 1, INT, 4),
-    ("jaxinfra.training.loop:evaluate_heldout", 1, TERM, 8),  # which resuming makes up for
+    ("jaxinfra.training.loop:evaluate_sets", 1, TERM, 8),  # which resuming makes up for
     ("jaxinfra.checkpoint.saving:Save.wait_until_copied", 1, TERM, 12),
-    ("jaxinfra.training.loop:evaluate_heldout", 2, INT, STEPS),
+    ("jaxinfra.training.loop:evaluate_sets", 2, INT, STEPS),
     ("jaxinfra.training.loop:summarize", 1, TERM, None),  # too late to stop anything
 ]
 # What is killed when, and the newest complete checkpoint then.
@@ -44,7 +44,7 @@ KILLS = [
     ("jaxinfra.checkpoint.directory_layout:delete", 1, 12),  # of step 4, after the commit of 12
     ("jaxinfra.checkpoint.arrays:Write.finish", 1, 12),
     ("jaxinfra.training.metrics:MetricsLog.write", 3, 12),
-    ("jaxinfra.training.loop:draw_loss", 1, STEPS),
+    ("jaxinfra.training.loop:draw_run", 1, STEPS),
     ("jaxinfra.checkpoint.run_directory:RunDirectory.write_summary", 1, STEPS),
 ]
 

@@ -12,10 +12,10 @@ import threading
 from collections import defaultdict
 from pathlib import Path
 
+import fast_compiling
 import matplotlib.image
 import pytest
 from e2e.faults import signal_at, terminal
-from e2e.processes import COMPILE_FAST
 from e2e.runs import STEPS, checkpoints, make_text, metrics, without_times
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
@@ -25,10 +25,21 @@ ROOT = Path(__file__).parents[2]
 def test_as_people_start_it(bench, whole):
     """``python -m jaxinfra``, with nothing imported before: the run of the other tests."""
     words = [sys.executable, "-m", "jaxinfra", *map(str, bench.new("run"))]
-    flags = {**os.environ, "XLA_FLAGS": COMPILE_FAST}  # as the other tests' processes
+    flags = {**os.environ, "XLA_FLAGS": fast_compiling.FLAGS}  # as the other tests' processes
     ended = subprocess.run(words, cwd=ROOT, env=flags, capture_output=True, text=True, timeout=300)
     assert (ended.returncode, ended.stderr) == (0, ""), ended
     assert without_times(bench / "run") == without_times(whole)
+
+
+def test_starting_waits_for_no_compiler_of_kernels(bench):
+    """Mosaic takes two thirds as long to import as JAX; only the trace of a kernel needs it."""
+    assert bench.run(["--version"], before=nothing_of_mosaic).code == 0
+
+
+def nothing_of_mosaic() -> None:
+    """Called where everything that a command imports has been imported."""
+    assert "pallas_kernels.flash_attention.hopper" in sys.modules
+    assert "jax.experimental.mosaic.gpu" not in sys.modules
 
 
 def test_directory(whole):

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 
+import fast_compiling
 import pytest
-from e2e.processes import COMPILE_FAST
 from e2e.runs import Bench, metrics
 
 from jaxinfra.core.signals import RESUMABLE_EXIT
@@ -154,7 +154,7 @@ def test_only_the_named_address_listens_and_strangers_get_nothing(hosts, bench: 
     words += ["--mesh", "fsdp=2"]
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": COMPILE_FAST.split()[0],
+        "XLA_FLAGS": fast_compiling.FLAGS,
         "JAXINFRA_COORDINATOR": f"host0:{_PORT}",
         "JAXINFRA_NUM_PROCESSES": "2",
         "JAXINFRA_TOKEN": secrets.token_hex(16),

@@ -14,17 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxinfra.config.kinds import MlpKind, NormKind, NormPlacement
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
     LatentAttentionConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
-    NormKind,
-    NormPlacement,
     stacked,
 )
 from jaxinfra.config.optimizer import OptimizerConfig

@@ -20,14 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfra.config.model import (
-    BlockConfig,
-    LatentAttentionConfig,
-    MlpKind,
-    ModelConfig,
-    NormConfig,
-    NormKind,
-)
+from jaxinfra.config.kinds import MlpKind, NormKind
+from jaxinfra.config.model import BlockConfig, LatentAttentionConfig, ModelConfig, NormConfig
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.rope import RopeConfig, RopePairs
 from jaxinfra.data.batch import Batch

@@ -93,7 +93,8 @@ def test_bytes_are_those_of_the_formula(form):
     assert len(rows) == 2
     assert sum(each.sent_bytes for each in rows) == sent_bytes("all-to-all", expected["rows"], N)
     others = sum(each.sent_bytes for each in found if D not in each.shape)
-    assert others == sent_bytes("all-to-all", expected["experts"], N)
+    said = expected["experts"] + expected["weights"]
+    assert others == sent_bytes("all-to-all", said, N)
 
 
 def test_a_token_travels_once_to_a_device():

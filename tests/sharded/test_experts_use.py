@@ -13,10 +13,11 @@ from jaxinfra.checkpoint import Checkpointer
 from jaxinfra.config.exchange import ExchangeConfig, ExchangeImplementation
 from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import ExpertsConfig
+from jaxinfra.config.model import ExpertsConfig, ModelConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig
-from jaxinfra.config.run import CheckpointConfig, validate
+from jaxinfra.config.run import CheckpointConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.definition import define_model
@@ -32,13 +33,13 @@ LENGTH, PROMPTS = 16, [[5], [7, 25, 3, 29, 4, 8], [1, 2, 3]]
 
 
 @functools.cache
-def decoder(mesh: MeshConfig):
-    placement = serving_placement(CONFIG, mesh)
-    definition = define_model(CONFIG, execution_on(placement))
+def decoder(mesh: MeshConfig, config: ModelConfig = CONFIG):
+    placement = serving_placement(config, mesh)
+    definition = define_model(config, execution_on(placement))
     rng = np.random.default_rng(0)
     tree = jax.tree.map(
         lambda leaf: rng.normal(0.0, 0.6, leaf.shape).astype(leaf.dtype),
-        define_model(CONFIG, execution_on()).arrays,
+        define_model(config, execution_on()).arrays,
     )
     shardings = jax.tree.map(lambda a, b: b, definition.shapes, placement.parameters(definition))
     state = placement.model_state(definition)
@@ -52,9 +53,9 @@ def _merged(first, second):
     return both
 
 
-def generated(mesh: MeshConfig) -> dict[int, list[int]]:
+def generated(mesh: MeshConfig, config: ModelConfig = CONFIG) -> dict[int, list[int]]:
     rows: dict[int, list[int]] = {}
-    for new in generate(decoder(mesh), PROMPTS, max_new_tokens=6, sampling=GREEDY):
+    for new in generate(decoder(mesh, config), PROMPTS, max_new_tokens=6, sampling=GREEDY):
         rows.setdefault(new.row, []).append(new.token)
     return rows
 
@@ -72,8 +73,11 @@ def test_greedy_is_argmax_without_a_cache():
 
 
 @pytest.mark.slow
-def test_generation_on_devices_that_share_experts():
-    assert generated(MeshConfig(fsdp=2, tensor=2, expert=2)) == generated(MeshConfig())
+@pytest.mark.parametrize("fsdp", [2, 4])
+def test_generation_on_devices_that_share_experts(fsdp):
+    """With 4, rows are spread over what the experts leave of them."""
+    mesh = MeshConfig(fsdp=fsdp, tensor=2, expert=2)
+    assert generated(mesh) == generated(MeshConfig())
 
 
 def test_a_checkpoint_moves_between_meshes_of_experts(tmp_path):

@@ -8,6 +8,8 @@ import math
 
 import pytest
 
+from jaxinfra.config.exchange import ExchangeConfig
+from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.core.errors import UnsupportedError
@@ -17,15 +19,25 @@ from jaxinfra.planning.receipt import TOLERANCE, Receipt, compile_on_cpu, exchan
 from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
 LENGTH, WIDTH, LAYERS = 64, 512, 3
+ROOM = ExchangeConfig(room_factor=1.5)
+EXACT_EXPERTS = {"fsdp exchange", "expert exchange"}
 
 
-def wide(config):
+def with_feed_forward(config, feed_forward):
+    (stack,) = config.stacks
+    pattern = tuple(
+        dataclasses.replace(block, feed_forward=feed_forward) for block in stack.pattern
+    )
+    return dataclasses.replace(config, stacks=(dataclasses.replace(stack, pattern=pattern),))
+
+
+def wide(config, **heads):
     """Its stack with heads and a feed-forward layer of more width."""
     (stack,) = config.stacks
     pattern = tuple(
         dataclasses.replace(
             block,
-            mixer=dataclasses.replace(block.mixer, head_dim=32),
+            mixer=dataclasses.replace(block.mixer, head_dim=32, **heads),
             feed_forward=dataclasses.replace(block.feed_forward, hidden_dim=1536),
         )
         for block in stack.pattern
@@ -35,7 +47,11 @@ def wide(config):
 
 
 UNTIED = dataclasses.replace(wide(llama_like()).with_layers(LAYERS), tie_embeddings=False)
+FEW_HEADS = wide(llama_like(), num_kv_heads=2).with_layers(LAYERS)
+EXPERTS = ExpertsConfig(num_experts=8, top_k=2, hidden_dim=512)
 MODELS = {
+    "experts": with_feed_forward(UNTIED, EXPERTS),
+    "few-heads": dataclasses.replace(FEW_HEADS, tie_embeddings=False),
     "llama": UNTIED,
     "tied": wide(llama_like()),
     "gpt": wide(gpt_like()),
@@ -84,6 +100,20 @@ MORE = [
     ("gpt", {"fsdp": 8}, set(), {"fsdp exchange"}),
     ("gpt", {"fsdp": 4, "zero": 2}, {"fsdp sum"}, set()),
     ("gemma", {"tensor": 2}, set(), {"tensor sum"}),
+    # Gathered weights of experts are kept where nothing is recomputed, the loss's table too.
+    ("experts", {"fsdp": 8, "expert": 4, "exchange": ROOM}, EXACT_EXPERTS, set()),
+    ("experts", {"fsdp": 8, "expert": 4, "remat": Remat.FULL}, EXACT_EXPERTS, set()),
+    ("experts", {"fsdp": 8, "expert": 8, "accumulation": 2}, EXACT_EXPERTS, {"fsdp gather"}),
+    # Probabilities of a sequence's experts are gathered for the balance losses.
+    (
+        "experts",
+        {"replica": 2, "context": 2, "fsdp": 2, "expert": 4, "exchange": ROOM},
+        {*EXACT_EXPERTS, "context send"},
+        {"context gather", "replica gather"},
+    ),
+    # Each device has a copy of a key/value head, and only that one is gathered over fsdp.
+    ("few-heads", {"tensor": 8, "accumulation": 4}, {"tensor gather"}, {"tensor sum"}),
+    ("few-heads", {"fsdp": 2, "tensor": 4}, {"fsdp sum", "tensor gather"}, {"tensor sum"}),
 ]
 
 
@@ -154,7 +184,6 @@ def test_a_reduce_scatter_counts_what_was_there_before():
     [
         ({"pipe": 3, "accumulation": 3}, "pipe=1"),
         ({"fsdp": 2, "zero": 0}, "replica axis"),
-        ({"expert": 2, "fsdp": 2}, "expert=2"),
     ],
 )
 def test_a_step_that_cannot_be_compared_is_refused(sizes, words):

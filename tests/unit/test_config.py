@@ -5,12 +5,16 @@ import json
 
 import pytest
 
-from jaxinfra.config.codec import from_dict, override, to_dict, to_json
+from jaxinfra.config.codec import from_dict, normalized, override, to_dict, to_json
+from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
-from jaxinfra.config.model import MlpKind, NormConfig
+from jaxinfra.config.model import NormConfig
+from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
-from jaxinfra.config.run import Remat, RunConfig, validate
+from jaxinfra.config.run import Remat, RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 
 
@@ -236,3 +240,17 @@ def test_none_is_a_word_where_a_setting_has_it():
     run = override(run_preset("tiny"), ["training.remat=none", "optimizer.clip_norm=none"])
     assert run.training.remat is Remat.NONE
     assert run.optimizer.clip_norm is None
+
+
+def test_a_script_may_write_words_for_choices():
+    tokenizer = TokenizerConfig(kind="file", path="tokenizer.json")  # no false refusal
+    run = dataclasses.replace(
+        run_preset("tiny"),
+        precision=PrecisionConfig(policy="bf16"),
+        data=DataConfig(tokenizer=tokenizer),
+    )
+    assert normalized(run).precision.policy is PolicyName.BF16
+    assert normalized(run).data.tokenizer.kind is TokenizerKind.FILE
+    wrong = dataclasses.replace(run, precision=PrecisionConfig(policy="bf61"))
+    with pytest.raises(ConfigError, match="did you mean 'bf16'"):
+        normalized(wrong)

@@ -80,13 +80,14 @@ def test_conversations_in_three_forms_and_files_are_the_same(form, kind, tmp_pat
     else:
         write_stream(path, pa.Table.from_pylist([row]))
     (line,) = read_lines(path, name=path.name)
-    messages, tools = parse_conversation(line)
+    found = parse_conversation(line)
+    messages, tools = found.messages, found.tools
     assert messages == ROWS["messages"]["messages"]
     assert tools is None
 
 
 def parsed(row):
-    return parse_conversation(Document(name="x", text=json.dumps(row)))[0]
+    return parse_conversation(Document(name="x", text=json.dumps(row))).messages
 
 
 def test_what_alpaca_adds():

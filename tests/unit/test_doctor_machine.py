@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from pathlib import Path
 
 import pynvml
 import pytest
@@ -23,57 +22,9 @@ from jaxinfra.diagnostics.machine.nvml import (
 from jaxinfra.diagnostics.machine.settings import setting_findings, unknown_flag_findings
 from jaxinfra.diagnostics.machine.software import software_findings
 from jaxinfra.diagnostics.machine.xid import xid_findings
+from jaxinfra.gym.machines import GOOD_HOST, RECORDED_H200, busy_answers, gpu_answers
 
 GIB = 2**30
-
-
-def healthy(gpus: int = 2) -> dict:
-    """Answers of idle H200s of one node."""
-    answers = {
-        "library": "nvidia-ml-py 13",
-        "nvmlDeviceGetCount[]": gpus,
-        "nvmlSystemGetDriverVersion[]": "580.159.04",
-        "nvmlSystemGetCudaDriverVersion_v2[]": 13000,
-    }
-    for gpu in range(gpus):
-        fields = [[field, link] for field in (161, 162, 163) for link in range(18)]
-        answers |= {
-            f"nvmlDeviceGetName[{gpu}]": "NVIDIA H200",
-            f"nvmlDeviceGetMigMode[{gpu}]": [0, 0],
-            f"nvmlDeviceGetMemoryInfo[{gpu}]": {"total": 140 * GIB, "used": GIB, "free": 139 * GIB},
-            f"nvmlDeviceGetClockInfo[{gpu}, 1]": 345,
-            f"nvmlDeviceGetMaxClockInfo[{gpu}, 1]": 1980,
-            f"nvmlDeviceGetCurrentClocksEventReasons[{gpu}]": 1,
-            f"nvmlDeviceGetUtilizationRates[{gpu}]": {"gpu": 0, "memory": 0},
-            f"nvmlDeviceGetEnforcedPowerLimit[{gpu}]": 700000,
-            f"nvmlDeviceGetPowerManagementDefaultLimit[{gpu}]": 700000,
-            f"nvmlDeviceGetPowerUsage[{gpu}]": 76000,
-            f"nvmlDeviceGetTemperature[{gpu}, 0]": 31,
-            f"nvmlDeviceGetTemperatureThreshold[{gpu}, 1]": 90,
-            f"nvmlDeviceGetEccMode[{gpu}]": [1, 1],
-            f"nvmlDeviceGetTotalEccErrors[{gpu}, 1, 0]": 0,
-            f"nvmlDeviceGetTotalEccErrors[{gpu}, 0, 0]": 0,
-            f"nvmlDeviceGetRemappedRows[{gpu}]": [0, 0, 0, 0],
-            f"nvmlDeviceGetCurrPcieLinkWidth[{gpu}]": 16,
-            f"nvmlDeviceGetMaxPcieLinkWidth[{gpu}]": 16,
-            f"nvmlDeviceGetCurrPcieLinkGeneration[{gpu}]": 5,
-            f"nvmlDeviceGetMaxPcieLinkGeneration[{gpu}]": 5,
-            f"nvmlDeviceGetComputeRunningProcesses[{gpu}]": [],
-            f"nvmlDeviceGetFieldValues{json.dumps([gpu, fields])}": [0] * len(fields),
-            **{f"nvmlDeviceGetNvLinkState[{gpu}, {link}]": 1 for link in range(18)},
-        }
-    return answers
-
-
-def at_work(gpus: int = 2, *, clock: int = 1980) -> dict:
-    answers = healthy(gpus)
-    for gpu in range(gpus):
-        answers |= {
-            f"nvmlDeviceGetUtilizationRates[{gpu}]": {"gpu": 99, "memory": 40},
-            f"nvmlDeviceGetCurrentClocksEventReasons[{gpu}]": 0,
-            f"nvmlDeviceGetClockInfo[{gpu}, 1]": clock,
-        }
-    return answers
 
 
 FIELDS = "nvmlDeviceGetFieldValues" + json.dumps(
@@ -115,7 +66,7 @@ SICK = {
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
-@pytest.mark.parametrize("state", [healthy, at_work], ids=["idle", "at-work"])
+@pytest.mark.parametrize("state", [gpu_answers, busy_answers], ids=["idle", "at-work"])
 def test_no_alarm_on_healthy_gpus(state, gpus):
     answers = RecordedAnswers(state(gpus))
     found = driver_findings(answers) + gpu_findings(answers)
@@ -123,15 +74,25 @@ def test_no_alarm_on_healthy_gpus(state, gpus):
     assert len(found) == 1 + 10 * gpus
 
 
+def test_a_busy_gpu_may_be_held_by_its_own_power_limit():
+    """At 697 of 700 W lower clocks are no fault; at 76 W, or at half of the highest, they are."""
+    held = {"nvmlDeviceGetCurrentClocksEventReasons[1]": 4, "nvmlDeviceGetClockInfo[1, 1]": 1530}
+    drawn = {"nvmlDeviceGetPowerUsage[1]": 697_000}
+    assert worst(gpu_findings(RecordedAnswers(busy_answers() | held | drawn))) is Grade.OK
+    for values in (held, held | drawn | {"nvmlDeviceGetClockInfo[1, 1]": 900}):
+        alarms = [e for e in gpu_findings(RecordedAnswers(busy_answers() | values)) if e.remedy]
+        assert [each.subject for each in alarms] == ["gpu 1: clocks"]
+
+
 def test_a_gpu_alone_may_have_its_links_down():
-    answers = healthy(1) | {f"nvmlDeviceGetNvLinkState[0, {link}]": 0 for link in range(18)}
+    answers = gpu_answers(1) | {f"nvmlDeviceGetNvLinkState[0, {link}]": 0 for link in range(18)}
     assert worst(gpu_findings(RecordedAnswers(answers))) is Grade.OK
 
 
 @pytest.mark.parametrize("what", SICK)
 def test_a_sick_gpu_is_named(what):
     answers, subject, grade, word = SICK[what]
-    found = gpu_findings(RecordedAnswers(at_work() | answers))
+    found = gpu_findings(RecordedAnswers(busy_answers() | answers))
     alarms = [each for each in found if each.grade is not Grade.OK]
     assert len(alarms) == 1, alarms
     (alarm,) = alarms
@@ -150,16 +111,16 @@ def test_what_a_driver_does_not_tell_is_no_alarm():
     assert sum(each.grade is Grade.UNKNOWN for each in found) == 9
 
 
-def test_a_recorded_h200_is_healthy():
+def test_a_recorded_h200_is_gpu_answers():
     """What the driver of a machine with one H200 answered: it has no NVLink to tell of."""
-    answers = RecordedAnswers.read(Path(__file__).with_name("nvml_h200.json"))
+    answers = RecordedAnswers.read(RECORDED_H200)
     found = driver_findings(answers) + gpu_findings(answers)
     assert [each.subject for each in found if each.grade is not Grade.OK] == ["gpu 0: NVLink"]
     assert worst(found) is Grade.OK
 
 
 def test_an_old_driver_fails():
-    answers = RecordedAnswers(healthy() | {"nvmlSystemGetDriverVersion[]": "550.54.15"})
+    answers = RecordedAnswers(gpu_answers() | {"nvmlSystemGetDriverVersion[]": "550.54.15"})
     assert worst(driver_findings(answers)) is Grade.FAIL
 
 
@@ -216,22 +177,11 @@ def test_xid_errors_are_read_from_the_kernel_log(number, grade, word):
     assert worst(xid_findings(lines[:1])) is Grade.OK
 
 
-HOST = HostState(
-    memory_bytes=200 * GIB,
-    total_bytes=256 * GIB,
-    cgroup_limit=None,
-    cgroup_used=None,
-    cpus=32,
-    shared_bytes=64 * GIB,
-    open_files=65536,
-    disk_free=500 * GIB,
-    write_rate=2e9,
-    clock_synchronized=True,
-    clock_error_s=0.002,
-)
 POOR = {
     "memory": ({"memory_bytes": 20 * GIB}, "memory", "warn"),
     "cgroup": ({"cgroup_limit": 64 * GIB, "cgroup_used": 62 * GIB}, "cgroup", "fail"),
+    "cpu-limit": ({"cpu_limit": 2.0, "cpu_held": 0.1}, "CPUs", "warn"),
+    "cpu-held": ({"cpu_limit": 16.0, "cpu_held": 0.6}, "CPUs", "warn"),
     "shared-memory": ({"shared_bytes": 32 << 20}, "shared memory", "fail"),
     "open-files": ({"open_files": 1024}, "open files", "warn"),
     "disk-full": ({"disk_free": 100 << 20}, "disk space", "fail"),
@@ -241,14 +191,16 @@ POOR = {
 
 
 def test_no_alarm_on_a_healthy_host():
-    assert {each.grade for each in host_findings(HOST, gpu_bytes=140 * GIB)} == {Grade.OK}
+    assert {each.grade for each in host_findings(GOOD_HOST, gpu_bytes=140 * GIB, gpus=1)} == {
+        Grade.OK
+    }
 
 
 @pytest.mark.parametrize("what", POOR)
 def test_a_poor_host_is_named(what):
     values, subject, grade = POOR[what]
-    state = HostState(**{name: getattr(HOST, name) for name in HOST.__slots__} | values)
-    alarms = [each for each in host_findings(state, gpu_bytes=140 * GIB) if each.remedy]
+    state = HostState(**{name: getattr(GOOD_HOST, name) for name in GOOD_HOST.__slots__} | values)
+    alarms = [each for each in host_findings(state, gpu_bytes=140 * GIB, gpus=1) if each.remedy]
     assert [(each.subject, each.grade) for each in alarms] == [(f"host: {subject}", grade)]
 
 
@@ -337,10 +289,17 @@ def test_a_slow_link_is_named():
 
 
 def test_the_command_judges_a_recording(tmp_path, capsys):
-    (tmp_path / "well.json").write_text(json.dumps(healthy()))
+    (tmp_path / "well.json").write_text(json.dumps(gpu_answers()))
     assert main(["doctor", "--answers", str(tmp_path / "well.json")]) == 0
-    assert "21 ok" in capsys.readouterr().out
-    (tmp_path / "sick.json").write_text(json.dumps(at_work() | SICK["ecc-error"][0]))
+    said = capsys.readouterr().out
+    assert said.startswith("Nothing found that needs a remedy.")
+    assert "21 ok" in said
+    sick = busy_answers() | SICK["power-cap"][0] | SICK["ecc-error"][0]
+    (tmp_path / "sick.json").write_text(json.dumps(sick))
+    assert main(["doctor", "--answers", str(tmp_path / "sick.json")]) == 1
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said.startswith("FAIL: gpu 1: ECC: on, 3 uncorrectable")  # the gravest first
+    assert "Then gpu 1: power: limit 500 of 700 W" in said
     assert main(["doctor", "--json", "--answers", str(tmp_path / "sick.json")]) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["grade"] == "fail"

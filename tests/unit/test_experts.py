@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfra.config.model import ExpertsConfig, MlpKind
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.routing import BalanceConfig, GroupScore, RoutingConfig, Scoring
 from jaxinfra.layers.experts import Experts
 from jaxinfra.layers.passes import Pass

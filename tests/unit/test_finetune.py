@@ -53,8 +53,8 @@ def full(place):
 @pytest.fixture(scope="module")
 def lora(place):
     data = ["--data", place / "chats.jsonl", "--chat", "--set", "data.heldout_fraction=0.3"]
-    options = ["--lora", "rank=2,targets=query+down", "--steps", 4, "--learning-rate", "1e-2"]
-    options += ["--checkpoint-every", 2]
+    spec = "rank=2,targets=query+down,kind=dora,scaling=rslora"
+    options = ["--lora", spec, "--steps", 4, "--learning-rate", "1e-2", "--checkpoint-every", 2]
     assert train(place, "lora", "--init", place / "hf", *data, *options) == 0
     return place / "lora"
 
@@ -129,7 +129,7 @@ def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_pat
     assert config.lora.targets == ("query", "down")
     saved = json.loads((lora / "checkpoints/step_00000004/metadata.json").read_text())["tree"]
     paths = [leaf["path"] for leaf in saved if leaf["path"].startswith("parameters/")]
-    assert len(paths) == 4
+    assert len(paths) == 6
     assert all("/adapter/" in path for path in paths)
     assert losses(lora)[-1] < losses(lora)[0]
     assert main(["convert", str(lora), str(tmp_path / "merged")]) == 0
@@ -145,6 +145,8 @@ def test_adapters_alone_are_saved_and_merged_on_the_way_out(lora, place, tmp_pat
     values = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert values["target_modules"] == ["mlp.down_proj", "self_attn.q_proj"]
     assert values["base_model_name_or_path"] == str(place / "hf")
+    assert values["use_dora"]
+    assert values["use_rslora"]
 
 
 def test_a_conversation_run_speaks_by_its_own_template(lora, place, capsys):
@@ -176,6 +178,32 @@ def test_adapters_need_the_weights_they_were_trained_beside(lora, place, capsys)
     again = rewind(lora, place / "third", 2)
     assert resume(place, again, "--set", f"init.path={other}") == 1
     assert "the run started from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_over_a_base_in_few_bits(place, tmp_path, capsys):
+    """Trained, resumed to the same bits, evaluated, asked, and merged with what the bits say."""
+    kept = "int8"
+    text = ["--data", place / "text.txt", "--set", f"data.heldout_source={place / 'text.txt'}"]
+    options = ["--lora", f"rank=2,targets=query+down,kind=dora,base={kept}", "--steps", 4]
+    options += ["--checkpoint-every", 2, "--learning-rate", "1e-2"]
+    run = place / kept
+    assert train(place, kept, "--init", place / "hf", *text, *options) == 0
+    assert "adapters over a base in" in capsys.readouterr().out
+    copy = rewind(run, place / f"{kept}_again", 2)
+    assert resume(place, copy) == 0
+    chex.assert_trees_all_equal(state(copy), state(run))
+    assert losses(copy) == losses(run)
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--cache", str(place / "cache"), "--json"]) == 0
+    got = json.loads(capsys.readouterr().out)
+    assert got["heldout_loss"] == json.loads((run / "summary.json").read_text())["heldout_loss"]
+    assert main(["generate", str(run), "--prompt", "1?", "--max-new-tokens", "3"]) == 0
+    assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
+    merged, want = (jaxinfra.load_model(path)(IDS) for path in (tmp_path / "merged", run))
+    base = jaxinfra.load_model(place / "hf")(IDS)
+    changed = float(np.abs(want - base).max())
+    assert float(np.abs(merged - want).max()) < 1e-4 * changed
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, MlpKind, NormConfig, NormKind
+from jaxinfra.config.kinds import MlpKind, NormKind
+from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, NormConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core import axes
 from jaxinfra.layers.dropout import dropout

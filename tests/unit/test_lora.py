@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapter_runs import batch, train
 from safetensors.numpy import load_file, save_file
 from tolerance import assert_no_worse
 
 from jaxinfra.checkpoint.initial import read_initial
-from jaxinfra.config.finetune import LoraConfig, parse_lora
+from jaxinfra.config.finetune import AdapterKind, AdapterScaling, LoraConfig, parse_lora
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import (
     BlockConfig,
@@ -23,9 +24,9 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.config.run import Remat, validate
+from jaxinfra.config.run import Remat
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import matmul_parameters, training_flops_per_token
 from jaxinfra.models.hf import by_path, weight_map
@@ -38,11 +39,13 @@ from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.model_directory import read_model_directory
 from jaxinfra.weights.onto_mesh import place_parameters
 from jaxinfra.weights.parameter_sources import LiveParameters
-from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters, write_peft
+from jaxinfra.weights.peft_files import write_peft
+from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 ALL = LoraConfig(rank=3, alpha=7.0, targets=("query", "key", "value", "out", "gate", "up", "down"))
 NO_GATE = dataclasses.replace(ALL, targets=("query", "value", "out", "up", "down"))
+DORA = dataclasses.replace(NO_GATE, kind=AdapterKind.DORA)
 
 
 def nudged(adapters):
@@ -163,29 +166,6 @@ def run_config(directory, *, lora=NO_GATE, **training):
     )
 
 
-def batch():
-    rng = np.random.default_rng(5)
-    ids = rng.integers(0, 64, (8, 33)).astype(np.int32)
-    segments = np.repeat([[0, 1]], 16, axis=1).reshape(1, 32).repeat(8, axis=0)
-    return Batch(
-        tokens=ids[:, :-1],
-        targets=ids[:, 1:],
-        segment_ids=np.sort(segments, axis=1).astype(np.int32),
-        positions=np.tile(np.arange(16, dtype=np.int32), (8, 2)),
-        weights=rng.integers(0, 2, (8, 32)).astype(np.float32),
-    )
-
-
-def train(config, *, steps=3):
-    job = with_frozen(make_job(config))
-    state, losses = first_state(job), []
-    placed = job.put(batch())
-    for _ in range(steps):
-        state, metrics = job.train_step(state, placed)
-        losses.append(float(metrics.loss))
-    return job, state, losses
-
-
 def test_only_adapters_are_trained(directory):
     config = run_config(directory)
     job, state, losses = train(config)
@@ -249,6 +229,44 @@ def test_on_a_mesh_as_on_one_device(directory, one_device, mesh, settings):
     assert by_path(job.model.frozen)["blocks/0/mlp/up/weight"].sharding.spec[-1] == "tensor"
 
 
+def test_a_norm_is_of_the_whole_column_wherever_its_rows_lie(directory):
+    """Each device squares the inputs that it has, and what they add up to is exchanged."""
+    base = load_pretrained(directory, policy=PolicyName.FP32).parameters
+    config = dataclasses.replace(
+        run_config(directory, lora=DORA), mesh=parse_mesh("fsdp=2,tensor=2,replica=2")
+    )
+    job = with_frozen(make_job(config))
+    found, weights = by_path(first_state(job).parameters), by_path(base)
+    # Inputs of the first lie over fsdp, those of the others over tensor.
+    for name, inner in {"attention/query": (1,), "attention/out": (1, 2), "mlp/down": (1,)}.items():
+        got = found[f"blocks/0/{name}/adapter/magnitude"]
+        want = np.sqrt(np.square(np.float64(weights[f"blocks/0/{name}/weight"])).sum(inner))
+        np.testing.assert_allclose(got, want, rtol=48 * np.finfo(np.float32).eps)
+    assert found["blocks/0/attention/query/adapter/magnitude"].sharding.spec[1] == "tensor"
+    initial = jax.jit(job._initial, out_shardings=job.shardings)
+    program = initial.lower(job.model.frozen).compile().as_text()
+    assert "all-reduce" in program
+    assert "all-gather" not in program
+
+
+@pytest.mark.slow
+def test_lengths_are_trained_on_a_mesh_as_on_one_device(directory):
+    config = run_config(directory, lora=DORA)
+    alone, one, losses = train(config, steps=2)
+    meshed = dataclasses.replace(config, mesh=parse_mesh("fsdp=2,tensor=2,replica=2"))
+    job, state, again = train(meshed, steps=2)
+    np.testing.assert_allclose(again, losses, rtol=3e-6)
+    plain = dataclasses.replace(config, lora=None)
+    base = load_pretrained(directory, policy=PolicyName.FP32)
+    of_base = make_job(plain).evaluation_step(base.parameters, alone.put(batch()))
+    first = alone.evaluation_step(first_state(alone).parameters, alone.put(batch()))
+    np.testing.assert_allclose(first[0], of_base[0], rtol=1e-6)  # each factor within rounding of 1
+    began, ended = by_path(first_state(job).parameters), by_path(state.parameters)
+    for path in (path for path in began if path.endswith("magnitude")):
+        assert np.abs(np.asarray(ended[path]) - np.asarray(began[path])).max() > 1e-3
+        np.testing.assert_allclose(ended[path], by_path(one.parameters)[path], rtol=1e-4)
+
+
 def test_the_base_is_held_as_it_is_used(directory):
     config = run_config(directory)
     policy = dataclasses.replace(config.precision, policy=PolicyName.BF16)
@@ -276,11 +294,15 @@ def test_settings_as_text():
     assert parse_lora("rank=4,alpha=8.5,targets=query+up") == LoraConfig(
         rank=4, alpha=8.5, targets=("query", "up")
     )
+    chosen = parse_lora("rank=4,alpha=8,kind=dora,scaling=rslora")
+    assert (chosen.kind, chosen.scaling) == (AdapterKind.DORA, AdapterScaling.RSLORA)
+    assert chosen.scale == 4.0
     for text, message in {
         "rank": "no value",
         "rank=x": "not a number",
         "rank=0": "at least 1",
         "ranks=3": "did you mean 'rank'",
+        "kind=dor": "did you mean 'dora'",
         "targets=queri": "did you mean 'query'",
         "targets=up+up": "each projection once",
         "alpha=nan": "alpha=nan positive",

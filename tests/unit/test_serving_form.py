@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.finetune import LoraConfig
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.model import MlpConfig, MlpKind, Stack
+from jaxinfra.config.model import MlpConfig, Stack
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.definition import by_path, define_model
@@ -91,5 +92,5 @@ def test_what_cannot_be_packed_is_refused():
     with pytest.raises(UnsupportedError, match="adapters"):
         serving_form(adapted, execution_on(packed=True))
     placement = serving_placement(model(attention(), vocab_size=32), MeshConfig(tensor=2))
-    with pytest.raises(UnsupportedError, match="tensor=2"):
+    with pytest.raises(UnsupportedError, match="packed projections over 2 devices"):
         execution_on(placement, packed=True)

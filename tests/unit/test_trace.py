@@ -174,7 +174,7 @@ def test_the_command_reads_a_profilers_file(tmp_path, capsys):
     assert found["by_scope_ms"] == {"mlp": pytest.approx(0.005)}
     assert [kernel["hlo_op"] for kernel in found["kernels"]] == ["fusion.7"]
     assert main(["trace", str(tmp_path), "--device", "1"]) == 1
-    assert "no plane /device:GPU:1, only /device:GPU:0" in capsys.readouterr().err
+    assert "no trace of GPU 1 of rank 0; it has rank 0: [0]" in capsys.readouterr().err
 
 
 HOST = """

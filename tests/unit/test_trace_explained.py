@@ -8,22 +8,17 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfra.cli.main import main
-from jaxinfra.diagnostics.delays import (
-    checkpoint_delays,
-    device_delays,
-    explain_step,
-    host_delays,
-    incident_delays,
-    phase_ms,
-)
+from jaxinfra.diagnostics.delays import checkpoint_delays, explain_step, incident_delays
+from jaxinfra.diagnostics.device_delays import device_delays
 from jaxinfra.diagnostics.difference import compare_steps
+from jaxinfra.diagnostics.host_delays import evaluation_delays, host_delays, phase_ms
 from jaxinfra.diagnostics.launch_names import read_launches, with_names
 from jaxinfra.diagnostics.trace import TraceEvent, scope_of
 from jaxinfra.diagnostics.trace_axes import CollectiveAxes
 from jaxinfra.diagnostics.waterfall import explain
 from jaxinfra.parallel.launches import launches
 from jaxinfra.reliability.incidents import RECOMPILED, record_incident
-from jaxinfra.reliability.recorder import Event, RankRecord
+from jaxinfra.reliability.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
 
 MLP = ("nvjet_128x256", "gemm.1", "jit(step)/jvp(layer)/mlp/dot")
 MLP_BACK = ("nvjet_256x128", "gemm.2", "jit(step)/transpose(jvp(layer))/mlp/dot")
@@ -211,19 +206,31 @@ def test_a_list_of_launches_is_read(program, tmp_path):
     assert read_launches(tmp_path) == program
 
 
-def record(rank=0, *, steps=12, **ms) -> RankRecord:
-    """A rank whose every step has phases of these milliseconds."""
+def record(rank=0, *, steps=12, devices=None, **ms) -> RankRecord:
+    """A rank whose every step has phases of these milliseconds; the loop waits for the step before.
+
+    Args:
+        devices: milliseconds that the last wait takes, which is for the step just launched.
+    """
     usual = {"input": 1, "place": 1, "step": 2, "wait": 90, "host": 1} | ms
     events, last = [], 0.0
-    for number in range(1, steps + 1):
-        for name, value in usual.items():
-            events.append(Event(time=0.0, name=name, step=number, value=last))
-            last = value / 1e3
+    phases = [(name, number - (name in ("wait", "host")), usual[name])
+              for number in range(1, steps + 1) for name in usual]  # fmt: skip
+    if devices is not None:
+        phases[-2:-2] = [("wait", steps - 1, 0.0), ("host", steps - 1, 0.0)]
+        phases[-2:] = [("wait", steps, devices - 2), ("host", steps, 0.0)]
+    for name, number, value in phases:
+        events.append(Event(time=0.0, name=name, step=number, value=last))
+        last = value / 1e3
     events.append(Event(time=0.0, name="done", step=steps, value=last))
+    events.append(Event(time=0.0, name="evaluate", step=steps, value=last))
     return RankRecord(
         rank=rank, pid=1, host="a", beats=1, beat_time=0.0, phase="done", since=0.0, step=steps,
         events=tuple(events),
     )  # fmt: skip
+
+
+LATE = {"input": 60, "wait": 1}
 
 
 def test_phases_of_a_rank_are_read():
@@ -235,21 +242,73 @@ def test_no_alarm_on_healthy_ranks():
     assert host_delays([record(rank) for rank in range(4)], step_ms=95, steps=12) == []
     # A batch that is waited for while the devices work costs nothing.
     assert host_delays([record(input=40, wait=50)], step_ms=95, steps=12) == []
+    # One that is ready and handed over late, on a busy host, is no matter of its readers.
+    late = record(**LATE)
+    ready = [Event(time=0.0, name=READY_BATCHES, step=n, value=3) for n in range(1, 13)]
+    late = dataclasses.replace(late, events=(*late.events, *ready))
+    assert host_delays([late], step_ms=65, steps=12) == []
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cause", "ms"),
+    ("ranks", "step_ms", "cause", "ms"),
     [
-        ([record(input=60, wait=1)], "waiting for input", 60),
-        ([record(0), record(1), record(2, input=50), record(3)], "rank 2, which is slow", 49),
-        ([record(0), record(1, step=42)], "rank 1, which is slow", 40),
+        ([record(**LATE)], 65, "waiting for input", 60),
+        # Without the wait the devices, which take 50 ms, decide.
+        ([record(**LATE, devices=50)], 65, "waiting for input", 15),
+        ([record(**LATE, devices=5)], 65, "waiting for input", 61),
+        ([record(place=40, wait=1)], 45, "placing batches", 40),
+        ([record(host=400, wait=1, devices=30)], 405, "host work between steps", 375),
+        (
+            [record(0), record(1), record(2, input=50, wait=41), record(3)],
+            *(95, "rank 2, which is slow", 49),
+        ),
+        ([record(0), record(1, step=42, wait=50)], 95, "rank 1, which is slow", 40),
+        (
+            [record(0, devices=93), record(1, input=90, wait=1, devices=20)],
+            *(95, "rank 1, which is slow", 75),
+        ),
     ],
-    ids=["stalled-reader", "slow-loader", "slow-host"],
+    ids=["input", "input-bounded", "input-all", "place", "host", "loader", "dispatch", "bounded"],
 )
-def test_what_delays_the_host_is_named(ranks, cause, ms):
-    (found,) = host_delays(ranks, step_ms=95, steps=12)
+def test_what_delays_the_host_is_named_with_what_is_won(ranks, step_ms, cause, ms):
+    (found,) = host_delays(ranks, step_ms=step_ms, steps=12)
     assert found.cause == cause
     assert found.ms == pytest.approx(ms, rel=0.1)
+
+
+@pytest.mark.parametrize(("share", "computes"), [(0.9, True), (0.02, False)])
+def test_readers_that_compute_are_told_from_those_that_wait(share, computes):
+    late = record(**LATE)
+    busy = Event(time=0.0, name=BUSY_READERS, step=5, value=share)
+    (found,) = host_delays(
+        [dataclasses.replace(late, events=(*late.events, busy))], step_ms=65, steps=12
+    )
+    assert found.cause.startswith("waiting for input")
+    assert ("compute for 90%" in found.text) == computes
+
+
+def evaluating(every: int, ms: float) -> RankRecord:
+    """The first evaluation compiles; each is of two batches."""
+    events, last = [], 0.0
+    for number in range(1, 25):
+        phases = [("input", 1), ("step", 2), ("wait", 90)]
+        if number % every == 0:
+            phases += [("evaluate", 30 * ms if number == every else ms / 2), ("evaluate", ms / 2)]
+        for name, value in phases:
+            events.append(Event(time=0.0, name=name, step=number, value=last))
+            last = value / 1e3
+    events.append(Event(time=0.0, name="finish", step=24, value=last))
+    return dataclasses.replace(record(), events=tuple(events))
+
+
+def test_evaluations_that_take_too_long_are_named():
+    (found,) = evaluation_delays([evaluating(2, 300)], step_ms=95)
+    assert found.cause == "evaluations"
+    assert found.remedy.startswith("training.evaluate_every=200,")
+    assert found.ms == pytest.approx(300 / 2 - 300 / 200)
+    assert evaluation_delays([evaluating(2, 10)], step_ms=95) == []
+    assert evaluation_delays([evaluating(12, 300)], step_ms=95) == []  # two, one of which compiles
+    assert evaluation_delays([], step_ms=95) == []
 
 
 def test_checkpoints_that_stand_in_the_way_are_named():
@@ -257,7 +316,8 @@ def test_checkpoints_that_stand_in_the_way_are_named():
         {"step": n, "step_s": 0.5, "stall_s": 2.0 if n % 4 == 0 else 0.0} for n in range(1, 13)
     ]
     (found,) = checkpoint_delays(lines, step_ms=500)
-    assert (found.cause, found.ms) == ("checkpoints", pytest.approx(500))
+    assert (found.cause, found.ms) == ("checkpoints", pytest.approx(500 - 2000 / 200))
+    assert found.remedy.startswith("checkpoint.every=200,")
     quick = [line | {"stall_s": line["stall_s"] / 100} for line in lines]
     assert checkpoint_delays(quick, step_ms=500) == []
 
@@ -269,7 +329,7 @@ def test_recompilation_names_the_argument_and_its_shapes(tmp_path, capsys):
         for number, seconds in enumerate(times, start=1):
             file.write(json.dumps({"step": number, "step_s": seconds}) + "\n")
     record_incident(tmp_path / "incidents.jsonl", RECOMPILED, step=12, text=text)
-    explained = explain_step(None, tmp_path)
+    explained = explain_step(tmp_path)
     assert explained is not None
     (found,) = explained.delays
     assert found.cause == "recompilation"
@@ -279,4 +339,4 @@ def test_recompilation_names_the_argument_and_its_shapes(tmp_path, capsys):
     assert said.startswith("A step takes 100.0 ms. It loses")
     assert text in said
     assert incident_delays([], steps_ms=[100.0]) == []
-    assert explain_step(None, tmp_path / "nowhere") is None
+    assert explain_step(tmp_path / "nowhere") is None

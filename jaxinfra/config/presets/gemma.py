@@ -2,14 +2,13 @@
 
 import math
 
+from jaxinfra.config.kinds import MlpKind, NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
-    NormPlacement,
     stacked,
 )
 from jaxinfra.config.rope import RopeConfig

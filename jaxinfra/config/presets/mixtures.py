@@ -2,12 +2,12 @@
 
 import dataclasses
 
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
     stacked,

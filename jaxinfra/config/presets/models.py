@@ -2,14 +2,13 @@
 
 import dataclasses
 
+from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
-    NormKind,
     stacked,
 )
 from jaxinfra.config.rope import Llama3Scaling, RopeConfig

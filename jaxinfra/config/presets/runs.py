@@ -8,6 +8,7 @@ from jaxinfra.config.finetune import InitConfig, LoraConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
+from jaxinfra.config.preferences import PreferenceConfig
 from jaxinfra.config.presets import mixtures, models
 from jaxinfra.config.run import CheckpointConfig, Remat, RunConfig, TrainingConfig
 
@@ -79,22 +80,28 @@ def finetuning(
     policy: PolicyName,
     lora: LoraConfig | None = None,
     chat: bool = False,
+    preferences: PreferenceConfig | None = None,
 ) -> RunConfig:
     """The settings that a trained model is trained further with.
 
     Learning rates are those usual for the purpose: 1e-5 for all parameters (Touvron et al. 2023,
     Llama 2, section 3.1, has 2e-5 for batches of 64), 2e-4 for adapters (Dettmers et al. 2023,
-    table 9).
+    table 9), and for preferences 1e-6 (Rafailov et al. 2023, appendix B) and ten times that.
 
     Args:
         init: the model's directory, whose tokenizer is used, and for conversations its template.
-        chat: the data are conversations.
+        chat: the data are conversations, or with preferences their answers are rendered as such.
+        preferences: the data are pairs of answers.
     """
-    rate = 1e-5 if lora is None else 2e-4
+    rates = (1e-5, 2e-4) if preferences is None else (1e-6, 1e-5)
+    rate = rates[0] if lora is None else rates[1]
+    data_format = DataFormat.CHAT if chat else DataFormat.TEXT
+    if preferences is not None:
+        data_format = DataFormat.PREFERENCES
     return RunConfig(
         model=model,
         data=DataConfig(
-            format=DataFormat.CHAT if chat else DataFormat.TEXT,
+            format=data_format,
             chat_template=init.path if chat else None,
             tokenizer=TokenizerConfig(
                 kind=TokenizerKind.FILE, path=str(Path(init.path) / "tokenizer.json")
@@ -111,4 +118,5 @@ def finetuning(
         checkpoint=CheckpointConfig(every=100),
         init=init,
         lora=lora,
+        preferences=preferences,
     )

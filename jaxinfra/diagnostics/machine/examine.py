@@ -41,7 +41,7 @@ def machine_findings(
     if answers is not None:
         return found  # of another machine, or another moment: only that is judged
     found += xid_findings(kernel_log()) if gpus else []
-    found += host_findings(read_host(directory), gpu_bytes=gpu_bytes)
+    found += host_findings(read_host(directory), gpu_bytes=gpu_bytes, gpus=gpus)
     found += software_findings(installed(), num_gpus=gpus)
     return found + unknown_flag_findings(os.environ) + setting_findings(os.environ, num_gpus=gpus)
 

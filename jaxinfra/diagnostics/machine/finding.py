@@ -42,6 +42,18 @@ def not_known(subject: str, why: str, *, rule: str) -> Finding:
     return Finding(subject=subject, grade=Grade.UNKNOWN, value=why, rule=rule)
 
 
+def headline(findings: Iterable[Finding]) -> str:
+    """The first thing ``jaxinfra doctor`` says: what is to be done, the gravest first."""
+    order = (Grade.FAIL, Grade.WARN)
+    alarms = sorted(
+        (each for each in findings if each.grade in order), key=lambda each: order.index(each.grade)
+    )
+    if not alarms:
+        return "Nothing found that needs a remedy."
+    said = [f"{each.subject}: {each.value}. Remedy: {each.remedy}." for each in alarms]
+    return f"{alarms[0].grade.upper()}: " + " Then ".join(said)
+
+
 def worst(findings: Iterable[Finding]) -> Grade:
     """The gravest grade among findings; ``OK`` of none and of those that only are not known."""
     grades = {finding.grade for finding in findings}

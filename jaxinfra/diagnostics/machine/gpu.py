@@ -10,11 +10,17 @@ from jaxinfra.core.devices import device_peak
 from jaxinfra.diagnostics.machine.finding import Finding, Grade, judged, not_known
 from jaxinfra.diagnostics.machine.nvml import Answers, NoAnswerError, asked_or_none
 
+_POWER_CAP = 0x4
 # What holds a clock down: bit, name, grade, remedy. An idle GPU, and one held at clocks that
 # somebody asked for, are no fault of the machine.
 _REASONS = (
     (0x2, "clocks set by a user", Grade.WARN, "nvidia-smi --reset-applications-clocks"),
-    (0x4, "power cap", Grade.WARN, "raise the power limit (nvidia-smi -pl), or accept its clocks"),
+    (
+        _POWER_CAP,
+        "power cap",
+        Grade.WARN,
+        "raise the power limit (nvidia-smi -pl), or accept its clocks",
+    ),
     (0x8, "hardware slowdown", Grade.FAIL, "check cooling and power supply; ask for another node"),
     (0x10, "sync boost", Grade.WARN, "remove the GPU from its sync-boost group"),
     (0x20, "software thermal", Grade.FAIL, "check fans, air flow and the other GPUs of the node"),
@@ -31,6 +37,10 @@ _SM_SHARE = 0.97
 """Share of a GPU's highest SM clock under which a busy GPU counts as slowed down."""
 _POWER_SHARE = 0.98
 """Share of a GPU's own default power limit under which a limit counts as a cap."""
+_DRAWN_SHARE = 0.9
+"""Share of its power limit from which a GPU's clocks are bound by it."""
+_LIMITED_SHARE = 0.6
+"""Share of a GPU's highest SM clock that its own power limit leaves even to the hottest matmuls."""
 _HOT_C = 5
 """Degrees below the slowdown temperature at which a GPU counts as hot."""
 
@@ -49,7 +59,8 @@ def gpu_findings(answers: Answers) -> list[Finding]:
         except NoAnswerError as error:
             found.append(_lost(gpu, str(error)))
             continue
-        for check in (_memory, _clocks, _power, _heat, _ecc, _rows, _pcie, _nvlink, _others):
+        # What explains another finding comes before it: a process its memory, a cap its clocks.
+        for check in (_others, _memory, _power, _heat, _clocks, _ecc, _rows, _pcie, _nvlink):
             found += check(answers, gpu)
         found.append(_model(answers, gpu, name))
     return found
@@ -101,10 +112,12 @@ def _clocks(answers: Answers, gpu: int) -> Iterator[Finding]:
     if now is None or most is None or reasons is None:
         yield not_known(f"gpu {gpu}: clocks", "not told", rule=rule)
         return
-    held = [entry for entry in _REASONS if reasons & entry[0]]
+    at_limit = _draws_its_power(answers, gpu)
+    held = [entry for entry in _REASONS if reasons & entry[0] & ~(_POWER_CAP * at_limit)]
     busy = bool(load and load["gpu"] > 0) and not reasons & 0x1
-    slow = busy and now < _SM_SHARE * most
+    slow = busy and now < (_LIMITED_SHARE if at_limit else _SM_SHARE) * most
     value = f"SM {now} of {most} MHz" + ("" if busy else " (idle)")
+    value += ", at its power limit" if at_limit else ""
     if held:
         value += ", held by " + ", ".join(name for _, name, _, _ in held)
     if not held and not slow:
@@ -118,6 +131,15 @@ def _clocks(answers: Answers, gpu: int) -> Iterator[Finding]:
         rule=rule,
         remedy=gravest[3] if gravest else "look for locked clocks: nvidia-smi --reset-gpu-clocks",
     )
+
+
+def _draws_its_power(answers: Answers, gpu: int) -> bool:
+    """Whether a GPU draws what its own board allows: then its clocks are as high as they can be."""
+    names = ("EnforcedPowerLimit", "PowerManagementDefaultLimit", "PowerUsage")
+    limit, own, drawn = (asked_or_none(answers, f"nvmlDeviceGet{name}", gpu) for name in names)
+    if not limit or not own or not drawn:
+        return False
+    return limit >= _POWER_SHARE * own and drawn >= _DRAWN_SHARE * limit
 
 
 def _power(answers: Answers, gpu: int) -> Iterator[Finding]:

@@ -16,6 +16,9 @@ _WRITTEN = 64 << 20
 _SLOW_DISK = 200e6
 """Bytes/s under which saving a checkpoint outlasts what it overlaps with."""
 _FILES = 4096
+_CPUS_A_GPU = 4
+_HELD = 0.2
+"""Share of a control group's periods in which its limit may make it wait."""
 _UNSYNCHRONIZED = 0x40  # STA_UNSYNC of adjtimex(2)
 
 
@@ -28,6 +31,8 @@ class HostState:
     cgroup_limit: int | None  # of the control group; None where there is none
     cgroup_used: int | None
     cpus: int  # that this process may run on
+    cpu_limit: float | None  # processors' worth of time of the control group; None: no limit
+    cpu_held: float | None  # share of the periods in which that limit made it wait
     shared_bytes: int | None  # free in /dev/shm
     open_files: int  # that a process may have
     disk_free: int | None
@@ -49,6 +54,8 @@ def read_host(directory: Path) -> HostState:
         cgroup_limit=_number("memory.max", "memory/memory.limit_in_bytes"),
         cgroup_used=_number("memory.current", "memory/memory.usage_in_bytes"),
         cpus=len(os.sched_getaffinity(0)),
+        cpu_limit=_cpu_limit(),
+        cpu_held=_cpu_held(),
         shared_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         disk_free=free,
@@ -72,6 +79,28 @@ def _number(*names: str) -> int | None:
         with contextlib.suppress(OSError, ValueError):
             value = int((Path("/sys/fs/cgroup") / name).read_text())
             return value if value < 1 << 60 else None
+    return None
+
+
+def _cpu_limit() -> float | None:
+    """Of a control group, version 2 or 1."""
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        limit, period = (root / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return None if limit < 0 else limit / int((root / "cpu/cpu.cfs_period_us").read_text())
+    return None
+
+
+def _cpu_held() -> float | None:
+    for name in ("cpu.stat", "cpu/cpu.stat"):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (Path("/sys/fs/cgroup") / name).read_text().splitlines()
+            counts = dict(line.split() for line in lines)
+            periods = int(counts.get("nr_periods", 0))
+            return int(counts.get("nr_throttled", 0)) / periods if periods else None
     return None
 
 
@@ -103,15 +132,17 @@ def _clock() -> tuple[bool | None, float | None]:
     return not status & _UNSYNCHRONIZED, answer[3] / 1e6
 
 
-def host_findings(state: HostState, *, gpu_bytes: int = 0) -> list[Finding]:
+def host_findings(state: HostState, *, gpu_bytes: int = 0, gpus: int = 0) -> list[Finding]:
     """The host's readings against what a job needs.
 
     Args:
         gpu_bytes: memory of all GPUs; what a checkpoint copies through the host.
+        gpus: number of them.
     """
     return [
         _memory(state, gpu_bytes),
         _cgroup(state),
+        _processors(state, gpus),
         _shared(state),
         judged(
             "host: open files",
@@ -152,6 +183,23 @@ def _cgroup(state: HostState) -> Finding:
         rule=rule,
         remedy="ask the scheduler for more memory (--mem, resources.limits.memory)",
         otherwise=Grade.FAIL,
+    )
+
+
+def _processors(state: HostState, gpus: int) -> Finding:
+    wanted = max(1, _CPUS_A_GPU * gpus)
+    there = state.cpus if state.cpu_limit is None else min(state.cpu_limit, state.cpus)
+    held = state.cpu_held or 0.0
+    value = f"{there:g} of {state.cpus}"
+    if state.cpu_limit is not None:
+        value += f" by the control group, which was made to wait in {held:.0%} of its periods"
+    return judged(
+        "host: CPUs",
+        value,
+        ok=there >= wanted and held < _HELD,
+        rule=f"at least {wanted}: {_CPUS_A_GPU} per GPU, for launches, input and saves; "
+        f"and no limit that makes it wait in {_HELD:.0%} of the time",
+        remedy="ask the scheduler for more (--cpus-per-task, resources.limits.cpu)",
     )
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib
 from jaxinfra.diagnostics.memory.roles import ROLES
@@ -24,6 +23,9 @@ def draw_memory(report: MemoryReport, file: Path, *, limit_bytes: int | None = N
     Args:
         limit_bytes: of the device, drawn as a line.
     """
+    # Here and not above: it takes a second, of every start of every process, for one that fails.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 4.8), layout="constrained")
     axes = figure.add_subplot()
     largest = max(1, report.total_bytes)

@@ -6,7 +6,8 @@ What all of them share is in ``shared.py``, the table of architectures in ``conf
 
 from typing import Any
 
-from jaxinfra.config.model import ModelConfig, NormConfig, NormPlacement
+from jaxinfra.config.kinds import NormPlacement
+from jaxinfra.config.model import ModelConfig, NormConfig
 from jaxinfra.config.rope import LongRopeScaling
 from jaxinfra.models.hf.keys import Keys
 from jaxinfra.models.hf.shared import (

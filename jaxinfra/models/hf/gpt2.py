@@ -2,14 +2,13 @@
 
 from typing import Any
 
+from jaxinfra.config.kinds import MlpKind, NormKind
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
-    NormKind,
     stacked,
 )
 from jaxinfra.models.hf.keys import Keys

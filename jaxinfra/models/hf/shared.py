@@ -5,16 +5,15 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxinfra.config.kinds import MlpKind, NormPlacement
 from jaxinfra.config.model import (
     BlockConfig,
     ExpertsConfig,
     GroupedAttentionConfig,
     MixerConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
-    NormPlacement,
     Stack,
     stacked,
 )

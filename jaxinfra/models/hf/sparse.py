@@ -7,11 +7,11 @@ Keys of auxiliary losses do not change what a model computes, and say nothing ab
 import dataclasses
 from typing import Any
 
+from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import (
     ExpertsConfig,
     GroupedAttentionConfig,
     MlpConfig,
-    MlpKind,
     ModelConfig,
     NormConfig,
 )

@@ -11,6 +11,7 @@ import numpy as np
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
+from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.detokenize import TextStream
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
@@ -73,6 +74,8 @@ class Engine:
         tokenizer: where texts and stop strings are wanted.
         num_ids: ids from here on are never drawn; all of the vocabulary by default.
         draft: a smaller model of the same vocabulary that proposes ``options.num_drafts`` tokens.
+        adapters: names of those in the model's bank (``AdapterBank.add_to``), in order; requests
+            name one of them.
     """
 
     def __init__(
@@ -83,8 +86,10 @@ class Engine:
         num_ids: int | None = None,
         options: EngineOptions | None = None,
         draft: Decoder | None = None,
+        adapters: Sequence[str] = (),
     ):
         options = options or EngineOptions()
+        self.adapters = tuple(adapters)
         self.vocab_size = model.config.vocab_size
         self.num_ids = self.vocab_size if num_ids is None else num_ids
         if not 1 <= self.num_ids <= self.vocab_size:
@@ -108,6 +113,7 @@ class Engine:
             num_ids=self.num_ids,
             draft=draft,
             verify_length=1 + options.num_drafts if options.num_drafts else None,
+            adapters=self.adapters,
         )
         self._numbers = itertools.count()
         self._requests: dict[int, _Told] = {}
@@ -122,10 +128,16 @@ class Engine:
         *,
         options: EngineOptions | None = None,
         draft: LoadedModel | None = None,
+        bank: AdapterBank | None = None,
     ) -> Self:
-        """An engine of a loaded model in the form that serves fastest, with its tokenizer."""
+        """An engine of a loaded model in the form that serves fastest, with its tokenizer.
+
+        Args:
+            bank: adapters that requests may name; projections are not packed then.
+        """
         return cls(
-            model.serving_decoder(),
+            model.serving_decoder() if bank is None else bank.added_to(model),
+            adapters=() if bank is None else bank.names,
             tokenizer=model.tokenizer,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             options=options,
@@ -166,6 +178,9 @@ class Engine:
                 f"the prompt has token ids {ids.min()}..{ids.max()}, the model's vocabulary is "
                 f"0..{self.vocab_size - 1}; encode it with the model's tokenizer"
             )
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise ConfigError(f"adapter {request.adapter!r} is not loaded; loaded: {known}")
         if request.scores_prompt and request.sampling.logprobs is None:
             raise ConfigError("scores_prompt needs sampling.logprobs: how many are told")
         biased = [token for token, _ in request.sampling.logit_bias]

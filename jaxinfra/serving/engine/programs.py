@@ -16,6 +16,7 @@ from jaxinfra.config.model import MixerConfig, ModelConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.cache import PagedCache
 from jaxinfra.layers.execution import Execution
+from jaxinfra.models.adapter_bank import with_chosen
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.sampling import (
     MOST_LOGPROBS,
@@ -83,6 +84,7 @@ class RowInputs:
     key_positions_B: np.ndarray  # int32, tokens before the first draw: tells a request's apart
     draws_B: np.ndarray  # bool: the draw counts
     is_masked_B: np.ndarray  # bool: the slot's mask holds
+    adapters_B: np.ndarray  # int32, of the model's bank; 0: none
     is_counted_B: np.ndarray  # bool: the token was drawn, and is not in the slot's history yet
     sampling: SamplingRows
 
@@ -137,7 +139,7 @@ def score(
 ) -> tuple[tuple[Int[Array, "B"], LogProbabilities | None, LogProbabilities], DeviceState]:
     """``step`` with scores, and those of the tokens that follow each of the rows' tokens."""
     x_BTD, state = _taken_in(weights, state, rows, config=config, is_fresh=False)
-    logits_BTV = _logits(nnx.merge(config.graphdef, weights.model), x_BTD, config)
+    logits_BTV = _logits(_model(weights, rows, config), x_BTD, config)
     of_prompt = log_probabilities(
         logits_BTV.reshape(-1, logits_BTV.shape[-1]),
         targets_BT.reshape(-1),
@@ -158,7 +160,7 @@ def _taken_in(
     """Hidden states of the rows' tokens, [B, T, D], and the state with their keys and values."""
     ids_BT = _known_ids(state, rows)
     positions_BT = _positions(rows, ids_BT.shape[1])
-    model = nnx.merge(config.graphdef, weights.model)
+    model = _model(weights, rows, config)
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
     state = dataclasses.replace(state, pools=pools)
     if config.draft is not None:
@@ -179,7 +181,7 @@ def _drawn(
     is_full: bool,
 ) -> tuple[tuple[jax.Array, LogProbabilities | None], DeviceState]:
     """The token after each row's last one, its score, and the state that knows it."""
-    model = nnx.merge(config.graphdef, weights.model)
+    model = _model(weights, rows, config)
     # Only the last token's logits are needed: all of them would be T times as large.
     last_B11 = jnp.maximum(rows.counts_B - 1, 0)[:, None, None]
     logits_BV = _logits(model, jnp.take_along_axis(x_BTD, last_B11, axis=1), config)[:, 0]
@@ -227,7 +229,7 @@ def verify(
     Returns how many drafts hold, and what was drawn after each token, int32 [B, 1 + T]; a row
     whose logits are not finite has -1 in front.
     """
-    model = nnx.merge(config.graphdef, weights.model)
+    model = _model(weights, rows, config)
     ids_BT = _known_ids(state, rows)
     length = ids_BT.shape[1]
     draft_pools = state.draft_pools
@@ -292,6 +294,11 @@ def begin_history(
     """The state with a request's tokens in its slot's history, the prompt's and those drawn."""
     history = state.history.begin(slot, ids_T, num_prompt=num_prompt, num_tokens=num_tokens)
     return dataclasses.replace(state, history=history)
+
+
+def _model(weights: Weights, rows: RowInputs, config: ProgramConfig) -> Decoder:
+    chosen_B = jnp.asarray(rows.adapters_B)
+    return nnx.merge(config.graphdef, with_chosen(weights.model, chosen_B))
 
 
 def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:

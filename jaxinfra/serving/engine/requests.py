@@ -56,7 +56,14 @@ class GenerationRequest:
     stop_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()  # strings; the text ends before them
     constraint: Constraint | None = dataclasses.field(default=None, compare=False)
+    adapter: str | None = None  # of the engine's; None: the model alone
     scores_prompt: bool = False  # with ``sampling.logprobs``: of the prompt's tokens too
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but a temperature is asked for."""
+        plain = SamplingConfig(temperature=self.sampling.temperature)
+        return self.constraint is None and self.sampling == plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from jaxinfra.serving.engine.programs import (
     RowInputs,
     Weights,
 )
-from jaxinfra.serving.engine.requests import GenerationRequest, TokenScore
+from jaxinfra.serving.engine.requests import TokenScore
 from jaxinfra.serving.sampling import GREEDY, LogProbabilities, SamplingConfig, SamplingRows
 from jaxinfra.serving.token_history import TokenHistory
 
@@ -74,7 +74,8 @@ class ModelRunner:
     Args:
         num_ids: ids from here on are never drawn.
         draft: a smaller model of the same vocabulary, which proposes tokens.
-        verify_sizes: tokens of a row with drafts; none without speculation.
+        verify_length: tokens of a row with drafts; None without speculation.
+        adapters: names of those in the model's bank.
     """
 
     def __init__(
@@ -85,13 +86,17 @@ class ModelRunner:
         num_ids: int,
         draft: Decoder | None = None,
         verify_length: int | None = None,
+        adapters: Sequence[str] = (),
     ):
         if model.execution.place.batch_shards > 1:
             raise ConfigError(
-                "the engine's mesh has replica or fsdp devices, over which generation splits a "
-                "batch; give it tensor devices only, and other devices an engine of their own"
+                f"the mesh splits a batch over {model.execution.place.batch_shards} replica or "
+                "fsdp devices, and the engine has one batch: give it tensor devices, or fsdp ones "
+                "that all share experts (fsdp=2,expert=2), and other devices an engine of their "
+                "own (--replicas)"
             )
         self._limits = limits
+        self._adapters = {name: place for place, name in enumerate((None, *adapters))}
         graphdef, parameters = nnx.split(model)
         draft_graphdef, draft_parameters = (None, None) if draft is None else nnx.split(draft)
         self._weights = Weights(model=parameters, draft=draft_parameters)
@@ -207,7 +212,7 @@ class ModelRunner:
             name = "score"
         is_chunk = name == "step" and length > 1
         is_asked = any(row.stream.request.sampling.logprobs is not None for row in rows)
-        is_plain = all(_is_plain(row.stream.request) for row in rows)
+        is_plain = all(row.stream.request.is_plain for row in rows)
         key = ProgramKey(
             name=name,
             rows=self._limits.rows(len(rows)),
@@ -248,6 +253,7 @@ class ModelRunner:
             inputs.key_positions_B[place] = row.start + row.count - row.num_drafts
             inputs.draws_B[place] = row.draws
             inputs.is_masked_B[place] = row.slot in masks
+            inputs.adapters_B[place] = self._adapters[request.adapter]
             if request.sampling.is_penalized:
                 inputs.is_counted_B[place] = self._is_counted(row)
         return inputs
@@ -294,6 +300,7 @@ class ModelRunner:
             key_positions_B=zeros(np.int32),
             draws_B=zeros(np.bool_),
             is_masked_B=zeros(np.bool_),
+            adapters_B=zeros(np.int32),
             is_counted_B=zeros(np.bool_),
             sampling=sampling,
         )
@@ -354,12 +361,6 @@ class ModelRunner:
         donated = 0 if key.name in ("copy", "mask", "history") else 1
         jitted = jax.jit(function, donate_argnums=donated)
         self._compiled[key] = jitted.lower(*arguments).compile()
-
-
-def _is_plain(request: GenerationRequest) -> bool:
-    """Whether nothing but a temperature is asked for."""
-    plain = SamplingConfig(temperature=request.sampling.temperature)
-    return request.constraint is None and request.sampling == plain
 
 
 def _of_row(

@@ -102,9 +102,10 @@ class Scheduler:
     def _speculates(self) -> bool:
         return self._propose is not None or self.limits.num_drafts > 0
 
-    def _kind(self, stream: RequestStream) -> str:
+    def _kind(self, stream: RequestStream) -> tuple[bool, str | None]:
+        """What a page's keys depend on beside its tokens: the angles, and the adapter."""
         long = self.limits.long_context
-        return "short" if long is None or stream.total <= long else "long"
+        return long is not None and stream.total > long, stream.request.adapter
 
     def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
         """One token of a request that is past its prompt, and drafts after it."""

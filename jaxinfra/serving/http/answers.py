@@ -120,7 +120,8 @@ class AnswerForm:
         """
         usage = Usage(prompts=self._prompts)
         parts = [self.before(index) for index in range(len(requests))]
-        async for place, progress in given:
+        async for place, came in given:
+            progress = self._wanted(came)
             usage.count(place, progress)
             if progress.end is EndReason.ERROR:
                 raise GenerationFailedError(progress.error)
@@ -132,7 +133,8 @@ class AnswerForm:
         """The same as server-sent events, a piece of text each, and the end."""
         usage, begun = Usage(prompts=self._prompts), set()
         options = self._body.stream_options
-        async for place, progress in given:
+        async for place, came in given:
+            progress = self._wanted(came)
             usage.count(place, progress)
             if progress.end is EndReason.ERROR:
                 yield event({"error": error_body(progress.error or "", kind="server_error")})
@@ -147,6 +149,13 @@ class AnswerForm:
         if options is not None and options.include_usage:
             yield event(self._head | {"object": self.chunk, "choices": [], "usage": usage.body()})
         yield "data: [DONE]\n\n"
+
+    def _wanted(self, progress: RequestProgress) -> RequestProgress:
+        """Without what was drawn, where none was asked for: the engine draws one at least."""
+        if self._body.max_tokens != 0 or progress.end is EndReason.ERROR:
+            return progress
+        end = None if progress.end is None else EndReason.LENGTH
+        return dataclasses.replace(progress, tokens=(), text="", scores=(), end=end)
 
     def _spelled(self, token: int) -> str:
         return self._tokenizer.decode([token])

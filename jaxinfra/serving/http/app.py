@@ -9,6 +9,7 @@ from typing import Any
 import fastapi
 from fastapi import responses
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.serving.engine.background import OverloadError, StoppedError
@@ -64,6 +65,12 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
         del request
         return _error(500, str(error), kind="server_error")
 
+    @app.exception_handler(Exception)
+    async def broken(request: fastapi.Request, error: Exception) -> responses.Response:
+        """What nobody foresaw; the server says the rest in its log."""
+        del request
+        return _error(500, f"the server failed: {type(error).__name__}", kind="server_error")
+
     @app.exception_handler(RequestValidationError)
     async def malformed(
         request: fastapi.Request, error: RequestValidationError
@@ -74,6 +81,12 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
             for each in error.errors()[:4]
         ]
         return _error(400, "; ".join(said), kind="invalid_request_error")
+
+    @app.exception_handler(HTTPException)
+    async def unreadable(request: fastapi.Request, error: HTTPException) -> responses.Response:
+        """A body that is no text, and paths and methods that are not served."""
+        del request
+        return _error(error.status_code, str(error.detail), kind="invalid_request_error")
 
 
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.text import is_text
 from jaxinfra.serving.engine.grammar import ANY_JSON, StructureKind
 from jaxinfra.serving.sampling import SamplingConfig
 
@@ -73,6 +74,20 @@ class GenerationBody(pydantic.BaseModel):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None  # who asks; nothing depends on it
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _whole_characters(cls, body: Any) -> Any:
+        found = [body]
+        while found:
+            match found.pop():
+                case dict() as each:
+                    found += (*each, *each.values())
+                case list() as each:
+                    found += each
+                case str() as each if not is_text(each):
+                    raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
+        return body
 
     @property
     def num_scores(self) -> int | None:

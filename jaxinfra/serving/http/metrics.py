@@ -24,6 +24,8 @@ class EngineMetrics:
     def __init__(self, engine: EngineThread, *, model: str):
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine, model))
+        # Memory, files and CPU time of this process, by Prometheus's own names.
+        prometheus_client.ProcessCollector(registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]):
             made = prometheus_client.Histogram(

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.serving.http.app import application
-from jaxinfra.serving.http.service import Service
+from jaxinfra.serving.http.guards import Application
 
 _LOOK_S = 0.1  # between looks whether a stop is asked for
 
@@ -29,21 +28,28 @@ class ServerOptions:
 
 
 class HttpServer:
-    """uvicorn with the application of a service."""
+    """uvicorn with an application.
 
-    def __init__(self, service: Service, options: ServerOptions):
-        self._service, self._options = service, options
+    Args:
+        drain: called once a stop is asked for, with the seconds that open requests have to end;
+            returns when they have.
+    """
+
+    def __init__(
+        self, application: Application, options: ServerOptions, *, drain: Callable[[float], object]
+    ):
+        self._options = options
         self._socket = _bound(options)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            application(service, api_key=options.api_key),
+            application,
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=1,  # seconds beyond ``drain_s``
             limit_concurrency=options.max_connections,
             ws="none",
         )
-        self._server = _DrainingServer(config, service, options.drain_s)
+        self._server = _DrainingServer(config, drain, options.drain_s)
 
     @property
     def address(self) -> str:
@@ -88,9 +94,9 @@ class HttpServer:
 class _DrainingServer(uvicorn.Server):
     """Lets requests end before connections are closed."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float):
+    def __init__(self, config: uvicorn.Config, drain: Callable[[float], object], drain_s: float):
         super().__init__(config)
-        self._engine, self._drain_s = service.engine, drain_s
+        self._drain, self._drain_s = drain, drain_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -98,7 +104,7 @@ class _DrainingServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._engine.drain, self._drain_s)
+        await asyncio.to_thread(self._drain, self._drain_s)
         await super().shutdown(sockets)
 
 

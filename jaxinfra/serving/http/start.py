@@ -4,13 +4,19 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.core.signals import StopRequest
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
+
+
+class EngineFailedError(JaxinfraError):
+    """The engine could not go on, and its server has ended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +41,9 @@ def serve(
 ) -> None:
     """Serves until a stop is asked for; requests that are open then are answered to their end.
 
+    Raises:
+        EngineFailedError: the engine failed.
+
     Args:
         draft: a smaller model of the same tokenizer, which proposes tokens.
         say: told what happens, in lines.
@@ -42,7 +51,9 @@ def serve(
     engine = Engine.of(model, options=options.engine, draft=draft)
     running = EngineThread(engine, max_open=options.max_open)
     service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
-    server = HttpServer(service, options.server)  # an address that is taken is known at once
+    app = application(service, api_key=options.server.api_key)
+    # An address that is taken is known at once.
+    server = HttpServer(app, options.server, drain=running.drain)
     say(f"compiling {len(engine.runner.keys)} programs ...")
     engine.warm_up()
     request.hold()
@@ -52,9 +63,15 @@ def serve(
         f"{options.engine.max_running} requests at a time"
     )
     try:
-        server.run_until_asked(lambda: request.asked)
+        # A server without an engine answers nobody: whoever watches it is to start another.
+        server.run_until_asked(lambda: request.asked or running.failure)
     finally:
         running.close()
+    if running.failure is not None:
+        raise EngineFailedError(
+            f"the engine failed ({type(running.failure).__name__}: {running.failure}); requests "
+            "that were open have been told so"
+        )
     counts = engine.counts
     say(
         f"stopped by {request.asked.name if request.asked else 'the server'}: "

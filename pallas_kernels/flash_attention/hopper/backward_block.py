@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import BackwardOperands
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E
 
 from .kernel import AttentionKernel

@@ -14,10 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
-from pallas_kernels.hopper.tile import COL, LOG2E, ROW, WGMMA, soft_cap, swizzle_bytes, tiled
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import (
+    LOG2E,
+    column_layout,
+    row_layout,
+    soft_cap,
+    swizzle_bytes,
+    tile_layout,
+    tiled,
+)
 
 from .backward_block import FusedKernel, kernel_operands
 from .tiles import TileRange, geometry_of
@@ -167,7 +175,7 @@ class _ByColumns(FusedKernel):
         def step(before, x, head):
             it, i = head * per_head + before, queries.hi - 1 - before
             slot = lax.rem(it, NUM_STAGES)
-            row = plgpu.load(smem.rows.at[wg, slot], layout=COL)
+            row = plgpu.load(smem.rows.at[wg, slot], layout=column_layout())
 
             if wg == 0:
                 self.write_p(smem, slot, x, row, i, k_tile, queries)
@@ -222,22 +230,24 @@ class _ByColumns(FusedKernel):
 
     def score_gradient(self, smem, slot, dp, delta):
         """dS = P (dP - delta), through the soft cap if there is one."""
-        p = plgpu.load(smem.p, layout=WGMMA).astype(jnp.float32)
+        p = plgpu.load(smem.p, layout=tile_layout()).astype(jnp.float32)
         ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
         cap = self.spec.logit_soft_cap
         if cap is None:
             return ds
         # The scores are in the other warpgroup, but their logarithm is in P: log2 P = S - logsumexp
         # to 2**-9, so that tanh = S / cap is known better than P itself.
-        lse = lax.broadcast_in_dim(plgpu.load(smem.rows.at[0, slot], layout=COL), dp.shape, [1])
+        lse = lax.broadcast_in_dim(
+            plgpu.load(smem.rows.at[0, slot], layout=column_layout()), dp.shape, [1]
+        )
         tanh = (jnp.log2(p) + lse) * (1.0 / (cap * LOG2E))
         return jnp.where(p == 0.0, 0.0, ds * (1.0 - tanh * tanh))
 
     def mask(self, smem, slot, i, k_tile, p):
         """0 where the query of a column does not see the key of a row."""
         if self.segmented:
-            q_ids = plgpu.load(smem.ids.at[slot], layout=COL)
-            kv_ids = plgpu.load(smem.ids.at[NUM_STAGES], layout=ROW)
+            q_ids = plgpu.load(smem.ids.at[slot], layout=column_layout())
+            kv_ids = plgpu.load(smem.ids.at[NUM_STAGES], layout=row_layout())
             p = self.mask_ids(p, q_ids, kv_ids, fill=0.0, by_keys=True)
         key0 = k_tile * KEYS
         aligned = key0 - self.g.diagonal - i * QUERIES

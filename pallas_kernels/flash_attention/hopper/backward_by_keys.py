@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
-from pallas_kernels.hopper.tile import COL, ROW, WGMMA, swizzle_bytes, tiled
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import column_layout, row_layout, swizzle_bytes, tile_layout, tiled
 
 from .backward_block import FusedKernel, kernel_operands
 from .config import BACKWARD_KEYS as KEYS
@@ -206,7 +206,7 @@ class _ByKeys(FusedKernel):
         """The loop over heads of the group and query tiles."""
         g, c, mine = self.g, self.c, pl.ds(wg * 64, 64)
         my_k, my_v = smem.k.at[mine], smem.v.at[mine]
-        kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=ROW) if self.segmented else None
+        kv_ids = plgpu.load(smem.kv_ids.at[mine], layout=row_layout()) if self.segmented else None
         per_head = queries.hi - queries.lo
 
         def issue_scores(s_acc, slot):
@@ -239,7 +239,7 @@ class _ByKeys(FusedKernel):
                     plgpu.wgmma(dv_acc, smem.p.at[mine], do_smem)
                 else:
                     plgpu.wgmma(dv_acc, p.astype(self.dtype), do_smem)
-                delta = plgpu.load(smem.delta.at[slot], layout=COL)
+                delta = plgpu.load(smem.delta.at[slot], layout=column_layout())
                 ds = p * (dp - lax.broadcast_in_dim(delta, p.shape, [1]))
                 ds = (ds if slope is None else ds * slope).astype(self.dtype)
                 plgpu.barrier_wait(smem.ds_empty.at[ds_slot])
@@ -300,7 +300,7 @@ class _ByKeys(FusedKernel):
 
         if not c.dq_warpgroup:
             # The first tile adds the dQ of a tile before it, which is zero.
-            zeros = plgpu.layout_cast(jnp.zeros((64, QUERIES), self.dtype), WGMMA)
+            zeros = plgpu.layout_cast(jnp.zeros((64, QUERIES), self.dtype), tile_layout())
             smem.ds[1, mine, :] = zeros
             plgpu.commit_smem()
             plgpu.barrier_arrive(smem.ds_ready.at[1])
@@ -360,7 +360,7 @@ class _ByKeys(FusedKernel):
 
     def masked_probabilities(self, smem, wg: int, slot, s, i, k_tile, kv_ids, queries):
         """P transposed, from scores; and the soft cap's derivative, None without one."""
-        lse = plgpu.load(smem.lse.at[slot], layout=COL)
+        lse = plgpu.load(smem.lse.at[slot], layout=column_layout())
         p, slope = self.probabilities(s, lse, lse_dim=1)
         if not self.masked:
             return p, slope
@@ -372,7 +372,7 @@ class _ByKeys(FusedKernel):
     def mask(self, smem, wg: int, slot, i, k_tile, kv_ids, p):
         """0 where the query of a column does not see the key of a row."""
         if self.segmented:
-            q_ids = plgpu.load(smem.q_ids.at[slot], layout=COL)
+            q_ids = plgpu.load(smem.q_ids.at[slot], layout=column_layout())
             p = self.mask_ids(p, q_ids, kv_ids, fill=0.0, by_keys=True)
         key0 = k_tile * KEYS + 64 * wg
         aligned = key0 - self.g.diagonal - i * QUERIES

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
-from pallas_kernels.hopper.tile import COL, LOG2E, ROW, WGMMA, soft_cap
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import LOG2E, column_layout, row_layout, soft_cap, tile_layout
 
 from .config import ForwardConfig, Fp8Config
 from .kernel import AttentionKernel
@@ -234,8 +234,8 @@ class ForwardBlock(AttentionKernel):
         """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""
         c = self.c
         wg = lax.axis_index("wg")
-        peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), ROW)
-        total = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), WGMMA)
+        peak = plgpu.layout_cast(jnp.full((64,), NO_MAXIMUM, jnp.float32), row_layout())
+        total = plgpu.layout_cast(jnp.full((64, 8), 0.0, jnp.float32), tile_layout())
         of_rows = self.load_rows(smem, wg)
 
         def scores(i, between, masked: bool, peak, total, *, first: bool = False):
@@ -290,7 +290,7 @@ class ForwardBlock(AttentionKernel):
     def mask(self, smem, slot, s, row0, key0, q_ids):
         """-inf where the query of a row does not see the key of a column."""
         if self.segmented:
-            kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=COL)
+            kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=column_layout())
             s = self.mask_ids(s, q_ids, kv_ids, fill=-jnp.inf)
         return self.mask_positions(s, row0 + self.g.diagonal - key0, key0, fill=-jnp.inf)
 

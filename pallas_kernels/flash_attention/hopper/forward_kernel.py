@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
-from pallas_kernels.hopper.tile import LOG2E, ROW, sum_strips, swizzle_bytes, tiled
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import LOG2E, row_layout, sum_strips, swizzle_bytes, tiled
 
 from .config import ForwardConfig, exceeds_shared_memory, forward_config, refuse, unsupported
 from .forward_block import ForwardBlock
@@ -131,7 +131,7 @@ class _Forward(ForwardBlock):
 
     def load_rows(self, smem, wg):
         """The queries' ids, where tokens have some."""
-        return plgpu.load(smem.q_ids.at[wg], layout=ROW) if self.segmented else None
+        return plgpu.load(smem.q_ids.at[wg], layout=row_layout()) if self.segmented else None
 
     def softmax(self, smem, i, s, peak, total, of_rows):
         """Probabilities relative to the running maximum, and what the maximum's growth costs."""

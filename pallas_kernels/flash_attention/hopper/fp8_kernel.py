@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common.e4m3 import E4M3
 from pallas_kernels.flash_attention.fp8_operands import KEYS_PER_SCALE, Fp8Operands, natural
 from pallas_kernels.flash_attention.spec import AttentionSpec
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import (
     LOG2E,
-    ROW,
     STRIP,
     max_strips,
+    row_layout,
     sum_strips,
     swizzle_bytes,
     tiled,
@@ -184,7 +184,7 @@ class _Fp8Forward(ForwardBlock):
 
     def load_rows(self, smem, wg):
         """The queries' scales."""
-        return plgpu.load(smem.q_scale.at[wg], layout=ROW)
+        return plgpu.load(smem.q_scale.at[wg], layout=row_layout())
 
     def as_operand(self, p):
         """Probabilities as the left operand of the value product."""

@@ -9,13 +9,11 @@ keys are numbered likewise (``fp8_operands.ordered``). FlashAttention-3 (Shah et
 
 import jax
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.common.e4m3 import E4M3
-from pallas_kernels.hopper.tile import WGMMA
+from pallas_kernels.hopper.mosaic import mgpu, plgpu, vector
+from pallas_kernels.hopper.tile import tile_layout
 
 
 def as_operand(p: jax.Array, *, natural: bool) -> jax.Array:
@@ -29,7 +27,7 @@ def as_operand(p: jax.Array, *, natural: bool) -> jax.Array:
         return p.astype(E4M3)
 
     @plgpu.inline_mgpu(
-        arg_types=(WGMMA,),
+        arg_types=(tile_layout(),),
         return_type=plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=plgpu.Layout.WGMMA_8BIT),
     )
     def relabel(ctx, p):

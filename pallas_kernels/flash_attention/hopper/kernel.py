@@ -10,15 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import AttentionSpec
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E, mask_tile
 
 from .tiles import Geometry
-
-COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +72,7 @@ class AttentionKernel:
             grid=(num_tiles,),
             grid_names=("tile",),
             num_threads=num_threads,
-            compiler_params=COMPILER_PARAMS,
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         )
 
     def launch_by_queries(

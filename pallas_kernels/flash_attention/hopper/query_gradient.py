@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
 from pallas_kernels.hopper.machine import SMEM_BYTES
-from pallas_kernels.hopper.tile import COL, ROW, swizzle_bytes, tiled
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import column_layout, row_layout, swizzle_bytes, tiled
 
 from .backward_block import kernel_operands
 from .config import BARRIER_BYTES
@@ -142,9 +142,9 @@ class _QueryGradient(AttentionKernel):
 
     def accumulate(self, smem, row0, mine, keys: TileRange, dq_acc):
         """The loop over key tiles."""
-        lse = plgpu.load(smem.lse.at[mine], layout=ROW)
-        delta = plgpu.load(smem.delta.at[mine], layout=ROW)
-        q_ids = plgpu.load(smem.q_ids.at[mine], layout=ROW) if self.segmented else None
+        lse = plgpu.load(smem.lse.at[mine], layout=row_layout())
+        delta = plgpu.load(smem.delta.at[mine], layout=row_layout())
+        q_ids = plgpu.load(smem.q_ids.at[mine], layout=row_layout()) if self.segmented else None
 
         def step(j, _):
             slot = lax.rem(j - keys.lo, self.num_stages)
@@ -180,6 +180,6 @@ class _QueryGradient(AttentionKernel):
         """0 where the query of a row does not see the key of a column."""
         aligned = row0 + self.g.diagonal - j * KEYS
         if self.segmented:
-            kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=COL)
+            kv_ids = plgpu.load(smem.kv_ids.at[slot], layout=column_layout())
             p = self.mask_ids(p, q_ids, kv_ids, fill=0.0)
         return self.mask_positions(p, aligned, j * KEYS, fill=0.0)

@@ -8,10 +8,10 @@ use of the tile's slot. What ``start`` returns is carried through the loop.
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.rescale import scale_rows_if_needed
-from pallas_kernels.hopper.tile import ROW, WGMMA
+from pallas_kernels.hopper.tile import row_layout, tile_layout
 
 
 class ValueSum:
@@ -125,7 +125,7 @@ class Fp8ValueSum(ValueSum):
         return super().last(carried, p, slot) + self._sum(carried)
 
     def _sum(self, behind):
-        total = plgpu.load(self.smem.sum.at[lax.axis_index("wg")], layout=WGMMA)
+        total = plgpu.load(self.smem.sum.at[lax.axis_index("wg")], layout=tile_layout())
         return total * lax.broadcast_in_dim(behind, total.shape, [0])
 
 
@@ -178,8 +178,10 @@ class StagedValueSum:
 
 
 def _zeros(shape: tuple[int, int]):
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA).astype(jnp.float32) * 0.0
+    return (
+        plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout()).astype(jnp.float32) * 0.0
+    )
 
 
 def _ones():
-    return plgpu.layout_cast(jnp.full((64,), 1.0, jnp.float32), ROW)
+    return plgpu.layout_cast(jnp.full((64,), 1.0, jnp.float32), row_layout())

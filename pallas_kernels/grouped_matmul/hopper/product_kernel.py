@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E
 
 from .config import (

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import Named, launch
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
+from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
 from pallas_kernels.hopper.tile import tiled
 
 from .config import LINE_BYTES, LOADER, NUM_COMPUTE, WARPGROUP_ROWS, GroupedConfig
@@ -44,9 +43,6 @@ def take_number(counter: Any, taken: Any) -> None:
     take(counter, taken)
 
 
-COMPILER_PARAMS = plgpu.CompilerParams(
-    approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
-)
 NUM_TOLD = 2  # tiles that were found and not yet begun
 NUM_FACTS = 8  # numbers that tell of one
 
@@ -75,7 +71,9 @@ class RingKernel(abc.ABC):
             grid=(NUM_PROCESSORS,),
             grid_names=("worker",),
             num_threads=NUM_COMPUTE + 1,
-            compiler_params=COMPILER_PARAMS,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
         )
 
     @abc.abstractmethod

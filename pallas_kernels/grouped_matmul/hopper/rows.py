@@ -7,9 +7,7 @@ cores before the tile is said to be there.
 
 from typing import Any
 
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
-
+from pallas_kernels.hopper.mosaic import mgpu_utils, plgpu
 from pallas_kernels.hopper.tile import tiled
 
 THREADS = 128

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tile import WGMMA
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import tile_layout
 
 from .config import (
     BLOCK_DEPTH,
@@ -254,8 +254,8 @@ class _WeightGradient(RingKernel):
 
     def mask(self, ref: Any, kept: Any) -> None:
         """Zeroes rows of a tile other than those from ``kept[0]`` to ``kept[1]``."""
-        tile = plgpu.load(ref, layout=WGMMA, optimized=False)
-        row = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=WGMMA)
+        tile = plgpu.load(ref, layout=tile_layout(), optimized=False)
+        row = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=tile_layout())
         is_kept = (row >= kept[0]) & (row < kept[1])
         ref[...] = jnp.where(is_kept, tile, jnp.zeros((), tile.dtype))
         plgpu.commit_smem()

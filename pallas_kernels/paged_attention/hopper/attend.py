@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.tile import ROW, STRIP, WGMMA, swizzle_bytes, tiled
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import STRIP, row_layout, swizzle_bytes, tile_layout, tiled
 from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import ROWS, PagedConfig, QueryLayout
@@ -297,11 +297,13 @@ class _AttendPages:
             plgpu.barrier_arrive(empty.at[slot])
             return peak, total, *o
 
-        peak = plgpu.layout_cast(jnp.full((ROWS,), NO_MAXIMUM, jnp.float32), ROW)
-        total = plgpu.layout_cast(jnp.full((ROWS, STRIP), 0.0, jnp.float32), WGMMA)
+        peak = plgpu.layout_cast(jnp.full((ROWS,), NO_MAXIMUM, jnp.float32), row_layout())
+        total = plgpu.layout_cast(jnp.full((ROWS, STRIP), 0.0, jnp.float32), tile_layout())
         carry = (peak, total)
         if acc is None:
-            carry += (plgpu.layout_cast(jnp.zeros((ROWS, self.part_width), jnp.float32), WGMMA),)
+            carry += (
+                plgpu.layout_cast(jnp.zeros((ROWS, self.part_width), jnp.float32), tile_layout()),
+            )
         peak, total, *o = lax.fori_loop(0, seg.count, step, carry)
         o = o[0] if acc is None else plgpu.wgmma_accumulator_load(acc, wait_n=0)
         return o, peak, total.sum(axis=1)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import LANES, WARPS
+from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.rows.config import tile_layout

@@ -6,9 +6,9 @@ Dims: as in ``pallas_kernels.paged_attention.spec``.
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.tile import LOG2E, STRIP, WGMMA, soft_cap, strips, sum_strips
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.tile import LOG2E, STRIP, soft_cap, strips, sum_strips, tile_layout
 from pallas_kernels.paged_attention.spec import PagedSpec
 
 from .config import ROWS, QueryLayout
@@ -22,11 +22,11 @@ COLUMNS = 64  # of values that are loaded at a time to be cleaned
 def positions_less_columns(seg: Segment, layout: QueryLayout):
     """int32 [64, 8]: the position of each row's token less the column."""
     shape = (ROWS, STRIP)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=tile_layout())
     position = seg.extent.position
     if layout.tokens == 1:
         return position - column
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=tile_layout())
     token = lax.div(row, jnp.int32(layout.span))
     # A token that a row does not have is before all keys.
     return jnp.where(token < seg.extent.tokens, position + token, -1) - column
@@ -65,7 +65,7 @@ def clean(v_smem, first, stop) -> None:
     rows, width = v_smem.shape
     for column in range(0, width, COLUMNS):
         part = v_smem.at[:, pl.ds(column, COLUMNS)]
-        v = plgpu.load(part, layout=WGMMA, optimized=False)
-        row = plgpu.broadcasted_iota(jnp.int32, (rows, COLUMNS), 0, layout=WGMMA)
+        v = plgpu.load(part, layout=tile_layout(), optimized=False)
+        row = plgpu.broadcasted_iota(jnp.int32, (rows, COLUMNS), 0, layout=tile_layout())
         part[...] = jnp.where((row >= first) & (row < stop), v, 0.0)
     plgpu.commit_smem()

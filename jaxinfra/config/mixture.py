@@ -1,0 +1,147 @@
+"""Several sources read together, each with its share of a batch, and named texts to evaluate on."""
+
+import bisect
+import dataclasses
+import enum
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+from jaxinfra.core.errors import ConfigError, nearest
+
+type Weight = float | tuple[tuple[int, float], ...]
+"""A number, or points of time and weight, the earliest first."""
+
+OWN = "own"
+"""The set of what is held out of the sources themselves, all together."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class MixtureUnit(enum.StrEnum):
+    """What the times of a mixture's weights count."""
+
+    STEPS = "steps"
+    TOKENS = "tokens"  # of sequences, padding included: steps x batch_size x sequence_length
+
+
+class MixtureBetween(enum.StrEnum):
+    """Which weight holds between two points."""
+
+    LINEAR = "linear"  # on the straight line between them
+    HOLD = "hold"  # that of the earlier one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureSource:
+    """One of several sources; what ``DataConfig`` says of documents and tokens holds for all.
+
+    Raises:
+        ConfigError: a name that is none, a weight below 0, times that do not rise.
+
+    Examples:
+        >>> web = jaxinfra.MixtureSource(name="web", source="web/", weight=((0, 0.9), (1000, 0.2)))
+        >>> code = jaxinfra.MixtureSource(name="code", source="code/", weight=0.5)
+        >>> data = jaxinfra.DataConfig(mixture=(web, code))
+    """
+
+    name: str  # what tables and metrics call it
+    source: str  # text to train on, as data.source
+    # Its part of a batch is this over the sum of all: a number, or [[time, weight], ...].
+    weight: Weight = 1.0
+    heldout_source: str | None = None  # text to evaluate on; None: a part of source
+
+    def __post_init__(self) -> None:
+        _require_name(self.name, "mixture source")
+        if not isinstance(self.weight, int | float | tuple):
+            raise ConfigError(
+                f"mixture source {self.name!r}: weight={self.weight!r} must be a number or a tuple "
+                "of (time, weight)"
+            )
+        times = [time for time, _ in self.points]
+        if not times or times[0] < 0 or any(b <= a for a, b in itertools.pairwise(times)):
+            raise ConfigError(
+                f"mixture source {self.name!r}: weight={self.weight} has the times {times}; give "
+                "at least one point, times from 0 on and each later than the one before"
+            )
+        for _, weight in self.points:
+            if not 0.0 <= weight < math.inf:
+                raise ConfigError(
+                    f"mixture source {self.name!r}: weight {weight} must be 0 or more, and finite"
+                )
+
+    @property
+    def points(self) -> tuple[tuple[int, float], ...]:
+        """Times and weights."""
+        return self.weight if isinstance(self.weight, tuple) else ((0, self.weight),)
+
+    def weight_at(self, time: int, between: MixtureBetween) -> float:
+        """The weight at a time; before the first point that one's, after the last that one's."""
+        points = self.points
+        place = bisect.bisect_right(points, time, key=lambda point: point[0]) - 1
+        if place < 0:
+            return points[0][1]
+        begin, weight = points[place]
+        if between is MixtureBetween.HOLD or place + 1 == len(points):
+            return weight
+        end, later = points[place + 1]
+        return weight + (later - weight) * ((time - begin) / (end - begin))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationSet:
+    """A text that nothing is trained on, evaluated by its name.
+
+    Raises:
+        ConfigError: a name that is none.
+
+    Examples:
+        >>> books = jaxinfra.ValidationSet(name="books", source="books.jsonl")
+        >>> data = jaxinfra.DataConfig(source="texts/", validation=(books,))
+    """
+
+    name: str  # what tables and metrics call it
+    source: str  # text, as data.source; all of it
+
+    def __post_init__(self) -> None:
+        _require_name(self.name, "validation set")
+
+
+def turning_points(sources: Sequence[MixtureSource]) -> list[int]:
+    """Times at which some weight turns, and 0: between two of them all are on straight lines."""
+    return sorted({0, *(time for each in sources for time, _ in each.points)})
+
+
+def check_mixture(
+    sources: Sequence[MixtureSource],
+    validation: Sequence[ValidationSet],
+    *,
+    between: MixtureBetween,
+    best_by: str | None,
+) -> None:
+    """Raises ConfigError where names are not unique, none is read at a time, or none is judged."""
+    names = [each.name for each in (*sources, *validation)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"the name {name!r} is given to {names.count(name)} mixture sources or validation "
+                "sets; metrics tell them apart by name: rename all but one"
+            )
+    for time in turning_points(sources):
+        if sources and not any(each.weight_at(time, between) for each in sources):
+            raise ConfigError(
+                f"all weights of the mixture are 0 at {time}, so nothing would be read; give one "
+                "of them a weight there"
+            )
+    known = [OWN, *names]
+    if best_by is not None and best_by not in known:
+        raise ConfigError(f"best_by={best_by!r} is no set to evaluate on{nearest(best_by, known)}")
+
+
+def _require_name(name: str, what: str) -> None:
+    if not _NAME.fullmatch(name) or name == OWN:
+        raise ConfigError(
+            f"{what} name {name!r}: names are letters, digits, '.', '_' and '-', begin with a "
+            f"letter or digit, and are not {OWN!r}; choose another"
+        )

@@ -1,0 +1,146 @@
+"""Learning from pairs of answers, the better one known: which loss, and how strongly."""
+
+import dataclasses
+import enum
+import math
+from typing import Any
+
+from jaxinfra.config.data import DataConfig, DataFormat
+from jaxinfra.core.errors import ConfigError, nearest
+
+
+class PreferenceLoss(enum.StrEnum):
+    """What is made of the log probabilities of two answers."""
+
+    DPO = "dpo"  # Rafailov et al. 2023, equation 7
+    IPO = "ipo"  # Azar et al. 2023, equation 17; beta is its tau
+    SIMPO = "simpo"  # Meng et al. 2024, equation 6
+    ORPO = "orpo"  # Hong et al. 2024, equations 6 and 7; beta is its lambda
+    CPO = "cpo"  # Xu et al. 2024, equation 6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceConfig:
+    """A loss of pairs of answers; dpo and ipo compare with the model that the run starts from."""
+
+    loss: PreferenceLoss = PreferenceLoss.DPO  # dpo, ipo; without a reference simpo, orpo, cpo
+    beta: float | None = None  # strength; None: 2 for simpo, 0.1 for the others
+    margin: float | None = None  # gamma of simpo; None: half of beta
+    label_smoothing: float = 0.0  # share of pairs that are the wrong way round; dpo, cpo and simpo
+    # Of the better answer's mean nll per token, added; None: 1 for orpo and cpo, 0 for the others.
+    likelihood: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("beta", "likelihood", "margin"):
+            value = getattr(self, name)
+            if value is not None and not (0.0 <= value < math.inf):
+                raise ConfigError(f"preferences {name}={value} must be 0 or more, and finite")
+        if self.beta == 0.0:
+            raise ConfigError("preferences beta=0.0: both answers would weigh nothing; give more")
+        if self.margin is not None and self.loss is not PreferenceLoss.SIMPO:
+            raise ConfigError(
+                f"preferences margin={self.margin} with loss={self.loss.value}: only simpo has one"
+            )
+        if not 0.0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"preferences label_smoothing={self.label_smoothing} must be at least 0 and below "
+                "0.5, where a pair says nothing"
+            )
+        if self.label_smoothing and self.loss in (PreferenceLoss.IPO, PreferenceLoss.ORPO):
+            raise ConfigError(
+                f"preferences label_smoothing={self.label_smoothing} with loss={self.loss.value}: "
+                "it is defined for dpo, cpo and simpo"
+            )
+
+    @property
+    def strength(self) -> float:
+        """Beta, as given or by the loss."""
+        if self.beta is not None:
+            return self.beta
+        return 2.0 if self.loss is PreferenceLoss.SIMPO else 0.1
+
+    @property
+    def target_margin(self) -> float:
+        """Gamma of simpo, as given or half of beta, and 0 for other losses."""
+        if self.loss is not PreferenceLoss.SIMPO:
+            return 0.0
+        return self.strength / 2 if self.margin is None else self.margin
+
+    @property
+    def likelihood_weight(self) -> float:
+        """Weight of the better answer's mean nll."""
+        if self.likelihood is not None:
+            return self.likelihood
+        return 1.0 if self.loss in (PreferenceLoss.ORPO, PreferenceLoss.CPO) else 0.0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log probabilities of the model at the start are needed."""
+        return self.loss in (PreferenceLoss.DPO, PreferenceLoss.IPO)
+
+
+def check_preferences(
+    preferences: PreferenceConfig | None,
+    data: DataConfig,
+    *,
+    cross_entropy: tuple[str, ...],
+    pipe: int,
+    is_initialized: bool,
+) -> None:
+    """Raises ConfigError where pairs cannot be learned from.
+
+    Args:
+        cross_entropy: settings of the other loss that are given.
+        is_initialized: whether the run starts from a model.
+    """
+    if (preferences is None) != (data.format is not DataFormat.PREFERENCES):
+        given = "none" if preferences is None else f"loss={preferences.loss.value}"
+        raise ConfigError(
+            f"data format={data.format.value} with preferences {given}: pairs of answers and a "
+            "loss of pairs go together; set data.format=preferences and preferences, or neither"
+        )
+    if preferences is None:
+        return
+    if data.mixture:
+        raise ConfigError(
+            f"preferences with a mixture of {len(data.mixture)} sources: pairs are read from one "
+            "source; put the files into one directory"
+        )
+    if cross_entropy:
+        raise ConfigError(
+            f"preferences with {', '.join(cross_entropy)}: pairs have a loss of their own; leave "
+            "these out"
+        )
+    if pipe > 1:
+        raise ConfigError(
+            f"preferences with pipe={pipe}: stages take the loss of a part of the tokens, and a "
+            "pair's is of both answers; use fsdp and tensor"
+        )
+    if preferences.has_reference and not is_initialized:
+        raise ConfigError(
+            f"preferences loss={preferences.loss.value} compares with the model that the run "
+            "starts from: name it with --init DIR, or choose simpo, orpo or cpo"
+        )
+
+
+def parse_preferences(text: str) -> PreferenceConfig:
+    """Parses ``"dpo"`` or ``"loss=simpo,beta=2,margin=1"``; what is not named is the default."""
+    values: dict[str, Any] = {}
+    known = [field.name for field in dataclasses.fields(PreferenceConfig)]
+    for number, item in enumerate(text.split(",")):
+        name, separator, value = (part.strip() for part in item.partition("="))
+        if number == 0 and not separator:
+            name, value = "loss", name
+        if name not in known:
+            raise ConfigError(f"unknown preferences setting {name!r}{nearest(name, known)}")
+        if name == "loss":
+            losses = [each.value for each in PreferenceLoss]
+            if value not in losses:
+                raise ConfigError(f"no preference loss {value!r}{nearest(value, losses)}")
+            values[name] = PreferenceLoss(value)
+            continue
+        try:
+            values[name] = float(value)
+        except ValueError as error:
+            raise ConfigError(f"preferences {item!r}: {value!r} is not a number") from error
+    return PreferenceConfig(**values)

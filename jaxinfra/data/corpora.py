@@ -1,0 +1,139 @@
+"""All texts of a run by name: one source or a mixture to train on, and sets to evaluate on."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import final
+
+from jaxinfra.config.data import DataConfig, DataFormat
+from jaxinfra.config.mixture import OWN
+from jaxinfra.config.run import TrainingConfig
+from jaxinfra.data.corpus import Corpus, open_corpus, shared_tokenizer
+from jaxinfra.data.mixture import MixedWindows, MixtureSchedule
+from jaxinfra.data.pair_rows import PairWindows
+from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.data.tokenizer import Tokenizer
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Corpora:
+    """The corpora of a run, all of one tokenizer."""
+
+    config: DataConfig
+    sources: dict[str, Corpus]  # trained on; of a run without a mixture one, named "own"
+    validation: dict[str, Corpus]  # of which the held-out side alone is used
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that made all of their tokens."""
+        return next(iter(self.sources.values())).tokenizer
+
+    @property
+    def heldout(self) -> dict[str, TokenArrays]:
+        """What is evaluated, by name."""
+        return {name: each.heldout for name, each in self._all().items()}
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """The sets whose tokens together give the run's held-out loss."""
+        chosen = self.config.best_by
+        return tuple(self.sources) if chosen in (None, OWN) else (chosen,)
+
+    def judged_documents(self) -> list[bytes]:
+        """The texts of those sets."""
+        return [text for name in self.judged for text in self._all()[name].heldout_documents()]
+
+    def changed(self, change: Callable[[TokenArrays], TokenArrays]) -> "Corpora":
+        """The same texts with other arrays in the place of each that is used."""
+        sources = {
+            name: dataclasses.replace(each, train=change(each.train), heldout=change(each.heldout))
+            for name, each in self.sources.items()
+        }
+        validation = {
+            name: dataclasses.replace(each, heldout=change(each.heldout))
+            for name, each in self.validation.items()
+        }
+        return dataclasses.replace(self, sources=sources, validation=validation)
+
+    def _all(self) -> dict[str, Corpus]:
+        return {**self.sources, **self.validation}
+
+    def train_source(self, training: TrainingConfig) -> TokenArrays | PairWindows | MixedWindows:
+        """What training batches are made of."""
+        if self.config.format is DataFormat.PREFERENCES:
+            return PairWindows(
+                self.sources[OWN].train,
+                sequence_length=training.sequence_length,
+                seed=training.seed,
+            )
+        if not self.config.mixture:
+            return self.sources[OWN].train
+        return MixedWindows(
+            {name: each.train for name, each in self.sources.items()},
+            schedule_of(self.config, training),
+            sequence_length=training.sequence_length,
+            seed=training.seed,
+        )
+
+
+def schedule_of(config: DataConfig, training: TrainingConfig) -> MixtureSchedule:
+    """The rows of each source that a run's steps read."""
+    return MixtureSchedule(
+        config.mixture,
+        between=config.mixture_between,
+        unit=config.mixture_unit,
+        batch_size=training.batch_size,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+    )
+
+
+def open_corpora(
+    config: DataConfig,
+    *,
+    vocab_size: int,
+    cache_dir: Path,
+    tokenizer: Tokenizer | None = None,
+    template_directory: Path | None = None,
+) -> Corpora:
+    """Opens all texts that ``config`` names, each as ``open_corpus`` does.
+
+    Without a ``tokenizer`` given, a mixture's is the configured one, that of the first source of
+    token arrays, or one trained on equal parts of all sources.
+
+    Raises:
+        DataError: a text cannot be read; it has no token to train on, or none to evaluate on.
+    """
+    parts = {each.name: _alone(config, each.source, each.heldout_source) for each in config.mixture}
+    if tokenizer is None and parts:
+        tokenizer = shared_tokenizer(
+            list(parts.values()), vocab_size=vocab_size, cache_dir=cache_dir
+        )
+    open_it = functools.partial(
+        open_corpus,
+        vocab_size=vocab_size,
+        cache_dir=cache_dir,
+        template_directory=template_directory,
+    )
+    parts = parts or {OWN: _alone(config, config.source, config.heldout_source)}
+    sources = {name: open_it(part, tokenizer=tokenizer) for name, part in parts.items()}
+    tokenizer = next(iter(sources.values())).tokenizer
+    validation = {
+        each.name: open_it(_alone(config, each.source, each.source), tokenizer=tokenizer)
+        for each in config.validation
+    }
+    return Corpora(config=config, sources=sources, validation=validation)
+
+
+def _alone(config: DataConfig, source: str, heldout_source: str | None) -> DataConfig:
+    """The config of one text."""
+    return dataclasses.replace(
+        config,
+        source=source,
+        heldout_source=heldout_source,
+        mixture=(),
+        validation=(),
+        best_by=None,
+    )

@@ -1,0 +1,140 @@
+"""Pairs of answers to tokens: the prompt is given, the answer counts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from jaxinfra.core.errors import DataError
+from jaxinfra.core.files import parse_json
+from jaxinfra.data.chat import ASSISTANT, ChatEncoder, Conversation, EncodedChat, check_messages
+from jaxinfra.data.readers import EACH_LINE, Document
+from jaxinfra.data.tokenizer import Tokenizer
+
+_FORMS = (
+    'each line must be {"prompt": ..., "chosen": ..., "rejected": ...}, each a text or a list of '
+    "messages; without a prompt the answers are whole conversations that begin alike"
+)
+
+
+@final
+class PairEncoder:
+    """Encodes lines of a prompt, a chosen and a rejected answer as two documents each.
+
+    Args:
+        chat: renders them as conversations; None: an answer's text follows the prompt's, and ends
+            with the separator.
+    """
+
+    per_row = 2  # documents that a line becomes
+
+    def __init__(self, tokenizer: Tokenizer, chat: ChatEncoder | None):
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self.bos_id = tokenizer.bos_id if chat is None else chat.bos_id
+
+    def encode_batch(self, documents: Sequence[Document]) -> list[EncodedChat]:
+        """Tokens of JSON lines: of each its chosen answer, then its rejected one.
+
+        Raises:
+            DataError: what is wrong with one of them, which is named.
+        """
+        rows = [_parse(document) for document in documents]
+        names = [document.name for document in documents]
+        if self._chat is not None:
+            each = [c for name, row in zip(names, rows, strict=True) for c in _talks(name, row)]
+            encoded = self._chat.encode(each)
+        else:
+            encoded = self._texts(names, rows)
+        for number, answer in enumerate(encoded):
+            if not answer.counted.any():
+                kind = "rejected" if number % 2 else "chosen"
+                raise DataError(f"{names[number // 2]}: the {kind} answer has no token")
+        return encoded
+
+    def _texts(self, names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[EncodedChat]:
+        fields = ("prompt", "chosen", "rejected")
+        for name, row in zip(names, rows, strict=True):
+            for field in fields:
+                if not isinstance(row.get(field), str):
+                    raise DataError(
+                        f"{name}: {field} is {type(row.get(field)).__name__}; without a chat "
+                        "template all three must be text: give --chat for messages"
+                    )
+        ids = self._tokenizer.encode_batch([row[field] for row in rows for field in fields])
+        encoded = []
+        for number, row in enumerate(rows):
+            prompt = ids[3 * number]
+            for place, field in ((1, "chosen"), (2, "rejected")):
+                answer = np.append(ids[3 * number + place], self._tokenizer.eos_id)
+                counted = np.zeros(len(prompt) + len(answer), bool)
+                counted[len(prompt) :] = bool(row[field])
+                encoded.append(
+                    EncodedChat(
+                        tokens=np.concatenate([prompt, answer]).astype(np.int32),
+                        counted=counted,
+                        text=row[field],
+                    )
+                )
+        return encoded
+
+
+def _parse(document: Document) -> Mapping[str, Any]:
+    row = parse_json(document.text, where=document.name, error=DataError, remedy=EACH_LINE)
+    missing = [field for field in ("chosen", "rejected") if field not in row]
+    if missing:
+        raise DataError(f"{document.name}: no {' and no '.join(missing)}; {_FORMS}")
+    return row
+
+
+def _talks(name: str, row: Mapping[str, Any]) -> list[Conversation]:
+    """The two conversations of a row."""
+    prompt = _messages(row.get("prompt", []), role="user")
+    answers = [_messages(row[field], role=ASSISTANT) for field in ("chosen", "rejected")]
+    if not all(answers):
+        raise DataError(f"{name}: an answer is neither text nor messages; {_FORMS}")
+    if all(_role(answer[0]) != ASSISTANT for answer in answers):
+        num_given = _num_alike(*answers)  # whole conversations, whatever prompt stands beside
+    else:
+        num_given = len(prompt)
+        answers = [[*prompt, *answer] for answer in answers]
+    if num_given == 0 or any(
+        all(_role(message) != ASSISTANT for message in answer[num_given:]) for answer in answers
+    ):
+        raise DataError(
+            f"{name}: no prompt, or an answer in which the model says nothing; {_FORMS}"
+        )
+    system = row.get("system")
+    if isinstance(system, str) and system and _role(answers[0][0]) != "system":
+        answers = [[{"role": "system", "content": system}, *answer] for answer in answers]
+        num_given += 1
+    for answer in answers:
+        check_messages(answer, where=name)
+    given = sum(_role(message) == ASSISTANT for message in answers[0][:num_given])
+    tools = row.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{name}: tools is a {type(tools).__name__}; it must be a list")
+    return [
+        Conversation(name=name, messages=answer, tools=tools, num_given=given) for answer in answers
+    ]
+
+
+def _messages(value: Any, *, role: str) -> list[Any]:
+    """A text as a message of that role, a message as a list of one; nothing for other kinds."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else []
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _num_alike(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many messages two conversations begin with alike."""
+    num = 0
+    while num < min(len(first), len(second)) and first[num] == second[num]:
+        num += 1
+    return num

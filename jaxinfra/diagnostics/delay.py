@@ -1,0 +1,42 @@
+"""What delays a step: a cause, what is won without it, and how."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Delay:
+    """One cause, and what a step would gain without it."""
+
+    cause: str
+    ms: float  # per step
+    text: str  # what was seen
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """A step's time and its delays, the largest first."""
+
+    step_ms: float
+    delays: tuple[Delay, ...]
+
+    def paragraph(self) -> str:
+        """The first thing ``jaxinfra trace`` says."""
+        if not self.delays:
+            return (
+                f"A step takes {self.step_ms:.1f} ms, and nothing that could be avoided delays it."
+            )
+        won = [
+            f"{each.ms:.1f} ms ({each.ms / self.step_ms:.0%}) to {each.cause}: {each.text}. "
+            f"Remedy: {each.remedy}."
+            for each in self.delays
+        ]
+        return f"A step takes {self.step_ms:.1f} ms. It loses " + " It loses ".join(won)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "step_ms": self.step_ms,
+            "delays": [dataclasses.asdict(each) for each in self.delays],
+        }

@@ -1,0 +1,244 @@
+"""What a run's hosts lose, from the flight recorders of its ranks.
+
+A step takes as long as its devices or its host, whichever is longer: a host prepares the next step
+while its devices compute. So what is won without one of the host's phases is bounded by the time of
+the devices alone, which is read from steps that the loop waited for at once: before a probe, a
+comparison of copies, a save or an evaluation.
+"""
+
+import collections
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jaxinfra.diagnostics.delay import Delay
+from jaxinfra.reliability.recorder import BUSY_READERS, READY_BATCHES, Event, RankRecord
+
+_PHASES = ("input", "place", "step", "wait", "host", "compile", "evaluate", "save", "probe")
+_ALONE = ("input", "place", "step", "host")
+"""Phases of a rank in which its devices wait for nobody else."""
+_SHARE = 0.1
+"""Share of a step that a phase takes at least to count: less is the queue's own time."""
+_OVERHEAD = 0.25
+"""The same of placing batches and of a step's records: a step of a millisecond has little else."""
+_BUSY = 0.25
+"""Share of the readers' time above which they compute, and do not wait for a disk."""
+_RARE = 0.02
+"""Share of a step that evaluations should take at most."""
+
+
+class _HostCause(NamedTuple):
+    cause: str
+    text: str
+    remedy: str
+
+
+_CAUSES = {
+    "input": _HostCause(
+        "waiting for input",
+        "no batch is ready when the step could begin",
+        "raise data.num_prefetch_threads and data.prefetch_batches, or read from a faster disk",
+    ),
+    "place": _HostCause(
+        "placing batches",
+        "each batch takes so long to reach the devices",
+        "look at what else runs on the host's cores and on its links to the devices (jaxinfra "
+        "doctor)",
+    ),
+    "host": _HostCause(
+        "host work between steps",
+        "callbacks, loggers or the metrics' file keep the next step from being launched",
+        "let callbacks and loggers work in a thread of their own, or at fewer steps, and write "
+        "runs to a fast disk",
+    ),
+}
+_COMPUTING = _HostCause(
+    "waiting for input, whose readers compute",
+    "no batch is ready when the step could begin, and its readers compute",
+    "do this work once, before training: tokenize and transform ahead (data.source as arrays of "
+    "tokens)",
+)
+
+
+def phase_ms(record: RankRecord) -> dict[str, float]:
+    """Milliseconds of each phase per step, over the steps that a rank's ring buffer holds whole.
+
+    The first of them may have compiled, so that it does not count.
+    """
+    phases = _phases(record)
+    steps = sorted({event.step for event in phases})[1:-1]
+    spent: dict[str, dict[int, float]] = collections.defaultdict(dict)
+    for begun, ended in itertools.pairwise(phases):
+        if begun.step in steps:
+            of_phase = spent[begun.name]
+            of_phase[begun.step] = of_phase.get(begun.step, 0.0) + 1e3 * ended.value
+    # The median: one step that saved or was interrupted tells of that alone.
+    return {
+        name: statistics.median([of_step.get(step, 0.0) for step in steps])
+        for name, of_step in spent.items()
+    }
+
+
+def _without_ready_input(record: RankRecord) -> dict[str, float]:
+    """``phase_ms`` without the time in which ready batches were handed over: on a busy host
+    that takes a while, which more readers do not change.
+    """
+    found = phase_ms(record)
+    ready = [event.value for event in record.events if event.name == READY_BATCHES]
+    if ready and statistics.median(ready) > 0:
+        found.pop("input", None)
+    return found
+
+
+def devices_ms(records: Sequence[RankRecord]) -> float | None:
+    """Milliseconds that the devices take for a step; None where no step was waited for at once.
+
+    Of all ranks the least counts: who comes last to a step's collectives waits for nobody.
+    """
+    by_step: dict[int, list[float]] = collections.defaultdict(list)
+    for record in records:
+        for step, ms in _waited_for(_phases(record)):
+            by_step[step].append(ms)
+    whole = [min(each) for each in by_step.values() if len(each) == len(records)]
+    return statistics.median(whole) if whole else None
+
+
+def _waited_for(phases: Sequence[Event]) -> list[tuple[int, float]]:
+    """Steps that were waited for before the next one was launched, and how long each took."""
+    spans = [(begun, 1e3 * ended.value) for begun, ended in itertools.pairwise(phases)]
+    found = []
+    for place, (launch, whole) in enumerate(spans):
+        if launch.name != "step":
+            continue
+        for then, ms in spans[place + 1 :]:
+            if then.name in ("input", "step"):
+                break
+            is_own = then.step == launch.step
+            if then.name == "wait" and not is_own and ms > _SHARE * whole:
+                whole = 0.0  # the devices begin with this step only now
+                continue
+            whole += ms
+            if then.name == "wait" and is_own:
+                found.append((launch.step, whole))
+                break
+    return found
+
+
+def _phases(record: RankRecord) -> list[Event]:
+    return [event for event in record.events if event.name in _PHASES]
+
+
+def host_delays(
+    records: Sequence[RankRecord], *, step_ms: float, steps: int, least_steps: int = 4
+) -> list[Delay]:
+    """A rank that the others wait for, or the phase of all hosts that keeps the devices waiting."""
+    if steps < least_steps:
+        return []
+    phases = {record.rank: _without_ready_input(record) for record in records}
+    phases = {rank: each for rank, each in phases.items() if each}
+    if not phases:
+        return []
+    devices = devices_ms(records)
+    found = _slow_rank(phases, devices, step_ms)
+    if found is None:
+        found = _slow_phase(phases, devices, step_ms, busy=_busy_readers(records))
+    return [] if found is None else [found]
+
+
+def _slow_rank(
+    phases: Mapping[int, Mapping[str, float]], devices: float | None, step_ms: float
+) -> Delay | None:
+    alone = {rank: sum(each.get(name, 0.0) for name in _ALONE) for rank, each in phases.items()}
+    slowest = max(alone, key=alone.__getitem__)
+    others = [ms for rank, ms in alone.items() if rank != slowest]
+    behind = alone[slowest] - statistics.median(others) if others else 0.0
+    if not others or behind <= _SHARE * step_ms:
+        return None
+    mine = phases[slowest]
+    where = max(_ALONE, key=lambda name: mine.get(name, 0.0))
+    what = {"input": "waiting for its input", "place": "placing its batch"}
+    what["host"] = "in callbacks, loggers and metrics"
+    return Delay(
+        cause=f"rank {slowest}, which is slow",
+        ms=_won(behind, mine.get("wait", 0.0), devices, step_ms),
+        text=f"it spends {mine.get(where, 0.0):.0f} ms "
+        f"{what.get(where, 'handing steps to its devices')}, and all wait for it",
+        remedy="look at its loader and disk"
+        if where == "input"
+        else "look at what else runs on its host, or give the job another node",
+    )
+
+
+def _slow_phase(
+    phases: Mapping[int, Mapping[str, float]],
+    devices: float | None,
+    step_ms: float,
+    *,
+    busy: float | None,
+) -> Delay | None:
+    usual = {
+        name: statistics.median(each.get(name, 0.0) for each in phases.values())
+        for name in (*_CAUSES, "wait")
+    }
+    worst = max(_CAUSES, key=usual.__getitem__)
+    ms, ahead = usual[worst], usual["wait"]
+    won = _won(ms, ahead, devices, step_ms)
+    # While the host waits for its devices, it may as well do something else.
+    least = (_SHARE if worst == "input" else _OVERHEAD) * step_ms
+    if min(ms, won) <= least or ms <= ahead:
+        return None
+    found, text = _CAUSES[worst], _CAUSES[worst].text
+    if worst == "input" and busy is not None and busy > _BUSY:
+        found, text = _COMPUTING, f"{_COMPUTING.text} for {busy:.0%} of their time"
+    return Delay(cause=found.cause, ms=won, text=text, remedy=found.remedy)
+
+
+def _won(ms: float, ahead: float, devices: float | None, step_ms: float) -> float:
+    """What a step wins without ``ms`` of its host, of which it waits ``ahead`` for its devices."""
+    if devices is None:
+        return min(ms, step_ms)
+    return max(0.0, step_ms - max(devices, step_ms - ms - ahead))
+
+
+def _busy_readers(records: Sequence[RankRecord]) -> float | None:
+    shares = [
+        event.value for each in records for event in each.events if event.name == BUSY_READERS
+    ]
+    return statistics.median(shares) if shares else None
+
+
+def evaluation_delays(
+    records: Sequence[RankRecord], *, step_ms: float, least: int = 2
+) -> list[Delay]:
+    """Evaluations that take a large part of a run's time; the first, which compiles, counts not."""
+    spent: dict[int, float] = collections.defaultdict(float)
+    if not records:
+        return []
+    for begun, ended in itertools.pairwise(_phases(records[0])):
+        if begun.name == "evaluate":
+            spent[begun.step] += 1e3 * ended.value
+    steps = sorted(spent)
+    if len(steps) < least + 1:
+        return []
+    every = statistics.median(later - step for step, later in itertools.pairwise(steps))
+    ms = statistics.median(spent[step] for step in steps[1:])
+    seldom = rarely(ms, step_ms)
+    won = ms / every - ms / seldom
+    if won <= _SHARE * step_ms:
+        return []
+    return [
+        Delay(
+            cause="evaluations",
+            ms=won,
+            text=f"each takes {ms / 1e3:.2f} s, every {every:g} steps",
+            remedy=f"training.evaluate_every={seldom}, or fewer held-out texts",
+        )
+    ]
+
+
+def rarely(ms: float, step_ms: float) -> int:
+    """The number of steps between two of what takes ``ms``, that it costs 2% of a step's time."""
+    exact = max(1.0, ms / (_RARE * step_ms))
+    digits = 10 ** max(0, len(str(int(exact))) - 1)
+    return int(-(-exact // digits) * digits)

@@ -1,0 +1,283 @@
+"""A run's step, computed once more from the checkpoint before it."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.checkpoint import directory_layout
+from jaxinfra.checkpoint.restoring import Restored, load
+from jaxinfra.checkpoint.run_directory import RunDirectory, identity
+from jaxinfra.config.exchange import ExchangeConfig
+from jaxinfra.config.mesh import MeshConfig, ShardingConfig
+from jaxinfra.config.pipeline import PipelineConfig
+from jaxinfra.config.run import ContextMethod, RunConfig
+from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.core.json_lines import read_log
+from jaxinfra.data.batch import Batch
+from jaxinfra.data.corpora import Corpora, open_corpora
+from jaxinfra.data.ledger import rows_sum, whole_sum
+from jaxinfra.data.tokenizer import Tokenizer
+from jaxinfra.data.train_iterator import TrainIterator, train_batches
+from jaxinfra.reliability.incidents import excluded_steps
+from jaxinfra.training.environment import Environment, environment_of
+from jaxinfra.training.initialize import first_state, with_frozen
+from jaxinfra.training.job import Job, keep_compiled_programs, make_job, step_programs
+from jaxinfra.training.resumption import excluded_batches
+from jaxinfra.training.state import State
+from jaxinfra.training.step import step_record
+
+COMPARED = ("loss", "gradient_norm")
+_TWINS = 2
+_MARGIN = 8.0
+"""Times the distance of the farthest twin: how far apart two orders of rounding may be."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """A step done again, beside what the run recorded of it."""
+
+    job: Job
+    corpora: Corpora
+    batches: TrainIterator
+    step: int
+    first: int  # step of the checkpoint that it was replayed from; 0: from the start
+    state: State  # before the step
+    batch: Batch  # of it, on the devices
+    record: dict[str, Any]  # of the step, as computed here
+    recorded: dict[str, Any] | None  # by the run; None: it recorded no such step
+    is_excluded: bool  # the run left the step's batch out
+    data_differ: bool  # its batch has other tokens than the run's had
+    differences: tuple[str, ...]  # of the environments; "" alone: the run's is not known
+    tolerances: Mapping[str, float]  # by name; 0 where equal bits are asked for
+
+    @property
+    def reproduces(self) -> bool | None:
+        """Whether what was recorded came out again; None where nothing can be compared."""
+        if self.recorded is None or self.data_differ or self.is_excluded:
+            return None
+        return all(self._agrees(name) for name in COMPARED)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it came out to the last bit."""
+        recorded = self.recorded or {}
+        return all(_same(self.record[name], recorded.get(name)) for name in COMPARED)
+
+    def verdict(self) -> str:
+        """In a sentence."""
+        done = self.step - self.first
+        began = f"the checkpoint of step {self.first}" if self.first else "the run's start"
+        how = f"replayed from {began}, {done} step{'s' * (done > 1)}"
+        if self.recorded is None:
+            return f"{how}: the run has recorded no such step, so there is nothing to compare"
+        if self.data_differ:
+            return f"{how}: not comparable, the data are no longer those that the step read"
+        if self.is_excluded:
+            return f"{how}: not comparable, the run left this step's batch out"
+        if self.is_equal:
+            return f"{how}: reproduces, equal to the last bit"
+        named = [each for each in self.differences if each]
+        reach = ", ".join(f"{name} {self.tolerances[name]:.2g}" for name in COMPARED)
+        if self.reproduces:
+            why = "; ".join(named) or "the run did not record what it ran on"
+            return f"{how}: reproduces, within what rounding may change ({reach}): {why}"
+        asked = f"beyond what rounding may change ({reach})" if self.differences else "bit for bit"
+        return (
+            f"{how}: does not reproduce, {asked}: suspect hardware; run jaxinfra doctor on the "
+            "hosts that computed it, and take the one out that fails"
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step's loss and gradient are, as computed here."""
+        return all(math.isfinite(self.record[name]) for name in COMPARED)
+
+    def _agrees(self, name: str) -> bool:
+        assert self.recorded is not None
+        mine, theirs = self.record[name], self.recorded.get(name)
+        if _same(mine, theirs):
+            return True
+        if theirs is None or not math.isfinite(mine):
+            return False
+        return abs(mine - theirs) <= self.tolerances[name]
+
+
+def _same(mine: float, recorded: float | None) -> bool:
+    """Equal bits; what is not finite is recorded as null."""
+    return mine == recorded if recorded is not None else not math.isfinite(mine)
+
+
+def replay_step(directory: Path, *, step: int, cache_dir: Path, on_mesh: bool = False) -> Replayed:
+    """Restores the newest good checkpoint before a step, and does the steps up to it again.
+
+    Nothing in the run's directory is changed, and it may still be training. Where the replay runs
+    on other devices or in another order of sums than the run did, equal bits cannot be asked for:
+    then ``_TWINS`` further replays start from weights that are moved by half a unit in the last
+    place of the format that matmuls read, and what they differ by says how far rounding reaches.
+
+    Args:
+        step: counted from 1, as in ``metrics.jsonl``.
+        on_mesh: on the run's own mesh instead of one device.
+
+    Raises:
+        ConfigError: there is no such step, or the run cannot be computed here.
+        CheckpointError: checkpoints there are of another model.
+    """
+    run = RunDirectory(directory)
+    config = run.read_config()
+    if not 1 <= step <= config.training.steps:
+        raise ConfigError(
+            f"step {step}: {directory} has steps 1 to {config.training.steps}; name one of them"
+        )
+    keep_compiled_programs(cache_dir)
+    job = with_frozen(make_job(config if on_mesh else _alone(config)))
+    corpora, batches = _open_data(job, run, cache_dir)
+    restored = _before(job, run, step)
+    first = 0 if restored is None else restored.step
+    excluded = (
+        {*config.reliability.exclude_steps, *excluded_steps(run.incidents_file)}
+        | excluded_batches(restored)
+    )  # fmt: skip
+    if restored is not None and restored.data_state.keys() != {"step"}:  # kept by ``train``
+        batches.restore(restored.data_state)
+    lines, _ = read_log(run.metrics_file, holds=dict[str, Any])
+    recorded = next((r for r in lines if r.get("step") == step and "batch" in r), None)
+    environment = environment_of(run.environments_file, step=step)
+    differences = [""]
+    if environment is not None:
+        differences = Environment.of(job).differences(environment)
+
+    def start() -> State:
+        return first_state(job) if restored is None else jax.tree.map(jnp.copy, restored.state)
+
+    todo = functools.partial(_steps, job, batches, first=first, last=step, excluded=excluded)
+    before, batch, record = todo(start())
+    sums = rows_sum(batches.batch(step - 1).tokens, first=0)
+    replayed = Replayed(
+        job=job,
+        corpora=corpora,
+        batches=batches,
+        step=step,
+        first=first,
+        state=before,
+        batch=batch,
+        record=record,
+        recorded=recorded,
+        is_excluded=step in excluded,
+        data_differ=recorded is not None and recorded["batch"] != whole_sum([sums], copies=1),
+        differences=tuple(differences),
+        tolerances=dict.fromkeys(COMPARED, 0.0),
+    )
+    if not differences or replayed.reproduces is not False or not replayed.is_finite:
+        return replayed
+    twins = [todo(_moved(job, start(), seed=number))[2] for number in range(_TWINS)]
+    return dataclasses.replace(replayed, tolerances=_tolerances(record, twins))
+
+
+def _alone(config: RunConfig) -> RunConfig:
+    """The same computation on one device."""
+    return dataclasses.replace(
+        config,
+        mesh=MeshConfig(),
+        sharding=ShardingConfig(),
+        pipeline=PipelineConfig(),
+        exchange=ExchangeConfig(),
+        training=dataclasses.replace(config.training, context_method=ContextMethod.AUTO),
+    )
+
+
+def _open_data(job: Job, run: RunDirectory, cache_dir: Path) -> tuple[Corpora, TrainIterator]:
+    if not run.tokenizer_file.exists():
+        raise ConfigError(f"{run.path} has no tokenizer.json: the run was stopped before it began")
+    training = job.config.training
+    corpora = open_corpora(
+        job.config.data,
+        vocab_size=job.config.model.vocab_size,
+        cache_dir=cache_dir,
+        tokenizer=Tokenizer.load(run.tokenizer_file),
+        template_directory=run.path,
+    )
+    batches = train_batches(
+        corpora.train_source(training),
+        sequence_length=training.sequence_length,
+        batch_size=training.batch_size,
+        seed=training.seed,
+        num_threads=0,
+        prefetch=0,
+    )
+    return corpora, batches
+
+
+def _before(job: Job, run: RunDirectory, step: int) -> Restored | None:
+    """The newest good checkpoint before a step; None where there is none."""
+    for saved in reversed(directory_layout.steps(run.checkpoints)):
+        if saved >= step:
+            continue
+        try:
+            return load(
+                run.checkpoints,
+                job.abstract_state(),
+                step=saved,
+                identity=identity(run, job.config),
+            )
+        except CheckpointError as error:
+            if "no good checkpoint" not in str(error):
+                raise
+    return None
+
+
+def _steps(
+    job: Job,
+    batches: TrainIterator,
+    state: State,
+    *,
+    first: int,
+    last: int,
+    excluded: set[int],
+) -> tuple[State, Batch, dict[str, Any]]:
+    """The state before the last step, its batch, and what it reports."""
+    programs = step_programs(job)
+    for step in range(first + 1, last):
+        if step in excluded:
+            state = job.pass_over(state)
+        else:
+            state, _ = programs(step, state, job.put(batches.batch(step - 1)))
+    batch = job.put(batches.batch(last - 1))
+    before = jax.tree.map(jnp.copy, state)  # the step takes its own
+    _, metrics = programs(last, state, batch)
+    return before, batch, step_record(jax.device_get(metrics))
+
+
+def _moved(job: Job, state: State, *, seed: int) -> State:
+    """The state with each weight moved by half a unit in the last place, up or down."""
+    unit = float(jnp.finfo(job.model.execution.policy.compute).eps) / 2
+    leaves, structure = jax.tree.flatten(state.parameters)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    def moved(leaf: jax.Array, key: jax.Array) -> jax.Array:
+        return leaf + leaf * unit * jax.random.rademacher(key, leaf.shape, dtype=leaf.dtype)
+
+    parameters = structure.unflatten(map(moved, leaves, keys))
+    return dataclasses.replace(state, parameters=parameters)
+
+
+def _apart(a: float, b: float) -> float:
+    return abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def _tolerances(record: dict[str, Any], twins: list[dict[str, Any]]) -> dict[str, float]:
+    """How far from a record rounding alone may lead, by name."""
+    unit = float(np.finfo(np.float32).eps)
+
+    def reach(name: str) -> float:
+        value = record[name]
+        return _MARGIN * max(unit * abs(value), *(_apart(twin[name], value) for twin in twins))
+
+    return {name: reach(name) for name in COMPARED}

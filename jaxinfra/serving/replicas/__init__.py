@@ -1,0 +1,1 @@
+"""Several servers of one model behind one address."""

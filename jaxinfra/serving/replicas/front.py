@@ -1,0 +1,258 @@
+"""The application in front of replicas: one address for all of them.
+
+It hands a request to one replica and its answer through as it comes. Where a replica ends in
+between, requests from which nothing was sent yet are given to another; a stream that has begun ends
+with an error event. Replicas do the rest: they check bodies, count, and refuse.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Collection
+from typing import Any, final
+
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector, CollectorRegistry
+
+from jaxinfra.serving.http.answers import error_body, event
+from jaxinfra.serving.http.guards import Receive, Scope, Send
+from jaxinfra.serving.replicas.choice import Blocks, ReplicaChoice, blocks_of
+from jaxinfra.serving.replicas.processes import ReplicaProcess, Replicas
+from jaxinfra.serving.replicas.upstream import Headers, LostReplicaError, UpstreamAnswer, asked
+
+_MOST_TRIES = 3  # replicas that a request may be given to: one that ends them all is not to
+_METRICS_S = 10.0
+_KEPT = (b"content-type", b"authorization", b"accept")
+_PASSED = (b"content-type", b"retry-after", b"cache-control", b"x-accel-buffering")
+_GENERATES = ("/v1/completions", "/v1/chat/completions")
+_LOST = "the replica that answered has ended; send the request again"
+
+
+@final
+class ReplicaFront:
+    """An ASGI application.
+
+    Args:
+        replicas: started by whoever made them.
+    """
+
+    def __init__(self, replicas: Replicas, *, api_key: str | None):
+        self._replicas, self._choice = replicas, ReplicaChoice()
+        self._key: Headers = (
+            [] if api_key is None else [(b"authorization", f"Bearer {api_key}".encode())]
+        )
+        self._starts = [0] * len(replicas.all)
+        self._is_draining = False
+        self.num_open = self.num_repeated = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request whose body ``RequestGuards`` has read."""
+        if scope["type"] != "http":
+            return
+        match scope["method"], scope["path"]:
+            case "GET", "/health":
+                await self._health(send)
+            case "GET", "/metrics":
+                await self._metrics(send)
+            case _:
+                await self._forward(scope, receive, send)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests, and waits until those that are open have ended; whether they
+        have. From another thread.
+        """
+        self._is_draining = True
+        until = time.monotonic() + timeout_s
+        while self.num_open and time.monotonic() < until:
+            time.sleep(0.02)
+        return not self.num_open
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Until it is answered, or until the client is gone."""
+        body = (await receive()).get("body", b"")
+        self.num_open += 1
+        working = asyncio.create_task(self._answer(scope, body, send))
+        leaving = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+            self.num_open -= 1
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        path = scope["path"] + (
+            "?" + scope["query_string"].decode() if scope["query_string"] else ""
+        )
+        headers = [each for each in scope["headers"] if each[0] in _KEPT]
+        blocks = blocks_of(body) if path in _GENERATES else ()
+        tried: set[int] = set()
+        refused: tuple[int, Headers, bytes] | None = None
+        while len(tried) < _MOST_TRIES and (replica := self._chosen(blocks, tried)) is not None:
+            tried.add(replica.number)
+            assert replica.address is not None
+            passing = _Passing(send)
+            try:
+                with replica.taken():
+                    async with asked(
+                        replica.address, scope["method"], path, headers, body
+                    ) as answer:
+                        if answer.status in (429, 503):
+                            refused = answer.status, answer.headers, await answer.whole()
+                            continue  # another may have room
+                        await passing.all_of(answer)
+                        return
+            except LostReplicaError:
+                if passing.has_begun:
+                    await passing.end(event({"error": error_body(_LOST, kind="server_error")}))
+                    return
+                self.num_repeated += 1
+        if refused is not None:
+            await _send(send, *refused)
+            return
+        await self._unavailable(send)
+
+    def _chosen(self, blocks: Blocks, tried: Collection[int]) -> ReplicaProcess | None:
+        ready = {each.number: each for each in self._replicas.ready if each.number not in tried}
+        if not ready or self._is_draining:
+            return None
+        for each in ready.values():
+            if self._starts[each.number] != each.num_starts:
+                self._starts[each.number] = each.num_starts
+                self._choice.forget(each.number)
+        number = self._choice.choose(blocks, {n: each.num_open for n, each in ready.items()})
+        self._choice.note(number, blocks)
+        return ready[number]
+
+    async def _unavailable(self, send: Send) -> None:
+        text = (
+            "the server is stopping; ask another one"
+            if self._is_draining
+            else ("no replica is ready; they are being started again")
+        )
+        body = {"error": error_body(text, kind="server_error")}
+        headers = [(b"retry-after", b"2"), (b"content-type", b"application/json")]
+        await _send(send, 503, headers, json.dumps(body).encode())
+
+    async def _health(self, send: Send) -> None:
+        ready = self._replicas.ready
+        is_well = bool(ready) and not self._is_draining
+        body = {
+            "status": "ok"
+            if is_well
+            else "stopping"
+            if self._is_draining
+            else "no replica is ready",
+            "replicas": [
+                {
+                    "ready": each in ready,
+                    "open": each.num_open,
+                    "restarts": max(0, each.num_starts - 1),
+                }
+                for each in self._replicas.all
+            ],
+        }
+        headers = [(b"content-type", b"application/json")]
+        await _send(send, 200 if is_well else 503, headers, json.dumps(body).encode())
+
+    async def _metrics(self, send: Send) -> None:
+        ready = self._replicas.ready
+        texts = await asyncio.gather(*(self._series(each) for each in ready))
+        by_replica = {
+            each.number: text for each, text in zip(ready, texts, strict=True) if text is not None
+        }
+        registry = CollectorRegistry()
+        registry.register(_Joined(by_replica, self._replicas, self.num_repeated))
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        await _send(send, 200, headers, prometheus_client.generate_latest(registry))
+
+    async def _series(self, replica: ReplicaProcess) -> str | None:
+        """A replica's own metrics; None where it does not say."""
+        if replica.address is None:
+            return None
+        try:
+            async with (
+                asyncio.timeout(_METRICS_S),
+                asked(replica.address, "GET", "/metrics", self._key, b"") as answer,
+            ):
+                return (await answer.whole()).decode()
+        except (LostReplicaError, TimeoutError):
+            return None
+
+
+@final
+class _Passing:
+    """An answer on its way to a client."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self.has_begun = False
+
+    async def all_of(self, answer: UpstreamAnswer) -> None:
+        """Events as they come; any other body once all of it is there."""
+        if answer.header(b"content-type").startswith(b"text/event-stream"):
+            async for part in answer.parts():
+                if not self.has_begun:
+                    self.has_begun = True
+                    await self._send(_start(answer.status, answer.headers))
+                await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            await self.end("")
+            return
+        await _send(self._send, answer.status, answer.headers, await answer.whole())
+
+    async def end(self, text: str) -> None:
+        """The last part."""
+        await self._send({"type": "http.response.body", "body": text.encode()})
+
+
+@final
+class _Joined(Collector):
+    """Series of all replicas, each with its number as a label, and the front's own."""
+
+    def __init__(self, by_replica: dict[int, str], replicas: Replicas, num_repeated: int):
+        self._by_replica, self._replicas, self._repeated = by_replica, replicas, num_repeated
+
+    def collect(self) -> list[Metric]:
+        families: dict[str, Metric] = {}
+        for number, text in self._by_replica.items():
+            for family in text_string_to_metric_families(text):
+                joined = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                label = {"replica": str(number)}
+                joined.samples += [
+                    each._replace(labels={**each.labels, **label}) for each in family.samples
+                ]
+        up = GaugeMetricFamily("jaxinfra:replica_up", "Whether it serves.", labels=["replica"])
+        starts = CounterMetricFamily(
+            "jaxinfra:replica_restarts", "Starts after the first.", labels=["replica"]
+        )
+        for each in self._replicas.all:
+            up.add_metric([str(each.number)], each.address is not None)
+            starts.add_metric([str(each.number)], max(0, each.num_starts - 1))
+        repeated = CounterMetricFamily(
+            "jaxinfra:repeated_requests",
+            "Requests given to another replica, as the first had ended.",
+            self._repeated,
+        )
+        return [*families.values(), up, starts, repeated]
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _start(status: int, headers: Headers) -> dict[str, Any]:
+    kept = [each for each in headers if each[0] in _PASSED]
+    return {"type": "http.response.start", "status": status, "headers": kept}
+
+
+async def _send(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    await send(_start(status, [*headers]))
+    await send({"type": "http.response.body", "body": body})

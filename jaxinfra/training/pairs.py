@@ -1,0 +1,136 @@
+"""Pairs of answers outside of steps: what the reference says of them, and what is held out."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxinfra.checkpoint import processes
+from jaxinfra.core.errors import DataError
+from jaxinfra.data.batch import Batch
+from jaxinfra.data.chunks import Chunks, chunk_rows, chunk_targets
+from jaxinfra.data.corpora import Corpora
+from jaxinfra.data.pair_rows import pair_chunks
+from jaxinfra.data.token_arrays import TokenArrays
+from jaxinfra.models.definition import Parameters
+from jaxinfra.parallel.context.zigzag import from_zigzag
+from jaxinfra.training.job import Job
+from jaxinfra.training.preferences import pair_sums
+
+
+def with_reference(
+    job: Job,
+    corpora: Corpora,
+    *,
+    initial: Callable[[], Parameters],
+    kept: Path | None = None,
+) -> Corpora:
+    """The corpora with log probabilities of all their tokens under the model that the run starts
+    from, where the run's loss compares with it; a collective.
+
+    They are computed once, before the first step: one forward pass over all pairs.
+
+    Args:
+        initial: parameters and state of that model, as a state of step 0 has them; called where
+            something is to be computed.
+        kept: a directory in which they are looked for, and written to.
+    """
+    preferences = job.config.preferences
+    if preferences is None or not preferences.has_reference:
+        return corpora
+    tree: Parameters | None = None
+
+    def known(arrays: TokenArrays) -> TokenArrays:
+        nonlocal tree
+        file = None if kept is None else kept / f"{arrays.fingerprint}.npy"
+        if file is not None and processes.on_first(file.exists):
+            return dataclasses.replace(arrays, reference=_read(file, arrays))
+        tree = initial() if tree is None else tree
+        found = _reference(job, tree, arrays)
+        if file is not None:
+            processes.on_first(functools.partial(_write, file, found))
+        return dataclasses.replace(arrays, reference=found)
+
+    return corpora.changed(known)
+
+
+def _reference(job: Job, tree: Parameters, arrays: TokenArrays) -> np.ndarray:
+    found = np.zeros(len(arrays.tokens), np.float32)
+    for _, each_BT, chunks in _rows(job, tree, arrays):
+        which, position, target = chunk_targets(arrays, chunks)
+        found[target] = each_BT[chunks.row[which], chunks.column[which] + position]
+    return found
+
+
+def _rows(
+    job: Job, tree: Parameters, arrays: TokenArrays
+) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, Chunks]]:
+    """Batches of all pairs, each once, with the log probabilities of their targets; all processes
+    get all rows.
+    """
+    training, (part, parts) = job.config.training, job.process_share()
+    length, size = training.sequence_length, training.batch_size // training.accumulation
+    chunks = pair_chunks(arrays, sequence_length=length)
+    for first in range(0, int(chunks.row[-1]) + 1, size):
+        inside = np.arange(*np.searchsorted(chunks.row, [first, first + size]))
+        some = chunks.select(inside)
+        some = dataclasses.replace(some, row=some.row - first)
+        batch = chunk_rows(arrays, some, num_rows=size, sequence_length=length)
+        mine = slice(part * size // parts, (part + 1) * size // parts)
+        local = jax.tree.map(lambda x, mine=mine: x[mine], batch)
+        each = np.asarray(job.log_probability_step(tree, job.put(local)))
+        yield batch, from_zigzag(each, job.config.mesh.context), some
+
+
+def _read(file: Path, arrays: TokenArrays) -> np.ndarray:
+    try:
+        found = np.load(file)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{file}: cannot be read ({error}); remove it to have it made") from error
+    if found.shape != arrays.tokens.shape or found.dtype != np.float32:
+        raise DataError(
+            f"{file}: {found.dtype}{list(found.shape)} for {len(arrays.tokens)} tokens; remove it "
+            "to have it made"
+        )
+    return found
+
+
+def _write(file: Path, found: np.ndarray) -> None:
+    file.parent.mkdir(exist_ok=True)
+    partial = file.with_name(file.name + ".partial")
+    with partial.open("wb") as out:
+        np.save(out, found)
+    partial.rename(file)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PairTotals:
+    """Sums over all pairs of a text."""
+
+    loss: float
+    figures: dict[str, float]  # as ``PairSums.figures``
+
+
+def sum_pairs(
+    job: Job, tree: Parameters, arrays: TokenArrays, *, before: Callable[[], None]
+) -> PairTotals:
+    """The loss of all pairs of a text, each once; a collective.
+
+    Args:
+        before: called before each batch; what it raises ends this.
+    """
+    preferences = job.config.preferences
+    assert preferences is not None, "a run of pairs"
+    of_rows = jax.jit(functools.partial(pair_sums, config=preferences))
+    loss, figures = 0.0, dict[str, float]()
+    before()
+    for batch, each_BT, _ in _rows(job, tree, arrays):
+        found = jax.device_get(of_rows(each_BT, batch))
+        loss += float(found.loss)
+        for name, value in found.figures.items():
+            figures[name] = figures.get(name, 0.0) + float(value)
+        before()
+    return PairTotals(loss=loss, figures=figures)

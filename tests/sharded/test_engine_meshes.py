@@ -1,0 +1,111 @@
+"""The engine on meshes: what a request gets is what one device gives it alone."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.weights.model_directory import read_model_directory
+from tests.sharded.test_experts_use import CONFIG, PROMPTS, decoder, generated
+
+OPTIONS = EngineOptions(
+    max_running=3, page_size=4, num_pages=17, max_step_tokens=24, chunk_sizes=(8,), max_chunk_rows=1
+)
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
+SHARED = MeshConfig(fsdp=2, expert=2)
+SHARED_BY_FOUR = MeshConfig(fsdp=2, expert=2, tensor=2)
+BEGUN = (7, 25, 3, 29, 4, 8, 1, 2, 31)
+
+
+def _wide() -> ModelConfig:
+    """Heads for eight devices, of which several have a copy of one key/value head."""
+    (block,) = CONFIG.blocks
+    wide = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, num_q_heads=8))
+    stack = dataclasses.replace(CONFIG.stacks[0], pattern=(wide,))
+    return dataclasses.replace(CONFIG, stacks=(stack,))
+
+
+WIDE = _wide()
+
+
+def served(model, prompts, *, new: int, options: EngineOptions = OPTIONS) -> list[list[int]]:
+    """Twice, the second time with pages of the first; both are equal."""
+    engine = Engine(model, options=options)
+    requests = [GenerationRequest(prompt_ids=tuple(p), max_new_tokens=new) for p in prompts]
+    first, again = (
+        [[token for each in came for token in each.tokens] for came in engine.run(requests)]
+        for _ in range(2)
+    )
+    assert first == again
+    assert engine.scheduler.allocator.num_held == 0
+    return first
+
+
+def test_experts_of_two_devices():
+    """No rows travel: a sum over the devices that have the experts is all that they exchange."""
+    options = dataclasses.replace(OPTIONS, max_running=1, share_prefixes=False)  # two programs
+    got = served(decoder(SHARED), PROMPTS, new=6, options=options)
+    assert got == [*generated(MeshConfig()).values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "tensor=4",
+        "fsdp=8,expert=8",
+        "fsdp=2,expert=2,tensor=4",
+        "fsdp=4,expert=4,tensor=2",
+        "replica=2,fsdp=2,expert=4,tensor=2",
+    ],
+)
+def test_meshes_of_experts_and_tensor(mesh):
+    alone = generated(MeshConfig(), WIDE)
+    assert len({token for row in alone.values() for token in row}) > 3, "a telling sequence"
+    assert served(decoder(parse_mesh(mesh), WIDE), PROMPTS, new=6) == [*alone.values()]
+
+
+MIXTURES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_families_with_experts(name):
+    """Latents, sinks, shared experts, dense layers among others, biases: beginnings are shared, and
+    pages so few that requests are begun again.
+    """
+    read = read_model_directory(GOLDEN / name).config
+    config = dataclasses.replace(read, vocab_size=64)  # theirs is a prime
+    prompts = [BEGUN[:n] + tuple(range(1, m)) for n, m in ((9, 3), (9, 5), (2, 9), (7, 2), (9, 4))]
+    want = [[] for _ in prompts]
+    one = decoder(MeshConfig(), config)
+    for each in generate(one, prompts, max_new_tokens=9, sampling=GREEDY):
+        want[each.row].append(each.token)
+    assert served(decoder(SHARED_BY_FOUR, config), prompts, new=9) == want
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("fsdp=2", "over 2 replica or fsdp devices, and the engine has one batch"),
+        ("fsdp=4,expert=2", "over 2 replica or fsdp devices"),
+        ("replica=2", "over 2 replica or fsdp devices"),
+    ],
+)
+def test_meshes_with_rows_of_their_own_are_refused(mesh, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(decoder(parse_mesh(mesh)), options=OPTIONS)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    """Devices that share experts share heads too."""
+    with pytest.raises(ConfigError, match=r"q_heads=4 does not divide over expert x tensor = 8"):
+        decoder(MeshConfig(fsdp=4, expert=4, tensor=2))

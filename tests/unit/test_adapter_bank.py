@@ -1,0 +1,179 @@
+"""Several adapters over one model: each row gets its own, and what it computes is nobody else's."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_models import CONFIG, DEFINITION, OPTIONS, PROMPTS, parameters
+
+from jaxinfra.config.finetune import AdapterKind, LoraConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.models.definition import by_path, define_model, merged
+from jaxinfra.serving.adapter_bank import AdapterBank, load_bank
+from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.weights.load_pretrained import load_pretrained
+from jaxinfra.weights.trained_adapters import host_adapters
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+LORAS = {
+    "small": LoraConfig(rank=1, alpha=2.0, targets=("query", "down")),
+    "lengths": LoraConfig(rank=3, alpha=4.0, targets=("value", "down"), kind=AdapterKind.DORA),
+}
+
+
+def trained(lora, seed):
+    """The model with adapters as after some training, bound to be run alone, and these."""
+    whole = define_model(CONFIG, DEFINITION.execution, lora=lora).freeze(DEFINITION.shapes)
+    rng = np.random.default_rng(seed)
+    tree = whole.initialize(jax.random.key(seed), beside=parameters())
+    tree = jax.tree.map(
+        lambda x: x + jnp.asarray(0.4 * rng.standard_normal(x.shape).astype(np.float32)), tree
+    )
+    alone = define_model(CONFIG, DEFINITION.execution, lora=lora).bind(merged(parameters(), tree))
+    return alone, host_adapters(lora, by_path(tree))
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    return {name: trained(lora, place) for place, (name, lora) in enumerate(LORAS.items())}
+
+
+@pytest.fixture(scope="module")
+def bank(adapted):
+    return AdapterBank(names=tuple(adapted), adapters=tuple(each for _, each in adapted.values()))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return LoadedModel(
+        definition=DEFINITION,
+        parameters=parameters(),
+        tokenizer=bytes_tokenizer(),
+        config=None,
+        step=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(loaded, bank):
+    return Engine(bank.added_to(loaded), options=OPTIONS, adapters=bank.names, num_ids=257)
+
+
+def asked(adapter, prompt=PROMPTS[1], new=6):
+    return GenerationRequest(prompt_ids=prompt, max_new_tokens=new, adapter=adapter)
+
+
+def drawn(progresses):
+    return [token for each in progresses for token in each.tokens]
+
+
+def alone(model, prompt=PROMPTS[1], new=6):
+    num_ids = min(257, model.config.vocab_size)
+    tokens = generate(model, [prompt], max_new_tokens=new, sampling=GREEDY, num_ids=num_ids)
+    return [each.token for each in tokens]
+
+
+def test_rows_of_a_batch_have_each_their_adapter(engine, adapted, loaded):
+    """The same prompt three times in a batch, each time another model."""
+    names = (None, "small", "lengths")
+    got = [drawn(each) for each in engine.run([asked(name) for name in names])]
+    want = [alone(loaded.decoder), *(alone(model) for model, _ in adapted.values())]
+    assert got == want
+    assert len({tuple(each) for each in got}) == 3
+
+
+def test_a_page_serves_the_adapter_that_computed_it_and_no_other(engine):
+    """Prompts that pages hold are found again under their own adapter only."""
+    prompt = tuple(range(20, 36))
+    seen = {}
+    for name in (None, "small", "lengths", None, "small", "lengths"):
+        (progress,) = engine.run([asked(name, prompt)])
+        cached, before = progress[0].num_cached, seen.get(name)
+        if before is None:
+            assert cached == 0
+            seen[name] = drawn(progress)
+        else:
+            assert cached == 15  # all but the last token, which is computed to draw
+            assert drawn(progress) == before
+    assert len(set(map(tuple, seen.values()))) == 3
+
+
+def test_rows_without_an_adapter_have_the_bits_of_the_model(engine, loaded):
+    """Logits of the model alone, beside rows that have adapters: equal to the last bit."""
+    plain = Engine(loaded.decoder, options=OPTIONS, num_ids=257)
+    scored = dataclasses.replace(GREEDY, logprobs=3)
+
+    def scores(found, adapter):
+        first = dataclasses.replace(asked(None, (90, 91, 92)), sampling=scored)
+        other = dataclasses.replace(asked(adapter, (80, 81, 82)), sampling=scored)
+        return [score.logprob for each in found.run([first, other])[0] for score in each.scores]
+
+    want = scores(plain, None)
+    assert len(want) == 6
+    assert scores(engine, "lengths") == want
+
+
+def test_no_program_is_compiled_for_an_adapter(engine):
+    engine.run([asked(None)])
+    before = engine.runner.num_compiled
+    engine.run([asked("small"), asked("lengths")])
+    engine.run([asked("lengths")])
+    keys = {(key.name, key.rows, key.length) for key in engine.runner.keys}
+    assert engine.runner.num_compiled - before <= 3  # sizes of batches that were not seen yet
+    assert len(keys) < len(engine.runner.keys) + 1
+
+
+@pytest.mark.parametrize("name", ["mistral_lora", "phi3_dora_rslora", "qwen2_dora"])
+@pytest.mark.slow
+def test_directories_of_peft_are_served(name):
+    """Greedy tokens of the bank are those of the adapters alone, beside the model."""
+    path = GOLDEN / "hf" / name.split("_")[0]
+    pretrained = load_pretrained(path, policy=PolicyName.FP32)
+    model = LoadedModel(
+        definition=pretrained.definition,
+        parameters=pretrained.parameters,
+        tokenizer=bytes_tokenizer(),
+        config=None,
+        step=None,
+        placement=pretrained.placement,
+    )
+    bank = load_bank(model, path, {"one": GOLDEN / "peft" / name})
+    engine = Engine(bank.added_to(model), options=OPTIONS, adapters=bank.names)
+    prompts = [(5, 9, 1), (1, 2, 3, 4, 5, 6, 7)]
+    got = engine.run([asked("one", prompt) for prompt in prompts])
+    lora = bank.adapters[0].lora
+    whole = define_model(model.definition.config, model.definition.execution, lora=lora)
+    tree = model.parameters
+    for path, value in bank.adapters[0].arrays.items():
+        node: dict = {}
+        inner = node
+        *parents, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+        for key in parents:
+            inner = inner.setdefault(key, {})
+        inner[last] = jnp.asarray(value)
+        tree = merged(tree, node)
+    by_itself = whole.bind(tree)
+    for progress, prompt in zip(got, prompts, strict=True):
+        assert drawn(progress) == alone(by_itself, prompt)
+    with pytest.raises(ConfigError, match=r"rank \d, more than 1: all adapters are filled up"):
+        load_bank(
+            model, GOLDEN / "hf" / name.split("_")[0], {"one": GOLDEN / "peft" / name}, max_rank=1
+        )
+
+
+def test_what_is_refused(engine, loaded, tmp_path):
+    with pytest.raises(ConfigError, match="adapter 'large' is not loaded; loaded: small, lengths"):
+        engine.submit(asked("large"))
+    with pytest.raises(ConfigError, match="holds no adapters: neither adapter_config"):
+        load_bank(loaded, tmp_path, {"one": tmp_path})
+    with pytest.raises(ConfigError, match="no adapters are named"):
+        load_bank(loaded, tmp_path, {})

@@ -1,0 +1,214 @@
+"""Adapters that PEFT wrote: its logits, its gradients, its merged model, and its files again."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import CheckpointError, ConfigError
+from jaxinfra.models.definition import define_model, nest
+from jaxinfra.models.hf import by_path, weight_map
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.weights.load_pretrained import load_pretrained
+from jaxinfra.weights.model_directory import read_model_directory
+from jaxinfra.weights.onto_mesh import place_parameters
+from jaxinfra.weights.peft_files import write_peft
+from jaxinfra.weights.peft_import import read_peft
+from jaxinfra.weights.trained_adapters import MergedParameters
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+CASES = {"qwen2_dora": "qwen2", "phi3_dora_rslora": "phi3", "mistral_lora": "mistral"}
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "phi3_dora_rslora"]
+
+
+class Case:
+    """A golden model, the adapters of PEFT over it, and the arrays that PEFT computed."""
+
+    def __init__(self, name, adapters=None):
+        path = GOLDEN / "hf" / CASES[name]
+        self.directory = read_model_directory(path)
+        self.base = load_pretrained(path, policy=PolicyName.FP32)
+        definition = self.base.definition
+        self.source = self.directory.open(definition)
+        self.weights = weight_map(
+            self.directory.hf["model_type"], self.directory.config, definition.arrays
+        )
+        self.adapters = read_peft(
+            adapters or GOLDEN / "peft" / name, self.weights, definition, source=self.source
+        )
+        whole = define_model(definition.config, definition.execution, lora=self.adapters.lora)
+        self.model = whole.freeze(self.base.parameters)
+        with np.load(GOLDEN / "peft" / name / "golden.npz") as arrays:
+            self.golden = dict(arrays)
+
+    @property
+    def tree(self):
+        keys = {path: tuple(_key(each) for each in path.split("/")) for path in self.arrays}
+        return nest({keys[path]: jnp.asarray(x) for path, x in self.arrays.items()})
+
+    @property
+    def arrays(self):
+        return self.adapters.arrays
+
+
+def _key(text):
+    return int(text) if text.isdigit() else text
+
+
+def close(got, golden, name, rest=""):
+    """No further from float64 than four times what PEFT's own float32 is, as both round alike."""
+    want = golden[f"{name}64{rest}"]
+    error = np.abs(golden[f"{name}32{rest}"] - want).max()
+    assert error > 0
+    assert np.abs(np.asarray(got) - want).max() <= 4 * error
+
+
+@pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
+def test_logits_and_gradients_are_those_of_peft(name):
+    case = Case(name)
+    ids = case.golden["ids"]
+
+    def loss(tree):
+        logits = case.model.bind(tree)(ids)
+        chosen = jnp.take_along_axis(
+            jax.nn.log_softmax(logits[:, :-1]), jnp.asarray(ids[:, 1:, None]), axis=-1
+        )
+        return -chosen.mean(), logits
+
+    (_, logits), gradients = jax.value_and_grad(loss, has_aux=True)(case.tree)
+    close(logits, case.golden, "logits")
+    # Their gradients, as adapters are: B's factor is ours already where ranks are alike.
+    found = {path: np.asarray(x) for path, x in by_path(gradients).items()}
+    names = {key.removeprefix("gradient64/") for key in case.golden if key.startswith("gradient64")}
+    assert len(names) == (4 if name == "mistral_lora" else 6)
+    for key in names:
+        module, _, kind = key.removesuffix(".weight").rpartition(".lora_")
+        (path, (layer,)) = next(
+            (part.path, part.index)
+            for tensor in case.weights.tensors.values()
+            if tensor.name == f"{module}.weight"
+            for part in tensor.parts
+        )
+        if len(case.weights.tensors[f"{module}.weight"].parts) > 1:
+            continue  # parts of ours have each their A
+        prefix = path.removesuffix("weight") + "adapter/"
+        ours = found[prefix + {"A": "a", "B": "b", "magnitude_vector": "magnitude"}[kind]][layer]
+        want = case.golden[f"gradient64/{key}"]
+        rank = 2 if name == "mistral_lora" else case.adapters.lora.rank
+        if kind == "A":
+            ours = ours.reshape(-1, ours.shape[-1]).T[:rank]
+        elif kind == "B":
+            # d/dB of theirs is by B, ours by B with its factor over the common one.
+            ratio = 0.25 if name == "mistral_lora" and "down" in key else 1.0
+            ours = ratio * ours.reshape(ours.shape[0], -1).T[:, :rank]
+        close(ours.reshape(want.shape), case.golden, "gradient", f"/{key}")
+
+
+@pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
+def test_merged_weights_are_those_of_peft(name):
+    case = Case(name)
+    source = MergedParameters(base=case.source, adapters=case.adapters)
+    definition, placement = case.base.definition, case.base.placement
+    shardings = placement.parameters(definition)
+    # Small pieces: a norm needs inputs that lie in others.
+    parameters = place_parameters(source, definition, shardings, piece_bytes=300)
+    merged = definition.bind(parameters)(case.golden["ids"])
+    error = np.abs(case.golden["logits32"] - case.golden["logits64"]).max()
+    assert np.abs(merged - case.golden["merged64"]).max() <= 4 * error
+    assert np.abs(case.golden["plain64"] - case.golden["merged64"]).max() > 1
+
+
+@pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
+def test_what_is_written_is_read_again(name, tmp_path):
+    case = Case(name)
+    write_peft(case.adapters, case.weights, tmp_path / "out", base="x", source=case.source)
+    values = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert values["use_dora"] == ("dora" in name)
+    assert values["use_rslora"] == ("rslora" in name)
+    again = Case(name, tmp_path / "out")
+    first, second = (
+        MergedParameters(base=case.source, adapters=each.adapters) for each in (case, again)
+    )
+    for path, leaf in by_path(case.base.definition.shapes).items():
+        index = tuple(slice(0, size) for size in leaf.shape)
+        # Other ranks, other factors, the same sums of few products.
+        want = first.read(path, index)
+        np.testing.assert_allclose(second.read(path, index), want, rtol=1e-5, atol=1e-6)
+        assert ("/query/weight" not in path) or not np.array_equal(
+            want, case.source.read(path, index)
+        )
+
+
+def test_magnitudes_begin_at_the_norms_of_the_base():
+    case = Case("phi3_dora_rslora")
+    found = by_path(case.model.initialize(jax.random.key(0), beside=case.base.parameters))
+    for name, module in {"attention/query": "self_attn.qkv", "mlp/down": "mlp.down"}.items():
+        got = np.asarray(found[f"blocks/0/{name}/adapter/magnitude"])[1].reshape(-1)
+        want = case.golden[f"begin/model.layers.1.{module}_proj.lora_magnitude_vector.weight"]
+        # A sum of squares of n numbers in another order: n roundings of positive terms.
+        bound = 2 * 44 * np.finfo(np.float32).eps
+        np.testing.assert_allclose(got, want[: len(got)], rtol=bound)
+    with pytest.raises(AssertionError, match="norms"):
+        case.model.initialize(jax.random.key(0))
+
+
+@pytest.fixture
+def spoiled(tmp_path):
+    """A copy of golden adapters, its settings or tensors changed."""
+
+    def make(settings=(), tensors=None):
+        path = shutil.copytree(GOLDEN / "peft" / "phi3_dora_rslora", tmp_path / "copy")
+        values = json.loads((path / "adapter_config.json").read_text()) | dict(settings)
+        (path / "adapter_config.json").write_text(json.dumps(values))
+        if tensors is not None:
+            found = load_file(path / "adapter_model.safetensors")
+            tensors(found)
+            save_file(found, path / "adapter_model.safetensors")
+        return path
+
+    return make
+
+
+FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_"
+WRONG = {
+    "peft_type": ({"peft_type": "LOHA"}, None),
+    "trained biases": ({"bias": "all"}, None),
+    "init_lora_weights='pissa'": ({"init_lora_weights": "pissa"}, None),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, None),
+    "unknown keys": ({"new_form": 3}, None),
+    "alpha_pattern": ({"alpha_pattern": {"(a+)+": 1}}, None),
+    "is no adapter of a projection": (
+        {},
+        lambda t: t.update({"lm_head.weight": t[FIRST + "A.weight"]}),
+    ),
+    "of another one": (
+        {},
+        lambda t: t.update({"base_model.model.q.lora_A.weight": t[FIRST + "A.weight"]}),
+    ),
+    "has A, B, its config asks for A, B, magnitude": (
+        {},
+        lambda t: t.pop(FIRST + "magnitude_vector"),
+    ),
+    "adapters are of another model": (
+        {},
+        lambda t: t.update({FIRST + "A.weight": np.ones((4, 9), np.float32)}),
+    ),
+    "not finite": ({}, lambda t: t[FIRST + "A.weight"].fill(np.nan)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_read_is_refused_by_name(message, spoiled):
+    settings, tensors = WRONG[message]
+    path = spoiled(settings, tensors)
+    base = read_model_directory(GOLDEN / "hf" / "phi3")
+    definition = define_model(base.config, execution_on())
+    weights = weight_map(base.hf["model_type"], base.config, definition.arrays)
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        read_peft(path, weights, definition, source=base.open(definition))
