@@ -19,6 +19,7 @@ import jax
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
@@ -93,6 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
     parser.add_argument(
+        "--cache",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="elements of past tokens' keys and values; plain: the compute dtype's",
+    )
+    parser.add_argument(
         "--replicas",
         type=int,
         metavar="N",
@@ -138,8 +145,11 @@ def run(args: argparse.Namespace) -> int:
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        model = load(path, policy=policy, mesh=mesh)
-        draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
+        form = CacheFormat(args.cache)
+        model = load(path, policy=policy, mesh=mesh).with_cache(form)
+        draft = None
+        if args.draft is not None:
+            draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
         bank = _bank(model, path, args)
 
     def say(text: str) -> None:
