@@ -64,6 +64,9 @@ def test_a_remedy_fits_as_compiled(needs, tmp_path):
     assert first.fits
     assert first.bytes <= limit
     assert serving_memory(first.case).bytes == first.bytes
+    eighth = next(each for each in remedies if each.options == ("--cache", "fp8"))
+    assert eighth.case.limits.num_pages == CASE.limits.num_pages
+    assert needs.bytes - eighth.bytes > needs.page_bytes * OPTIONS.num_pages / 3
     fewer = [each for each in remedies if each.options == ("--num-pages", str(17 - 3))]
     assert [each.fits for each in fewer] == [True]
 
