@@ -26,7 +26,8 @@ from jaxinfra.config.finetune import parse_lora
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.preferences import parse_preferences
 from jaxinfra.config.presets import run_preset
-from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.places import local_path
 

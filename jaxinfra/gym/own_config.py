@@ -7,7 +7,8 @@ from pathlib import Path
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.config.run import RunConfig, validate
+from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.gym.arena import SETTINGS
 from jaxinfra.gym.verdict import FAULTS

@@ -17,7 +17,8 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.config.run import Remat, RunConfig, validate
+from jaxinfra.config.run import Remat, RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
@@ -32,6 +33,7 @@ from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.place_quantized import base_shardings
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
+from jaxinfra.training.frozen import Bound, of_frozen
 from jaxinfra.training.gradients import (
     GradientFunction,
     make_evaluation_step,
@@ -104,10 +106,10 @@ class Job:
             self,
             model=model,
             gradient=self.make_gradient(model),
-            train_step=_Bound(self.train_step, frozen),
-            statistics_step=self.statistics_step and _Bound(self.statistics_step, frozen),
-            evaluation_step=_Bound(self.evaluation_step, frozen),
-            log_probability_step=_Bound(self.log_probability_step, frozen),
+            train_step=Bound(self.train_step, frozen),
+            statistics_step=self.statistics_step and Bound(self.statistics_step, frozen),
+            evaluation_step=Bound(self.evaluation_step, frozen),
+            log_probability_step=Bound(self.log_probability_step, frozen),
         )
 
     def abstract_state(self) -> TrainState[jax.ShapeDtypeStruct]:
@@ -269,7 +271,7 @@ def make_job(
 
     def compiled(make: Callable[[ModelDefinition], TrainStep]) -> Wrapped:
         return jax.jit(
-            _of_frozen(make, model),
+            of_frozen(make, model),
             in_shardings=(*base, shardings, rows),
             out_shardings=(shardings, whole),
             donate_argnums=len(base),
@@ -290,11 +292,11 @@ def make_job(
         train_step=compiled(step),
         statistics_step=compiled(telling) if config.statistics.every is not None else None,
         evaluation_step=jax.jit(
-            _of_frozen(make_evaluation_step, model),
+            of_frozen(make_evaluation_step, model),
             in_shardings=(*base, shardings.tree, rows),
         ),
         log_probability_step=jax.jit(
-            _of_frozen(
+            of_frozen(
                 functools.partial(
                     make_log_probability_step, sequence_shards=placement.sequence_shards
                 ),
@@ -365,43 +367,3 @@ def lower_step(job: Job, *, platforms: tuple[str, ...] | None = None) -> jax.sta
     base = (frozen,) if frozen else ()
     traced = job.train_step.trace(*base, job.abstract_state(), batch)
     return traced.lower() if platforms is None else traced.lower(lowering_platforms=platforms)
-
-
-def _of_frozen[**P, R](
-    make: Callable[[ModelDefinition], Callable[P, R]], model: ModelDefinition
-) -> Callable[..., R]:
-    """``make(model)``; where parameters are frozen, they come first among its arguments.
-
-    Closed over, they would be constants of the compiled program.
-    """
-    if not model.frozen:
-        return make(model)
-
-    def function(frozen: Parameters, *args: P.args, **kwargs: P.kwargs) -> R:
-        return make(model.freeze(frozen))(*args, **kwargs)
-
-    function.__name__ = make(model).__name__  # by which traces know it
-    return function
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Bound:
-    """A jitted function of frozen parameters and others, or a stage of it, the former given."""
-
-    stage: Any  # jax.stages.Wrapped, Lowered or Compiled
-    frozen: Parameters
-
-    def __call__(self, *args: Any) -> Any:
-        return self.stage(self.frozen, *args)
-
-    def lower(self, *args: Any) -> "_Bound":
-        """Traces the step for these arguments, as the jitted function does."""
-        return _Bound(self.stage.lower(self.frozen, *args), self.frozen)
-
-    def compile(self) -> "_Bound":
-        """Compiles the step, as a lowered one does."""
-        return _Bound(self.stage.compile(), self.frozen)
-
-    def as_text(self) -> str:
-        """The program's text, lowered or compiled."""
-        return self.stage.as_text()

@@ -13,7 +13,8 @@ import pytest
 
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.presets.runs import tiny
-from jaxinfra.config.run import ContextMethod, Remat, validate
+from jaxinfra.config.run import ContextMethod, Remat
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.parallel.context.cost import context_bytes

@@ -16,7 +16,8 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ExpertsConfig, ModelConfig
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.routing import BalanceConfig, RoutingConfig
-from jaxinfra.config.run import CheckpointConfig, validate
+from jaxinfra.config.run import CheckpointConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.models.adapters import add_adapters
 from jaxinfra.models.definition import define_model

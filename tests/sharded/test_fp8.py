@@ -28,7 +28,8 @@ from jaxinfra.config.model import (
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling, PolicyName, PrecisionConfig
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.config.run import Remat, RunConfig, TrainingConfig, validate
+from jaxinfra.config.run import Remat, RunConfig, TrainingConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model

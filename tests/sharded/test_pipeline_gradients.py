@@ -13,7 +13,8 @@ import pytest
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.pipeline import PipelineSchedule
 from jaxinfra.config.presets.runs import tiny
-from jaxinfra.config.run import ContextMethod, Remat, validate
+from jaxinfra.config.run import ContextMethod, Remat
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.training import gradients, pipeline_gradients
 from jaxinfra.training.recompute import CHEAPEST_FIRST

@@ -13,7 +13,8 @@ from jaxinfra.config.model import NormConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
 from jaxinfra.config.presets import MODELS, run_preset
 from jaxinfra.config.rope import LinearScaling, Llama3Scaling, NtkScaling, RopeConfig, YarnScaling
-from jaxinfra.config.run import Remat, RunConfig, validate
+from jaxinfra.config.run import Remat, RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 
 

@@ -14,7 +14,8 @@ from jaxinfra.cli import train
 from jaxinfra.cli.main import Parser, main
 from jaxinfra.cli.plan_headline import headline, train_command
 from jaxinfra.config.mesh import MeshConfig
-from jaxinfra.config.run import Remat, validate
+from jaxinfra.config.run import Remat
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, DataError, nearest
 from jaxinfra.core.places import local_path
 from jaxinfra.diagnostics import trace

@@ -24,7 +24,8 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.config.run import Remat, validate
+from jaxinfra.config.run import Remat
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import define_model
 from jaxinfra.models.flops import matmul_parameters, training_flops_per_token

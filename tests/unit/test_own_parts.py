@@ -14,7 +14,8 @@ from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.own import OwnFeedForward, OwnMixer
 from jaxinfra.config.presets import runs
-from jaxinfra.config.run import AttentionImplementation, RunConfig, validate
+from jaxinfra.config.run import AttentionImplementation, RunConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.core.parts import find_part, part, part_name
 from jaxinfra.layers.execution import Execution

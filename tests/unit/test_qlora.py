@@ -21,7 +21,7 @@ from jaxinfra.config.model import (
 )
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.config.run import validate
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import by_path, define_model, is_weight
 from jaxinfra.models.quantized_base import base_shapes, quantized_weight

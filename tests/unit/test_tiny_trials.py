@@ -10,7 +10,7 @@ from experiments.bench.tiny_trials import STORED, run_group, with_numbers
 from jaxinfra.config import codec
 from jaxinfra.config.optimizer import MuonConfig, OptimizerConfig
 from jaxinfra.config.presets import run_preset
-from jaxinfra.config.run import validate
+from jaxinfra.config.validate import validate
 from tests.e2e.runs import make_text
 
 TRIALS = {group["name"]: group for group in json.loads(STORED.read_text())["trials"]}

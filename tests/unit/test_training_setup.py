@@ -12,7 +12,8 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.presets import runs
-from jaxinfra.config.run import CheckpointConfig, TrainingConfig, validate
+from jaxinfra.config.run import CheckpointConfig, TrainingConfig
+from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.optim.muon import is_hidden_matrix
 from jaxinfra.training.clock import Clock, median_step_s

@@ -1,0 +1,240 @@
+"""The rules that span the configs of a run."""
+
+from jaxinfra.config.divides import check_divides
+from jaxinfra.config.finetune import BaseWeights
+from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig
+from jaxinfra.config.own import OwnMixer
+from jaxinfra.config.precision import PolicyName, StoredWeights, WeightGradients
+from jaxinfra.config.preferences import check_preferences
+from jaxinfra.config.run import LATENT_METHODS, AttentionImplementation, ContextMethod, RunConfig
+from jaxinfra.core.errors import ConfigError
+
+_OF_TOKENS = ("loss", "z_loss", "label_smoothing")
+"""Settings of training that are of losses of tokens."""
+
+
+def validate(run: RunConfig) -> None:
+    """Checks rules that span configs; raises ConfigError naming values, rule and remedy."""
+    training, mesh, model = run.training, run.mesh, run.model
+    micro_batch = training.batch_size // training.accumulation
+    if micro_batch % mesh.num_data_shards:
+        raise ConfigError(
+            f"a micro-batch of {micro_batch} sequences (batch_size={training.batch_size} / "
+            f"accumulation={training.accumulation}) does not divide over replica={mesh.replica} x "
+            f"fsdp={mesh.fsdp}; make it a multiple of {mesh.num_data_shards}"
+        )
+    if training.sequence_length > model.max_positions:
+        raise ConfigError(
+            f"sequence_length={training.sequence_length} exceeds the model's max_positions="
+            f"{model.max_positions}; shorten the sequence or raise model.max_positions"
+        )
+    if run.optimizer.warmup_steps > training.steps:
+        raise ConfigError(
+            f"warmup_steps={run.optimizer.warmup_steps} exceeds steps={training.steps}"
+        )
+    check_preferences(
+        run.preferences,
+        run.data,
+        cross_entropy=tuple(n for n in _OF_TOKENS if getattr(training, n)),
+        pipe=mesh.pipe,
+        is_initialized=run.init is not None,
+    )
+    _validate_own(run)
+    _validate_sharding(run)
+    _validate_context(run)
+    _validate_pipeline(run)
+    _validate_lora(run)
+    _validate_fp8(run)
+    _validate_stored_weights(run)
+    check_divides(model, mesh)
+
+
+def _validate_lora(run: RunConfig) -> None:
+    if run.lora is not None and run.init is None:
+        raise ConfigError(
+            "lora adapts a model that is trained already; name it with --init DIR, or train all "
+            "parameters"
+        )
+    kept = BaseWeights.COMPUTE if run.lora is None else run.lora.base
+    if kept is not BaseWeights.COMPUTE and run.precision.fp8 is not None:
+        raise ConfigError(
+            f"lora base={kept} with precision.fp8: a weight in few bits is dequantized and "
+            "multiplied in the compute dtype; leave one of them out"
+        )
+    if kept is not BaseWeights.COMPUTE and run.sharding.keep_gathered:
+        raise ConfigError(
+            f"lora base={kept} with keep_gathered: weights in few bits are dequantized in each "
+            "pass; leave one of them out"
+        )
+    if run.lora is not None and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"lora with pipe={run.mesh.pipe}: stages train all of their parameters; use fsdp and "
+            "tensor instead"
+        )
+
+
+def _validate_stored_weights(run: RunConfig) -> None:
+    if run.precision.weights is StoredWeights.BF16 and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"weights=bf16 with pipe={run.mesh.pipe}: stages sum gradients of micro-batches in the "
+            "format of the weights; use fsdp and tensor, or weights=fp32"
+        )
+
+
+def _validate_fp8(run: RunConfig) -> None:
+    if run.precision.fp8 is None:
+        return
+    if run.sharding.keep_gathered:
+        raise ConfigError(
+            "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
+            "leave one of them out"
+        )
+    latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
+    if latent and run.mesh.context > 1:
+        raise ConfigError(
+            f"fp8 with latent attention and context={run.mesh.context}: what rebuilds heads of the "
+            "latents that devices exchange is not in 8 bits; use fsdp in place of context"
+        )
+
+
+def _validate_sharding(run: RunConfig) -> None:
+    sharding, mesh, length = run.sharding, run.mesh, run.training.sequence_length
+    if sharding.zero < 3 and mesh.fsdp == 1:
+        raise ConfigError(
+            f"zero={sharding.zero} shards over the fsdp axis, which has one device here; give it "
+            "some, as in --mesh fsdp=8"
+        )
+    if sharding.keep_gathered:
+        _validate_keep_gathered(run)
+    if sharding.sequence_parallel:
+        if mesh.tensor == 1:
+            raise ConfigError(
+                "sequence_parallel shards the residual stream over the tensor axis, which has one "
+                "device here; give it some, as in --mesh tensor=4"
+            )
+        if length % (mesh.context * mesh.tensor):
+            raise ConfigError(
+                f"sequence_length={length} does not divide over context={mesh.context} x tensor="
+                f"{mesh.tensor}, which sequence_parallel asks for; make it a multiple of "
+                f"{mesh.context * mesh.tensor}"
+            )
+
+
+def _validate_keep_gathered(run: RunConfig) -> None:
+    sharding, mesh, precision = run.sharding, run.mesh, run.precision
+    if mesh.fsdp == 1 or sharding.zero < 3:
+        raise ConfigError(
+            f"keep_gathered keeps weights that are gathered, and with fsdp={mesh.fsdp}, zero="
+            f"{sharding.zero} none are; leave it out, or give --mesh fsdp=N at stage 3"
+        )
+    if mesh.pipe > 1:
+        raise ConfigError(
+            f"keep_gathered would keep a stage's weights of every micro-batch in flight with "
+            f"pipe={mesh.pipe}; leave it out"
+        )
+    rounds = precision.weight_gradients is WeightGradients.COMPUTE
+    if precision.policy is not PolicyName.FP32 and not rounds:
+        raise ConfigError(
+            f"keep_gathered multiplies with weights in {precision.policy}, and their gradients "
+            "come back in it; say so with --set precision.weight_gradients=compute"
+        )
+
+
+def _validate_own(run: RunConfig) -> None:
+    """What parts of the user's own cannot do."""
+    mesh, training, mixers = run.mesh, run.training, [b.mixer for b in run.model.blocks]
+    functions = [m.function for m in mixers if isinstance(m, GroupedAttentionConfig) and m.function]
+    records = [type(mixer).__name__ for mixer in mixers if isinstance(mixer, OwnMixer)]
+    if mesh.context > 1 and (functions or records):
+        raise ConfigError(
+            f"context={mesh.context} with {', '.join([*functions, *records])}: a device would have "
+            "a part of the sequence, and your own attention sees all of it; use fsdp and tensor"
+        )
+    if functions and training.attention is not AttentionImplementation.AUTO:
+        raise ConfigError(
+            f"attention={training.attention.value} with {functions[0]}, which computes it: leave "
+            "training.attention out"
+        )
+    if mesh.pipe > 1 and training.loss is not None:
+        raise ConfigError(
+            f"pipe={mesh.pipe} with loss={training.loss}: stages take the loss of a part of the "
+            "tokens with the built-in cross entropy; use fsdp and tensor"
+        )
+
+
+def _validate_context(run: RunConfig) -> None:
+    mesh, training = run.mesh, run.training
+    if mesh.context == 1:
+        return
+    if training.sequence_length % (2 * mesh.context):
+        raise ConfigError(
+            f"sequence_length={training.sequence_length} does not divide into 2 x context="
+            f"{mesh.context} chunks, two a device; make it a multiple of {2 * mesh.context}"
+        )
+    _validate_context_of_latents(run)
+    mixers = [block.mixer for block in run.model.blocks]
+    if any(isinstance(each, GroupedAttentionConfig) and each.sinks for each in mixers):
+        raise ConfigError(
+            f"context={mesh.context} with attention sinks: parts of a softmax are merged without "
+            "them; use fsdp and tensor instead"
+        )
+    if training.context_method is ContextMethod.ULYSSES:
+        for block in run.model.blocks:
+            kv_heads = block.mixer.num_kv_heads
+            if kv_heads % (mesh.tensor * mesh.context):
+                raise ConfigError(
+                    f"context_method=ulysses gives each device some of num_kv_heads={kv_heads}, "
+                    f"which does not divide over tensor={mesh.tensor} x context={mesh.context}; "
+                    "choose context_method=ring"
+                )
+
+
+def _validate_context_of_latents(run: RunConfig) -> None:
+    method, length = run.training.context_method, run.training.sequence_length
+    for mixer in (block.mixer for block in run.model.blocks):
+        if not isinstance(mixer, LatentAttentionConfig):
+            continue
+        if method not in LATENT_METHODS:
+            raise ConfigError(
+                f"context_method={method.value} with latent attention: devices exchange latents, "
+                f"not heads; choose {' or '.join(each.value for each in LATENT_METHODS)}"
+            )
+        if mixer.window is not None and mixer.window < length:
+            raise ConfigError(
+                f"window={mixer.window} with latent attention over context={run.mesh.context}: "
+                "windows there are not implemented; leave the window or the context axis out"
+            )
+
+
+def _validate_context_of_stages(run: RunConfig) -> None:
+    """Stages do different things at a time, and a permutation would wait for all of them."""
+    if run.mesh.context > 1 and run.training.context_method is ContextMethod.RING:
+        raise ConfigError(
+            f"context_method=ring is not supported with pipe={run.mesh.pipe}: stages would wait "
+            "for each other's sends; choose context_method=all_gather or ulysses"
+        )
+
+
+def _validate_pipeline(run: RunConfig) -> None:
+    mesh, pipeline = run.mesh, run.pipeline
+    if mesh.pipe == 1:
+        return
+    if len(run.model.stacks) > 1:
+        raise ConfigError(
+            f"pipe={mesh.pipe} with {len(run.model.stacks)} stacks of layers: stages share out the "
+            "repetitions of one; use fsdp and tensor instead"
+        )
+    groups = run.model.stacks[0].repeats
+    runs = mesh.pipe * pipeline.chunks_a_stage
+    if groups < runs:
+        raise ConfigError(
+            f"{groups} repetitions of the block pattern are too few for pipe={mesh.pipe} stages x "
+            f"{pipeline.chunks_a_stage} chunks of schedule={pipeline.schedule.value}; each needs "
+            f"one: choose a pipe size or schedule of at most {groups}"
+        )
+    _validate_context_of_stages(run)
+    if run.training.unroll > 1:
+        raise ConfigError(
+            f"unroll={run.training.unroll} with pipe={mesh.pipe}: stages loop over their layers "
+            "one by one; set training.unroll=1"
+        )
