@@ -18,7 +18,7 @@ from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import ChatTemplate
-from jaxinfra.data.pair_rows import MOST_PAIRS, PairWindows, pair_chunks
+from jaxinfra.data.pair_rows import MOST_PAIRS, PairWindows, pair_pieces
 from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.tokenizer import bytes_tokenizer
@@ -165,15 +165,15 @@ def test_every_pair_lies_in_one_row_as_two_segments():
 
 
 def test_no_row_has_more_pairs_than_the_loss_has_room_for():
-    chunks = pair_chunks(numbered_documents([1] * 300), sequence_length=4096)
-    assert np.bincount(chunks.row).max() == 2 * MOST_PAIRS
+    pieces = pair_pieces(numbered_documents([1] * 300), sequence_length=4096)
+    assert np.bincount(pieces.row).max() == 2 * MOST_PAIRS
 
 
 def test_pairs_that_do_not_fit_are_refused():
     with pytest.raises(
         DataError, match=r"1 of 2 pairs do not fit .*=10 tokens: the longest has 12"
     ):
-        pair_chunks(numbered_documents([2, 3, 6, 6]), sequence_length=10)
+        pair_pieces(numbered_documents([2, 3, 6, 6]), sequence_length=10)
 
 
 @pytest.mark.parametrize("config", CONFIGS[::3], ids=lambda c: c.loss.value)

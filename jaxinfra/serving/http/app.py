@@ -123,28 +123,28 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(http: fastapi.Request, body: CompletionBody) -> responses.Response:
-        _require_model(service, body.model)
+        name = _served(service, body.model)
         prompts = [service.encode(prompt) for prompt in body.prompts]
         scored = body.echo and body.logprobs is not None
-        requests = service.requests(prompts, body, default_tokens=16, scores_prompt=scored)
+        requests = service.requests(
+            prompts, body, model=name, default_tokens=16, scores_prompt=scored
+        )
         echoes = None
         if body.echo:
             echoes = [
                 text if isinstance(text, str) else service.tokenizer.decode(text)
                 for text in body.prompts
             ]
-        form = CompletionForm(
-            service.name, prompts, body, tokenizer=service.tokenizer, echoes=echoes
-        )
+        form = CompletionForm(name, prompts, body, tokenizer=service.tokenizer, echoes=echoes)
         return await answer(http, body, form, requests)
 
     @app.post("/v1/chat/completions")
     async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
-        _require_model(service, body.model)
+        name = _served(service, body.model)
         tools = None if body.tool_choice == "none" else body.tools
         prompt = await asyncio.to_thread(service.render, plain_messages(body.messages), tools)
-        requests = service.requests([prompt], body, default_tokens=service.context)
-        form = ChatForm(service.name, [prompt], body, tokenizer=service.tokenizer)
+        requests = service.requests([prompt], body, model=name, default_tokens=service.context)
+        form = ChatForm(name, [prompt], body, tokenizer=service.tokenizer)
         return await answer(http, body, form, requests)
 
     @app.post("/v1/embeddings")
@@ -156,24 +156,15 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
 def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {
-            "id": service.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "jaxinfra",
-            "max_model_len": service.context,
-            "chat": not service.no_chat,
-        }
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [_card(service, name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _require_model(service, name)
-        return (await models())["data"][0]
+        return _card(service, _served(service, name))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _require_model(service, body.model)
+        _served(service, body.model)
         if body.messages is not None:
             rendered = plain_messages(body.messages)
             tokens = await asyncio.to_thread(service.render, rendered, None)
@@ -198,9 +189,25 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
         return responses.HTMLResponse(PAGE.read_text())
 
 
-def _require_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.name:
-        raise UnknownModelError(f"model {name!r} is not served here; {service.name!r} is")
+def _served(service: Service, name: str | None) -> str:
+    """The model that a request names: the server's own, or an adapter of it."""
+    if name is not None and name not in service.names:
+        known = ", ".join(map(repr, service.names))
+        verb = "is" if len(service.names) == 1 else "are"
+        raise UnknownModelError(f"model {name!r} is not served here; {known} {verb}")
+    return name or service.name
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    card = {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jaxinfra",
+        "max_model_len": service.context,
+        "chat": not service.no_chat,
+    }
+    return card if name == service.name else card | {"parent": service.name}
 
 
 @contextlib.asynccontextmanager

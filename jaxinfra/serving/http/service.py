@@ -63,6 +63,11 @@ class Service:
         self._compiler: GrammarCompiler | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may ask for: the model, and its adapters."""
+        return (self.name, *self.engine.engine.adapters)
+
+    @property
     def context(self) -> int:
         """Tokens that a request can have."""
         return self.engine.engine.limits.context
@@ -88,6 +93,7 @@ class Service:
         prompts: Sequence[tuple[int, ...]],
         body: GenerationBody,
         *,
+        model: str,
         default_tokens: int,
         scores_prompt: bool = False,
     ) -> list[GenerationRequest]:
@@ -134,6 +140,7 @@ class Service:
                         stop_ids=frozenset(body.stop_token_ids),
                         stop=body.stops,
                         constraint=constraint,
+                        adapter=None if model == self.name else model,
                         scores_prompt=scores_prompt,
                     )
                 )
