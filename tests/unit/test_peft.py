@@ -112,7 +112,8 @@ def test_logits_and_gradients_are_those_of_peft(name):
         close(ours.reshape(want.shape), case.golden, "gradient", f"/{key}")
 
 
-@pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_merged_weights_are_those_of_peft(name):
     case = Case(name)
     source = MergedParameters(base=case.source, adapters=case.adapters)
@@ -159,6 +160,7 @@ def test_what_is_written_is_read_again(name, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_magnitudes_begin_at_the_norms_of_the_base():
     case = Case("phi3_dora_rslora")
     found = by_path(case.model.initialize(jax.random.key(0), beside=case.base.parameters))
