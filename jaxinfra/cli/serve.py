@@ -15,10 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
 from jaxinfra.checkpoint.run_directory import RunDirectory
-from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
+from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.core.text import whole_number
@@ -52,15 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="asked of every client; JAXINFRA_API_KEY says it too",
     )
     most = parser.add_argument_group("how much")
-    defaults = EngineOptions()
+    add_engine_arguments(most)
     for option, default, text in (
-        ("max-running", defaults.max_running, "requests that have pages at a time"),
         ("max-open", 256, "requests that run or wait; others are told to come again (429)"),
-        ("max-context", None, "tokens of a request; by default the model's positions"),
         ("max-new-tokens", None, "tokens of an answer"),
-        ("max-step-tokens", defaults.max_step_tokens, "tokens of a step, chunks of prompts too"),
-        ("page-size", defaults.page_size, "tokens of a page of the cache"),
-        ("num-pages", None, "pages; by default enough for --max-running of the longest"),
         ("max-body-mb", 8, "megabytes of a request's body"),
         ("drain-seconds", 30, "that open requests have once a stop is asked for"),
     ):
@@ -83,10 +82,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ahead = parser.add_argument_group("speculation")
     ahead.add_argument(
-        "--num-drafts", type=int, default=0, metavar="N", help="tokens proposed ahead in each step"
-    )
-    ahead.add_argument(
-        "--draft", type=Path, metavar="MODEL", help="proposes them; else the text's own past does"
+        "--draft",
+        type=Path,
+        metavar="MODEL",
+        help="proposes --num-drafts; else the text's own past does",
     )
     parser.add_argument(
         "--policy",
@@ -94,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute dtype; by default the one the run was trained with",
     )
     parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
+    parser.add_argument(
+        "--cache",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="elements of past tokens' keys and values; plain: the compute dtype's",
+    )
     parser.add_argument(
         "--replicas",
         type=int,
@@ -123,14 +128,7 @@ def run(args: argparse.Namespace) -> int:
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
-        engine=EngineOptions(
-            max_running=args.max_running,
-            page_size=args.page_size,
-            num_pages=args.num_pages,
-            max_context=args.max_context,
-            max_step_tokens=args.max_step_tokens,
-            num_drafts=args.num_drafts,
-        ),
+        engine=engine_options(args),
         server=server.ServerOptions(
             host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
         ),
@@ -147,15 +145,23 @@ def run(args: argparse.Namespace) -> int:
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        model = load(path, policy=policy, mesh=mesh)
-        draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
+        form = CacheFormat(args.cache)
+        model = load(path, policy=policy, mesh=mesh).with_cache(form)
+        draft = None
+        if args.draft is not None:
+            draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
         bank = _bank(model, path, args)
 
     def say(text: str) -> None:
         print(text, flush=True)
 
-    with noted_signals() as request:
-        start.serve(model, options, request, draft=draft, bank=bank, say=say)
+    try:
+        with noted_signals() as request:
+            start.serve(model, options, request, draft=draft, bank=bank, say=say)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(model, options.engine, mesh, error) from error
     return 0
 
 
@@ -169,6 +175,31 @@ def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBa
             raise ConfigError(f"--adapters names {name!r} twice; each needs a name of its own")
         found[name] = Path(directory)
     return load_bank(model, path, found, max_rank=args.max_adapter_rank) if found else None
+
+
+def _too_large(
+    model: LoadedModel, engine: EngineOptions, mesh: MeshConfig, error: Exception
+) -> DeviceMemoryError:
+    """Says where the memory would go and what would fit, and returns the error that ends it."""
+    said = "jaxinfra memory MODEL --serve says where it goes"
+    report = importlib.import_module("jaxinfra.cli.out_of_memory")  # it draws, which takes a second
+    serving = importlib.import_module("jaxinfra.diagnostics.memory.serving")
+    try:
+        case = serving.ServingCase(
+            model=model.definition.config,
+            policy=model.definition.execution.policy,
+            engine=engine,
+            mesh=mesh,
+            num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
+            is_straight=jax.default_backend() == "gpu",
+        )
+        print(report.explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
+        said = "the lines above say what would"
+    except JaxinfraError as other:
+        print(f"no report of it: {other}", file=sys.stderr)
+    return DeviceMemoryError(
+        f"the engine does not fit into a device's memory ({str(error).splitlines()[0]}); {said}"
+    )
 
 
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:

@@ -22,7 +22,7 @@ from jaxinfra.training.job import make_job
 STEPS = 20
 _WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
 # Differ between two runs of the same steps.
-_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s")
+_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s", "peak_bytes")
 
 # 8 sequences of 32 tokens a step are an epoch in about 13 steps of the text below.
 _SETTINGS = {

@@ -364,9 +364,10 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
         ("/v1/completions", BASE | {"temperature": -1}, 400, "temperature"),
         ("/v1/completions", BASE | {"best_of": 2}, 400, "best_of"),
         ("/v1/completions", b"{", 400, "JSON"),
-        ("/v1/completions", b"\xff\xfe", 400, "parsing the body"),
+        ("/v1/completions", b"\xff\xfe", 400, "JSON decode error"),
         ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
         ("/v1/nothing", BASE, 404, "Not Found"),
+        ("/detokenize", {"tokens": [-1]}, 400, r"ids -1\.\.-1 are not all in 0\.\.256"),
         ("/v1/completions", BASE | {"prompt": [300]}, 400, r"token ids 300\.\.300"),
         ("/v1/completions", BASE | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (
@@ -386,7 +387,7 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
     ],
     ids=[
         *("too_long", "model", "choices", "temperature", "unknown_setting", "no_json"),
-        *("no_text", "half_a_character", "path"),
+        *("no_text", "half_a_character", "path", "tokens"),
         *("ids", "body_size", "structure", "role", "image", "embeddings"),
     ],
 )
@@ -428,7 +429,7 @@ def test_the_page_needs_nothing_from_elsewhere(running):
     with urllib.request.urlopen(f"{running.server.address}/") as answer:
         page = answer.read().decode()
     assert "/v1/chat/completions" in page
-    assert not re.search(r"""(?:src|href)=|https?:|@import""", page)
+    assert not re.search(r"""(?:src|href)=(?!"data:)|https?:|@import""", page)
 
 
 def test_tokens_are_counted(running):
@@ -436,6 +437,11 @@ def test_tokens_are_counted(running):
     assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": [256, 97, 98, 99]}
     _, answer, _ = post(running, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert answer["count"] == len("u:x;a:")
+    _, answer, _ = post(running, "/detokenize", {"tokens": [97, 256]})
+    end = running.model.tokenizer.decode([256])
+    assert answer == {"prompt": f"a{end}"}
+    asked = {"prompt": end, "add_special_tokens": False}
+    assert post(running, "/tokenize", asked)[1]["tokens"] == [256]
 
 
 def test_overload_is_told_to_come_again(running):

@@ -9,7 +9,6 @@ from typing import Any
 import fastapi
 from fastapi import responses
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.serving.engine.background import OverloadError, StoppedError
@@ -21,12 +20,19 @@ from jaxinfra.serving.http.answers import (
     GenerationFailedError,
     error_body,
 )
-from jaxinfra.serving.http.bodies import ChatBody, CompletionBody, TokenizeBody, plain_messages
+from jaxinfra.serving.http.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    plain_messages,
+)
 from jaxinfra.serving.http.guards import Application, RequestGuards
 from jaxinfra.serving.http.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 _RETRY_AFTER_S = 1
+_UNREADABLE = (400, 404, 405)  # that the framework itself answers
 _CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _LOOK_S = 0.2  # between looks whether a client is still there
 
@@ -82,11 +88,14 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
         ]
         return _error(400, "; ".join(said), kind="invalid_request_error")
 
-    @app.exception_handler(HTTPException)
-    async def unreadable(request: fastapi.Request, error: HTTPException) -> responses.Response:
+    async def unreadable(request: fastapi.Request, error: Exception) -> responses.Response:
         """A body that is no text, and paths and methods that are not served."""
         del request
+        assert isinstance(error, fastapi.exceptions.StarletteHTTPException)
         return _error(error.status_code, str(error.detail), kind="invalid_request_error")
+
+    for status in _UNREADABLE:
+        app.add_exception_handler(status, unreadable)
 
 
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
@@ -171,6 +180,18 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
         else:
             tokens = service.encode(body.prompt or "", special=body.add_special_tokens)
         return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        _served(service, body.model)
+        return {"prompt": service.spelled(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What evaluation harnesses ask for before they tokenize here."""
+        ids = {"bos_token": service.tokenizer.bos_id, "eos_token": service.tokenizer.eos_id}
+        spelled = {name: service.spelled([number]) for name, number in ids.items()}
+        return {"tokenizer_class": "jaxinfra"} | spelled
 
     @app.get("/health")
     async def health() -> responses.Response:
