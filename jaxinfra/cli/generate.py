@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxinfra.cli.generate_file import generate_file, read_prompts
 from jaxinfra.cli.terminal import printable
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError, DataError
@@ -56,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mesh", default="", metavar="AXES", help="devices to spread the model over: tensor=2"
     )
+    parser.add_argument(
+        "--cache",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="elements of past tokens' keys and values; plain: the compute dtype's",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument(
         "--step", type=int, metavar="N", help="a certain checkpoint; by default the newest"
@@ -72,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = None if args.prompts is None else read_prompts(args.prompts)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         model = load(args.run, policy=policy, step=args.step, mesh=parse_mesh(args.mesh))
+        model = model.with_cache(CacheFormat(args.cache))
     if prompts is not None:
         return _file(args, model, prompts, sampling)
     prompt = _standard_input() if args.prompt == "-" else args.prompt

@@ -2,6 +2,7 @@
 
 jaxinfra serve runs/small-1
 jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
+jaxinfra serve /models/llama --adapters law=adapters/law poems=runs/poems
 jaxinfra serve /models/llama --replicas 4 --mesh tensor=2    # eight GPUs, one address
 jaxinfra serve                   # the newest run of `make train`, trained first if there is none
 """
@@ -18,6 +19,7 @@ import jax
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
@@ -25,6 +27,7 @@ from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.core.text import whole_number
 from jaxinfra.reliability import faults
+from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_parent, environments
@@ -62,6 +65,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         said = f"{text} ({default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
+    tuned = parser.add_argument_group("several fine-tunings of the model")
+    tuned.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="directories of PEFT, or runs with --lora; a request's model names one",
+    )
+    tuned.add_argument(
+        "--max-adapter-rank",
+        type=int,
+        default=MAX_RANK,
+        metavar="N",
+        help=f"largest rank that is taken ({MAX_RANK})",
+    )
     ahead = parser.add_argument_group("speculation")
     ahead.add_argument(
         "--draft",
@@ -75,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compute dtype; by default the one the run was trained with",
     )
     parser.add_argument("--mesh", default="", metavar="AXES", help="devices, such as tensor=2")
+    parser.add_argument(
+        "--cache",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="elements of past tokens' keys and values; plain: the compute dtype's",
+    )
     parser.add_argument(
         "--replicas",
         type=int,
@@ -121,18 +145,36 @@ def run(args: argparse.Namespace) -> int:
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
-        model = load(path, policy=policy, mesh=mesh)
-        draft = None if args.draft is None else load(args.draft, policy=policy, mesh=mesh)
+        form = CacheFormat(args.cache)
+        model = load(path, policy=policy, mesh=mesh).with_cache(form)
+        draft = None
+        if args.draft is not None:
+            draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
+        bank = _bank(model, path, args)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
     try:
         with noted_signals() as request:
-            start.serve(
-                model, options, request, draft=draft, say=lambda text: print(text, flush=True)
-            )
+            start.serve(model, options, request, draft=draft, bank=bank, say=say)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise _too_large(model, options.engine, mesh, error) from error
     return 0
+
+
+def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBank | None:
+    found: dict[str, Path] = {}
+    for item in args.adapters:
+        name, separator, directory = item.partition("=")
+        if not (name and separator and directory):
+            raise ConfigError(f"--adapters {item!r}: write NAME=DIR")
+        if name in found:
+            raise ConfigError(f"--adapters names {name!r} twice; each needs a name of its own")
+        found[name] = Path(directory)
+    return load_bank(model, path, found, max_rank=args.max_adapter_rank) if found else None
 
 
 def _too_large(

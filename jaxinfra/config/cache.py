@@ -1,10 +1,29 @@
 """What a mixer caches of every token."""
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable
 
 from jaxinfra.core.axes import Dims
+from jaxinfra.core.errors import UnsupportedError
+
+SCALE = "_scale"
+"""Behind a cached array's name: that of its scales."""
+
+
+class CacheFormat(enum.StrEnum):
+    """Elements of a cache; but for plain ones, those of a token and a head share a scale."""
+
+    PLAIN = "plain"  # as attention computes
+    FP8 = "fp8"  # e4m3
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @property
+    def bits(self) -> int | None:
+        """Of an element; None: those of the compute dtype."""
+        return {"fp8": 8, "int8": 8, "int4": 4}.get(self.value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +59,34 @@ class CacheSpec:
             for array in self.arrays
         )
         return dataclasses.replace(self, arrays=tuple(arrays))
+
+    def stored_as(self, form: CacheFormat) -> "CacheSpec":
+        """The arrays that a cache of this format has: packed elements, and their scales.
+
+        Raises:
+            UnsupportedError: 4 bits of an odd number of elements.
+        """
+        if form is CacheFormat.PLAIN:
+            return self
+        arrays = []
+        for array in self.arrays:
+            *lead, width = array.shape
+            if form is CacheFormat.INT4 and width % 2:
+                raise UnsupportedError(
+                    f"an int4 cache of {array.name} with {width} elements of a head: two share a "
+                    "byte; choose int8 or fp8"
+                )
+            packed = width // 2 if form is CacheFormat.INT4 else width
+            arrays.append(dataclasses.replace(array, shape=(*lead, packed)))
+            arrays.append(
+                CachedArray(name=array.name + SCALE, shape=tuple(lead), dims=array.dims[:-1])
+            )
+        return dataclasses.replace(self, arrays=tuple(arrays))
+
+    @property
+    def scales(self) -> int:
+        """Scales per token and layer, in a format that has them."""
+        return sum(math.prod(array.shape[:-1]) for array in self.arrays)
 
     @property
     def elements(self) -> int:

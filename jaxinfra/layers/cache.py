@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from jaxinfra.config.cache import CacheSpec
+from jaxinfra.config.cache import SCALE, CacheFormat, CacheSpec
+from jaxinfra.ops.cache_format import storage, stored_tokens
 from jaxinfra.ops.cached_attention import Pages
 
 
@@ -26,13 +27,22 @@ class ContiguousCache:
     layer: Int[Array, ""] | None = None  # of the stack, in a layer
     # Nothing was cached before the pass at hand: its tokens see each other only.
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
     @classmethod
     def zeros(
-        cls, spec: CacheSpec, *, num_layers: int, batch: int, num_slots: int, dtype: jnp.dtype
+        cls,
+        spec: CacheSpec,
+        *,
+        num_layers: int,
+        batch: int,
+        num_slots: int,
+        dtype: jnp.dtype,
+        form: CacheFormat = CacheFormat.PLAIN,
     ) -> "ContiguousCache":
-        """An empty cache of ``num_slots`` positions per row."""
-        return cls(arrays=_zeros(spec, (num_layers, batch, num_slots), dtype), is_empty=True)
+        """An empty cache of ``num_slots`` positions per row, of tokens in ``dtype``."""
+        arrays = _zeros(spec, (num_layers, batch, num_slots), dtype, form)
+        return cls(arrays=arrays, is_empty=True, format=form)
 
     @property
     def num_slots(self) -> int:
@@ -54,7 +64,7 @@ class ContiguousCache:
 
     def view(self) -> Pages:
         """What attention reads in this layer: the rows of all layers, nothing copied."""
-        return Pages(arrays=self.arrays, layer=self.layer)
+        return Pages(arrays=self.arrays, layer=self.layer, format=self.format)
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +78,7 @@ class PagedCache:
     tables_BM: Int[Array, "B M"]  # below 0 where a row has no page yet
     layer: Int[Array, ""] | None = None  # as in ContiguousCache
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
     @classmethod
     def zeros(
@@ -79,10 +90,11 @@ class PagedCache:
         page_size: int,
         tables_BM: Int[Array, "B M"],
         dtype: jnp.dtype,
+        form: CacheFormat = CacheFormat.PLAIN,
     ) -> "PagedCache":
         """An empty pool, and who has which of its pages."""
-        arrays = _zeros(spec, (num_layers, num_pages, page_size), dtype)
-        return cls(arrays=arrays, tables_BM=tables_BM, is_empty=True)
+        arrays = _zeros(spec, (num_layers, num_pages, page_size), dtype, form)
+        return cls(arrays=arrays, tables_BM=tables_BM, is_empty=True, format=form)
 
     @property
     def page_size(self) -> int:
@@ -117,6 +129,7 @@ class PagedCache:
                 for name, stored in self.arrays.items()
             },
             tables_BM=tables_BM,
+            format=self.format,
         )
 
 
@@ -142,12 +155,23 @@ def _appended[C: (ContiguousCache, PagedCache)](
     cache: C, new: Mapping[str, jax.Array], where: tuple[jax.Array, jax.Array]
 ) -> C:
     """The cache with [B, T, ...] new numbers at these indices behind its layer's."""
+    written = dict(new)
+    if cache.format is not CacheFormat.PLAIN:
+        for name, x in new.items():
+            scale_dtype = cache.arrays[name + SCALE].dtype
+            written[name], written[name + SCALE] = stored_tokens(x, cache.format, scale_dtype)
     arrays = {
-        name: stored.at[cache.layer, *where].set(new[name].astype(stored.dtype), mode="drop")
+        name: stored.at[cache.layer, *where].set(written[name].astype(stored.dtype), mode="drop")
         for name, stored in cache.arrays.items()
     }
     return dataclasses.replace(cache, arrays=arrays)
 
 
-def _zeros(spec: CacheSpec, dims: tuple[int, ...], dtype: jnp.dtype) -> dict[str, jax.Array]:
-    return {each.name: jnp.zeros((*dims, *each.shape), dtype) for each in spec.arrays}
+def _zeros(
+    spec: CacheSpec, dims: tuple[int, ...], dtype: jnp.dtype, form: CacheFormat
+) -> dict[str, jax.Array]:
+    kind = storage(form, dtype)
+    return {
+        each.name: jnp.zeros((*dims, *each.shape), dtype if each.name.endswith(SCALE) else kind)
+        for each in spec.stored_as(form).arrays
+    }

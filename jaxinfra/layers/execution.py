@@ -9,6 +9,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, MixerConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import VOCAB, Dims
@@ -317,5 +318,6 @@ class Execution:
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat
     unroll: int
+    cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

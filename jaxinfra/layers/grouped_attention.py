@@ -16,6 +16,7 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.rope import apply_rope
+from jaxinfra.ops.cache_format import as_cached
 
 
 class GroupedAttention(nnx.Module):
@@ -103,6 +104,9 @@ class GroupedAttention(nnx.Module):
         cache = given.cache
         if cache is not None:
             cache = cache.append({"k": k_BTKH, "v": v_BTKH}, given.positions_BT)
+            # Where tokens attend to each other before they are read back, as they will be read:
+            # so a text does not depend on how its prompt was cut.
+            k_BTKH, v_BTKH = (as_cached(x, cache.format) for x in (k_BTKH, v_BTKH))
         with jax.named_scope("core"):
             if cache is None or cache.is_empty:
                 # Nothing but x to attend to: a mask by index is all that it takes.

@@ -22,6 +22,7 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.rope import apply_rope
+from jaxinfra.ops.cache_format import as_cached
 from jaxinfra.ops.latent_attention import expanded
 
 _HEADS = (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD)
@@ -106,6 +107,8 @@ class LatentAttention(nnx.Module):
         cache = given.cache
         if cache is not None:
             cache = cache.append({"latent": latent_BTR, "rotated_key": key_BTP}, given.positions_BT)
+            # As in GroupedAttention: read back or not, the same.
+            latent_BTR, key_BTP = (as_cached(x, cache.format) for x in (latent_BTR, key_BTP))
         with jax.named_scope("core"):
             if cache is None or cache.is_empty:
                 out_BTNH = self._attend(q_BTNH, latent_BTR, key_BTP, given)

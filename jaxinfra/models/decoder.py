@@ -133,18 +133,21 @@ class Decoder(nnx.Module):
         ).x
 
     def empty_cache(self, *, batch: int, num_slots: int) -> KVCache:
-        """A contiguous cache of ``num_slots`` positions per row, in the compute dtype."""
+        """A contiguous cache of ``num_slots`` positions per row, in the execution's format."""
 
         def empty(block: BlockConfig, repeats: int) -> ContiguousCache:
             spec = block.mixer.cache.repeated(self.execution.place.copies)
+            form = self.execution.cache_format
             cache = ContiguousCache.zeros(
                 spec,
                 num_layers=repeats,
                 batch=batch,
                 num_slots=num_slots,
                 dtype=self.execution.policy.compute,
+                form=form,
             )
-            dims = {each.name: (None, axes.BATCH, None, *each.dims) for each in spec.arrays}
+            stored = spec.stored_as(form).arrays
+            dims = {each.name: (None, axes.BATCH, None, *each.dims) for each in stored}
             placed = {n: self.execution.place(x, dims[n]) for n, x in cache.arrays.items()}
             return dataclasses.replace(cache, arrays=placed)
 

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels
+from jaxinfra.config.cache import SCALE, CacheFormat
 from jaxinfra.config.model import LatentAttentionConfig, MixerConfig
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.attention import own_attention, own_function
+from jaxinfra.ops.cache_format import read_tokens
 from jaxinfra.ops.multiply import multiply
 from pallas_kernels.common import device
 from pallas_kernels.paged_attention import PagedImplementation
@@ -40,6 +42,18 @@ class Pages:
     arrays: dict[str, jax.Array]
     tables_BM: jax.Array | None = None  # int32; in rows' pages within 0..P-1
     layer: jax.Array | None = None  # int32: without tables
+    format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
+
+    def tokens(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
+        """``rows`` as attention reads them: what is in fewer bits in ``dtype``."""
+        rows = self.rows()
+        if self.format is CacheFormat.PLAIN:
+            return rows
+        return {
+            name: read_tokens(codes, rows[name + SCALE], self.format, dtype)
+            for name, codes in rows.items()
+            if not name.endswith(SCALE)
+        }
 
     def rows(self) -> dict[str, jax.Array]:
         """The arrays with a row's keys in the order of their positions, [B, S, ...]."""
@@ -58,7 +72,9 @@ class Pages:
 
     @property
     def can_be_paged(self) -> bool:
-        """Whether rows are pages, or slots divide into such as kernels read."""
+        """Whether rows are pages, or slots divide into such as kernels read, in plain elements."""
+        if self.format is not CacheFormat.PLAIN:
+            return False
         return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
 
     def paged(self) -> "Pages":
@@ -107,7 +123,7 @@ def cached_attention(
     # A latent cache is two arrays, and the kernels read keys from one.
     is_latent = isinstance(config, LatentAttentionConfig)
     if own_function(config) is not None:
-        rows = pages.rows()
+        rows = pages.tokens(q_BTNH.dtype)
         slots_S = jnp.arange(rows["k"].shape[1], dtype=jnp.int32)
         distance_BTS = positions_BT[:, :, None] - slots_S[None, None, :]
         # Padding sees the first key, so that no softmax is of nothing; nobody reads its result.
@@ -117,7 +133,7 @@ def cached_attention(
         return paged_attention(
             q_BTNH, pages, config=config, positions_BT=positions_BT, sinks_N=sinks_N
         )
-    rows = pages.rows()
+    rows = pages.tokens(q_BTNH.dtype)
     if is_latent:
         latent_BS1R, rotated_BS1P = (rows[n][:, :, None] for n in ("latent", "rotated_key"))
         keys, v_BSKH = (latent_BS1R, rotated_BS1P), latent_BS1R

@@ -119,8 +119,10 @@ class ShardedDecode:
         rows_spec = place.spec((axes.BATCH, None))
         leading = (None, axes.BATCH, None) if tables_BM is None else (None, None)
         arrays_spec = {
-            each.name: place.spec((*leading, *each.dims)) for each in config.cache.arrays
+            each.name: place.spec((*leading, *each.dims))
+            for each in config.cache.stored_as(pages.format).arrays
         }
+        form = pages.format
 
         def local(
             q: jax.Array,
@@ -130,7 +132,7 @@ class ShardedDecode:
             positions: jax.Array,
             sinks: jax.Array | None,
         ) -> jax.Array:
-            pages = Pages(arrays=arrays, tables_BM=tables, layer=layer)
+            pages = Pages(arrays=arrays, tables_BM=tables, layer=layer, format=form)
             return self.decode(q, pages, config=config, positions_BT=positions, sinks_N=sinks)
 
         in_specs = (

@@ -2,6 +2,7 @@
 
 import functools
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
@@ -30,6 +31,7 @@ def execution_on(
     remat: Remat = Remat.NONE,
     unroll: int = 1,
     packed: bool = False,
+    cache_format: CacheFormat = CacheFormat.PLAIN,
 ) -> Execution:
     """How a decoder runs on this mesh.
 
@@ -42,6 +44,7 @@ def execution_on(
         remat: what is kept for the backward pass.
         unroll: layers in one body of their loop.
         packed: projections of one input are one weight: for serving, which takes no gradient.
+        cache_format: of keys and values, or latents, in a cache.
 
     Raises:
         UnsupportedError: packed weights where heads are split between devices, or in 8 bits.
@@ -76,6 +79,7 @@ def execution_on(
         remat=remat,
         unroll=unroll,
         packed=packed,
+        cache_format=cache_format,
     )
 
 

@@ -31,7 +31,7 @@ class Serving:
             raise ConfigError(
                 f"unknown weight format {self.weights!r}; known: {', '.join(WEIGHT_BYTES)}"
             )
-        element_bits(self.cache)
+        element_bits(self.cache, width=1.0)
 
     @property
     def compute(self) -> str:

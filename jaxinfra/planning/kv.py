@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.models.cache_size import cached_elements
@@ -10,32 +11,40 @@ from jaxinfra.planning.model import PlannedModel
 CACHE_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}
 """Bits of a cached element."""
 
-_SCALE_BITS = 16  # one a group of a quantized cache
-_GROUP = 128
+_SCALE_BITS = 16  # of a token and a head, in the formats that CacheFormat names
 
 
-def element_bits(cache_format: str) -> float:
-    """Bits an element, the integer formats' scale and offset by groups of 128 included."""
+def element_bits(cache_format: str, *, width: float) -> float:
+    """Bits of an element, its share of a scale included.
+
+    Args:
+        width: elements that share a scale: those of a head.
+    """
     if cache_format not in CACHE_BITS:
         raise ConfigError(
             f"unknown cache format {cache_format!r}{nearest(cache_format, CACHE_BITS)}"
         )
     bits = CACHE_BITS[cache_format]
-    if cache_format.startswith("int"):
-        bits += 2 * _SCALE_BITS / _GROUP  # scale and zero point
-    return bits
+    has_scales = cache_format in tuple(CacheFormat)
+    return bits + _SCALE_BITS / width if has_scales else bits
 
 
 def kv_bytes_per_token(model: PlannedModel, cache_format: str = "bf16") -> float:
     """Bytes that one more token of context takes, over all layers."""
     elements = cached_elements(model.config, 1, evicted=False)
-    return elements * element_bits(cache_format) / 8
+    return elements * element_bits(cache_format, width=_width(model)) / 8
 
 
 def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str = "bf16") -> float:
     """Bytes of ``batch`` caches of ``context`` tokens; a windowed layer keeps its window only."""
     elements = cached_elements(model.config, context, evicted=True)
-    return batch * elements * element_bits(cache_format) / 8
+    return batch * elements * element_bits(cache_format, width=_width(model)) / 8
+
+
+def _width(model: PlannedModel) -> float:
+    """Cached elements that share a scale, in the mean of the layers."""
+    specs = [layer.mixer.cache for layer in model.layers]
+    return sum(spec.elements for spec in specs) / sum(spec.scales for spec in specs)
 
 
 def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
@@ -49,13 +58,14 @@ def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
         form = "MLA"
     forms = {name: size for name, size in forms.items() if name != form}
     forms[f"{form} (this model)"] = cached_elements(model.config, 1, evicted=False)
-    whole = heads * one * 2
+    whole, width = heads * one * 2, _width(model)
     return [
         {
             "form": form,
             "cache_format": name,
-            "bytes_per_token": elements * element_bits(name) / 8,
-            "over_mha": whole / (elements * element_bits(name) / 8),  # times less than MHA in bf16
+            "bytes_per_token": elements * element_bits(name, width=width) / 8,
+            # Times less than MHA in bf16.
+            "over_mha": whole / (elements * element_bits(name, width=width) / 8),
         }
         for form, elements in forms.items()
         for name in ("bf16", "fp8", "int8", "int4")

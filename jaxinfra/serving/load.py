@@ -12,6 +12,7 @@ from jaxinfra import checkpoint
 from jaxinfra.checkpoint.initial import place_initial
 from jaxinfra.checkpoint.run_directory import RunDirectory, identity
 from jaxinfra.config import codec
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.run import RunConfig
@@ -58,6 +59,13 @@ class LoadedModel:
         """The model with its parameters."""
         return self.definition.bind(self.parameters)
 
+    def with_cache(self, form: CacheFormat) -> "LoadedModel":
+        """The same model, which keeps past tokens in this format."""
+        old = self.definition
+        execution = dataclasses.replace(old.execution, cache_format=form)
+        definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
+        return dataclasses.replace(self, definition=definition)
+
     def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
         devices do not split them; its weights are copied. With adapters or 8-bit
@@ -75,7 +83,12 @@ class LoadedModel:
             return self.decoder
         is_whole = self.placement is None or self.placement.head_shards == 1
         is_packed = is_whole and can_pack(self.parameters)
-        execution = execution_on(self.placement, policy=policy, packed=is_packed)
+        execution = execution_on(
+            self.placement,
+            policy=policy,
+            packed=is_packed,
+            cache_format=definition.execution.cache_format,
+        )
         form = serving_form(definition, execution)
         return form.bind(serving_parameters(form, definition.config, self.parameters))
 

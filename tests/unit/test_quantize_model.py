@@ -139,8 +139,9 @@ def test_what_cannot_be_quantized_is_named(source, tmp_path):
     recipe = quantization_recipe("awq-int4", group=32)
     with pytest.raises(ConfigError, match="give a text with --calibrate"):
         quantize_model(model, tmp_path / "a", recipe, ids_BT=None)
+    recipe = quantization_recipe("rtn-int4")
     with pytest.raises(ConfigError, match=r"32 inputs, which groups of 128 do not divide"):
-        quantize_model(model, tmp_path / "b", quantization_recipe("rtn-int4"), ids_BT=None)
+        quantize_model(model, tmp_path / "b", recipe, ids_BT=None)
     latent = LatentAttentionConfig(
         num_q_heads=2,
         query_rank=None,

@@ -21,13 +21,13 @@ from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.quantized_files import plain_tensors
 from jaxinfra.weights.tensor_files import open_tensor_files
 
-HF = pathlib.Path(__file__).parents[1] / "golden" / "hf"
-CASES = sorted(path.name.removeprefix("quantized_") for path in HF.glob("quantized_*"))
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 ROUNDS_INPUTS = ("ct_int8", "ct_fp8")
 
 
 def directory(case):
-    return HF / f"quantized_{case}"
+    return GOLDEN / case
 
 
 def reader(path):

@@ -92,7 +92,7 @@ class RowInputs:
 def empty_pools(
     config: ModelConfig, execution: Execution, *, num_pages: int, page_size: int
 ) -> Pools:
-    """Pools of zeros in the compute dtype, heads placed as the model's; under jit."""
+    """Pools of zeros in the execution's format, heads placed as the model's; under jit."""
     pools = []
     for block, repeats in zip(config.blocks, config.repeats, strict=True):
         cache = PagedCache.zeros(
@@ -102,6 +102,7 @@ def empty_pools(
             page_size=page_size,
             tables_BM=jnp.zeros((1, 1), jnp.int32),
             dtype=execution.policy.compute,
+            form=execution.cache_format,
         )
         pools.append(_placed(cache.arrays, block.mixer, execution))
     return tuple(pools)
@@ -321,7 +322,11 @@ def _run(
     is_fresh: bool,
 ) -> tuple[jax.Array, Pools]:
     tables_BM = jnp.asarray(rows.tables_BM)
-    cache = tuple(PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh) for pool in pools)
+    form = model.execution.cache_format
+    cache = tuple(
+        PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
+        for pool in pools
+    )
     contexts_B = jnp.asarray(rows.contexts_B)
     out = model.run(ids_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
     stored = tuple(
@@ -386,5 +391,6 @@ def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:
 def _placed(
     arrays: dict[str, jax.Array], mixer: MixerConfig, execution: Execution
 ) -> dict[str, jax.Array]:
-    dims = {each.name: (None, None, None, *each.dims) for each in mixer.cache.arrays}
+    stored = mixer.cache.stored_as(execution.cache_format).arrays
+    dims = {each.name: (None, None, None, *each.dims) for each in stored}
     return {name: execution.place(x, dims[name]) for name, x in arrays.items()}

@@ -94,8 +94,7 @@ class ModelRunner:
             raise ConfigError(
                 f"the mesh splits a batch over {model.execution.place.batch_shards} replica or "
                 "fsdp devices, and the engine has one batch: give it tensor devices, or fsdp ones "
-                "that all share experts (fsdp=2,expert=2), and other devices an engine of their "
-                "own (--replicas)"
+                "that all share experts (fsdp=2,expert=2), and others an engine of their own"
             )
         self._limits = limits
         self._adapters = {name: place for place, name in enumerate((None, *adapters))}

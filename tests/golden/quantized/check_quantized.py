@@ -2,7 +2,7 @@
 
 Needs the environment of ``make_quantized.py``:
 
-    /tmp/hf/bin/python tests/golden/hf/check_quantized.py DIR IDS.npy LOGITS.npy
+    /tmp/hf/bin/python tests/golden/quantized/check_quantized.py DIR IDS.npy LOGITS.npy
 
 IDS are token ids [B, T], LOGITS those of ``jaxinfra.load_model(DIR)`` (or of the model with weights
 kept packed, where inputs are rounded too). Prints the largest difference.

@@ -1,11 +1,11 @@
-"""Makes the quantized golden directories beside this script, ``quantized_CASE``.
+"""Makes the quantized golden directories beside this script.
 
 Needs an environment of its own, because PyTorch is no dependency of the project:
 
     python3.11 -m venv /tmp/hf
     /tmp/hf/bin/pip install torch==2.13.0 transformers==5.23.0 compressed-tensors==0.20.0
     /tmp/hf/bin/pip install --no-deps autoawq==0.2.9
-    /tmp/hf/bin/python tests/golden/hf/make_quantized.py [CASE ...]
+    /tmp/hf/bin/python tests/golden/quantized/make_quantized.py [CASE ...]
 
 What packs and unpacks each format is its own program, where that can be imported on a CPU:
 compressed-tensors for its formats, AutoAWQ's unpacking for AWQ. AWQ's packing, GPTQ (Frantar et
@@ -226,7 +226,7 @@ def make(case):
                 stored[name] = parameter.detach().clone()
         ids = torch.randint(0, MODEL["vocab_size"], (2, LENGTH))
         logits = model(ids).logits
-    directory = HERE / f"quantized_{case}"
+    directory = HERE / case
     directory.mkdir(exist_ok=True)
     model.config.save_pretrained(directory)
     file = directory / "config.json"

@@ -1,0 +1,104 @@
+"""What quantization costs in quality: perplexity, KL divergence and agreement, recipe by recipe.
+
+    python -m experiments.bench.quantized_quality RUN --text heldout.txt --calibrate text.txt
+
+Every recipe of ``jaxinfra quantize`` is made of the run in a temporary directory and read back with
+its weights kept packed, so inputs are rounded too where the recipe says so. The original's logits
+are computed in float32, in bfloat16 for the row that quantization is to be compared with.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.quantize.quantize import quantize_model
+from jaxinfra.serving.quantize.recipes import RECIPES, quantization_recipe
+from jaxinfra.serving.quantize.source import calibration_ids, source_model
+
+_ROWS = 8
+
+
+def log_probabilities(model: LoadedModel, ids_BT: np.ndarray) -> np.ndarray:
+    """Of each next token, float32 [B, T, V]."""
+    decoder = model.decoder
+    rows = [ids_BT[i : i + _ROWS] for i in range(0, len(ids_BT), _ROWS)]
+    found = [jax.nn.log_softmax(decoder(jnp.asarray(each))) for each in rows]
+    return np.concatenate([np.asarray(each, np.float32) for each in found])
+
+
+def compared(want: np.ndarray, got: np.ndarray, ids_BT: np.ndarray) -> dict[str, float]:
+    """Perplexity of the text, KL(original || quantized) and how often the likeliest token is the
+    same.
+    """
+    targets = ids_BT[:, 1:, None]
+    nll = -np.take_along_axis(got[:, :-1], targets, axis=-1).astype(np.float64)
+    divergence = np.sum(np.exp(want[:, :-1]) * (want[:, :-1] - got[:, :-1]), axis=-1)
+    agreement = want[:, :-1].argmax(-1) == got[:, :-1].argmax(-1)
+    return {
+        "perplexity": float(np.exp(nll.mean())),
+        "kl_nats": float(divergence.mean(dtype=np.float64)),
+        "top1_agreement": float(agreement.mean()),
+    }
+
+
+def main() -> None:
+    """Prints a table and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--text", type=Path, required=True, help="held-out text")
+    parser.add_argument("--calibrate", type=Path, required=True, help="another text")
+    parser.add_argument("--group-size", type=int, default=32)
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--model", required=True, help="what the model is, in words")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    original = load(args.run, policy=PolicyName.FP32)
+    sizes = {"sequence_length": args.length, "num_sequences": args.sequences}
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as made, source_model(args.run) as source:
+        ids_BT = calibration_ids(args.text, source.tokenizer_directory, **sizes)
+        calibration = calibration_ids(args.calibrate, source.tokenizer_directory, **sizes)
+        want = log_probabilities(original, ids_BT)
+        rows["fp32"] = compared(want, want, ids_BT)
+        in_bf16 = load(args.run, policy=PolicyName.BF16)
+        rows["bf16"] = compared(want, log_probabilities(in_bf16, ids_BT), ids_BT)
+        for name in RECIPES:
+            recipe = quantization_recipe(name, group=args.group_size)
+            report = quantize_model(source, Path(made) / name, recipe, ids_BT=calibration)
+            got = log_probabilities(load(Path(made) / name), ids_BT)
+            bits = 8 * report.quantized_bytes / report.num_quantized
+            rows[name] = compared(want, got, ids_BT) | {"bits_per_weight": bits}
+            errors = [layer.error for layer in report.layers if layer.error is not None]
+            rows[name]["layer_errors"] = errors
+    base = rows["fp32"]["perplexity"]
+    for name, row in rows.items():
+        row["perplexity_change"] = row["perplexity"] / base - 1
+        print(
+            f"{name:12s} {row['perplexity']:9.3f} {row['perplexity_change']:+8.3%} "
+            f"KL {row['kl_nats']:.2e}  top-1 {row['top1_agreement']:.2%}"
+        )
+    if args.out is not None:
+        command = shlex.join(["python", "-m", "experiments.bench.quantized_quality", *sys.argv[1:]])
+        result = {
+            "command": command,
+            "model": args.model,
+            "device": jax.devices()[0].device_kind,
+            "tokens": int(ids_BT.size),
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
