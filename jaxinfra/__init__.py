@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from jaxinfra.layers.passes import Pass as Pass
     from jaxinfra.serving.convert import Conversion as Conversion
     from jaxinfra.serving.convert import convert as convert
+    from jaxinfra.serving.harness import evaluate_tasks as evaluate_tasks
     from jaxinfra.serving.load import LoadedModel as LoadedModel
     from jaxinfra.serving.load import load as load
     from jaxinfra.serving.load import load_model as load_model
@@ -158,6 +159,7 @@ _PUBLIC = {
         "Conversion",
         "convert",
     ),
+    "jaxinfra.serving.harness": ("evaluate_tasks",),
     "jaxinfra.serving.load": (
         "LoadedModel",
         "load",

@@ -26,7 +26,7 @@ OPTIONS = EngineOptions(
     num_pages=17,
     max_step_tokens=24,
     chunk_sizes=(8,),
-    max_chunk_rows=1,
+    max_piece_rows=1,
 )
 
 CONFIG = ModelConfig(

@@ -36,7 +36,7 @@ from jaxinfra.serving.load import load
 from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.weights.finite import nonfinite_allowed
 
-SERVER = ("--allow-nonfinite", "--max-running", "8", "--num-pages", "24", "--max-open", "14")
+SERVER = ("--allow-nonfinite", "--max-running", "8", "--num-pages", "14", "--max-open", "14")
 MOST_NEW = 24
 SHARES = {"cancelled": 0.10, "malformed": 0.05, "disconnected": 0.05, "poisoned": 0.01}
 _LOOKS = 40  # at the server's memory

@@ -127,8 +127,6 @@ def start_from(
     """The config of a run that trains a model further, with the settings usual for that: give it
     data, and change what is to be changed with ``override``.
 
-    >>> start_from("runs/tiny-1").init.path                         # doctest: +SKIP
-
     Args:
         model: a Hugging Face directory, one that ``convert`` has written, or a run.
         lora: train adapters only.
@@ -137,6 +135,11 @@ def start_from(
 
     Raises:
         ConfigError: there is no model, or none that this version knows.
+
+    Examples:
+        >>> config = jaxinfra.start_from("runs/mine", lora=jaxinfra.LoraConfig(rank=4))
+        >>> config.lora.rank
+        4
     """
     return finetuning_config(
         read_initial(Path(model)), lora=lora, chat=chat, preferences=preferences

@@ -9,6 +9,8 @@ from pathlib import Path
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.core.places import user_cache
+from jaxinfra.serving.harness import evaluate_tasks
+from jaxinfra.serving.load import load
 from jaxinfra.training.evaluate_pretrained import evaluate_pretrained
 from jaxinfra.training.evaluate_run import RunEvaluation, evaluate_run
 from jaxinfra.training.evaluation import Evaluation
@@ -26,12 +28,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache", type=Path, help="corpora and compiled programs (default: user cache)"
     )
+    parser.add_argument(
+        "--tasks", metavar="NAMES", help="tasks of lm-evaluation-harness, such as arc_easy,piqa"
+    )
+    parser.add_argument("--shots", type=int, metavar="N", help="examples before each question")
+    parser.add_argument("--limit", type=int, metavar="N", help="documents of each task")
+    parser.add_argument(
+        "--task-directory", type=Path, metavar="DIR", help="YAML files of tasks of your own"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="ask tasks' questions by the model's chat template"
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluates and prints a table, or JSON."""
+    if args.tasks is not None:
+        return _run_tasks(args)
+    of_tasks = ("shots", "limit", "task_directory", "chat")
+    for name in of_tasks:
+        if getattr(args, name) not in (None, False):
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is of tasks: name them with --tasks, or leave it out")
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         result = _evaluated(args)
     evaluation, baseline = result.evaluation, result.baseline
@@ -57,6 +77,29 @@ def run(args: argparse.Namespace) -> int:
             f"{args.run}: the loss is {evaluation.loss}; its weights, or what they make of this "
             "text, are not finite: evaluate an earlier checkpoint with --step, or another precision"
         )
+    return 0
+
+
+def _run_tasks(args: argparse.Namespace) -> int:
+    if args.data is not None:
+        raise ConfigError(f"--tasks beside --data {args.data}: a task has its own text")
+    mesh = parse_mesh(args.mesh) if args.mesh else None
+    with nonfinite_allowed(allowed=args.allow_nonfinite):
+        found = evaluate_tasks(
+            load(args.run, step=args.step, mesh=mesh),
+            args.tasks.split(","),
+            shots=args.shots,
+            limit=args.limit,
+            task_directory=args.task_directory,
+            chat_template=args.run if args.chat else None,
+        )
+    if args.json:
+        print(json.dumps({task: finite(values) for task, values in found.items()}))
+        return 0
+    for task, values in found.items():
+        print(task)
+        for name, value in values.items():
+            print(f"  {name:28s} {value:,.4f}")
     return 0
 
 

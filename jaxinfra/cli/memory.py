@@ -2,6 +2,7 @@
 
 jaxinfra memory tiny                                  a preset, compiled for the devices here
 jaxinfra memory runs/small-1 --picture memory.png     a run's config
+jaxinfra memory small --serve --max-running 64        an engine: pages, weights and programs
 jaxinfra memory small --remat none --limit 40         and, where that is too much, what would fit
 """
 
@@ -9,17 +10,22 @@ import argparse
 import json
 from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli import train
+from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.cli.price import step_price
+from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
+from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
+from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.training.job import lower_step, make_job
 
 
@@ -27,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options: those of ``train`` that describe a config, and some more."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     train.add_arguments(parser)
+    serving = parser.add_argument_group("of an engine that serves the model")
+    serving.add_argument("--serve", action="store_true", help="the engine, not the training step")
+    add_engine_arguments(serving)
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it over time")
     parser.add_argument("--top", type=int, default=16, help="parts to list (16)")
@@ -40,6 +49,8 @@ def run(args: argparse.Namespace) -> int:
     config = fixed_remat(train.config_of(args))
     if args.limit is not None and not args.limit > 0:
         raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
+    if args.serve:
+        return _of_engine(args, config)
     report = report_memory(lower_step(make_job(config)))
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
@@ -53,6 +64,35 @@ def run(args: argparse.Namespace) -> int:
         _print(report, top=args.top)
         for each in remedies:
             print(f"remedy: {each.describe()}")
+    return 1 if too_much else 0
+
+
+def _of_engine(args: argparse.Namespace, config: RunConfig) -> int:
+    case = ServingCase(
+        model=config.model,
+        policy=POLICIES[config.precision.policy],
+        engine=engine_options(args),
+        mesh=parse_mesh(args.mesh or ""),
+        is_straight=jax.default_backend() == "gpu",
+    )
+    needs = serving_memory(case)
+    limit = None if args.limit is None else int(args.limit * 2**30)
+    too_much = limit is not None and needs.bytes > limit
+    remedies = []
+    if limit is not None and too_much:
+        remedies = serving_remedies(case, needs, limit_bytes=limit)
+    if args.picture is not None:
+        draw_memory(needs.report, args.picture, limit_bytes=limit)
+    if args.json:
+        found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
+        print(json.dumps(needs.as_json() | found, indent=1))
+        return 1 if too_much else 0
+    _print(needs.report, top=args.top)
+    for name, size in needs.totals.items():
+        print(f"program {name}: {gib(size)} in all")
+    print(f"pages: {case.limits.num_pages:,} of {gib(needs.page_bytes)}")
+    for each in remedies:
+        print(f"remedy: {each.describe()}")
     return 1 if too_much else 0
 
 

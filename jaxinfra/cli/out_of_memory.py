@@ -1,4 +1,6 @@
-"""The report of a run whose first step did not fit: ``out-of-memory.json`` and its picture."""
+"""The report of a run whose first step, or a server whose engine, did not fit:
+``out-of-memory.json`` and its picture.
+"""
 
 import json
 import re
@@ -14,11 +16,13 @@ from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import gib, report_memory
+from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
+from jaxinfra.diagnostics.run_view import OUT_OF_MEMORY_PICTURE
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute import FREE_SHARE
 
 REPORT = "out-of-memory.json"
-PICTURE = "out-of-memory.png"
+PICTURE = OUT_OF_MEMORY_PICTURE
 
 _ASKED = re.compile(r"allocat\w*(?: of)? ([\d.]+) ?(bytes|B|KiB|MiB|GiB|KB|MB|GB)")
 _LIMIT = re.compile(r"limit of (\d+) bytes")
@@ -53,6 +57,40 @@ def explain_out_of_memory(config: RunConfig, directory: Path, error: JaxinfraErr
     if asked is not None:
         lines.append(f"asked for: {gib(asked)}")
     lines += [f"holds {gib(each.bytes)}: {each.shape} {each.name}" for each in report.largest[:3]]
+    lines += [f"remedy: {each.describe()}" for each in remedies]
+    return "\n".join([*lines, f"report: {directory / REPORT}"])
+
+
+def explain_serving_out_of_memory(case: ServingCase, directory: Path, error: Exception) -> str:
+    """The same of an engine that does not fit, by its largest program and by what it was to hold.
+
+    Returns the report in a few lines.
+    """
+    needs = serving_memory(case)
+    limit, asked = _limit(str(error)), _asked(str(error))
+    remedies = []
+    if limit is not None:
+        remedies = serving_remedies(case, needs, limit_bytes=limit)
+    limits = case.limits
+    found: dict[str, Any] = {
+        "error": str(error),
+        "asked_bytes": asked,
+        "limit_bytes": limit,
+        "pages": limits.num_pages,
+        "remedies": [each.as_json() for each in remedies],
+        **needs.as_json(),
+    }
+    write_atomically(directory / REPORT, json.dumps(found, indent=1) + "\n")
+    draw_memory(needs.report, directory / PICTURE, limit_bytes=limit)
+    lines = [f"out of memory: {needs.program}: {needs.report.explained()}"]
+    if asked is not None:
+        lines.append(f"asked for: {gib(asked)}")
+    held = limits.num_pages * needs.page_bytes
+    lines.append(
+        f"pages: {limits.num_pages:,} of {limits.page_size} tokens hold {gib(held)}, "
+        f"{gib(needs.page_bytes)} each"
+    )
+    lines += [f"holds {gib(e.bytes)}: {e.shape} {e.name}" for e in needs.report.largest[:3]]
     lines += [f"remedy: {each.describe()}" for each in remedies]
     return "\n".join([*lines, f"report: {directory / REPORT}"])
 

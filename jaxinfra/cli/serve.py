@@ -2,6 +2,7 @@
 
 jaxinfra serve runs/small-1
 jaxinfra serve /models/llama --port 8000 --max-running 64 --api-key "$KEY" --host 0.0.0.0
+jaxinfra serve /models/llama --adapters law=adapters/law poems=runs/poems
 jaxinfra serve /models/llama --replicas 4 --mesh tensor=2    # eight GPUs, one address
 jaxinfra serve                   # the newest run of `make train`, trained first if there is none
 """
@@ -14,17 +15,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.cache import CacheFormat
-from jaxinfra.config.mesh import parse_mesh
+from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.core.text import whole_number
 from jaxinfra.reliability import faults
+from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions
-from jaxinfra.serving.load import load
+from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_parent, environments
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.training.watch import attempt
@@ -51,26 +56,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="asked of every client; JAXINFRA_API_KEY says it too",
     )
     most = parser.add_argument_group("how much")
-    defaults = EngineOptions()
+    add_engine_arguments(most)
     for option, default, text in (
-        ("max-running", defaults.max_running, "requests that have pages at a time"),
         ("max-open", 256, "requests that run or wait; others are told to come again (429)"),
-        ("max-context", None, "tokens of a request; by default the model's positions"),
         ("max-new-tokens", None, "tokens of an answer"),
-        ("max-step-tokens", defaults.max_step_tokens, "tokens of a step, chunks of prompts too"),
-        ("page-size", defaults.page_size, "tokens of a page of the cache"),
-        ("num-pages", None, "pages; by default enough for --max-running of the longest"),
         ("max-body-mb", 8, "megabytes of a request's body"),
         ("drain-seconds", 30, "that open requests have once a stop is asked for"),
     ):
         said = f"{text} ({default})" if default is not None else text
         most.add_argument(f"--{option}", type=int, default=default, metavar="N", help=said)
+    tuned = parser.add_argument_group("several fine-tunings of the model")
+    tuned.add_argument(
+        "--adapters",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="directories of PEFT, or runs with --lora; a request's model names one",
+    )
+    tuned.add_argument(
+        "--max-adapter-rank",
+        type=int,
+        default=MAX_RANK,
+        metavar="N",
+        help=f"largest rank that is taken ({MAX_RANK})",
+    )
     ahead = parser.add_argument_group("speculation")
     ahead.add_argument(
-        "--num-drafts", type=int, default=0, metavar="N", help="tokens proposed ahead in each step"
-    )
-    ahead.add_argument(
-        "--draft", type=Path, metavar="MODEL", help="proposes them; else the text's own past does"
+        "--draft",
+        type=Path,
+        metavar="MODEL",
+        help="proposes --num-drafts; else the text's own past does",
     )
     parser.add_argument(
         "--policy",
@@ -113,14 +128,7 @@ def run(args: argparse.Namespace) -> int:
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
-        engine=EngineOptions(
-            max_running=args.max_running,
-            page_size=args.page_size,
-            num_pages=args.num_pages,
-            max_context=args.max_context,
-            max_step_tokens=args.max_step_tokens,
-            num_drafts=args.num_drafts,
-        ),
+        engine=engine_options(args),
         server=server.ServerOptions(
             host=args.host, port=args.port, api_key=args.api_key, drain_s=args.drain_seconds
         ),
@@ -142,9 +150,56 @@ def run(args: argparse.Namespace) -> int:
         draft = None
         if args.draft is not None:
             draft = load(args.draft, policy=policy, mesh=mesh).with_cache(form)
-    with noted_signals() as request:
-        start.serve(model, options, request, draft=draft, say=lambda text: print(text, flush=True))
+        bank = _bank(model, path, args)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    try:
+        with noted_signals() as request:
+            start.serve(model, options, request, draft=draft, bank=bank, say=say)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(model, options.engine, mesh, error) from error
     return 0
+
+
+def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBank | None:
+    found: dict[str, Path] = {}
+    for item in args.adapters:
+        name, separator, directory = item.partition("=")
+        if not (name and separator and directory):
+            raise ConfigError(f"--adapters {item!r}: write NAME=DIR")
+        if name in found:
+            raise ConfigError(f"--adapters names {name!r} twice; each needs a name of its own")
+        found[name] = Path(directory)
+    return load_bank(model, path, found, max_rank=args.max_adapter_rank) if found else None
+
+
+def _too_large(
+    model: LoadedModel, engine: EngineOptions, mesh: MeshConfig, error: Exception
+) -> DeviceMemoryError:
+    """Says where the memory would go and what would fit, and returns the error that ends it."""
+    said = "jaxinfra memory MODEL --serve says where it goes"
+    report = importlib.import_module("jaxinfra.cli.out_of_memory")  # it draws, which takes a second
+    serving = importlib.import_module("jaxinfra.diagnostics.memory.serving")
+    try:
+        case = serving.ServingCase(
+            model=model.definition.config,
+            policy=model.definition.execution.policy,
+            engine=engine,
+            mesh=mesh,
+            num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
+            is_straight=jax.default_backend() == "gpu",
+        )
+        print(report.explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
+        said = "the lines above say what would"
+    except JaxinfraError as other:
+        print(f"no report of it: {other}", file=sys.stderr)
+    return DeviceMemoryError(
+        f"the engine does not fit into a device's memory ({str(error).splitlines()[0]}); {said}"
+    )
 
 
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:

@@ -10,7 +10,12 @@ from jaxinfra.core.errors import ConfigError, nearest
 
 
 class PreferenceLoss(enum.StrEnum):
-    """What is made of the log probabilities of two answers."""
+    """What is made of the log probabilities of two answers.
+
+    Examples:
+        >>> [str(each) for each in jaxinfra.PreferenceLoss]
+        ['dpo', 'ipo', 'simpo', 'orpo', 'cpo']
+    """
 
     DPO = "dpo"  # Rafailov et al. 2023, equation 7
     IPO = "ipo"  # Azar et al. 2023, equation 17; beta is its tau
@@ -21,7 +26,16 @@ class PreferenceLoss(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceConfig:
-    """A loss of pairs of answers; dpo and ipo compare with the model that the run starts from."""
+    """A loss of pairs of answers; dpo and ipo compare with the model that the run starts from.
+
+    Raises:
+        ConfigError: a number out of range, or one that the loss does not have.
+
+    Examples:
+        >>> preferences = jaxinfra.PreferenceConfig(loss="simpo")
+        >>> preferences.strength, preferences.target_margin
+        (2.0, 1.0)
+    """
 
     loss: PreferenceLoss = PreferenceLoss.DPO  # dpo, ipo; without a reference simpo, orpo, cpo
     beta: float | None = None  # strength; None: 2 for simpo, 0.1 for the others
@@ -37,9 +51,9 @@ class PreferenceConfig:
                 raise ConfigError(f"preferences {name}={value} must be 0 or more, and finite")
         if self.beta == 0.0:
             raise ConfigError("preferences beta=0.0: both answers would weigh nothing; give more")
-        if self.margin is not None and self.loss is not PreferenceLoss.SIMPO:
+        if self.margin is not None and self.loss != PreferenceLoss.SIMPO:
             raise ConfigError(
-                f"preferences margin={self.margin} with loss={self.loss.value}: only simpo has one"
+                f"preferences margin={self.margin} with loss={self.loss}: only simpo has one"
             )
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ConfigError(
@@ -48,7 +62,7 @@ class PreferenceConfig:
             )
         if self.label_smoothing and self.loss in (PreferenceLoss.IPO, PreferenceLoss.ORPO):
             raise ConfigError(
-                f"preferences label_smoothing={self.label_smoothing} with loss={self.loss.value}: "
+                f"preferences label_smoothing={self.label_smoothing} with loss={self.loss}: "
                 "it is defined for dpo, cpo and simpo"
             )
 
@@ -57,12 +71,12 @@ class PreferenceConfig:
         """Beta, as given or by the loss."""
         if self.beta is not None:
             return self.beta
-        return 2.0 if self.loss is PreferenceLoss.SIMPO else 0.1
+        return 2.0 if self.loss == PreferenceLoss.SIMPO else 0.1
 
     @property
     def target_margin(self) -> float:
         """Gamma of simpo, as given or half of beta, and 0 for other losses."""
-        if self.loss is not PreferenceLoss.SIMPO:
+        if self.loss != PreferenceLoss.SIMPO:
             return 0.0
         return self.strength / 2 if self.margin is None else self.margin
 

@@ -87,3 +87,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ";"
     return f"{hint} Known: {', '.join(names)}"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether what XLA raised says that a device's memory was not enough."""
+    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))

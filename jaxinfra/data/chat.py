@@ -35,7 +35,7 @@ class EncodedChat:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
+class ChatRow:
     """What is to be encoded."""
 
     name: str  # in errors
@@ -69,7 +69,7 @@ class ChatEncoder:
         """
         return self.encode([parse_conversation(document) for document in documents])
 
-    def encode(self, conversations: Sequence[Conversation]) -> list[EncodedChat]:
+    def encode(self, conversations: Sequence[ChatRow]) -> list[EncodedChat]:
         """Tokens of conversations.
 
         Raises:
@@ -86,7 +86,7 @@ class ChatEncoder:
             result.append(self._mark(each.name, text, spans, ids, prefixes))
         return result
 
-    def _render(self, each: Conversation) -> tuple[str, list[Span]]:
+    def _render(self, each: ChatRow) -> tuple[str, list[Span]]:
         try:
             text, spans = rendered_spans(self._template, each.messages, tools=each.tools)
         except DataError as error:
@@ -196,7 +196,7 @@ def _turn(turn: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": turn.get("value")}
 
 
-def parse_conversation(document: Document) -> Conversation:
+def parse_conversation(document: Document) -> ChatRow:
     """The messages of a JSON line and the tools they may call; raises DataError naming it."""
     where = document.name
     row = parse_json(document.text, where=where, error=DataError, remedy=EACH_LINE)
@@ -211,7 +211,7 @@ def parse_conversation(document: Document) -> Conversation:
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{where}: tools is a {type(tools).__name__}; it must be a list")
-    return Conversation(name=where, messages=messages, tools=tools)
+    return ChatRow(name=where, messages=messages, tools=tools)
 
 
 def check_messages(messages: Sequence[Any], *, where: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.chunks import Chunks, best_fit, chunk_rows
+from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.data.train_iterator import process_rows
 
@@ -54,18 +54,18 @@ class HeldoutBatches:
     def __init__(
         self,
         arrays: TokenArrays,
-        chunks: Chunks,
+        pieces: DocumentPieces,
         *,
         sequence_length: int,
         batch_size: int,
         rows: slice,
     ):
         self._arrays = arrays
-        self._chunks = chunks
+        self._pieces = pieces
         self._sequence_length = sequence_length
         self._batch_size = batch_size
         self._rows = rows
-        self._num_rows = int(chunks.row[-1]) + 1 if len(chunks.row) else 0
+        self._num_rows = int(pieces.row[-1]) + 1 if len(pieces.row) else 0
 
     def __len__(self) -> int:
         return -(-self._num_rows // self._batch_size)
@@ -78,32 +78,32 @@ class HeldoutBatches:
             raise IndexError(f"batch {index} of {len(self)}")
         first_row = index * self._batch_size + self._rows.start
         num_rows = self._rows.stop - self._rows.start
-        found = np.searchsorted(self._chunks.row, [first_row, first_row + num_rows])
-        chunks = self._chunks.select(np.arange(*found))
-        return chunk_rows(
+        found = np.searchsorted(self._pieces.row, [first_row, first_row + num_rows])
+        pieces = self._pieces.select(np.arange(*found))
+        return piece_rows(
             self._arrays,
-            dataclasses.replace(chunks, row=chunks.row - first_row),
+            dataclasses.replace(pieces, row=pieces.row - first_row),
             num_rows=num_rows,
             sequence_length=self._sequence_length,
         )
 
 
-def _pack(arrays: TokenArrays, length: int, stride: int) -> Chunks:
-    """Cuts the documents into chunks and gives each a place, sorted by row and column."""
-    num_chunks = np.where(
+def _pack(arrays: TokenArrays, length: int, stride: int) -> DocumentPieces:
+    """Cuts the documents into pieces and gives each a place, sorted by row and column."""
+    num_pieces = np.where(
         arrays.lengths > 0, 1 + -(-np.maximum(arrays.lengths - length, 0) // stride), 0
     )
-    document = np.repeat(np.arange(arrays.num_documents), num_chunks)
-    nth = np.arange(len(document)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    document = np.repeat(np.arange(arrays.num_documents), num_pieces)
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     start = nth * stride
-    chunk_length = np.minimum(length, arrays.lengths[document] - start)
-    row, column = best_fit(chunk_length, length)
-    chunks = Chunks(
+    piece_length = np.minimum(length, arrays.lengths[document] - start)
+    row, column = best_fit(piece_length, length)
+    pieces = DocumentPieces(
         document=document,
         start=start,
-        length=chunk_length,
+        length=piece_length,
         context=np.where(nth == 0, 0, length - stride),
         row=row,
         column=column,
     )
-    return chunks.select(np.lexsort((column, row)))
+    return pieces.select(np.lexsort((column, row)))

@@ -11,9 +11,9 @@ from jaxtyping import Int64
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.chunks import Chunks, best_fit, chunk_rows
 from jaxinfra.data.packing import rows_together
 from jaxinfra.data.permutation import permute
+from jaxinfra.data.pieces import DocumentPieces, best_fit, piece_rows
 from jaxinfra.data.token_arrays import TokenArrays
 
 PAIRS_VERSION = 1  # of the order below: another must not resume this one
@@ -21,7 +21,7 @@ MOST_PAIRS = 32
 """In a row: what a loss of pairs has room for."""
 
 
-def pair_chunks(arrays: TokenArrays, *, sequence_length: int) -> Chunks:
+def pair_pieces(arrays: TokenArrays, *, sequence_length: int) -> DocumentPieces:
     """A place for each answer, pairs packed best-fit decreasing, sorted by row and column.
 
     Args:
@@ -40,7 +40,7 @@ def pair_chunks(arrays: TokenArrays, *, sequence_length: int) -> Chunks:
             "prompt before both answers; raise training.sequence_length, or leave these pairs out"
         )
     row, column = best_fit(lengths, sequence_length, most=MOST_PAIRS)
-    chunks = Chunks(
+    pieces = DocumentPieces(
         document=np.arange(arrays.num_documents),
         start=np.zeros(arrays.num_documents, np.int64),
         length=arrays.lengths,
@@ -48,7 +48,7 @@ def pair_chunks(arrays: TokenArrays, *, sequence_length: int) -> Chunks:
         row=np.repeat(row, 2),
         column=np.stack([column, column + arrays.lengths[0::2]], axis=1).ravel(),
     )
-    return chunks.select(np.lexsort((chunks.column, chunks.row)))
+    return pieces.select(np.lexsort((pieces.column, pieces.row)))
 
 
 @final
@@ -63,9 +63,9 @@ class PairWindows:
         self._arrays = arrays
         self._sequence_length = sequence_length
         self._seed = seed
-        self._chunks = pair_chunks(arrays, sequence_length=sequence_length)
-        self.num_windows: int = int(self._chunks.row[-1]) + 1
-        self._bounds = np.searchsorted(self._chunks.row, np.arange(self.num_windows + 1))
+        self._pieces = pair_pieces(arrays, sequence_length=sequence_length)
+        self.num_windows: int = int(self._pieces.row[-1]) + 1
+        self._bounds = np.searchsorted(self._pieces.row, np.arange(self.num_windows + 1))
 
     def batch(self, samples: Int64[np.ndarray, "B"]) -> Batch[np.ndarray]:
         """The rows of these samples, in this order."""
@@ -81,8 +81,8 @@ class PairWindows:
         first, num = self._bounds[rows], self._bounds[rows + 1] - self._bounds[rows]
         place = np.repeat(np.arange(len(rows)), num)
         nth = np.arange(len(place)) - np.repeat(np.cumsum(num) - num, num)
-        chunks = self._chunks.select(first[place] + nth)
-        chunks.row[:] = place
-        return chunk_rows(
-            self._arrays, chunks, num_rows=len(rows), sequence_length=self._sequence_length
+        pieces = self._pieces.select(first[place] + nth)
+        pieces.row[:] = place
+        return piece_rows(
+            self._arrays, pieces, num_rows=len(rows), sequence_length=self._sequence_length
         )

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxinfra.core.errors import DataError
 from jaxinfra.core.files import parse_json
-from jaxinfra.data.chat import ASSISTANT, ChatEncoder, Conversation, EncodedChat, check_messages
+from jaxinfra.data.chat import ASSISTANT, ChatEncoder, ChatRow, EncodedChat, check_messages
 from jaxinfra.data.readers import EACH_LINE, Document
 from jaxinfra.data.tokenizer import Tokenizer
 
@@ -87,7 +87,7 @@ def _parse(document: Document) -> Mapping[str, Any]:
     return row
 
 
-def _talks(name: str, row: Mapping[str, Any]) -> list[Conversation]:
+def _talks(name: str, row: Mapping[str, Any]) -> list[ChatRow]:
     """The two conversations of a row."""
     prompt = _messages(row.get("prompt", []), role="user")
     answers = [_messages(row[field], role=ASSISTANT) for field in ("chosen", "rejected")]
@@ -114,9 +114,7 @@ def _talks(name: str, row: Mapping[str, Any]) -> list[Conversation]:
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise DataError(f"{name}: tools is a {type(tools).__name__}; it must be a list")
-    return [
-        Conversation(name=name, messages=answer, tools=tools, num_given=given) for answer in answers
-    ]
+    return [ChatRow(name=name, messages=answer, tools=tools, num_given=given) for answer in answers]
 
 
 def _messages(value: Any, *, role: str) -> list[Any]:

@@ -17,6 +17,8 @@ from jaxinfra.reliability.recorder import read_records
 
 _SHARE = 0.1
 """Share of a step that saves cost at least to count."""
+_LINE = 0.02
+"""Share of a step under which a device's delay is not worth a line."""
 _STALL_S = 1.0
 """Seconds of a save under which it is what every save takes."""
 
@@ -35,7 +37,7 @@ def explain_step(directory: Path, traced: TracedRun | None = None) -> Explanatio
         step_ms = traced.waterfall.span_ms
         found = device_delays(traced.waterfall, traced.step)
         stragglers = straggler_delays(traced.by_device)
-        found = without_waiting(found, stragglers) + stragglers
+        found = without_waiting(found, stragglers, least_ms=_LINE * step_ms) + stragglers
     if not step_ms:
         return None
     records = read_records(run.recorder)

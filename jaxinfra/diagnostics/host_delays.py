@@ -111,6 +111,7 @@ def _waited_for(phases: Sequence[Event]) -> list[tuple[int, float]]:
     for place, (launch, whole) in enumerate(spans):
         if launch.name != "step":
             continue
+        beside = 0.0  # of the host, while the devices compute or have done so
         for then, ms in spans[place + 1 :]:
             if then.name in ("input", "step"):
                 break
@@ -119,8 +120,10 @@ def _waited_for(phases: Sequence[Event]) -> list[tuple[int, float]]:
                 whole = 0.0  # the devices begin with this step only now
                 continue
             whole += ms
+            beside += ms if then.name == "host" else 0.0
             if then.name == "wait" and is_own:
-                found.append((launch.step, whole))
+                # Where nothing was left to wait for, they were done before the host was.
+                found.append((launch.step, whole - (beside if ms < _SHARE * whole else 0.0)))
                 break
     return found
 
@@ -153,15 +156,16 @@ def _slow_rank(
     slowest = max(alone, key=alone.__getitem__)
     others = [ms for rank, ms in alone.items() if rank != slowest]
     behind = alone[slowest] - statistics.median(others) if others else 0.0
-    if not others or behind <= _SHARE * step_ms:
-        return None
     mine = phases[slowest]
+    won = _won(behind, mine.get("wait", 0.0), devices, step_ms)
+    if not others or min(behind, won) <= _SHARE * step_ms:
+        return None
     where = max(_ALONE, key=lambda name: mine.get(name, 0.0))
     what = {"input": "waiting for its input", "place": "placing its batch"}
     what["host"] = "in callbacks, loggers and metrics"
     return Delay(
         cause=f"rank {slowest}, which is slow",
-        ms=_won(behind, mine.get("wait", 0.0), devices, step_ms),
+        ms=won,
         text=f"it spends {mine.get(where, 0.0):.0f} ms "
         f"{what.get(where, 'handing steps to its devices')}, and all wait for it",
         remedy="look at its loader and disk"

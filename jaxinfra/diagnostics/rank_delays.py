@@ -74,13 +74,23 @@ def straggler_delays(ranks: Mapping[str, Waterfall]) -> list[Delay]:
     return [Delay(cause=f"{slowest.name}, which is slow", ms=won, text=text, remedy=remedy)]
 
 
-def without_waiting(delays: Sequence[Delay], stragglers: Sequence[Delay]) -> list[Delay]:
-    """A device's delays without what it waits for slow ones: communication takes that less."""
-    ms = sum(each.ms for each in stragglers)
+def without_waiting(
+    delays: Sequence[Delay], stragglers: Sequence[Delay], *, least_ms: float
+) -> list[Delay]:
+    """A device's delays without what it waits for slow ones: communication takes that less.
+
+    Args:
+        least_ms: under which what is left is not worth a line.
+    """
+    waits = sum(each.ms for each in stragglers)
     found = []
     for each in sorted(delays, key=lambda each: -each.ms):
-        taken = min(ms, each.ms) if each.cause.startswith("communication over") else 0.0
-        ms -= taken
-        if each.ms - taken > 0.5 * taken:
+        if waits and each.cause.startswith("communication over"):
+            taken = min(waits, each.ms)
+            waits -= taken
+            if each.ms - taken < least_ms:
+                continue
             found.append(dataclasses.replace(each, ms=each.ms - taken))
+        else:
+            found.append(each)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
 
+from jaxinfra.diagnostics.layer_pictures import draw_balance, draw_statistics, statistics_rows
 from jaxinfra.diagnostics.run_view import RunView
 from jaxinfra.training.loss_picture import smoothed
 from jaxinfra.training.mixture_read import mixture_cells
@@ -21,7 +22,9 @@ padding:.7rem 1rem;border-left:4px solid #4e79a7}details{margin-top:1rem}
 
 
 def run_page(view: RunView) -> str:
-    """The page: what delays the run, curves, wall time, ranks, incidents, settings."""
+    """The page: what delays the run, curves, memory, wall time, ranks, incidents, experts, layers,
+    environment and settings.
+    """
     first = view.explanation.paragraph() if view.explanation else "No step is done yet."
     parts = [
         f"<h1>{html.escape(str(view.path))}</h1>",
@@ -31,6 +34,7 @@ def run_page(view: RunView) -> str:
     if view.records:
         parts += ["<h2>Loss</h2>", _image(draw_curves([view]), "training and held-out loss")]
         parts += ["<h2>Time per step</h2>", _image(_times(view), "seconds per step")]
+    parts += _memory(view)
     if view.mixture:
         head, *rows = mixture_cells(view.mixture)
         parts += ["<h2>Sources</h2>", _table(head, rows)]
@@ -53,10 +57,15 @@ def run_page(view: RunView) -> str:
         ]
     shown = [[str(each["step"]), each["kind"], each["text"]] for each in view.incidents]
     parts += ["<h2>Incidents</h2>", _table(["step", "kind", "what"], shown or [["-", "none", ""]])]
-    balance = [name for name in (view.records or [{}])[-1] if name.startswith("layers/")]
-    if balance:
-        rows = [[name, f"{view.records[-1][name]:.4g}"] for name in balance]
-        parts += ["<h2>Layers, last step</h2>", _table(["what", "value"], rows)]
+    parts += _spikes(view)
+    parts += _layers(view)
+    if view.environments:
+        head = [name for name in view.environments[-1] if name != "step"]
+        rows = [
+            [str(each.get("step")), *(_said(each.get(name)) for name in head)]
+            for each in view.environments
+        ]
+        parts += ["<h2>Environment, by session</h2>", _table(["after step", *head], rows)]
     settings = [[path, str(value)] for path, value in view.config.items()]
     parts.append(f"<details><summary>Settings</summary>{_table(['', ''], settings)}</details>")
     title = html.escape(view.path.name)
@@ -65,6 +74,77 @@ def run_page(view: RunView) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
         f"<body>{''.join(parts)}</body></html>\n"
     )
+
+
+def _memory(view: RunView) -> list[str]:
+    """Bytes over steps, and where those went that did not suffice."""
+    parts = []
+    known = [(e["step"], e["peak_bytes"]) for e in view.records if e.get("peak_bytes")]
+    if known:
+        parts.append(_image(_peaks(known), "most memory held, by step"))
+    if view.out_of_memory is not None:
+        parts.append("<p>A first step did not fit; this is where its memory would have gone:</p>")
+        parts.append(_png(view.out_of_memory, "memory of a step that did not fit"))
+    return ["<h2>Memory</h2>", *parts] if parts else []
+
+
+def _spikes(view: RunView) -> list[str]:
+    parts = []
+    for report in view.spikes:
+        rows = [
+            [
+                *(_said(e.get(name)) for name in ("sample", "source", "loss")),
+                _said(e.get("text"))[:80],
+            ]
+            for e in report["samples"][:5]
+        ]
+        parts += [
+            f"<p>Step {report['step']}: {html.escape(report['text'])}; "
+            f"{html.escape(report['done'])}.</p>",
+            _table(["sample", "source", "loss", "begins"], rows),
+        ]
+    return ["<h2>Loss spikes</h2>", *parts] if parts else []
+
+
+def _layers(view: RunView) -> list[str]:
+    """How evenly experts are used, what layers say, and their statistics."""
+    parts = []
+    balance = draw_balance(view.records)
+    if balance is not None:
+        parts += ["<h2>Balance of experts</h2>", _image(balance, "fullest expert over the mean")]
+    names = [name for name in (view.records or [{}])[-1] if name.startswith("layers/")]
+    if names:
+        rows = [[name, _said(view.records[-1][name])] for name in names]
+        parts += ["<h2>Layers, last step</h2>", _table(["what", "value"], rows)]
+    if view.layer_statistics:
+        last = view.layer_statistics[-1]
+        head = ["layer", "site", "rms", "largest", "zeros", "not finite"]
+        table = _table(head, statistics_rows(last, view.places))
+        parts += [
+            "<h2>Statistics of layers</h2>",
+            _image(draw_statistics(view.layer_statistics, view.places), "by step and layer"),
+            f"<details><summary>Activations of step {last['step']}</summary>{table}</details>",
+        ]
+    return parts
+
+
+def _said(value: object) -> str:
+    """A value of a record as people read it; null is a number that is not finite, or none."""
+    if isinstance(value, dict):
+        return ", ".join(f"{n}={v}" for n, v in value.items() if v != 1) or "one device"
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _peaks(known: Sequence[tuple[int, float]]) -> Figure:
+    figure = Figure(figsize=(9, 2.0), layout="constrained")
+    axes = figure.add_subplot()
+    steps, sizes = zip(*known, strict=True)
+    axes.plot(steps, [size / 2**30 for size in sizes], linewidth=0.9)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("GiB, most so far")
+    axes.grid(alpha=0.3)
+    return figure
 
 
 def draw_curves(views: Sequence[RunView]) -> Figure:
@@ -104,7 +184,11 @@ def _times(view: RunView) -> Figure:
 def _image(figure: Figure, text: str) -> str:
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=110)
-    inside = base64.b64encode(data.getvalue()).decode()
+    return _png(data.getvalue(), text)
+
+
+def _png(data: bytes, text: str) -> str:
+    inside = base64.b64encode(data).decode()
     return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{inside}">'
 
 

@@ -1,13 +1,16 @@
 """A run directory as people look at it: while it runs, afterwards, and beside others."""
 
+import contextlib
 import dataclasses
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.config import codec
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.files import read_bytes, read_json
 from jaxinfra.core.json_lines import read_log
 from jaxinfra.diagnostics.delay import Explanation
 from jaxinfra.diagnostics.delays import explain_step
@@ -15,7 +18,10 @@ from jaxinfra.diagnostics.host_delays import phase_ms
 from jaxinfra.reliability.goodput import goodput, read_sessions, sum_causes
 from jaxinfra.reliability.incidents import read_incidents
 from jaxinfra.reliability.recorder import read_records
+from jaxinfra.training.metrics import STATISTICS_FILE
 from jaxinfra.training.mixture_read import SourceRead, mixture_read
+
+OUT_OF_MEMORY_PICTURE = "out-of-memory.png"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,11 @@ class RunView:
     ranks: dict[int, dict[str, float]]  # milliseconds per step by phase
     summary: dict[str, Any] | None
     explanation: Explanation | None
+    places: tuple[tuple[int, int], ...]  # of layers, as ``ModelConfig.layer_places``
+    layer_statistics: list[dict[str, Any]]  # of ``statistics.jsonl``, by step
+    environments: list[dict[str, Any]]  # of each session
+    spikes: list[dict[str, Any]]  # reports
+    out_of_memory: bytes | None  # the picture of a first step that did not fit
 
     @property
     def step_s(self) -> float | None:
@@ -92,6 +103,11 @@ def read_view(directory: Path) -> RunView:
         ranks={each.rank: phase_ms(each) for each in read_records(run.recorder)},
         summary=run.read_summary(),
         explanation=explain_step(directory),
+        places=config.model.layer_places,
+        layer_statistics=_statistics(run),
+        environments=read_log(run.environments_file, holds=dict[str, Any])[0],
+        spikes=_spikes(run),
+        out_of_memory=_bytes_of(directory / OUT_OF_MEMORY_PICTURE),
     )
 
 
@@ -100,6 +116,38 @@ def differing_settings(views: Sequence[RunView]) -> dict[str, list[str]]:
     paths = dict.fromkeys(path for view in views for path in view.config)
     rows = {path: [str(view.config.get(path, "-")) for view in views] for path in paths}
     return {path: values for path, values in rows.items() if len(set(values)) > 1}
+
+
+def _statistics(run: RunDirectory) -> list[dict[str, Any]]:
+    lines, _ = read_log(run.path / STATISTICS_FILE, holds=_StatisticsLine)
+    by_step = {line["step"]: line for line in lines}  # the later counts: a step done again
+    return [by_step[step] for step in sorted(by_step)]
+
+
+class _StatisticsLine(TypedDict):
+    step: int
+    activations: dict[str, Any]
+    parameters: dict[str, Any]
+
+
+def _spikes(run: RunDirectory) -> list[dict[str, Any]]:
+    """The reports that can be read: a damaged one only told what happened."""
+    found = []
+    for file in sorted(run.path.glob("spikes/step-*.json")):
+        with contextlib.suppress(ConfigError):
+            found.append(read_json(file, holds=_SpikeReport))
+    return found
+
+
+class _SpikeReport(TypedDict):
+    step: int
+    text: str
+    done: str
+    samples: list[dict[str, Any]]
+
+
+def _bytes_of(file: Path) -> bytes | None:
+    return read_bytes(file) if file.is_file() else None
 
 
 def _flat(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -58,7 +58,9 @@ def traced_ranks(trace: Path) -> dict[int, Path]:
     """The newest trace of each rank under a directory, by rank; empty where there is none."""
     found: dict[int, Path] = {}
     for file in sorted(trace.rglob("*.xplane.pb"), key=lambda file: file.lstat().st_mtime):
-        names = [match for part in file.parts if (match := _RANK.fullmatch(part))]
+        names = [
+            match for part in file.relative_to(trace).parts if (match := _RANK.fullmatch(part))
+        ]
         found[int(names[-1][1]) if names else 0] = file
     return dict(sorted(found.items()))
 

@@ -48,7 +48,7 @@ _COMPILE_FAST = (
     " --xla_cpu_parallel_codegen_split_count=1"
 )
 _TIMEOUT_S = 900.0
-_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s")
+_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s", "peak_bytes")
 # Phases of a step, which the watchdog bounds.
 _SHORT = ("input", "place", "step", "wait", "evaluate", "host")
 _LOADING = threading.Lock()  # one state in memory at a time, whoever judges meanwhile

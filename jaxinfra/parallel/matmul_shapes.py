@@ -42,7 +42,7 @@ def matmul_shapes(compiled: jax.stages.Compiled) -> list[MatmulShape]:
         if each.opcode == "dot" or (each.opcode == "custom-call" and _LIBRARY.search(each.rest)):
             name = callers.get(each.computation, each.name)
             shape = _shape(each, name, arrays)
-            if name not in found or shape["flops"] > found[name]["flops"]:
+            if shape and (name not in found or shape["flops"] > found[name]["flops"]):
                 found[name] = shape
     return list(found.values())
 
@@ -51,8 +51,11 @@ def _shape(
     each: CompiledInstruction,
     name: str,
     arrays: Mapping[tuple[str, str], list[tuple[str, str]]],
-) -> MatmulShape:
-    operands = [arrays[each.computation, operand][0] for operand in _NAME.findall(each.rest)[:2]]
+) -> MatmulShape | None:
+    names = [(each.computation, operand) for operand in _NAME.findall(each.rest)[:2]]
+    operands = [arrays[operand][0] for operand in names if arrays.get(operand)]
+    if len(operands) < 2:
+        return None  # written otherwise than known here: its trace is still of use
     dtype, lhs = operands[0][0], _sizes(operands[0][1])
     result = arrays[each.computation, each.name][0]
     depth = math.prod(lhs[dim] for dim in _dims(each.rest, "contracting"))

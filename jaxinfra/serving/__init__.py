@@ -1,5 +1,7 @@
 """Loading, generating, serving and evaluating."""
 
+from jaxinfra.serving.adapter_bank import AdapterBank as AdapterBank
+from jaxinfra.serving.adapter_bank import load_bank as load_bank
 from jaxinfra.serving.engine.engine import Engine as Engine
 from jaxinfra.serving.engine.options import EngineOptions as EngineOptions
 from jaxinfra.serving.engine.requests import EndReason as EndReason

@@ -46,13 +46,13 @@ class Clock:
         return lap
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time within is nobody's step."""
+    def paused(self, *, when: bool = True) -> Iterator[None]:
+        """Time within is nobody's step, where ``when`` is true."""
         began = time.perf_counter()
         try:
             yield
         finally:
-            if self._last is not None:
+            if when and self._last is not None:
                 self._last += time.perf_counter() - began
 
     @property
@@ -65,9 +65,9 @@ class Clock:
         return None if step_s is None else self._tokens / step_s
 
     def rates(self, step_s: float | None) -> dict[str, float | None]:
-        """A step's time and what follows from it, for its record."""
+        """A step's time, what follows from it, and the most memory so far, for its record."""
         rates = {"tokens_per_s": self.tokens_per_s(step_s), "mfu": self.mfu(step_s)}
-        return {"step_s": step_s, **rates}
+        return {"step_s": step_s, **rates, "peak_bytes": peak_bytes()}
 
     def mfu(self, step_s: float | None) -> float | None:
         """Model FLOPs over the devices' dense bf16 peak; None where either is not known."""

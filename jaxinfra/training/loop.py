@@ -192,13 +192,15 @@ class Trainer:
             else:
                 placed = self._job.put(batch)
                 self._watch.note_shapes(placed, step + 1)
-                host_s = self._watch.phase(self._programs.phase(step + 1), step + 1)
+                phase = self._programs.phase(step + 1)
+                host_s = self._watch.phase(phase, step + 1)
                 if not self.has_trained:
                     self._programs.plain = same_program(
                         self._job, self._state, placed, record=self._watch.program
                     )
                     self._profiler.describe(self._job, self._state, placed)
-                self._state, metrics = self._programs(step + 1, self._state, placed)
+                with self._clock.paused(when=phase == "compile"):
+                    self._state, metrics = self._programs(step + 1, self._state, placed)
             table = self._watch.send(input_s=input_s, host_s=host_s, rows_sum=read)
         if metrics is not None:
             self._profiler.after_step(step, metrics.loss)

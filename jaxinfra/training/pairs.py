@@ -11,9 +11,9 @@ import numpy as np
 from jaxinfra.checkpoint import processes
 from jaxinfra.core.errors import DataError
 from jaxinfra.data.batch import Batch
-from jaxinfra.data.chunks import Chunks, chunk_rows, chunk_targets
 from jaxinfra.data.corpora import Corpora
-from jaxinfra.data.pair_rows import pair_chunks
+from jaxinfra.data.pair_rows import pair_pieces
+from jaxinfra.data.pieces import DocumentPieces, piece_rows, piece_targets
 from jaxinfra.data.token_arrays import TokenArrays
 from jaxinfra.models.definition import Parameters
 from jaxinfra.parallel.context.zigzag import from_zigzag
@@ -59,26 +59,26 @@ def with_reference(
 
 def _reference(job: Job, tree: Parameters, arrays: TokenArrays) -> np.ndarray:
     found = np.zeros(len(arrays.tokens), np.float32)
-    for _, each_BT, chunks in _rows(job, tree, arrays):
-        which, position, target = chunk_targets(arrays, chunks)
-        found[target] = each_BT[chunks.row[which], chunks.column[which] + position]
+    for _, each_BT, pieces in _rows(job, tree, arrays):
+        which, position, target = piece_targets(arrays, pieces)
+        found[target] = each_BT[pieces.row[which], pieces.column[which] + position]
     return found
 
 
 def _rows(
     job: Job, tree: Parameters, arrays: TokenArrays
-) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, Chunks]]:
+) -> Iterator[tuple[Batch[np.ndarray], np.ndarray, DocumentPieces]]:
     """Batches of all pairs, each once, with the log probabilities of their targets; all processes
     get all rows.
     """
     training, (part, parts) = job.config.training, job.process_share()
     length, size = training.sequence_length, training.batch_size // training.accumulation
-    chunks = pair_chunks(arrays, sequence_length=length)
-    for first in range(0, int(chunks.row[-1]) + 1, size):
-        inside = np.arange(*np.searchsorted(chunks.row, [first, first + size]))
-        some = chunks.select(inside)
+    pieces = pair_pieces(arrays, sequence_length=length)
+    for first in range(0, int(pieces.row[-1]) + 1, size):
+        inside = np.arange(*np.searchsorted(pieces.row, [first, first + size]))
+        some = pieces.select(inside)
         some = dataclasses.replace(some, row=some.row - first)
-        batch = chunk_rows(arrays, some, num_rows=size, sequence_length=length)
+        batch = piece_rows(arrays, some, num_rows=size, sequence_length=length)
         mine = slice(part * size // parts, (part + 1) * size // parts)
         local = jax.tree.map(lambda x, mine=mine: x[mine], batch)
         each = np.asarray(job.log_probability_step(tree, job.put(local)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.pair_rows import MOST_PAIRS
 from jaxinfra.models.definition import ModelDefinition, Parameters
@@ -24,11 +25,21 @@ _CHUNK_LOGITS = 1 << 27
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PairLoss:
-    """What pairs cost, and how the model values their answers: fp32, one number for each pair."""
+    """What pairs cost, and how the model values their answers: fp32, one number for each pair.
 
-    loss: Float[Array, "*pairs"]
-    chosen_reward: Float[Array, "*pairs"]
-    rejected_reward: Float[Array, "*pairs"]
+    Examples:
+        >>> tokens = jnp.array([3.0])
+        >>> pair = jaxinfra.preference_loss(
+        ...     jnp.array([-3.0]), jnp.array([-9.0]), jaxinfra.PreferenceConfig(loss="simpo"),
+        ...     chosen_tokens=tokens, rejected_tokens=tokens,
+        ... )
+        >>> pair.chosen_reward > pair.rejected_reward
+        Array([ True], dtype=bool)
+    """
+
+    loss: Float[Array, "*pairs"]  # what is minimized
+    chosen_reward: Float[Array, "*pairs"]  # of the better answer
+    rejected_reward: Float[Array, "*pairs"]  # of the other one
 
 
 def preference_loss(
@@ -57,25 +68,34 @@ def preference_loss(
 
     Rewards are the terms that are compared, b (c - c') for dpo and ipo.
 
-    >>> loss = preference_loss(
-    ...     jnp.array([-3.0]), jnp.array([-9.0]), PreferenceConfig(loss=PreferenceLoss.SIMPO),
-    ...     chosen_tokens=jnp.array([3.0]), rejected_tokens=jnp.array([3.0]),
-    ... )
-    >>> [f"{float(each[0]):.4f}" for each in (loss.chosen_reward, loss.rejected_reward, loss.loss)]
-    ['-2.0000', '-6.0000', '0.0486']
-
     Args:
         chosen, rejected: sums over the answers' tokens, in nats.
+        config: which loss, and how strongly.
         chosen_tokens, rejected_tokens: how many they are, at least 1.
         chosen_reference, rejected_reference: the same sums of the model that the run started from;
             dpo and ipo need them.
+
+    Raises:
+        ConfigError: dpo or ipo without the sums of a reference.
+
+    Examples:
+        >>> pair = jaxinfra.preference_loss(
+        ...     jnp.array([-3.0]), jnp.array([-9.0]), jaxinfra.PreferenceConfig(loss="simpo"),
+        ...     chosen_tokens=jnp.array([3.0]), rejected_tokens=jnp.array([3.0]),
+        ... )
+        >>> found = (pair.chosen_reward, pair.rejected_reward, pair.loss)
+        >>> [f"{float(each[0]):.4f}" for each in found]
+        ['-2.0000', '-6.0000', '0.0486']
     """
     beta, loss = config.strength, config.loss
     mean_chosen = chosen / chosen_tokens
     match loss:
         case PreferenceLoss.DPO | PreferenceLoss.IPO:
-            assert chosen_reference is not None, f"{loss} has a reference"
-            assert rejected_reference is not None, f"{loss} has a reference"
+            if chosen_reference is None or rejected_reference is None:
+                raise ConfigError(
+                    f"preferences loss={loss} without log probabilities of a reference: give "
+                    "chosen_reference and rejected_reference, or choose simpo, orpo or cpo"
+                )
             better, worse = chosen - chosen_reference, rejected - rejected_reference
         case PreferenceLoss.SIMPO:
             better, worse = mean_chosen, rejected / rejected_tokens
@@ -83,9 +103,9 @@ def preference_loss(
             better, worse = _log_odds(mean_chosen), _log_odds(rejected / rejected_tokens)
         case PreferenceLoss.CPO:
             better, worse = chosen, rejected
-    if loss is PreferenceLoss.IPO:
+    if loss == PreferenceLoss.IPO:
         each = jnp.square(better - worse - 1.0 / (2.0 * beta))
-    elif loss is PreferenceLoss.ORPO:
+    elif loss == PreferenceLoss.ORPO:
         each = -beta * jax.nn.log_sigmoid(better - worse)
     else:
         logit = beta * (better - worse) - config.target_margin

@@ -20,6 +20,7 @@ from jaxinfra.core.errors import (
     DeviceMemoryError,
     JaxinfraError,
     LostPeerError,
+    is_out_of_memory,
 )
 from jaxinfra.core.places import local_path, user_cache
 from jaxinfra.core.signals import StopRequest, noted_signals
@@ -150,7 +151,7 @@ class _Session:
                 callback.on_end(done.summary)
             return done
         except jax.errors.JaxRuntimeError as error:
-            if _is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
+            if is_out_of_memory(error) and (trainer is None or not trainer.has_trained):
                 raise DeviceMemoryError(
                     f"rank {jax.process_index()}: the first step does not fit into a device's "
                     f"memory ({str(error).splitlines()[0]}); more --accumulation, another --remat, "
@@ -249,10 +250,6 @@ def _nothing_lost(run: RunDirectory) -> str:
         else "start it again"
     )
     return f" before a step was done, nothing was lost; {how}"
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return any(words in str(error) for words in ("RESOURCE_EXHAUSTED", "Out of memory"))
 
 
 def _require_all_devices(config: RunConfig) -> None:

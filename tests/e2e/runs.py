@@ -4,11 +4,14 @@ import functools
 import hashlib
 import json
 import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from e2e.faults import signal_at
 from e2e.processes import Ended, run
 
 from jaxinfra.checkpoint import load, verify
@@ -19,7 +22,7 @@ from jaxinfra.training.job import make_job
 STEPS = 20
 _WORDS = ("the", "model", "layer", "of", "token", "reads", "writes", "loss", "step", "data", "mesh")
 # Differ between two runs of the same steps.
-_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s")
+_TIMES = ("step_s", "tokens_per_s", "mfu", "stall_s", "elapsed_s", "peak_bytes")
 
 # 8 sequences of 32 tokens a step are an epoch in about 13 steps of the text below.
 _SETTINGS = {
@@ -116,6 +119,29 @@ def state_sums(directory: Path, step: int) -> dict[str, str]:
     # Batches that a run skipped, or was told to leave out, are those it did not learn from.
     position = {name: value for name, value in restored.data_state.items() if name != "excluded"}
     return sums | {"data": json.dumps(position, sort_keys=True)}
+
+
+def killed_and_resumed(bench: Bench, new: Callable[[str], list[object]], steps: int) -> Path:
+    """A run that was killed as its second checkpoint would be complete, and resumed: at its end
+    its state and records are to the bit those of a run that nobody killed.
+
+    Args:
+        new: arguments that train a run of a name, which saves every second one of its steps.
+    """
+    ended = bench.run(new("whole"))
+    assert (ended.code, ended.stderr) == (0, ""), ended
+    killed = bench.run(new("killed"), before=_killed_at_the_second_save)
+    assert killed.code == -signal.SIGKILL, killed
+    assert checkpoints(bench / "killed") == [2]
+    resumed = bench.run(bench.resume("killed"))
+    assert resumed.code == 0, resumed
+    assert state_sums(bench / "killed", steps) == state_sums(bench / "whole", steps)
+    assert without_times(bench / "killed") == without_times(bench / "whole")
+    return bench / "killed"
+
+
+def _killed_at_the_second_save() -> None:
+    signal_at("jaxinfra.checkpoint.directory_layout:commit", signal.SIGKILL, call=2)()
 
 
 @functools.cache

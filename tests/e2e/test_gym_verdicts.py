@@ -169,8 +169,8 @@ BREAKS = {
     ),
     28: (
         "serving/http/app.py",
-        "@app.exception_handler(HTTPException)",
-        "@app.exception_handler(NotImplementedError)",
+        "_UNREADABLE = (400, 404, 405)",
+        "_UNREADABLE = (404, 405)",
         "was answered 400",
     ),
     29: (

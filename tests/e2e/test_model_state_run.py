@@ -3,14 +3,13 @@
 The kind of layer is the tests' own (``tests/tally.py``), which their configs name.
 """
 
+import functools
 import json
-import signal
 
 import jax
 import numpy as np
 import pytest
-from e2e.faults import signal_at
-from e2e.runs import checkpoints, metrics, state_sums, without_times
+from e2e.runs import killed_and_resumed, metrics, state_sums
 
 from jaxinfra.serving.load import load_model
 from tests import tally
@@ -25,11 +24,6 @@ SETTINGS = {
 }
 # Of the layer that the feed-forward layer of these runs replaces.
 REPLACED = "model.stacks.0.pattern.0.feed_forward.hidden_dim"
-
-
-def killed_at_step_4() -> None:
-    """As the checkpoint of step 4 would be complete: that of step 2 is."""
-    signal_at("jaxinfra.checkpoint.directory_layout:commit", signal.SIGKILL, call=2)()
 
 
 def on_two_devices() -> None:
@@ -49,21 +43,12 @@ def own(directory) -> dict[str, np.ndarray]:
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened(bench):
-    ended = bench.run(new(bench, "whole"))
-    assert (ended.code, ended.stderr) == (0, ""), ended
-    killed = bench.run(new(bench, "killed"), before=killed_at_step_4)
-    assert killed.code == -signal.SIGKILL, killed
-    assert checkpoints(bench / "killed") == [2]
-    resumed = bench.run(bench.resume("killed"))
-    assert resumed.code == 0, resumed
-    whole = state_sums(bench / "whole", STEPS)
-    assert state_sums(bench / "killed", STEPS) == whole
-    assert [name for name in whole if "model_state" in name and "bias" in name]
-    assert without_times(bench / "killed") == without_times(bench / "whole")
-    recorded = [record for record in metrics(bench / "killed") if "loss" in record]
+    run = killed_and_resumed(bench, functools.partial(new, bench), STEPS)
+    assert [name for name in state_sums(run, STEPS) if "model_state" in name and "bias" in name]
+    recorded = [record for record in metrics(run) if "loss" in record]
     assert all(record["layers/router_z"] > 0 for record in recorded)
     assert all(record["layers/tokens/most"] > 0 for record in recorded)
-    state = own(bench / "killed")
+    state = own(run)
     assert np.any(state["bias"] != 0)
     assert np.all(state["history"] > 0)
 

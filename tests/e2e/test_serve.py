@@ -21,6 +21,7 @@ import pytest
 
 from experiments.bench import serve as bench
 from experiments.pictures.serving import draw
+from jaxinfra.config.finetune import LoraConfig
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
@@ -31,8 +32,10 @@ from jaxinfra.config.model import (
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.definition import define_model
+from jaxinfra.models.decoder import Decoder
+from jaxinfra.models.definition import by_path, define_model, merged
 from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -42,6 +45,7 @@ from jaxinfra.serving.http.server import HttpServer, ServerOptions
 from jaxinfra.serving.http.service import Service, ServiceLimits
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.sampling import GREEDY
+from jaxinfra.weights.trained_adapters import Adapters, host_adapters
 
 KEY = "secret"
 CONTEXT = 256
@@ -83,6 +87,20 @@ def loaded_model() -> LoadedModel:
     )
 
 
+LORA = LoraConfig(rank=1, alpha=4.0, targets=("query", "down"))
+
+
+def adapted_model(model: LoadedModel) -> tuple[Decoder, Adapters]:
+    """The model with an adapter that changes what it says, and that adapter."""
+    whole = define_model(CONFIG, execution_on(), lora=LORA)
+    rng = np.random.default_rng(7)
+    adapters = jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(0.0, 0.6, x.shape), x.dtype),
+        whole.freeze(model.definition.shapes).initialize(jax.random.key(0)),
+    )
+    return whole.bind(merged(model.parameters, adapters)), host_adapters(LORA, by_path(adapters))
+
+
 class Running:
     """A server in a thread, with what it serves."""
 
@@ -90,10 +108,12 @@ class Running:
         (directory / "chat_template.jinja").write_text(TEMPLATE)
         self.model = loaded_model()
         self.decoder = self.model.decoder
+        self.adapted, adapters = adapted_model(self.model)
         self.engine = Engine.of(
             self.model,
+            bank=AdapterBank(names=("tuned",), adapters=(adapters,)),
             options=EngineOptions(
-                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_chunk_rows=1
+                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_piece_rows=1
             ),
         )
         self.engine.warm_up()
@@ -110,10 +130,15 @@ class Running:
         app = application(service, api_key=KEY)
         self.server = HttpServer(app, options, drain=self.thread.drain)
 
-    def alone(self, prompt: str, *, new: int) -> str:
+    def alone(self, prompt: str, *, new: int, decoder: Decoder | None = None) -> str:
         ids = [256, *prompt.encode()]
         tokens = generate(
-            self.decoder, [ids], max_new_tokens=new, sampling=GREEDY, eos_ids=[256], num_ids=257
+            decoder or self.decoder,
+            [ids],
+            max_new_tokens=new,
+            sampling=GREEDY,
+            eos_ids=[256],
+            num_ids=257,
         )
         return self.model.tokenizer.decode([t.token for t in tokens if t.token != 256])
 
@@ -339,9 +364,10 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
         ("/v1/completions", BASE | {"temperature": -1}, 400, "temperature"),
         ("/v1/completions", BASE | {"best_of": 2}, 400, "best_of"),
         ("/v1/completions", b"{", 400, "JSON"),
-        ("/v1/completions", b"\xff\xfe", 400, "parsing the body"),
+        ("/v1/completions", b"\xff\xfe", 400, "JSON decode error"),
         ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "half a character"),
         ("/v1/nothing", BASE, 404, "Not Found"),
+        ("/detokenize", {"tokens": [-1]}, 400, r"ids -1\.\.-1 are not all in 0\.\.256"),
         ("/v1/completions", BASE | {"prompt": [300]}, 400, r"token ids 300\.\.300"),
         ("/v1/completions", BASE | {"prompt": "x" * 30_000}, 413, "more than 20000 bytes"),
         (
@@ -361,7 +387,7 @@ BASE = {"model": "letters", "prompt": "a", "max_tokens": 2}
     ],
     ids=[
         *("too_long", "model", "choices", "temperature", "unknown_setting", "no_json"),
-        *("no_text", "half_a_character", "path"),
+        *("no_text", "half_a_character", "path", "tokens"),
         *("ids", "body_size", "structure", "role", "image", "embeddings"),
     ],
 )
@@ -376,14 +402,34 @@ def test_the_key_is_asked_for(running, client):
     assert post(running, "/v1/completions", BASE, key="other")[0] == 401
     with urllib.request.urlopen(f"{running.server.address}/health") as answer:
         assert json.loads(answer.read()) == {"status": "ok"}
-    assert [model.id for model in client.models.list()] == ["letters"]
+    assert [model.id for model in client.models.list()] == ["letters", "tuned"]
+    assert client.models.retrieve("tuned").parent == "letters"
+    assert not hasattr(client.models.retrieve("letters"), "parent")
+
+
+def test_a_request_names_an_adapter_as_its_model(running, client):
+    """In one batch with the model itself, and streamed; each says its own."""
+
+    def ask(model):
+        return client.completions.create(model=model, prompt="adapt", max_tokens=9, temperature=0)
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        answers = [*pool.map(ask, ["letters", "tuned", "letters", "tuned"])]
+    plain = running.alone("adapt", new=9)
+    tuned = running.alone("adapt", new=9, decoder=running.adapted)
+    assert plain != tuned
+    assert [answer.choices[0].text for answer in answers] == [plain, tuned, plain, tuned]
+    assert [answer.model for answer in answers] == ["letters", "tuned", "letters", "tuned"]
+    messages = [{"role": "user", "content": "hi"}]
+    chat = client.chat.completions.create(model="tuned", messages=messages, max_tokens=4)
+    assert chat.model == "tuned"
 
 
 def test_the_page_needs_nothing_from_elsewhere(running):
     with urllib.request.urlopen(f"{running.server.address}/") as answer:
         page = answer.read().decode()
     assert "/v1/chat/completions" in page
-    assert not re.search(r"""(?:src|href)=|https?:|@import""", page)
+    assert not re.search(r"""(?:src|href)=(?!"data:)|https?:|@import""", page)
 
 
 def test_tokens_are_counted(running):
@@ -391,6 +437,11 @@ def test_tokens_are_counted(running):
     assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": [256, 97, 98, 99]}
     _, answer, _ = post(running, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
     assert answer["count"] == len("u:x;a:")
+    _, answer, _ = post(running, "/detokenize", {"tokens": [97, 256]})
+    end = running.model.tokenizer.decode([256])
+    assert answer == {"prompt": f"a{end}"}
+    asked = {"prompt": end, "add_special_tokens": False}
+    assert post(running, "/tokenize", asked)[1]["tokens"] == [256]
 
 
 def test_overload_is_told_to_come_again(running):

@@ -14,10 +14,13 @@ import jax
 import pytest
 from engine_models import DEFINITION
 
+from experiments.bench import serve_endurance
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.definition import by_path
 from jaxinfra.weights.conversion import write_ours
 from jaxinfra.weights.parameter_sources import LiveParameters
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
@@ -81,15 +84,47 @@ def test_a_signal_ends_it_after_its_requests(model):
         assert served.wait(30) == 0
 
 
+@pytest.mark.slow
+def test_the_load_generator_starts_and_ends_its_server(model):
+    out = model.parent / "load.json"
+    command = [sys.executable, "-m", "jaxinfra", "bench", "serve", str(model), "--out", str(out)]
+    load = ("--concurrency", "2", "--seconds", "1", "--prompt-tokens", "4", "--new-tokens", "1:8")
+    small = ("--max-running", "1", "--max-step-tokens", "32", "--name", "m")
+    ended = subprocess.run(
+        [*command, *load, "--", *small],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["answered"] == row["requests"] > 0
+    assert "stopped by SIGTERM" in ended.stdout, "its own server has ended"
+    assert out.with_suffix(".svg").exists()
+
+
+@pytest.mark.slow
+def test_a_server_is_as_before_after_thousands_of_requests():
+    """Some of them bad: texts, pages, compilations and the server's memory."""
+    found = serve_endurance.run(1500)
+    assert {*found["ends"]} == {"answered", *serve_endurance.SHARES}
+    assert found["texts_compared"] > 1000
+    assert found["preemptions"] > 0
+    assert found["resident_mib"]["growth_between_halves"] < 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("nowhere",), "is not a directory"),
         (("model", "--draft", "model"), "--draft needs --num-drafts"),
         (("model", "--max-running", "0"), "max_running=0 must be at least 1"),
+        (("model", "--replicas", "0"), "--replicas 0 must be at least 1"),
+        (("model", "--replicas", "2", "--page-size", "0"), "with exit code 1 before it served"),
         (("model", "--host", "203.0.113.1"), "cannot listen at 203.0.113.1:8000"),
     ],
-    ids=["no_model", "no_drafts", "no_room", "no_address"],
+    ids=["no_model", "no_drafts", "no_room", "no_replicas", "no_pages", "no_address"],
 )
 @pytest.mark.slow
 def test_what_cannot_be_served_is_said_in_a_line(model, options, message):

@@ -17,7 +17,7 @@ from jaxinfra.weights.model_directory import read_model_directory
 from tests.sharded.test_experts_use import CONFIG, PROMPTS, decoder, generated
 
 OPTIONS = EngineOptions(
-    max_running=3, page_size=4, num_pages=17, max_step_tokens=24, chunk_sizes=(8,), max_chunk_rows=1
+    max_running=3, page_size=4, num_pages=17, max_step_tokens=24, chunk_sizes=(8,), max_piece_rows=1
 )
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 SHARED = MeshConfig(fsdp=2, expert=2)

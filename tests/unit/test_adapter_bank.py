@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_models import CONFIG, DEFINITION, OPTIONS, PROMPTS, parameters
+from flax import nnx
 
-from jaxinfra.config.finetune import AdapterKind, LoraConfig
+from jaxinfra.config.finetune import AdapterKind, BaseWeights, LoraConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.models.definition import by_path, define_model, merged
+from jaxinfra.models.adapter_bank import with_chosen
+from jaxinfra.models.definition import by_path, define_model, is_weight, merged
+from jaxinfra.models.quantized_base import base_shapes, quantized_weight
 from jaxinfra.serving.adapter_bank import AdapterBank, load_bank
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import GenerationRequest
@@ -123,13 +126,15 @@ def test_rows_without_an_adapter_have_the_bits_of_the_model(engine, loaded):
 
 
 def test_no_program_is_compiled_for_an_adapter(engine):
-    engine.run([asked(None)])
-    before = engine.runner.num_compiled
-    engine.run([asked("small"), asked("lengths")])
-    engine.run([asked("lengths")])
-    keys = {(key.name, key.rows, key.length) for key in engine.runner.keys}
-    assert engine.runner.num_compiled - before <= 3  # sizes of batches that were not seen yet
-    assert len(keys) < len(engine.runner.keys) + 1
+    prompts = [tuple(range(first, first + 10)) for first in (100, 120)]
+
+    def run(*adapters):
+        engine.run([asked(*each) for each in zip(adapters, prompts, strict=False)])
+        return engine.runner.num_compiled
+
+    run(None)
+    before = run(None, None)
+    assert run("small", "lengths") == run("lengths", None) == run("lengths") == before
 
 
 @pytest.mark.parametrize("name", ["mistral_lora", "phi3_dora_rslora", "qwen2_dora"])
@@ -177,3 +182,34 @@ def test_what_is_refused(engine, loaded, tmp_path):
         load_bank(loaded, tmp_path, {"one": tmp_path})
     with pytest.raises(ConfigError, match="no adapters are named"):
         load_bank(loaded, tmp_path, {})
+
+
+@pytest.mark.slow
+def test_adapters_of_a_model_in_few_bits(bank, loaded):
+    """Logits of each row are those over the plain model that the bits stand for."""
+    kept = base_shapes(DEFINITION, BaseWeights.INT8)
+    few = jax.tree.map(
+        lambda leaf, weight: (
+            quantized_weight(weight, BaseWeights.INT8, num_inputs=len(leaf.inputs))
+            if is_weight(leaf)
+            else weight
+        ),
+        kept,
+        parameters(),
+        is_leaf=is_weight,
+    )
+    plain = jax.tree.map(
+        lambda leaf: leaf.dequantize(np.float32) if is_weight(leaf) else leaf,
+        few,
+        is_leaf=is_weight,
+    )
+    ids, chosen = np.tile(np.arange(20, dtype=np.int32), (3, 1)), jnp.arange(3)
+    got, want = (
+        nnx.merge(graphdef, with_chosen(state, chosen))(ids)
+        for graphdef, state in (
+            nnx.split(bank.added_to(dataclasses.replace(loaded, parameters=each)))
+            for each in (few, plain)
+        )
+    )
+    np.testing.assert_allclose(got, want, atol=2e-5 * float(np.abs(want).max()))
+    assert float(np.abs(want[1] - want[0]).max()) > 0.01

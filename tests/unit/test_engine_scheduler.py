@@ -150,7 +150,7 @@ LIMITS = SchedulerLimits(
     max_positions=40,
     row_sizes=(1, 2, 4),
     chunk_sizes=(4, 8),
-    max_chunk_rows=2,
+    max_piece_rows=2,
 )
 
 IDS = st.integers(0, 3)

@@ -6,16 +6,23 @@ import shutil
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from chat_model import MODEL, write_model
+from flax import nnx
 
 import jaxinfra
 from jaxinfra.checkpoint import load
 from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.models.adapter_bank import with_chosen
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.hf import by_path
+from jaxinfra.serving.adapter_bank import load_bank
+from jaxinfra.serving.load import load as load_trained
 from jaxinfra.training.initialize import first_state
 from jaxinfra.training.job import make_job
 from jaxinfra.weights.load_pretrained import load_pretrained
@@ -178,6 +185,29 @@ def test_adapters_need_the_weights_they_were_trained_beside(lora, place, capsys)
     again = rewind(lora, place / "third", 2)
     assert resume(place, again, "--set", f"init.path={other}") == 1
     assert "the run started from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_runs_adapters_are_served_beside_others(lora, place):
+    """Rows with the run's adapter have the run's logits, rows without one the model's."""
+    model = load_trained(place / "hf", policy=PolicyName.FP32)
+    bank = load_bank(model, place / "hf", {"run": lora})
+    graphdef, state = nnx.split(bank.added_to(model))
+    ids = np.concatenate([IDS, IDS])
+    bound = nnx.merge(graphdef, with_chosen(state, jnp.array([0, 1])))
+    base, run = (jaxinfra.load_model(path)(IDS)[0] for path in (place / "hf", lora))
+    got = np.asarray(bound(ids))
+    changed = float(np.abs(run - base).max())
+    for row, want in zip(got, (base, run), strict=True):
+        assert float(np.abs(row - want).max()) < 1e-4 * changed
+
+
+def test_adapters_of_other_weights_are_not_served(lora, full, place):
+    model = load_trained(full)
+    for path, what in ((full, "have"), (place / "hf", "trained all parameters, not adapters")):
+        adapters = {"run": lora if path == full else full}
+        with pytest.raises(ConfigError, match=what):
+            load_bank(model, path, adapters)
 
 
 @pytest.mark.slow

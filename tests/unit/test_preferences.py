@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chat_model import CHATML as TEMPLATE
+from chat_model import write_tokenizer
 from numbered_documents import numbered_documents
 
 from jaxinfra.config import codec
+from jaxinfra.config.data import DataConfig, DataFormat, TokenizerConfig, TokenizerKind
 from jaxinfra.config.preferences import PreferenceConfig, PreferenceLoss, parse_preferences
 from jaxinfra.config.presets import run_preset
 from jaxinfra.config.validate import validate
@@ -18,7 +21,8 @@ from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.batch import Batch
 from jaxinfra.data.chat import ChatEncoder
 from jaxinfra.data.chat_template import ChatTemplate
-from jaxinfra.data.pair_rows import MOST_PAIRS, PairWindows, pair_chunks
+from jaxinfra.data.corpora import open_corpora
+from jaxinfra.data.pair_rows import MOST_PAIRS, PairWindows, pair_pieces
 from jaxinfra.data.pairs import PairEncoder
 from jaxinfra.data.readers import Document
 from jaxinfra.data.tokenizer import bytes_tokenizer
@@ -165,15 +169,15 @@ def test_every_pair_lies_in_one_row_as_two_segments():
 
 
 def test_no_row_has_more_pairs_than_the_loss_has_room_for():
-    chunks = pair_chunks(numbered_documents([1] * 300), sequence_length=4096)
-    assert np.bincount(chunks.row).max() == 2 * MOST_PAIRS
+    pieces = pair_pieces(numbered_documents([1] * 300), sequence_length=4096)
+    assert np.bincount(pieces.row).max() == 2 * MOST_PAIRS
 
 
 def test_pairs_that_do_not_fit_are_refused():
     with pytest.raises(
         DataError, match=r"1 of 2 pairs do not fit .*=10 tokens: the longest has 12"
     ):
-        pair_chunks(numbered_documents([2, 3, 6, 6]), sequence_length=10)
+        pair_pieces(numbered_documents([2, 3, 6, 6]), sequence_length=10)
 
 
 @pytest.mark.parametrize("config", CONFIGS[::3], ids=lambda c: c.loss.value)
@@ -271,6 +275,36 @@ def test_forms_of_conversations(row):
 def test_lines_that_are_no_pairs_are_named(row, chat, what):
     with pytest.raises(DataError, match=f"x:1: .*{what}"):
         encoded(row, chat=chat)
+
+
+def test_pairs_from_a_file_to_rows(tmp_path):
+    """By a model's template; both answers of a pair on one side of the split."""
+    (tmp_path / "model").mkdir()
+    write_tokenizer(tmp_path / "model" / "tokenizer.json")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [{"prompt": f"{n}?", "chosen": f"{n}!", "rejected": "what?"} for n in range(40)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "model" / "tokenizer.json")
+    config = DataConfig(
+        source=str(file),
+        heldout_fraction=0.3,
+        format=DataFormat.PREFERENCES,
+        chat_template=str(tmp_path / "model"),
+        tokenizer=TokenizerConfig(kind=TokenizerKind.FILE, path=path),
+    )
+    corpora = open_corpora(config, vocab_size=300, cache_dir=tmp_path / "cache")
+    corpus = corpora.sources["own"]
+    assert corpus.train.num_documents + corpus.heldout.num_documents == 80
+    assert corpus.heldout_names[0::2] == corpus.heldout_names[1::2]
+    chosen, rejected = corpora.judged_documents()[:2]
+    assert chosen.startswith(b"!", -len(b"!<|im_end|>\n"))
+    assert rejected == b"what?<|im_end|>\n"
+    training = dataclasses.replace(run_preset("tiny").training, sequence_length=96)
+    windows = corpora.train_source(training)
+    batch = windows.batch(np.arange(windows.num_windows))
+    assert batch.weights.sum() == corpus.train.num_counted
+    assert float(count_pairs(jax.tree.map(jnp.asarray, batch))) == corpus.train.num_documents // 2
 
 
 def test_settings_on_the_command_line():

@@ -72,6 +72,41 @@ def test_runs_are_compared_and_watched(runs, capsys, tmp_path):
     assert "no run directory" in capsys.readouterr().err
 
 
+def test_what_a_run_says_of_its_layers_is_drawn(runs):
+    """Statistics, experts, memory, spikes and sessions; what a kill or a disk has cut is left out.
+
+    A number that is not finite is null in these files.
+    """
+    run = RunDirectory(runs[0])
+    places = run.read_config().model.layer_places
+    each = [1.0] * len(places)
+    site = {"rms": [None, *each[1:]], "largest": each, "zeros": each, "nonfinite": each}
+    weight = {"gradient_rms": each, "update_ratio": each}
+    line = {
+        "activations": {"blocks/0/stream": site},
+        "parameters": {"blocks/0/mlp/up/weight": weight, "final_norm/scale": {}},
+    }
+    lines = [json.dumps({"step": step, **line}) for step in (2, 4, 2)]
+    (run.path / "statistics.jsonl").write_text("\n".join([*lines, '{"step": 6, "act']))
+    records = run.metrics_file.read_text().splitlines()
+    said = {"layers/tokens/imbalance": 1.5, "layers/router_z": None, "peak_bytes": 2**30}
+    changed = [json.dumps({**json.loads(each), **said}) for each in records]
+    run.metrics_file.write_text("\n".join(changed))
+    run.environments_file.write_text('{"step": 0, "device_kind": "cpu", "mesh": {"fsdp": 2}}\nx\n')
+    run.spike_file(3).parent.mkdir()
+    sample = {"sample": 7, "loss": None, "text": "<b>"}
+    spike = {"step": 3, "text": "layer 1", "done": "left out", "samples": [sample]}
+    run.spike_file(3).write_text(json.dumps(spike))
+    run.spike_file(4).write_text('{"step": 4')
+    assert [each["step"] for each in read_view(run.path).layer_statistics] == [2, 4]
+    assert main(["report", str(run.path)]) == 0
+    page = (run.path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 5
+    for words in ("Statistics of layers", "Balance of experts", "Step 3: layer 1", "fsdp=2"):
+        assert words in page
+    assert "&lt;b&gt;" in page
+
+
 def test_a_run_that_has_done_nothing_is_shown_too(tmp_path):
     run = RunDirectory(tmp_path / "new")
     run.create(run_preset("tiny"))

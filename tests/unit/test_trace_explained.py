@@ -216,9 +216,10 @@ def record(rank=0, *, steps=12, devices=None, **ms) -> RankRecord:
     events, last = [], 0.0
     phases = [(name, number - (name in ("wait", "host")), usual[name])
               for number in range(1, steps + 1) for name in usual]  # fmt: skip
-    if devices is not None:
-        phases[-2:-2] = [("wait", steps - 1, 0.0), ("host", steps - 1, 0.0)]
-        phases[-2:] = [("wait", steps, devices - 2), ("host", steps, 0.0)]
+    if devices is not None:  # which compute beside what the host does meanwhile
+        beside = usual["host"]
+        phases[-2:] = [("wait", steps - 1, 0.0), ("host", steps - 1, beside)]
+        phases += [("wait", steps, max(0.0, devices - 2 - beside)), ("host", steps, 0.0)]
     for name, number, value in phases:
         events.append(Event(time=0.0, name=name, step=number, value=last))
         last = value / 1e3
@@ -242,6 +243,9 @@ def test_no_alarm_on_healthy_ranks():
     assert host_delays([record(rank) for rank in range(4)], step_ms=95, steps=12) == []
     # A batch that is waited for while the devices work costs nothing.
     assert host_delays([record(input=40, wait=50)], step_ms=95, steps=12) == []
+    # Nor does a rank's host that is done before its devices are.
+    ranks = [record(0, host=60, wait=31, devices=93), record(1, devices=93)]
+    assert host_delays(ranks, step_ms=95, steps=12) == []
     # One that is ready and handed over late, on a busy host, is no matter of its readers.
     late = record(**LATE)
     ready = [Event(time=0.0, name=READY_BATCHES, step=n, value=3) for n in range(1, 13)]
@@ -257,7 +261,7 @@ def test_no_alarm_on_healthy_ranks():
         ([record(**LATE, devices=50)], 65, "waiting for input", 15),
         ([record(**LATE, devices=5)], 65, "waiting for input", 61),
         ([record(place=40, wait=1)], 45, "placing batches", 40),
-        ([record(host=400, wait=1, devices=30)], 405, "host work between steps", 375),
+        ([record(host=400, wait=1, devices=30)], 405, "host work between steps", 400),
         (
             [record(0), record(1), record(2, input=50, wait=41), record(3)],
             *(95, "rank 2, which is slow", 49),

@@ -15,6 +15,7 @@ from jaxinfra.diagnostics.memory.program import CompiledProgram, HloOperation, L
 type _Value = dict[tuple[int, ...], frozenset[int]]
 """Buffers that may hold an instruction's result, by place in its tuple."""
 
+_BATCH = ("batch", "rows", "targets_BT")  # arguments of training's and of serving's programs
 _PASSED_ON = ("bitcast", "optimization-barrier", "add-dependency", "domain")
 
 
@@ -91,7 +92,7 @@ class _Walk:
                 self._from_batch[operation.id] = self._from_batch[source]
                 value = self._values[source]
             else:
-                batch = operation.opcode == "parameter" and operation.op_name.startswith("batch")
+                batch = operation.opcode == "parameter" and operation.op_name.startswith(_BATCH)
                 self._from_batch[operation.id] = batch or any(
                     self._from_batch[place] for place in operation.operands
                 )

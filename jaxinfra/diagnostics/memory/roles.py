@@ -28,8 +28,8 @@ ROLES = (
 _ARGUMENTS = (
     (r"^(state\.)?optimizer", OPTIMIZER),
     (r"^state\.model_state", STATE),
-    (r"cache|pages", CACHES),
-    (r"^batch", BATCH),
+    (r"cache|pages|pools", CACHES),
+    (r"^(batch|rows|targets_BT)", BATCH),
     (r"parameters|frozen|weights|tree", WEIGHTS),
 )
 _COLLECTIVE = re.compile(

@@ -17,14 +17,14 @@ class EngineOptions:
     max_context: int | None = None  # tokens of a request; None: as many as the model has positions
     max_step_tokens: int = 512  # of a step
     chunk_sizes: tuple[int, ...] = (16, 64, 256)  # tokens of a row that chunks of prompts may have
-    max_chunk_rows: int = 4  # prompts in a call
+    max_piece_rows: int = 4  # prompts in a call
     share_prefixes: bool = True
     num_drafts: int = 0  # tokens proposed ahead: by the draft model, or looked up without one
 
     def __post_init__(self) -> None:
         counts = {
             name: getattr(self, name)
-            for name in ("max_running", "page_size", "max_step_tokens", "max_chunk_rows")
+            for name in ("max_running", "page_size", "max_step_tokens", "max_piece_rows")
         }
         for name, value in counts.items():
             if value < 1:
@@ -59,7 +59,7 @@ class EngineOptions:
             max_positions=positions,
             row_sizes=tuple(sizes),
             chunk_sizes=self.chunk_sizes,
-            max_chunk_rows=self.max_chunk_rows,
+            max_piece_rows=self.max_piece_rows,
             share_prefixes=self.share_prefixes,
             long_context=long_context,
             num_drafts=self.num_drafts if has_draft else 0,

@@ -18,7 +18,7 @@ class SchedulerLimits:
     max_positions: int  # of the model
     row_sizes: tuple[int, ...]  # rows that a call may have, ascending; the last is max_running
     chunk_sizes: tuple[int, ...]  # tokens of a row that a call for prompts may have, ascending
-    max_chunk_rows: int  # rows of a call for prompts
+    max_piece_rows: int  # rows of a call for prompts
     share_prefixes: bool = True
     long_context: int | None = None  # beyond as many tokens keys are others (LongRoPE)
     num_drafts: int = 0  # tokens proposed by a draft model for each step
@@ -58,7 +58,7 @@ class SchedulerLimits:
         return tuple(
             (rows, length)
             for rows in self.row_sizes
-            if rows <= max(self.max_chunk_rows, self.row_sizes[0])
+            if rows <= max(self.max_piece_rows, self.row_sizes[0])
             for length in self.chunk_sizes
             if rows * length <= self.max_step_tokens
         )

@@ -74,7 +74,8 @@ class ModelRunner:
     Args:
         num_ids: ids from here on are never drawn.
         draft: a smaller model of the same vocabulary, which proposes tokens.
-        verify_length: tokens of a row with drafts; None without speculation.
+        verify_length: tokens of a row with drafts; none without speculation.
+        allocates: make the pools; without, ``model`` may be one of shapes, and nothing runs.
         adapters: names of those in the model's bank.
     """
 
@@ -86,14 +87,14 @@ class ModelRunner:
         num_ids: int,
         draft: Decoder | None = None,
         verify_length: int | None = None,
+        allocates: bool = True,
         adapters: Sequence[str] = (),
     ):
         if model.execution.place.batch_shards > 1:
             raise ConfigError(
                 f"the mesh splits a batch over {model.execution.place.batch_shards} replica or "
                 "fsdp devices, and the engine has one batch: give it tensor devices, or fsdp ones "
-                "that all share experts (fsdp=2,expert=2), and other devices an engine of their "
-                "own (--replicas)"
+                "that all share experts (fsdp=2,expert=2), and others an engine of their own"
             )
         self._limits = limits
         self._adapters = {name: place for place, name in enumerate((None, *adapters))}
@@ -122,7 +123,7 @@ class ModelRunner:
                 history=TokenHistory.empty(batch=limits.max_running, num_ids=num_ids),
             )
 
-        self._state = empty()
+        self._state = empty() if allocates else _shapes_of(empty.lower())
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
@@ -324,6 +325,10 @@ class ModelRunner:
     def _compile(self, key: ProgramKey) -> None:
         self.num_compiled += 1
         self.num_late += 1
+        self._compiled[key] = self.lowered(key).compile()
+
+    def lowered(self, key: ProgramKey) -> jax.stages.Lowered:
+        """A program, to be compiled or looked at."""
         indices = np.zeros(key.rows, np.int32)
         match key.name:
             case "copy":
@@ -334,33 +339,26 @@ class ModelRunner:
             case "history":
                 ids, one = np.zeros(key.length, np.int32), np.int32(0)
                 function, arguments = programs.begin_history, (self._state, one, ids, one, one)
-            case "verify":
-                function = functools.partial(programs.verify, config=self._config)
-                arguments = (
-                    self._weights,
-                    self._state,
-                    self._blank(key, self._sampling_rows((), key.rows)),
-                )
-            case "score":
-                function = functools.partial(programs.score, config=self._config)
-                blank = self._blank(key, self._sampling_rows((), key.rows))
-                targets = np.zeros((key.rows, key.length), np.int32)
-                arguments = (self._weights, self._state, blank, targets)
             case _:
-                function = functools.partial(
-                    programs.step,
-                    config=self._config,
-                    is_fresh=key.is_fresh,
-                    is_full=key.is_full,
-                )
-                arguments = (
-                    self._weights,
-                    self._state,
-                    self._blank(key, self._sampling_rows((), key.rows)),
-                )
+                function = functools.partial(getattr(programs, key.name), config=self._config)
+                if key.name == "step":
+                    kind = {"is_fresh": key.is_fresh, "is_full": key.is_full}
+                    function = functools.partial(function, **kind)
+                blank = self._blank(key, self._sampling_rows((), key.rows))
+                arguments = (self._weights, self._state, blank)
+                if key.name == "score":
+                    arguments = (*arguments, np.zeros((key.rows, key.length), np.int32))
         donated = 0 if key.name in ("copy", "mask", "history") else 1
-        jitted = jax.jit(function, donate_argnums=donated)
-        self._compiled[key] = jitted.lower(*arguments).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*arguments)
+
+
+def _shapes_of(lowered: jax.stages.Lowered) -> Any:
+    """What a program would give, where it would lie."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lowered.out_info,
+        lowered.compile().output_shardings,
+    )
 
 
 def _of_row(

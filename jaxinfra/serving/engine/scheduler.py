@@ -151,7 +151,7 @@ class Scheduler:
         length, rows = 0, []
         source = iter(prompts)
         while True:
-            room = self._chunk_rows(length, budget)
+            room = self._piece_rows(length, budget)
             if rows and rows[0].stream.request.scores_prompt:
                 room = 1  # whose prompt is scored has a call for itself
             stream = next(source, None) if len(rows) < room else None
@@ -181,7 +181,7 @@ class Scheduler:
         ] or [self.limits.chunk_sizes[0]]
         return next((size for size in fitting if size >= left), fitting[-1])
 
-    def _chunk_rows(self, length: int, budget: int) -> int:
+    def _piece_rows(self, length: int, budget: int) -> int:
         """Rows that a call for prompts may have, with as many tokens each."""
         if budget < self.limits.chunk_sizes[0]:
             return 0
@@ -190,7 +190,7 @@ class Scheduler:
         fitting = [
             rows
             for rows in self.limits.row_sizes
-            if rows <= max(self.limits.max_chunk_rows, self.limits.row_sizes[0])
+            if rows <= max(self.limits.max_piece_rows, self.limits.row_sizes[0])
             and rows * length <= budget
         ]
         return fitting[-1] if fitting else 1

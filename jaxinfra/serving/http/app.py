@@ -9,7 +9,6 @@ from typing import Any
 import fastapi
 from fastapi import responses
 from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.serving.engine.background import OverloadError, StoppedError
@@ -21,12 +20,19 @@ from jaxinfra.serving.http.answers import (
     GenerationFailedError,
     error_body,
 )
-from jaxinfra.serving.http.bodies import ChatBody, CompletionBody, TokenizeBody, plain_messages
+from jaxinfra.serving.http.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    plain_messages,
+)
 from jaxinfra.serving.http.guards import Application, RequestGuards
 from jaxinfra.serving.http.service import Service
 
 PAGE = Path(__file__).with_name("page.html")
 _RETRY_AFTER_S = 1
+_UNREADABLE = (400, 404, 405)  # that the framework itself answers
 _CLIENT_GONE = 499  # as nginx has it; nobody reads it
 _LOOK_S = 0.2  # between looks whether a client is still there
 
@@ -82,11 +88,14 @@ def _handle_errors(app: fastapi.FastAPI) -> None:
         ]
         return _error(400, "; ".join(said), kind="invalid_request_error")
 
-    @app.exception_handler(HTTPException)
-    async def unreadable(request: fastapi.Request, error: HTTPException) -> responses.Response:
+    async def unreadable(request: fastapi.Request, error: Exception) -> responses.Response:
         """A body that is no text, and paths and methods that are not served."""
         del request
+        assert isinstance(error, fastapi.exceptions.StarletteHTTPException)
         return _error(error.status_code, str(error.detail), kind="invalid_request_error")
+
+    for status in _UNREADABLE:
+        app.add_exception_handler(status, unreadable)
 
 
 def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
@@ -123,28 +132,28 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions")
     async def completions(http: fastapi.Request, body: CompletionBody) -> responses.Response:
-        _require_model(service, body.model)
+        name = _served(service, body.model)
         prompts = [service.encode(prompt) for prompt in body.prompts]
         scored = body.echo and body.logprobs is not None
-        requests = service.requests(prompts, body, default_tokens=16, scores_prompt=scored)
+        requests = service.requests(
+            prompts, body, model=name, default_tokens=16, scores_prompt=scored
+        )
         echoes = None
         if body.echo:
             echoes = [
                 text if isinstance(text, str) else service.tokenizer.decode(text)
                 for text in body.prompts
             ]
-        form = CompletionForm(
-            service.name, prompts, body, tokenizer=service.tokenizer, echoes=echoes
-        )
+        form = CompletionForm(name, prompts, body, tokenizer=service.tokenizer, echoes=echoes)
         return await answer(http, body, form, requests)
 
     @app.post("/v1/chat/completions")
     async def chat(http: fastapi.Request, body: ChatBody) -> responses.Response:
-        _require_model(service, body.model)
+        name = _served(service, body.model)
         tools = None if body.tool_choice == "none" else body.tools
         prompt = await asyncio.to_thread(service.render, plain_messages(body.messages), tools)
-        requests = service.requests([prompt], body, default_tokens=service.context)
-        form = ChatForm(service.name, [prompt], body, tokenizer=service.tokenizer)
+        requests = service.requests([prompt], body, model=name, default_tokens=service.context)
+        form = ChatForm(name, [prompt], body, tokenizer=service.tokenizer)
         return await answer(http, body, form, requests)
 
     @app.post("/v1/embeddings")
@@ -156,30 +165,33 @@ def _add_generation(app: fastapi.FastAPI, service: Service) -> None:
 def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        card = {
-            "id": service.name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "jaxinfra",
-            "max_model_len": service.context,
-            "chat": not service.no_chat,
-        }
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": [_card(service, name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        _require_model(service, name)
-        return (await models())["data"][0]
+        return _card(service, _served(service, name))
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
-        _require_model(service, body.model)
+        _served(service, body.model)
         if body.messages is not None:
             rendered = plain_messages(body.messages)
             tokens = await asyncio.to_thread(service.render, rendered, None)
         else:
             tokens = service.encode(body.prompt or "", special=body.add_special_tokens)
         return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+        _served(service, body.model)
+        return {"prompt": service.spelled(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What evaluation harnesses ask for before they tokenize here."""
+        ids = {"bos_token": service.tokenizer.bos_id, "eos_token": service.tokenizer.eos_id}
+        spelled = {name: service.spelled([number]) for name, number in ids.items()}
+        return {"tokenizer_class": "jaxinfra"} | spelled
 
     @app.get("/health")
     async def health() -> responses.Response:
@@ -198,9 +210,25 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
         return responses.HTMLResponse(PAGE.read_text())
 
 
-def _require_model(service: Service, name: str | None) -> None:
-    if name is not None and name != service.name:
-        raise UnknownModelError(f"model {name!r} is not served here; {service.name!r} is")
+def _served(service: Service, name: str | None) -> str:
+    """The model that a request names: the server's own, or an adapter of it."""
+    if name is not None and name not in service.names:
+        known = ", ".join(map(repr, service.names))
+        verb = "is" if len(service.names) == 1 else "are"
+        raise UnknownModelError(f"model {name!r} is not served here; {known} {verb}")
+    return name or service.name
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    card = {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jaxinfra",
+        "max_model_len": service.context,
+        "chat": not service.no_chat,
+    }
+    return card if name == service.name else card | {"parent": service.name}
 
 
 @contextlib.asynccontextmanager

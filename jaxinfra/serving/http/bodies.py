@@ -50,7 +50,25 @@ class StreamOptions(pydantic.BaseModel):
     include_usage: bool = False
 
 
-class GenerationBody(pydantic.BaseModel):
+class ClientBody(pydantic.BaseModel):
+    """What holds texts of clients: each of whole characters."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _whole_characters(cls, body: Any) -> Any:
+        found = [body]
+        while found:
+            match found.pop():
+                case dict() as each:
+                    found += (*each, *each.values())
+                case list() as each:
+                    found += each
+                case str() as each if not is_text(each):
+                    raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
+        return body
+
+
+class GenerationBody(ClientBody):
     """Settings that completions and conversations share. Others are refused, not ignored."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
@@ -74,20 +92,6 @@ class GenerationBody(pydantic.BaseModel):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None  # who asks; nothing depends on it
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _whole_characters(cls, body: Any) -> Any:
-        found = [body]
-        while found:
-            match found.pop():
-                case dict() as each:
-                    found += (*each, *each.values())
-                case list() as each:
-                    found += each
-                case str() as each if not is_text(each):
-                    raise ValueError(f"{each[:40]!a} holds half a character; send whole ones")
-        return body
 
     @property
     def num_scores(self) -> int | None:
@@ -161,7 +165,14 @@ class ChatBody(GenerationBody):
         return self
 
 
-class TokenizeBody(pydantic.BaseModel):
+class DetokenizeBody(ClientBody):
+    """Tokens to be spelled out."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+class TokenizeBody(ClientBody):
     """A text, or a conversation, to be counted."""
 
     model: str | None = None

@@ -53,6 +53,8 @@ class Service:
         )
         bos = (model.tokenizer.bos_id,)
         self._prefix = bos if model.prefix_ids is None else model.prefix_ids
+        ids = (model.tokenizer.bos_id, model.tokenizer.eos_id)
+        self._separators = {self.spelled([each]): each for each in ids}
         self.metrics = EngineMetrics(engine, model=name)
         self._template: ChatTemplate | None = None
         self.no_chat = ""
@@ -63,16 +65,34 @@ class Service:
         self._compiler: GrammarCompiler | None = None
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may ask for: the model, and its adapters."""
+        return (self.name, *self.engine.engine.adapters)
+
+    @property
     def context(self) -> int:
         """Tokens that a request can have."""
         return self.engine.engine.limits.context
 
     def encode(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
-        """Tokens of a prompt, as the beginning of a document."""
+        """Tokens of a prompt, as the beginning of a document.
+
+        Args:
+            special: begin it as documents begin. Without, a separator that stands alone is itself.
+        """
         if not isinstance(prompt, str):
             return tuple(prompt)
+        if not special and prompt in self._separators:
+            return (self._separators[prompt],)
         prefix = self._prefix if special else ()
         return (*prefix, *self.tokenizer.encode(prompt).tolist()) or (self.tokenizer.bos_id,)
+
+    def spelled(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; raises DataError where the tokenizer has no such token."""
+        most = self.tokenizer.vocab_size
+        if any(not 0 <= token < most for token in tokens):
+            raise DataError(f"token ids {min(tokens)}..{max(tokens)} are not all in 0..{most - 1}")
+        return self.tokenizer.decode(tokens)
 
     def render(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
@@ -88,6 +108,7 @@ class Service:
         prompts: Sequence[tuple[int, ...]],
         body: GenerationBody,
         *,
+        model: str,
         default_tokens: int,
         scores_prompt: bool = False,
     ) -> list[GenerationRequest]:
@@ -134,6 +155,7 @@ class Service:
                         stop_ids=frozenset(body.stop_token_ids),
                         stop=body.stops,
                         constraint=constraint,
+                        adapter=None if model == self.name else model,
                         scores_prompt=scores_prompt,
                     )
                 )

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.core.errors import ConfigError, JaxinfraError
 from jaxinfra.core.signals import StopRequest
+from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
@@ -37,6 +38,7 @@ def serve(
     request: StopRequest,
     *,
     draft: LoadedModel | None = None,
+    bank: AdapterBank | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serves until a stop is asked for; requests that are open then are answered to their end.
@@ -46,9 +48,15 @@ def serve(
 
     Args:
         draft: a smaller model of the same tokenizer, which proposes tokens.
+        bank: adapters that clients may name in place of the model.
         say: told what happens, in lines.
     """
-    engine = Engine.of(model, options=options.engine, draft=draft)
+    if bank is not None and options.name in bank.names:
+        raise ConfigError(
+            f"adapter {options.name!r} has the model's name, and clients could not tell them "
+            "apart; name one of them otherwise (--name)"
+        )
+    engine = Engine.of(model, options=options.engine, draft=draft, bank=bank)
     running = EngineThread(engine, max_open=options.max_open)
     service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
     app = application(service, api_key=options.server.api_key)
@@ -58,8 +66,9 @@ def serve(
     engine.warm_up()
     request.hold()
     running.start()
+    names = ", ".join(service.names)
     say(
-        f"{options.name} at {server.address}: {engine.limits.context} tokens of context, "
+        f"{names} at {server.address}: {engine.limits.context} tokens of context, "
         f"{options.engine.max_running} requests at a time"
     )
     try:

@@ -12,7 +12,7 @@ from jaxinfra.data.token_arrays import TokenArrays
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Chunks:
+class DocumentPieces:
     """Pieces of documents: ``length`` inputs from ``start``, of which ``context`` do not count."""
 
     document: np.ndarray
@@ -22,19 +22,19 @@ class Chunks:
     row: np.ndarray
     column: np.ndarray
 
-    def select(self, index: np.ndarray) -> "Chunks":
+    def select(self, index: np.ndarray) -> "DocumentPieces":
         """Some of them, in this order."""
         fields = dataclasses.fields(self)
-        return Chunks(**{field.name: getattr(self, field.name)[index] for field in fields})
+        return DocumentPieces(**{field.name: getattr(self, field.name)[index] for field in fields})
 
 
-def chunk_rows(
-    arrays: TokenArrays, chunks: Chunks, *, num_rows: int, sequence_length: int
+def piece_rows(
+    arrays: TokenArrays, pieces: DocumentPieces, *, num_rows: int, sequence_length: int
 ) -> Batch[np.ndarray]:
-    """The rows that these chunks make; each chunk is a segment, the rest of a row padding.
+    """The rows that these pieces make; each piece is a segment, the rest of a row padding.
 
     Args:
-        chunks: sorted by row and column.
+        pieces: sorted by row and column.
     """
     shape = (num_rows, sequence_length)
     tokens = np.full(shape, arrays.eos_id, np.int32)
@@ -42,17 +42,17 @@ def chunk_rows(
     segment_ids = np.full(shape, -1, np.int32)
     positions = np.zeros(shape, np.int32)
     weights = np.zeros(shape, np.float32)
-    which, position, target = chunk_targets(arrays, chunks)
-    offset = chunks.start[which] + position  # of the target within its document
-    cell = (chunks.row[which], chunks.column[which] + position)
-    first_of_row = np.searchsorted(chunks.row, chunks.row)
+    which, position, target = piece_targets(arrays, pieces)
+    offset = pieces.start[which] + position  # of the target within its document
+    cell = (pieces.row[which], pieces.column[which] + position)
+    first_of_row = np.searchsorted(pieces.row, pieces.row)
     tokens[cell] = np.where(
         offset == 0, arrays.bos_id, arrays.tokens[np.maximum(target - 1, 0)].astype(np.int32)
     )
     targets[cell] = arrays.tokens[target]
-    segment_ids[cell] = (np.arange(len(chunks.row)) - first_of_row)[which]
+    segment_ids[cell] = (np.arange(len(pieces.row)) - first_of_row)[which]
     positions[cell] = position
-    weights[cell] = position >= chunks.context[which]
+    weights[cell] = position >= pieces.context[which]
     if arrays.counted is not None:
         weights[cell] *= arrays.counted[target]
     reference = None
@@ -69,13 +69,15 @@ def chunk_rows(
     )
 
 
-def chunk_targets(arrays: TokenArrays, chunks: Chunks) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of each input token of the chunks, one chunk after another: the number of its chunk, its
+def piece_targets(
+    arrays: TokenArrays, pieces: DocumentPieces
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each input token of the pieces, one piece after another: the number of its piece, its
     position there, and the index of its target among the tokens of ``arrays``.
     """
-    which = np.repeat(np.arange(len(chunks.row)), chunks.length)
-    position = np.arange(len(which)) - (np.cumsum(chunks.length) - chunks.length)[which]
-    target = arrays.starts[chunks.document[which]] + chunks.start[which] + position
+    which = np.repeat(np.arange(len(pieces.row)), pieces.length)
+    position = np.arange(len(which)) - (np.cumsum(pieces.length) - pieces.length)[which]
+    target = arrays.starts[pieces.document[which]] + pieces.start[which] + position
     return which, position, target
 
 

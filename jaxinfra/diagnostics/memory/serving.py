@@ -1,0 +1,210 @@
+"""What an engine's memory goes to, before it is made: pages, weights and programs, and what fits.
+
+An engine's weights and pages are arguments of all its programs, so a device needs as much as the
+largest program's total. The programs that may be largest are compiled for shapes alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.core.axes import MeshAxis
+from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
+from jaxinfra.diagnostics.memory.roles import CACHES
+from jaxinfra.models.definition import define_model, merged
+from jaxinfra.models.serving_form import serving_form
+from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.plan import SchedulerLimits
+from jaxinfra.serving.engine.runner import ModelRunner, ProgramKey
+from jaxinfra.serving.generate import original_context
+from jaxinfra.serving.placement import serving_placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServingCase:
+    """An engine that might be made."""
+
+    model: ModelConfig
+    policy: Policy
+    engine: EngineOptions
+    mesh: MeshConfig = MeshConfig()
+    num_ids: int | None = None  # ids that may be drawn; None: all
+    is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        """Its pages and the shapes of its steps."""
+        long_context = original_context(self.model)
+        return self.engine.limits(self.model, long_context=long_context, has_draft=False)
+
+    def runner(self) -> ModelRunner:
+        """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
+        placement = serving_placement(self.model, self.mesh)
+        execution = execution_on(placement, policy=self.policy)
+        form = define_model(self.model, execution)
+        if self.is_straight:
+            packed = self.mesh.tensor == 1
+            execution = execution_on(placement, policy=self.policy, packed=packed)
+            form = serving_form(form, execution)
+        shapes = merged(form.shapes, form.state_shapes)
+        places = merged(placement.parameters(form), placement.model_state(form))
+        abstract = jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            shapes,
+            places,
+        )
+        drafts = self.engine.num_drafts
+        return ModelRunner(
+            form.bind(abstract),
+            self.limits,
+            num_ids=self.num_ids or self.model.vocab_size,
+            verify_length=1 + drafts if drafts else None,
+            allocates=False,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServingMemory:
+    """Bytes of one device."""
+
+    report: MemoryReport  # of the largest program
+    program: ProgramKey
+    totals: dict[str, int]  # of each program looked at, by its name
+    page_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """What the engine needs."""
+        return self.report.total_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """For files and programs."""
+        return {
+            **self.report.as_json(),
+            "program": str(self.program),
+            "programs": self.totals,
+            "page_bytes": self.page_bytes,
+        }
+
+
+def serving_memory(case: ServingCase) -> ServingMemory:
+    """Compiles the programs that may need most, and reads the largest one's memory by role."""
+    runner = case.runner()
+    reports = {key: report_memory(runner.lowered(key)) for key in _largest(runner)}
+    most = max(reports, key=lambda key: reports[key].total_bytes)
+    pools = reports[most].by_role().get(CACHES, 0)
+    return ServingMemory(
+        report=reports[most],
+        program=most,
+        totals={str(key): report.total_bytes for key, report in reports.items()},
+        page_bytes=-(-pools // case.limits.num_pages),
+    )
+
+
+def _largest(runner: ModelRunner) -> list[ProgramKey]:
+    """Of each kind of program the one with most tokens."""
+    kinds: dict[tuple[Any, ...], ProgramKey] = {}
+    for key in runner.keys:
+        if key.name in ("step", "score", "verify"):
+            kind = key.name, key.length > 1, key.is_fresh
+            best = kinds.get(kind)
+            size = (key.rows * key.length, key.is_full)
+            if best is None or size > (best.rows * best.length, best.is_full):
+                kinds[kind] = key
+    return list(kinds.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ServingRemedy:
+    """A change of an engine's settings, and what a device needs with it."""
+
+    options: tuple[str, ...]  # of jaxinfra serve
+    case: ServingCase
+    bytes: int  # compiled
+    fits: bool
+    cached_tokens: int  # that its pages hold
+
+    def describe(self) -> str:
+        """One line."""
+        word = "fits" if self.fits else "does not fit"
+        return (
+            f"{' '.join(self.options)}: {gib(self.bytes)} per device, {word}; "
+            f"{self.cached_tokens:,} tokens of cache for {self.case.engine.max_running} requests"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """For files and programs."""
+        return {
+            "options": list(self.options),
+            "bytes": self.bytes,
+            "fits": self.fits,
+            "cached_tokens": self.cached_tokens,
+        }
+
+
+def serving_remedies(
+    case: ServingCase, now: ServingMemory, *, limit_bytes: int, count: int = 3
+) -> list[ServingRemedy]:
+    """Changes of one setting, each compiled: those that fit first, with the most room for tokens.
+
+    Args:
+        now: of the case as it is.
+        limit_bytes: of a device.
+    """
+    found = []
+    for options, changed in _changes_of(case, now, limit_bytes):
+        try:
+            needs = serving_memory(changed).bytes
+        except JaxinfraError:  # a combination that cannot be
+            continue
+        limits = changed.limits
+        found.append(
+            ServingRemedy(
+                options=options,
+                case=changed,
+                bytes=needs,
+                fits=needs <= limit_bytes,
+                cached_tokens=(limits.num_pages - 1) * limits.page_size,
+            )
+        )
+    found.sort(key=lambda each: (not each.fits, -each.cached_tokens, each.bytes))
+    return found[:count]
+
+
+def _changes_of(
+    case: ServingCase, now: ServingMemory, limit_bytes: int
+) -> Iterator[tuple[tuple[str, ...], ServingCase]]:
+    engine, limits = case.engine, case.limits
+
+    def with_engine(name: str, value: int) -> tuple[tuple[str, ...], ServingCase]:
+        settings: dict[str, Any] = {name: value}
+        changed = dataclasses.replace(engine, **settings)
+        option = f"--{name.replace('_', '-')}"
+        return (option, str(value)), dataclasses.replace(case, engine=changed)
+
+    pages = limits.num_pages - math.ceil((now.bytes - limit_bytes) / max(1, now.page_bytes))
+    if 2 <= pages < limits.num_pages:
+        yield with_engine("num_pages", pages)
+    if case.policy == POLICIES[PolicyName.FP32]:
+        smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16])
+        yield ("--policy", "bf16"), smaller
+    tensor = 2 * case.mesh.tensor
+    if tensor * case.mesh.num_devices // case.mesh.tensor <= jax.local_device_count():
+        mesh = dataclasses.replace(case.mesh, tensor=tensor)
+        yield ("--mesh", f"{MeshAxis.TENSOR}={tensor}"), dataclasses.replace(case, mesh=mesh)
+    if engine.num_pages is None and engine.max_running > 1:
+        yield with_engine("max_running", engine.max_running // 2)
+    least = engine.max_running * (1 + engine.num_drafts) + engine.chunk_sizes[0]
+    if engine.max_step_tokens // 2 >= least:
+        yield with_engine("max_step_tokens", engine.max_step_tokens // 2)
+    if engine.num_pages is None and limits.max_positions > 2 * engine.page_size:
+        yield with_engine("max_context", limits.max_positions // 2)

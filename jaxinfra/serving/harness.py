@@ -1,0 +1,215 @@
+"""EleutherAI's lm-evaluation-harness on a model of ours, in this process.
+
+Its package ``lm_eval`` is not among our dependencies: it is imported when it is first needed.
+"""
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxinfra.core.errors import ConfigError, UnsupportedError
+from jaxinfra.data.chat_template import ChatTemplate, load_chat_template
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.load import LoadedModel, load
+from jaxinfra.serving.sampling import SamplingConfig
+from jaxinfra.serving.score import rolling_pairs, score_continuations
+
+_ROWS = 16  # texts that are continued at a time
+_NEW_TOKENS = 256  # where a task does not say
+
+
+def evaluate_tasks(
+    model: str | Path | LoadedModel,
+    tasks: Sequence[str],
+    *,
+    shots: int | None = None,
+    limit: int | None = None,
+    task_directory: str | Path | None = None,
+    chat_template: str | Path | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Figures of the harness's tasks by task, as it names them (``"acc,none"``).
+
+    >>> evaluate_tasks("runs/small-1", ["arc_easy"])                # doctest: +SKIP
+
+    Args:
+        model: a run, a model directory, or what ``load`` returned.
+        tasks: names, as ``lm_eval ls tasks`` lists them, or of ``task_directory``.
+        shots: examples before each question; the task's own number by default.
+        limit: documents of each task; all by default.
+        task_directory: YAML files of further tasks.
+        chat_template: a model's directory, with whose template questions are asked as by a user.
+
+    Raises:
+        UnsupportedError: ``lm_eval`` is not installed.
+        ConfigError: a task is not known.
+    """
+    evaluator, manager = _import("lm_eval.evaluator"), _import("lm_eval.tasks").TaskManager
+    loaded = model if isinstance(model, LoadedModel) else load(model)
+    template = None if chat_template is None else load_chat_template(Path(chat_template))
+    known = manager(include_path=None if task_directory is None else str(task_directory))
+    if unknown := [task for task in tasks if task not in known.all_tasks]:
+        raise ConfigError(
+            f"the harness knows no task {', '.join(map(repr, unknown))}: lm_eval ls tasks lists "
+            "them; tasks of your own lie in --task-directory"
+        )
+    found = evaluator.simple_evaluate(
+        model=harness_model(loaded, template=template),
+        tasks=list(tasks),
+        num_fewshot=shots,
+        limit=limit,
+        task_manager=known,
+        apply_chat_template=template is not None,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    return {
+        task: {
+            name: value
+            for name, value in figures.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for task, figures in found["results"].items()
+    }
+
+
+def harness_model(model: LoadedModel, *, template: ChatTemplate | None = None) -> Any:
+    """The model as an ``lm_eval.api.model.LM``, for the harness's own functions.
+
+    Texts become tokens as when text is generated: what documents begin with comes first. Tokens of
+    a continuation are those that it adds to its context's.
+
+    Args:
+        template: by which chats are rendered.
+
+    Raises:
+        UnsupportedError: ``lm_eval`` is not installed.
+    """
+    base = _import("lm_eval.api.model").LM
+    made = type("HarnessModel", (HarnessAnswers, base), {})()
+    made.attach(model, template)
+    return made
+
+
+class HarnessAnswers:
+    """What the harness asks of a model; its own base class stands behind this one."""
+
+    def attach(self, model: LoadedModel, template: ChatTemplate | None) -> None:
+        """Gives it the model."""
+        self._model = model
+        self._decoder = model.decoder
+        self._template = template
+        self._ends = (model.tokenizer.eos_id,) if model.eos_ids is None else model.eos_ids
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Of each continuation after its context, in nats, and whether it is the likeliest."""
+        scores = score_continuations(self._decoder, [self._pair(*each.args) for each in requests])
+        return [(each.log_probability, each.is_greedy) for each in scores]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Of whole texts, in nats; texts that do not fit into the model in several windows."""
+        most, (*_, first) = self._decoder.config.max_positions, self._begin()
+        windows = [
+            rolling_pairs(self._ids(each.args[0]), first=first, max_positions=most)
+            for each in requests
+        ]
+        scores = iter(
+            score_continuations(self._decoder, [pair for pairs in windows for pair in pairs])
+        )
+        return [sum(next(scores).log_probability for _ in pairs) for pairs in windows]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Continuations of texts, up to where a task says that they end."""
+        answers: dict[int, str] = {}
+        alike: dict[str, list[int]] = {}  # requests by their settings
+        for number, each in enumerate(requests):
+            alike.setdefault(json.dumps(each.args[1], sort_keys=True), []).append(number)
+        for settings, numbers in alike.items():
+            for start in range(0, len(numbers), _ROWS):
+                some = numbers[start : start + _ROWS]
+                texts = [requests[number].args[0] for number in some]
+                answers |= zip(some, self._continued(texts, json.loads(settings)), strict=True)
+        return [answers[number] for number in range(len(requests))]
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A dialogue as text, as the model was trained to see it."""
+        assert self._template is not None, "asked for with a template only"
+        return self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """What tells one template from another."""
+        return "" if self._template is None or not chat_template else self._template.identity
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells one tokenizer from another."""
+        return self._model.tokenizer.fingerprint
+
+    def _continued(self, texts: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+        tokenizer, decoder = self._model.tokenizer, self._decoder
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        most = decoder.config.max_positions
+        num_new = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), most - 1)
+        prompts = [[*self._begin(), *self._ids(text)][-(most - num_new) :] for text in texts]
+        temperature = float(settings.get("temperature", 0.0))
+        rows: list[list[int]] = [[] for _ in texts]
+        found: dict[int, str] = {}
+        for new in generate(
+            decoder,
+            prompts,
+            max_new_tokens=num_new,
+            sampling=SamplingConfig(
+                temperature=temperature if settings.get("do_sample", temperature > 0) else 0.0,
+                top_p=settings.get("top_p"),
+                top_k=settings.get("top_k"),
+            ),
+            eos_ids=self._ends,
+            num_ids=min(tokenizer.vocab_size, decoder.config.vocab_size),
+        ):
+            if new.token not in self._ends:
+                rows[new.row].append(new.token)
+            text = tokenizer.decode(rows[new.row])
+            if new.row not in found and any(end in text for end in until):
+                found[new.row] = min((text.split(end)[0] for end in until), key=len)
+            if len(found) == len(texts):
+                break
+        return [found.get(row, tokenizer.decode(ids)) for row, ids in enumerate(rows)]
+
+    def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Tokens of a context, what documents begin with among them, and of its continuation."""
+        if not context:
+            return self._begin(), self._ids(continuation)
+        # A space before a word is a part of its token: the word's, not the context's.
+        bare = context.rstrip()
+        continuation, context = context[len(bare) :] + continuation, bare
+        before, whole = self._ids(context), self._ids(context + continuation)
+        added = whole[len(before) :] if len(whole) > len(before) else self._ids(continuation)
+        return [*self._begin(), *before], added
+
+    def _begin(self) -> list[int]:
+        """What texts begin with; an end token where the model knows no such."""
+        prefix = self._model.prefix_ids
+        prefix = (self._model.tokenizer.bos_id,) if prefix is None else prefix
+        return [*(prefix or self._ends[:1])]
+
+    def _ids(self, text: str) -> list[int]:
+        tokenizer = self._model.tokenizer
+        if self._template is None:
+            return tokenizer.encode(text).tolist()
+        ids = tokenizer.encode_rendered([text])[0].tolist()  # with special tokens spelled out
+        begin = self._begin()
+        return ids[len(begin) :] if ids[: len(begin)] == begin else ids
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"tasks are run by lm-evaluation-harness, which is not installed ({error}): pip "
+            "install lm_eval"
+        ) from error
