@@ -39,7 +39,7 @@ class ReplicaChoice:
         )
 
     def matched(self, number: int, blocks: PromptBlocks) -> int:
-        """PromptBlocks at the front of a prompt that a replica has seen."""
+        """Blocks at the front of a prompt that a replica has seen."""
         seen = self._seen.get(number, {})
         return sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
 
