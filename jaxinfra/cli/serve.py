@@ -189,6 +189,7 @@ def _too_large(
             model=model.definition.config,
             policy=model.definition.execution.policy,
             engine=engine,
+            cache=model.definition.execution.cache_format,
             mesh=mesh,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             is_straight=jax.default_backend() == "gpu",

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
@@ -36,6 +37,7 @@ class ServingCase:
     model: ModelConfig
     policy: Policy
     engine: EngineOptions
+    cache: CacheFormat = CacheFormat.PLAIN
     mesh: MeshConfig = MeshConfig()
     num_ids: int | None = None  # ids that may be drawn; None: all
     is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
@@ -49,11 +51,12 @@ class ServingCase:
     def runner(self) -> ModelRunner:
         """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
         placement = serving_placement(self.model, self.mesh)
-        execution = execution_on(placement, policy=self.policy)
+        kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
+        execution = execution_on(placement, **kept)
         form = define_model(self.model, execution)
         if self.is_straight:
             packed = self.mesh.tensor == 1
-            execution = execution_on(placement, policy=self.policy, packed=packed)
+            execution = execution_on(placement, **kept, packed=packed)
             form = serving_form(form, execution)
         shapes = merged(form.shapes, form.state_shapes)
         places = merged(placement.parameters(form), placement.model_state(form))
@@ -194,6 +197,9 @@ def _changes_of(
     pages = limits.num_pages - math.ceil((now.bytes - limit_bytes) / max(1, now.page_bytes))
     if 2 <= pages < limits.num_pages:
         yield with_engine("num_pages", pages)
+    if case.cache is CacheFormat.PLAIN:
+        form = CacheFormat.INT8
+        yield ("--cache", form.value), dataclasses.replace(case, cache=form)
     if case.policy == POLICIES[PolicyName.FP32]:
         smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16])
         yield ("--policy", "bf16"), smaller
