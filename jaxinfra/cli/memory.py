@@ -18,6 +18,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli import train
 from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.cli.price import step_price
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import ConfigError
@@ -36,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serving = parser.add_argument_group("of an engine that serves the model")
     serving.add_argument("--serve", action="store_true", help="the engine, not the training step")
     add_engine_arguments(serving)
+    serving.add_argument(
+        "--cache-format",
+        choices=[form.value for form in CacheFormat],
+        default=CacheFormat.PLAIN.value,
+        help="what serve calls --cache",
+    )
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it over time")
     parser.add_argument("--top", type=int, default=16, help="parts to list (16)")
@@ -72,6 +79,7 @@ def _of_engine(args: argparse.Namespace, config: RunConfig) -> int:
         model=config.model,
         policy=POLICIES[config.precision.policy],
         engine=engine_options(args),
+        cache=CacheFormat(args.cache_format),
         mesh=parse_mesh(args.mesh or ""),
         is_straight=jax.default_backend() == "gpu",
     )

@@ -5,7 +5,6 @@ largest program's total. The programs that may be largest are compiled for shape
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -38,10 +37,10 @@ class ServingCase:
     model: ModelConfig
     policy: Policy
     engine: EngineOptions
+    cache: CacheFormat = CacheFormat.PLAIN
     mesh: MeshConfig = MeshConfig()
     num_ids: int | None = None  # ids that may be drawn; None: all
     is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
-    cache: CacheFormat = CacheFormat.PLAIN  # of past tokens
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -52,12 +51,12 @@ class ServingCase:
     def runner(self) -> ModelRunner:
         """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
         placement = serving_placement(self.model, self.mesh)
-        executed = functools.partial(execution_on, placement, policy=self.policy)
-        execution = executed(cache_format=self.cache)
+        kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
+        execution = execution_on(placement, **kept)
         form = define_model(self.model, execution)
         if self.is_straight:
             packed = self.mesh.tensor == 1
-            execution = executed(cache_format=self.cache, packed=packed)
+            execution = execution_on(placement, **kept, packed=packed)
             form = serving_form(form, execution)
         shapes = merged(form.shapes, form.state_shapes)
         places = merged(placement.parameters(form), placement.model_state(form))
@@ -198,11 +197,12 @@ def _changes_of(
     pages = limits.num_pages - math.ceil((now.bytes - limit_bytes) / max(1, now.page_bytes))
     if 2 <= pages < limits.num_pages:
         yield with_engine("num_pages", pages)
+    if case.cache is CacheFormat.PLAIN:
+        form = CacheFormat.INT8
+        yield ("--cache", form.value), dataclasses.replace(case, cache=form)
     if case.policy == POLICIES[PolicyName.FP32]:
         smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16])
         yield ("--policy", "bf16"), smaller
-    if case.cache is CacheFormat.PLAIN:
-        yield ("--cache", "fp8"), dataclasses.replace(case, cache=CacheFormat.FP8)
     tensor = 2 * case.mesh.tensor
     if tensor * case.mesh.num_devices // case.mesh.tensor <= jax.local_device_count():
         mesh = dataclasses.replace(case.mesh, tensor=tensor)
