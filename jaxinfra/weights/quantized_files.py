@@ -74,7 +74,7 @@ def plain_tensors(files: TensorFiles, quantization: Quantization | None) -> Tens
             raise ConfigError(
                 f"{tensor.file}: tensor {name} has elements of type {tensor.dtype.name}, which the "
                 "config's quantization_config does not explain; known without one: "
-                f"{', '.join(DTYPES)} (quantized weights are not read)"
+                f"{', '.join(DTYPES)}"
             )
     return reader
 

@@ -257,7 +257,7 @@ DAMAGE = {
     ),
     "extra": (added, CheckpointError, r"1 tensor \(model.extra.weight\) not part of the model"),
     "reshaped": (reshaped, CheckpointError, r"model.norm.weight has shape \[35\].*\[36\]"),
-    "quantized": (quantized, ConfigError, "model.norm.weight has elements of type I8"),
+    "quantized": (quantized, ConfigError, "model.norm.weight has elements of type int8"),
     "pickled": (pickled, ConfigError, "has neither model.safetensors nor"),
     "one_more_layer": (one_more_layer, CheckpointError, r"9 tensors \(model.layers.2.*, ...\)"),
     "not_json": (not_json, ConfigError, "not JSON"),
