@@ -46,6 +46,7 @@ def test_directory(whole):
     assert sorted(path.name for path in whole.iterdir()) == [
         "checkpoints",
         "config.json",
+        "environments.jsonl",
         "goodput.jsonl",
         "loss.png",
         "metrics.jsonl",
