@@ -31,8 +31,6 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Figures of the harness's tasks by task, as it names them (``"acc,none"``).
 
-    >>> evaluate_tasks("runs/small-1", ["arc_easy"])                # doctest: +SKIP
-
     Args:
         model: a run, a model directory, or what ``load`` returned.
         tasks: names, as ``lm_eval ls tasks`` lists them, or of ``task_directory``.
@@ -44,6 +42,16 @@ def evaluate_tasks(
     Raises:
         UnsupportedError: ``lm_eval`` is not installed.
         ConfigError: a task is not known.
+
+    Examples:
+        Without the harness:
+
+        >>> try:
+        ...     figures = jaxinfra.evaluate_tasks("models/mine", ["arc_easy"], limit=100)
+        ...     print(figures["arc_easy"]["acc,none"])
+        ... except jaxinfra.UnsupportedError as error:
+        ...     print("lm_eval" in str(error))
+        True
     """
     evaluator, manager = _import("lm_eval.evaluator"), _import("lm_eval.tasks").TaskManager
     loaded = model if isinstance(model, LoadedModel) else load(model)

@@ -121,6 +121,8 @@ def place(tmp_path_factory) -> pathlib.Path:
 def here(place, monkeypatch) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
     for optional in ("wandb", "mlflow"):  # neither is installed with the tests
         monkeypatch.setitem(sys.modules, optional, types.ModuleType(optional))
 
