@@ -120,8 +120,9 @@ def _table(record: type, fields: list[Setting], *, head: str) -> str:
             text = f"{text}: {named}" if text else f"one of {named}"
         default = f"`{each.default}`" if each.default else "required"
         kind = each.type.replace("|", "&#124;")
-        cells = (f"`{each.name}`", kind, default, text.replace("|", "&#124;"))
-        rows.append(f"| {' | '.join(cells)} |")
+        # Stars are dims here, not emphasis.
+        text = re.sub(r"\*(?=[^`]*(`[^`]*`[^`]*)*$)", r"\\*", text.replace("|", "&#124;"))
+        rows.append(f"| `{each.name}` | {kind} | {default} | {text} |")
     return "\n".join(rows) + "\n"
 
 

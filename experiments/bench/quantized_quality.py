@@ -3,8 +3,8 @@
     python -m experiments.bench.quantized_quality RUN --text heldout.txt --calibrate text.txt
 
 Every recipe of ``jaxinfra quantize`` is made of the run in a temporary directory and read back with
-its weights kept packed, so inputs are rounded too where the recipe says so. The original's logits
-are computed in float32, in bfloat16 for the row that quantization is to be compared with.
+its weights kept packed, so inputs are rounded too where the recipe says so. The original is in
+float32; in bfloat16 it is a row of the table. Caches in fewer bits are the original's.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.quantize.quantize import quantize_model
@@ -34,6 +35,21 @@ def log_probabilities(model: LoadedModel, ids_BT: np.ndarray) -> np.ndarray:
     rows = [ids_BT[i : i + _ROWS] for i in range(0, len(ids_BT), _ROWS)]
     found = [jax.nn.log_softmax(decoder(jnp.asarray(each))) for each in rows]
     return np.concatenate([np.asarray(each, np.float32) for each in found])
+
+
+def cached_log_probabilities(
+    model: LoadedModel, ids_BT: np.ndarray, form: CacheFormat
+) -> np.ndarray:
+    """The same with keys and values as a cache of this format gives them back."""
+    decoder = model.with_cache(form).decoder
+
+    @jax.jit
+    def one(ids_BT: jax.Array) -> jax.Array:
+        cache = decoder.empty_cache(batch=len(ids_BT), num_slots=ids_BT.shape[1])
+        return jax.nn.log_softmax(decoder.logits(decoder.run(ids_BT, cache=cache).x))
+
+    rows = [ids_BT[i : i + _ROWS] for i in range(0, len(ids_BT), _ROWS)]
+    return np.concatenate([np.asarray(one(jnp.asarray(each)), np.float32) for each in rows])
 
 
 def compared(want: np.ndarray, got: np.ndarray, ids_BT: np.ndarray) -> dict[str, float]:
@@ -73,6 +89,9 @@ def main() -> None:
         rows["fp32"] = compared(want, want, ids_BT)
         in_bf16 = load(args.run, policy=PolicyName.BF16)
         rows["bf16"] = compared(want, log_probabilities(in_bf16, ids_BT), ids_BT)
+        for form in CacheFormat:
+            got = cached_log_probabilities(original, ids_BT, form)
+            rows[f"cache-{form}"] = compared(want, got, ids_BT)
         for name in RECIPES:
             recipe = quantization_recipe(name, group=args.group_size)
             report = quantize_model(source, Path(made) / name, recipe, ids_BT=calibration)

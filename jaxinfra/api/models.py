@@ -41,10 +41,10 @@ class GeneratedText:
         ('the cat', True)
     """
 
-    prompt: str
+    prompt: str  # what it was given
     text: str  # without the prompt
     tokens: tuple[int, ...]  # the new ones, the end token included
-    finish: FinishReason
+    finish: FinishReason  # why it ended: an end token, or as many tokens as were asked for
 
 
 def generate(

@@ -18,12 +18,12 @@ class PresetInfo:
         '8,030,261,248 in 32 layers'
     """
 
-    name: str
-    parameters: int
+    name: str  # as ``preset`` and the command line take it
+    parameters: int  # of the whole model
     active_parameters: int  # that one token meets
-    layers: int
-    max_positions: int
-    purpose: str
+    layers: int  # of all stacks
+    max_positions: int  # longest sequence, in tokens
+    purpose: str  # what it is for
 
 
 def preset(name: str) -> RunConfig:

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 
 from jaxinfra.checkpoint import directory_layout
-from jaxinfra.core.errors import CheckpointError
+from jaxinfra.config import codec
+from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.core.files import read_json, require_type
 
 type JSON = bool | int | float | str | list[JSON] | dict[str, JSON] | None
@@ -177,6 +179,18 @@ def differences(saved: dict[str, JSON], wanted: dict[str, JSON]) -> list[str]:
         for key in {**before, **now}
         if (key in before, before.get(key)) != (key in now, now.get(key))
     ]
+
+
+def setting_changes(saved: dict[str, JSON], now: dict[str, JSON]) -> list[str]:
+    """The settings of a run that are others than when a checkpoint was saved, with both values.
+
+    One that did not exist then had the default that it has now.
+    """
+    try:
+        saved = codec.to_dict(codec.from_dict(RunConfig, saved))
+    except ConfigError:  # of a version that is not read any more: compared as it is
+        return differences(saved, now)
+    return differences(saved, codec.to_dict(codec.from_dict(RunConfig, now)))
 
 
 def _by_dotted_key(value: JSON, prefix: str = "") -> dict[str, JSON]:

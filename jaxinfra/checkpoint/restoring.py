@@ -54,7 +54,7 @@ def load(
         directory, abstract_state, step=step, identity=identity, reject=_skip, subset=True
     )
     if settings is not None and restored.settings:
-        changes = metadata.differences(restored.settings, settings)
+        changes = metadata.setting_changes(restored.settings, settings)
         if changes:
             _log.warning("settings changed since it was saved: %s", "; ".join(changes))
     return restored

@@ -31,6 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of a run that trained adapters: these alone, in the layout of PEFT, not merged",
     )
+    parser.add_argument(
+        "--merge",
+        metavar="DIR",
+        type=Path,
+        help="adapters as PEFT writes them, merged into the Hugging Face model that comes out",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
     parser.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="GB", help="of a file (10^9 bytes)"
@@ -50,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=None if args.dtype is None else parse_dtype(args.dtype),
             max_shard_bytes=int(args.max_shard_gb * 10**9),
             adapters_only=args.adapters_only,
+            merge=args.merge,
         )
     count = result.definition.num_parameters
     if result.target is Target.PEFT:

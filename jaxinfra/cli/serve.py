@@ -190,6 +190,7 @@ def _too_large(
             policy=model.definition.execution.policy,
             engine=engine,
             mesh=mesh,
+            cache=model.definition.execution.cache_format,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             is_straight=jax.default_backend() == "gpu",
         )

@@ -25,6 +25,7 @@ from jaxinfra.weights.conversion import describes, write_hf, write_ours
 from jaxinfra.weights.model_directory import is_model_directory, read_model_directory
 from jaxinfra.weights.parameter_sources import LiveParameters, ParameterSource
 from jaxinfra.weights.peft_files import write_peft
+from jaxinfra.weights.peft_import import read_peft
 from jaxinfra.weights.trained_adapters import MergedParameters, host_adapters
 
 
@@ -57,6 +58,7 @@ def convert(
     dtype: np.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     adapters_only: bool = False,
+    merge: str | Path | None = None,
 ) -> Conversion:
     """Writes a model in another layout: Hugging Face to ours, ours or a run to Hugging Face.
 
@@ -69,10 +71,12 @@ def convert(
         dtype: of all elements; None: as they are.
         max_shard_bytes: of elements in a file of the destination.
         adapters_only: a run's adapters instead, in the layout of PEFT.
+        merge: adapters as PEFT writes them, to be merged into a model directory; the result is in
+            the layout of Hugging Face.
 
     Raises:
         ConfigError: a destination within the source, a model that no Hugging Face architecture can
-            express, adapters of a model that has none.
+            express, adapters of a model that has none, adapters to be merged into a run.
         DataError, CheckpointError: the source is no model, or a damaged one.
 
     Examples:
@@ -92,18 +96,35 @@ def convert(
         "max_shard_bytes": max_shard_bytes,
     }
     if not is_model_directory(source):
+        if merge is not None:
+            raise ConfigError(
+                f"adapters of {merge} are merged into a model directory, and {source} is a run; "
+                "convert it first, then merge"
+            )
         return _convert_run(source, destination, options, adapters_only=adapters_only)
     if adapters_only:
         raise ConfigError(f"{source} is a whole model; a run that trained adapters has them alone")
+    return _convert_directory(source, destination, options, merge=merge)
+
+
+def _convert_directory(
+    source: Path, destination: Path, options: dict[str, Any], *, merge: str | Path | None
+) -> Conversion:
     directory = read_model_directory(source)
     _require_good_tokenizer(source / "tokenizer.json", directory.config.vocab_size)
     definition = define_model(directory.config, execution_on())
-    parameters = directory.open(definition)
+    parameters: ParameterSource = directory.open(definition)
     hf = directory.hf
-    if directory.is_hf:
+    if merge is not None:
+        if hf is None or not describes(hf, directory.config):
+            hf = to_hf_config(directory.config)
+        weights = weight_map(hf["model_type"], directory.config, definition.arrays)
+        adapters = read_peft(Path(merge), weights, definition, source=parameters)
+        parameters = MergedParameters(base=parameters, adapters=adapters)
+    elif directory.is_hf:
         write_ours(parameters, definition, destination, hf=hf, **options)
         return Conversion(target=Target.OURS, definition=definition)
-    if hf is not None and not describes(hf, directory.config):
+    elif hf is not None and not describes(hf, directory.config):
         hf = None  # the model was changed since
     write_hf(parameters, definition, destination, hf=hf, **options)
     return Conversion(target=Target.HF, definition=definition)

@@ -44,14 +44,14 @@ class LoadedModel:
         True
     """
 
-    definition: ModelDefinition
+    definition: ModelDefinition  # the model, without its weights
     parameters: Parameters  # with the state, as ``ModelDefinition.bind`` takes them
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer  # of its vocabulary
     config: RunConfig | None  # of the run that trained it; None: it comes from elsewhere
     step: int | None  # of the run's checkpoint
     # What text begins with and ends at; None: the tokenizer's own document separators.
     prefix_ids: tuple[int, ...] | None = None
-    eos_ids: tuple[int, ...] | None = None
+    eos_ids: tuple[int, ...] | None = None  # what text ends at, likewise
     placement: Placement | None = None  # None: wherever the arrays are
 
     @property

@@ -24,7 +24,7 @@ class Outcome:
     """
 
     summary: dict[str, Any] | None  # None where it was asked to stop before the end
-    step: int
+    step: int  # the last that is done
     was_complete: bool = False  # before the call, which did nothing
     together: bool = False  # all processes of the job end here
 

@@ -42,7 +42,7 @@ def changed_settings(restored: Restored | None, config: RunConfig) -> tuple[str,
     """The settings that are others than when a checkpoint was saved, with both values."""
     if restored is None or not restored.settings:
         return ()
-    return tuple(metadata.differences(restored.settings, codec.to_dict(config)))
+    return tuple(metadata.setting_changes(restored.settings, codec.to_dict(config)))
 
 
 def excluded_batches(restored: Restored | None) -> frozenset[int]:

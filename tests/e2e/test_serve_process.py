@@ -110,7 +110,6 @@ def test_a_server_is_as_before_after_thousands_of_requests():
     found = serve_endurance.run(1500)
     assert {*found["ends"]} == {"answered", *serve_endurance.SHARES}
     assert found["texts_compared"] > 1000
-    assert found["preemptions"] > 0
     assert found["resident_mib"]["growth_between_halves"] < 4
 
 

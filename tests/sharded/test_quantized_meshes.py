@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
@@ -48,14 +49,14 @@ def test_parts_lie_as_their_weight(placement):
     into = shapes(int4, (32,), (8, 6))
     found = quantized_shardings(placement, into, (LAYERS, EMBED, Q_HEADS, HEAD), path="query")
     for part in found.parts.values():
-        assert part.spec == (None, None, ("tensor",))
+        assert part.spec == PartitionSpec(None, None, "tensor")
     out = shapes(int4, (8, 16), (32,))
     found = quantized_shardings(placement, out, (LAYERS, Q_HEADS, HEAD, EMBED), path="out")
     for part in found.parts.values():
-        assert part.spec == (None, ("tensor",), None)
+        assert part.spec == PartitionSpec(None, "tensor", None)
     whole = shapes(WeightFormat(code=WeightCode.INT8), (8, 16), (32,))
     found = quantized_shardings(placement, whole, (LAYERS, Q_HEADS, HEAD, EMBED), path="out")
-    assert found.scales.spec == (None, None, None)  # all rows share them
+    assert found.scales.spec == PartitionSpec(None, None, None)  # all rows share them
 
 
 def test_groups_are_not_cut(placement):

@@ -110,6 +110,7 @@ def test_a_page_serves_the_adapter_that_computed_it_and_no_other(engine):
     assert len(set(map(tuple, seen.values()))) == 3
 
 
+@pytest.mark.slow
 def test_rows_without_an_adapter_have_the_bits_of_the_model(engine, loaded):
     """Logits of the model alone, beside rows that have adapters: equal to the last bit."""
     plain = Engine(loaded.decoder, options=OPTIONS, num_ids=257)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from jaxinfra.checkpoint.metadata import setting_changes
 from jaxinfra.config.codec import from_dict, normalized, override, to_dict, to_json
 from jaxinfra.config.data import DataConfig, TokenizerConfig, TokenizerKind
 from jaxinfra.config.kinds import MlpKind
@@ -254,3 +255,13 @@ def test_a_script_may_write_words_for_choices():
     wrong = dataclasses.replace(run, precision=PrecisionConfig(policy="bf61"))
     with pytest.raises(ConfigError, match="did you mean 'bf16'"):
         normalized(wrong)
+
+
+def test_a_setting_that_is_new_since_a_checkpoint_is_no_change():
+    now = to_dict(run_preset("tiny"))
+    saved = json.loads(json.dumps(now))
+    del saved["data"]["best_by"]
+    assert not setting_changes(saved, now)
+    del saved["optimizer"]["learning_rate"]  # required: of a version that is not read
+    saved["training"]["steps"] = 7
+    assert any("training.steps: saved 7" in each for each in setting_changes(saved, now))

@@ -1,6 +1,7 @@
 """What is written for people is true: settings, names, examples, links."""
 
 import ast
+import dataclasses
 import re
 import subprocess
 import sys
@@ -40,6 +41,18 @@ def test_commands_are_listed_with_their_options():
     page = docs_pages.commands_page()
     assert "## train" in page
     assert "--sequence-parallel" in page
+
+
+def test_every_field_of_a_public_record_says_what_it_means():
+    silent = [
+        f"{name}.{each.name}"
+        for package in (jaxinfra, pallas_kernels)
+        for name in docs_pages.public_names(package)
+        if dataclasses.is_dataclass(record := getattr(package, name))
+        for each in docs_pages.settings_of(record)
+        if not each.text
+    ]
+    assert not silent
 
 
 @pytest.mark.parametrize("package", [jaxinfra, pallas_kernels], ids=lambda each: each.__name__)

@@ -88,7 +88,7 @@ def test_merged_weights_give_the_logits_of_the_adapters(name, tmp_path):
     plain = base.definition.bind(parameters)(IDS)
     # The same weights by hand from the exported files, in float64.
     weights = weight_map(directory.hf["model_type"], directory.config, base.definition.shapes)
-    write_peft(source.adapters, weights, tmp_path / "peft", base="x")
+    write_peft(source.adapters, weights, tmp_path / "peft", base="x", source=source.base)
     values = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     theirs = load_file(GOLDEN / name / "model.safetensors")
     pairs = load_file(tmp_path / "peft" / "adapter_model.safetensors")

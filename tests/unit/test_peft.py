@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxinfra import load_model
+from jaxinfra.cli.main import main
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.models.definition import define_model, nest
@@ -110,7 +112,8 @@ def test_logits_and_gradients_are_those_of_peft(name):
         close(ours.reshape(want.shape), case.golden, "gradient", f"/{key}")
 
 
-@pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_merged_weights_are_those_of_peft(name):
     case = Case(name)
     source = MergedParameters(base=case.source, adapters=case.adapters)
@@ -122,6 +125,18 @@ def test_merged_weights_are_those_of_peft(name):
     error = np.abs(case.golden["logits32"] - case.golden["logits64"]).max()
     assert np.abs(merged - case.golden["merged64"]).max() <= 4 * error
     assert np.abs(case.golden["plain64"] - case.golden["merged64"]).max() > 1
+
+
+@pytest.mark.slow
+def test_adapters_are_merged_into_a_directory(tmp_path, capsys):
+    base, adapters = GOLDEN / "hf" / "phi3", GOLDEN / "peft" / "phi3_dora_rslora"
+    out = tmp_path / "out"
+    assert main(["convert", str(base), str(out), "--merge", str(adapters)]) == 0
+    assert "Hugging Face" in capsys.readouterr().out
+    with np.load(adapters / "golden.npz") as golden:
+        merged = load_model(out)(golden["ids"])
+        error = np.abs(golden["logits32"] - golden["logits64"]).max()
+        assert np.abs(merged - golden["merged64"]).max() <= 4 * error
 
 
 @pytest.mark.parametrize("name", ["phi3_dora_rslora", *SLOW])
@@ -145,6 +160,7 @@ def test_what_is_written_is_read_again(name, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_magnitudes_begin_at_the_norms_of_the_base():
     case = Case("phi3_dora_rslora")
     found = by_path(case.model.initialize(jax.random.key(0), beside=case.base.parameters))

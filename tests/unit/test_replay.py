@@ -56,6 +56,7 @@ def scaled(name, factor, *, layer):
     return change
 
 
+@pytest.mark.slow
 def test_the_pieces_compute_the_step():
     """Loss and gradients are the step's own, each dropout mask included; the gradients' bound is a
     few units in the last place of the largest, for sums in another order.
@@ -86,6 +87,7 @@ def assert_close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=64 * unit * float(jnp.abs(want).max()))
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_is_named():
     job, state, batch = job_and_batch(*DROPS_OUT)
     found = find_nonfinite(job, with_weights(state, scaled("mlp/up", jnp.nan, layer=1)), batch)
@@ -235,6 +237,7 @@ def test_a_bit_that_differs_is_the_hardware(run):
     assert "suspect hardware" in found.verdict()
 
 
+@pytest.mark.slow
 def test_another_layout_is_allowed_its_rounding(run):
     directory, lines, place = run
     kept = directory.environments_file.read_text()
@@ -249,6 +252,7 @@ def test_another_layout_is_allowed_its_rounding(run):
         directory.environments_file.write_text(kept)
 
 
+@pytest.mark.slow
 def test_other_data_are_said_to_be_so(run):
     directory, lines, place = run
     write(directory, [*lines[:2], {**lines[2], "batch": "000000"}])

@@ -9,6 +9,7 @@ import pytest
 from jaxinfra.cli.main import main
 from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.diagnostics.memory.report import report_memory
 from jaxinfra.diagnostics.memory.roles import CACHES, WEIGHTS
 from jaxinfra.diagnostics.memory.serving import (
     ServingCase,
@@ -28,6 +29,17 @@ def needs():
     return serving_memory(CASE)
 
 
+def test_a_program_of_shapes_alone_has_its_roles():
+    """The step of one token: nothing is allocated, and its roles are what its arrays are."""
+    runner = CASE.runner()
+    key = next(key for key in runner.keys if key.name == "step" and not key.is_full)
+    report = report_memory(runner.lowered(key))
+    assert sum(report.by_role().values()) == report.total_bytes
+    pages = 2 * 2 * 2 * 8 * 4 * OPTIONS.page_size * OPTIONS.num_pages
+    assert report.by_role()[CACHES] == pages
+
+
+@pytest.mark.slow
 def test_the_roles_are_all_of_the_program(needs):
     roles = needs.report.by_role()
     assert sum(roles.values()) == needs.bytes == max(needs.totals.values())
@@ -40,6 +52,7 @@ def test_the_roles_are_all_of_the_program(needs):
     assert any("pools" in each.made_by for each in needs.report.largest), held
 
 
+@pytest.mark.slow
 def test_it_is_what_a_running_engine_compiles(needs):
     """The program of shapes alone, and that of an engine with its arrays."""
     engine = Engine(DEFINITION.bind(parameters()), options=OPTIONS)
@@ -64,6 +77,9 @@ def test_a_remedy_fits_as_compiled(needs, tmp_path):
     assert first.fits
     assert first.bytes <= limit
     assert serving_memory(first.case).bytes == first.bytes
+    eighth = next(each for each in remedies if each.options == ("--cache", "fp8"))
+    assert eighth.case.limits.num_pages == CASE.limits.num_pages
+    assert needs.bytes - eighth.bytes > needs.page_bytes * OPTIONS.num_pages / 3
     fewer = [each for each in remedies if each.options == ("--num-pages", str(17 - 3))]
     assert [each.fits for each in fewer] == [True]
 

@@ -5,12 +5,14 @@ largest program's total. The programs that may be largest are compiled for shape
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
@@ -39,6 +41,7 @@ class ServingCase:
     mesh: MeshConfig = MeshConfig()
     num_ids: int | None = None  # ids that may be drawn; None: all
     is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
+    cache: CacheFormat = CacheFormat.PLAIN  # of past tokens
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -49,11 +52,12 @@ class ServingCase:
     def runner(self) -> ModelRunner:
         """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
         placement = serving_placement(self.model, self.mesh)
-        execution = execution_on(placement, policy=self.policy)
+        executed = functools.partial(execution_on, placement, policy=self.policy)
+        execution = executed(cache_format=self.cache)
         form = define_model(self.model, execution)
         if self.is_straight:
             packed = self.mesh.tensor == 1
-            execution = execution_on(placement, policy=self.policy, packed=packed)
+            execution = executed(cache_format=self.cache, packed=packed)
             form = serving_form(form, execution)
         shapes = merged(form.shapes, form.state_shapes)
         places = merged(placement.parameters(form), placement.model_state(form))
@@ -197,6 +201,8 @@ def _changes_of(
     if case.policy == POLICIES[PolicyName.FP32]:
         smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16])
         yield ("--policy", "bf16"), smaller
+    if case.cache is CacheFormat.PLAIN:
+        yield ("--cache", "fp8"), dataclasses.replace(case, cache=CacheFormat.FP8)
     tensor = 2 * case.mesh.tensor
     if tensor * case.mesh.num_devices // case.mesh.tensor <= jax.local_device_count():
         mesh = dataclasses.replace(case.mesh, tensor=tensor)

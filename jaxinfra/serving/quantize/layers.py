@@ -19,7 +19,7 @@ from jaxinfra.models.definition import ModelDefinition, by_path, define_model, n
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.ops.quantized import Activations, contracted_dims
 from jaxinfra.parallel.execution import execution_on
-from jaxinfra.serving.quantize.statistics import InputStatistics, Recorder, statistics_of
+from jaxinfra.serving.quantize.statistics import InputRecorder, InputStatistics, statistics_of
 from jaxinfra.weights.parameter_sources import ParameterSource
 
 
@@ -65,7 +65,7 @@ class CalibrationModel:
 
     def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
         self.config, self.policy, self._source = config, policy, source
-        self._recorder = Recorder()
+        self._recorder = InputRecorder()
         self._blocks: dict[int, _OneBlock] = {}
 
     def embedded(self, ids_BT: np.ndarray) -> np.ndarray:
@@ -105,7 +105,9 @@ class CalibrationModel:
 class _OneBlock:
     """A decoder of one layer."""
 
-    def __init__(self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: Recorder):
+    def __init__(
+        self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: InputRecorder
+    ):
         config = dataclasses.replace(config, stacks=(Stack(pattern=(block,), repeats=1),))
         execution = dataclasses.replace(execution_on(policy=policy), multiply=recorder)
         self.recorder, self.config = recorder, config

@@ -60,7 +60,7 @@ def statistics_of(x: jax.Array, num_inputs: int) -> InputStatistics:
     )
 
 
-class Recorder:
+class InputRecorder:
     """A ``Multiply`` that notes, while a layer is traced, what each weight is multiplied with.
 
     A projection hands its weight on as it was given it, so it is told by identity.

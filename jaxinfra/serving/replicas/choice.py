@@ -11,7 +11,7 @@ _IDS = 16  # of a block of token ids
 _MOST_BLOCKS = 1 << 16  # that are remembered of a replica: what its pages may hold
 _SLACK = 4  # requests that a replica may have more than the least busy one, or twice as many
 
-type Blocks = tuple[int, ...]
+type PromptBlocks = tuple[int, ...]
 """Hashes of a prompt's blocks, each with all before it."""
 
 
@@ -25,7 +25,7 @@ class ReplicaChoice:
     def __init__(self) -> None:
         self._seen: dict[int, collections.OrderedDict[int, None]] = {}
 
-    def choose(self, blocks: Blocks, open_requests: Mapping[int, int]) -> int:
+    def choose(self, blocks: PromptBlocks, open_requests: Mapping[int, int]) -> int:
         """The number of the replica to ask, among those that are ready.
 
         Args:
@@ -38,12 +38,12 @@ class ReplicaChoice:
             key=lambda number: (self.matched(number, blocks), -open_requests[number], -number),
         )
 
-    def matched(self, number: int, blocks: Blocks) -> int:
+    def matched(self, number: int, blocks: PromptBlocks) -> int:
         """Blocks at the front of a prompt that a replica has seen."""
         seen = self._seen.get(number, {})
         return sum(1 for _ in itertools.takewhile(seen.__contains__, blocks))
 
-    def note(self, number: int, blocks: Blocks) -> None:
+    def note(self, number: int, blocks: PromptBlocks) -> None:
         """A replica is given this prompt."""
         seen = self._seen.setdefault(number, collections.OrderedDict())
         for block in blocks:
@@ -57,7 +57,7 @@ class ReplicaChoice:
         self._seen.pop(number, None)
 
 
-def blocks_of(body: bytes) -> Blocks:
+def blocks_of(body: bytes) -> PromptBlocks:
     """The blocks of a request's prompt, of the first if it has several; none of what is no request.
 
     >>> a, b = (blocks_of(b'{"prompt": "%s"}' % (b"x" * 100 + end)) for end in (b"y" * 90, b"z"))
@@ -80,7 +80,7 @@ def blocks_of(body: bytes) -> Blocks:
     return _hashed(prompt, _IDS) if isinstance(prompt, list) else ()
 
 
-def _hashed(prompt: str | Sequence[int], size: int) -> Blocks:
+def _hashed(prompt: str | Sequence[int], size: int) -> PromptBlocks:
     result, before = [], 0
     for start in range(0, len(prompt) - size + 1, size):
         part = prompt[start : start + size]

@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from jaxinfra.serving.http.answers import error_body, event
 from jaxinfra.serving.http.guards import Receive, Scope, Send
-from jaxinfra.serving.replicas.choice import Blocks, ReplicaChoice, blocks_of
+from jaxinfra.serving.replicas.choice import PromptBlocks, ReplicaChoice, blocks_of
 from jaxinfra.serving.replicas.processes import ReplicaProcess, Replicas
 from jaxinfra.serving.replicas.upstream import Headers, LostReplicaError, UpstreamAnswer, asked
 
@@ -117,7 +117,7 @@ class ReplicaFront:
             return
         await self._unavailable(send)
 
-    def _chosen(self, blocks: Blocks, tried: Collection[int]) -> ReplicaProcess | None:
+    def _chosen(self, blocks: PromptBlocks, tried: Collection[int]) -> ReplicaProcess | None:
         ready = {each.number: each for each in self._replicas.ready if each.number not in tried}
         if not ready or self._is_draining:
             return None

@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 HERE = pathlib.Path(__file__).parent
 LENGTH, GROUP = 16, 16
 MODEL = dict(
-    vocab_size=61,
+    vocab_size=64,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
