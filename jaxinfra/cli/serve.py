@@ -30,7 +30,7 @@ from jaxinfra.reliability import faults
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.load import LoadedModel, load
-from jaxinfra.serving.replicas.processes import REPLICA, end_with_parent, environments
+from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.training.job import keep_compiled_programs
 from jaxinfra.training.watch import attempt
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     keep_compiled_programs(user_cache())
     number = os.environ.get(REPLICA)
     if number is not None:
-        end_with_parent(os.getppid())
+        end_with_front()
     faults.arm(os.environ, rank=whole_number(number or "0") or 0, attempt=attempt())
     policy = None if args.policy is None else PolicyName(args.policy)
     mesh = parse_mesh(args.mesh)

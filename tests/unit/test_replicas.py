@@ -241,3 +241,12 @@ def test_each_has_gpus_of_its_own(monkeypatch):
         environments(0, 1)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert environments(2, 1) == [{}, {}]
+
+
+def test_a_replica_whose_front_has_gone_is_asked_to_stop(monkeypatch):
+    """Gone before the replica looked for the first time, too."""
+    asked = threading.Event()
+    monkeypatch.setattr(processes.os, "kill", lambda *_: asked.set())
+    monkeypatch.setenv(processes.FRONT, str(2**22 + 1))  # beyond any process's number
+    processes.end_with_front()
+    assert asked.wait(10)

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import final
 
 from jaxinfra.core.errors import ConfigError, JaxinfraError
+from jaxinfra.core.text import whole_number
 from jaxinfra.launch.cluster import ATTEMPT
 
 REPLICA = "JAXINFRA_REPLICA"
 """The variable that tells a replica its number."""
+
+FRONT = "JAXINFRA_FRONT"
+"""The variable that tells a replica the process that stands in front of it."""
 
 _LONGEST_PAUSE_S = 30.0
 _STEADY_S = 60.0  # a replica that served for longer is started again without a pause
@@ -106,7 +110,11 @@ class ReplicaProcess:
         with self._lock:
             if self._stopping.is_set():
                 return 0, False
-            attempt = {ATTEMPT: str(self.num_starts), REPLICA: str(self.number)}
+            told = {
+                ATTEMPT: str(self.num_starts),
+                REPLICA: str(self.number),
+                FRONT: str(os.getpid()),
+            }
             self.num_starts += 1
             process = self._process = subprocess.Popen(
                 self._command,
@@ -115,7 +123,7 @@ class ReplicaProcess:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env={**os.environ, **self._environment, **attempt},
+                env={**os.environ, **self._environment, **told},
                 start_new_session=True,  # a terminal's Ctrl-C is for the front alone
             )
         served = False
@@ -206,8 +214,11 @@ def environments(number: int, devices_each: int) -> list[dict[str, str]]:
     ]
 
 
-def end_with_parent(parent: int) -> None:
-    """Asks this process to stop once the one that started it is gone; looks from a thread."""
+def end_with_front() -> None:
+    """Asks this process to stop once the one in front of it is gone; looks from a thread. That may
+    have gone while this one began: so its number is told, not asked for.
+    """
+    parent = whole_number(os.environ.get(FRONT, ""))
 
     def look() -> None:
         while os.getppid() == parent:
