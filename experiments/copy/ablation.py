@@ -18,12 +18,12 @@ import jaxinfra
 
 
 def windowed(config: jaxinfra.RunConfig) -> jaxinfra.RunConfig:
-    """Windows of 32 tokens in every second layer."""
+    """Windows of 32 tokens in every second layer, from the first."""
     (stack,) = config.model.stacks
-    (block,) = stack.pattern
-    both = jaxinfra.Stack(pattern=(block, block), repeats=stack.repeats // 2)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, stacks=(both,)))
-    return jaxinfra.override(config, ["model.stacks.0.pattern.0.mixer.window=32"])
+    flat = jaxinfra.Stack(pattern=stack.pattern * stack.repeats, repeats=1)  # layer by layer
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, stacks=(flat,)))
+    windows = [f"model.stacks.0.pattern.{i}.mixer.window=32" for i in range(0, stack.repeats, 2)]
+    return jaxinfra.override(config, windows)
 
 
 def curve(config: jaxinfra.RunConfig, run: Path) -> tuple[list[float], float]:

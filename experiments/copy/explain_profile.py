@@ -13,12 +13,13 @@ import json
 from pathlib import Path
 
 import jaxinfra
-from jaxinfra.diagnostics.waterfall import EXAMPLE, Waterfall
+from jaxinfra.diagnostics.waterfall import EXAMPLE, Waterfall, draw
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="?", type=Path)
+    parser.add_argument("--picture", type=Path, help="draw it there")
     args = parser.parse_args()
     found = (
         jaxinfra.trace(args.run) if args.run else Waterfall.of_json(json.loads(EXAMPLE.read_text()))
@@ -28,6 +29,8 @@ def main() -> None:
         print(f"{kind:12s} {ms:6.2f} ms {ms / found.span_ms:6.1%}")
     for axes, time in found.by_axis.items():
         print(f"over {axes}: {time.exposed_ms:.2f} ms exposed, {time.hidden_ms:.2f} hidden")
+    if args.picture is not None:
+        draw(found, args.picture)
 
 
 if __name__ == "__main__":
