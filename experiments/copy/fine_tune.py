@@ -4,7 +4,7 @@
 
 Starts from a trained model (one is trained here where none is named), freezes it, and trains
 adapters of rank 8 on other texts; prints the loss on these texts before and after. What to
-conclude: the loss falls with a hundredth of the parameters trained; what adapters cannot reach,
+conclude: the loss falls with a twentieth of the parameters trained; what adapters cannot reach,
 training all weights (--all) shows.
 """
 

@@ -38,6 +38,8 @@ def main() -> None:
     axes = figure.subplots()
     axes.plot(args.rates, losses, marker="o")
     axes.set(xscale="log", xlabel="learning rate", ylabel="held-out loss, nats per token")
+    axes.set_xticks(args.rates, [f"{rate:g}" for rate in args.rates])
+    axes.minorticks_off()
     figure.savefig(args.out / "rates.png", dpi=150)
 
 

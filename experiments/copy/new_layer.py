@@ -3,7 +3,7 @@
     python -m experiments.copy.new_layer --steps 200 --out runs/new-layer
 
 A layer of one's own takes the place of attention: a mean of what came before, with a learned decay
-per channel. What to conclude: the difference printed is what looking at single tokens is worth.
+per channel. What to conclude: the difference is what attention brings, with its parameters.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Experiments to copy run as they stand, at tiny size; the programs of the documentation too."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,21 @@ def test_an_experiment_is_a_page(path):
     assert len(lines) <= limit
     assert path.stem == "own_parts" or "What to conclude" in " ".join(path.read_text().split())
     assert path.stem in (ROOT / "docs" / "experiments.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.glob("[a-z]*.py")), ids=lambda path: path.stem)
+def test_an_experiment_has_a_page(path):
+    """Short, with what was printed and a picture; the lines it quotes are the script's."""
+    page = (ROOT / "docs" / "experiments" / f"{path.stem}.md").read_text()
+    results = ROOT / "experiments" / "results" / "copied-experiments-cpu.json"
+    measured = json.loads(results.read_text())["experiments"][path.stem]
+    assert len(page.splitlines()) <= 60
+    assert f"```\n{measured['command']}\n" in page
+    assert f"```text\n{measured['printed']}\n```" in page
+    assert f"]({path.stem}.png)" in page
+    code = path.read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        assert all(line.strip() in code for line in block.splitlines())
 
 
 def test_plans_and_profiles_are_explained_at_once(tmp_path):
