@@ -84,11 +84,11 @@ def _dropped_arguments(mesh: str, zero: int) -> int:
     """Bytes of arguments that the step does not read."""
     kept = compiled(mesh, zero, 2).input_shardings[0]
     state = jax.eval_shape(built(mesh, zero).initialize)
-    leaves = jax.tree.leaves((state, packed_batch(rows=32)))
+    leaves = jax.tree.leaves((state, packed_batch(rows=32)), is_leaf=_is_none)
     return sum(
         leaf.size * leaf.dtype.itemsize
         for leaf, sharding in zip(leaves, jax.tree.leaves(kept, is_leaf=_is_none), strict=True)
-        if sharding is None
+        if sharding is None and leaf is not None
     )
 
 
