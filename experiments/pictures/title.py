@@ -11,7 +11,8 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from experiments.pictures.style import COLOURS, LOOK, save
+from experiments.pictures.style import save
+from jaxinfra.core.picture_style import COLORS, LOOK
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("matmul", "attention", "elementwise", "reduction", "copy", "idle")
@@ -26,7 +27,7 @@ def main() -> None:
         for row, side in enumerate(("plain", "ours")):
             trace = found["traces"][side]
             left = 0.0
-            for kind, colour in zip(KINDS, COLOURS, strict=False):
+            for kind, colour in zip(KINDS, COLORS, strict=False):
                 ms = trace["by_kind_ms"][kind]
                 label = kind if row == 0 else None
                 axes.barh(row, ms, left=left, color=colour, label=label, height=0.6)

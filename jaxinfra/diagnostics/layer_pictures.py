@@ -7,6 +7,8 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
+from jaxinfra.core.picture_style import GREEN, new_picture
+
 type _Places = Sequence[tuple[int, int]]
 """Of every layer its block, and which of that block's repetitions it is."""
 
@@ -27,9 +29,9 @@ def draw_statistics(lines: Sequence[Mapping[str, Any]], places: _Places) -> Figu
             _of_arrays(line, places, "update_ratio") for line in lines
         ],
     }
-    figure = Figure(figsize=(9, 2.1 * len(panels)), layout="constrained")
+    figure, rows = new_picture(9, 2.1 * len(panels), rows=len(panels))
     steps = [line["step"] for line in lines]
-    for axes, (title, columns) in zip(figure.subplots(len(panels)), panels.items(), strict=True):
+    for axes, (title, columns) in zip(rows, panels.items(), strict=True):
         values_LS = np.array(columns, np.float64).T
         shown = values_LS[np.isfinite(values_LS) & (values_LS > 0)]
         if not shown.size:
@@ -95,13 +97,12 @@ def draw_balance(records: Sequence[Mapping[str, Any]]) -> Figure | None:
     names = [name for name in (records or [{}])[-1] if name.endswith("/imbalance")]
     if not names:
         return None
-    figure = Figure(figsize=(9, 2.4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(9, 2.4)
     for name in names:
         known = [(each["step"], each[name]) for each in records if each.get(name) is not None]
         label = name.removeprefix("layers/").removesuffix("/imbalance")
         axes.plot(*zip(*known, strict=True), linewidth=0.9, label=label)
-    axes.axhline(1.0, color="#59a14f", linewidth=0.8)
+    axes.axhline(1.0, color=GREEN, linewidth=0.8)
     axes.set_xlabel("step (1: all experts have as many tokens)")
     axes.set_ylabel("fullest over mean")
     axes.grid(alpha=0.3)

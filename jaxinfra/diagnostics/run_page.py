@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from matplotlib.figure import Figure
 
+from jaxinfra.core.picture_style import RED, new_picture
 from jaxinfra.diagnostics.layer_pictures import draw_balance, draw_statistics, statistics_rows
 from jaxinfra.diagnostics.run_view import RunView
 from jaxinfra.training.loss_picture import smoothed
@@ -136,8 +137,7 @@ def _said(value: object) -> str:
 
 
 def _peaks(known: Sequence[tuple[int, float]]) -> Figure:
-    figure = Figure(figsize=(9, 2.0), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(9, 2.0)
     steps, sizes = zip(*known, strict=True)
     axes.plot(steps, [size / 2**30 for size in sizes], linewidth=0.9)
     axes.set_ylim(bottom=0)
@@ -149,8 +149,7 @@ def _peaks(known: Sequence[tuple[int, float]]) -> Figure:
 
 def draw_curves(views: Sequence[RunView]) -> Figure:
     """Training loss of runs, faint and smoothed, and their held-out losses as points."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(9, 3.6)
     for number, view in enumerate(views):
         color = f"C{number}"
         steps = [each["step"] for each in view.records if each["loss"] is not None]
@@ -167,13 +166,12 @@ def draw_curves(views: Sequence[RunView]) -> Figure:
 
 
 def _times(view: RunView) -> Figure:
-    figure = Figure(figsize=(9, 2.4), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(9, 2.4)
     known = [(each["step"], each["step_s"]) for each in view.records if each.get("step_s")]
     if known:
         axes.plot(*zip(*known, strict=True), linewidth=0.8)
     for each in view.incidents:
-        axes.axvline(each["step"], color="#e15759", linewidth=0.8, linestyle=":")
+        axes.axvline(each["step"], color=RED, linewidth=0.8, linestyle=":")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("step (dotted: incidents)")
     axes.set_ylabel("s per step")

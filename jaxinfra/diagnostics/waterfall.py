@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from matplotlib.figure import Figure
-
 from jaxinfra.core.errors import DataError
+from jaxinfra.core.picture_style import BLUE, GREEN, ORANGE, PINK, RED, SKY, new_picture
 from jaxinfra.diagnostics.trace import KINDS, TraceEvent, kind_of, scope_of
 from jaxinfra.diagnostics.trace_axes import CollectiveAxes
 
@@ -220,12 +219,12 @@ def _kernels(events: Iterable[TraceEvent], steps: int) -> list[KernelTime]:
 
 
 _COLORS = {
-    "matmul": "#4e79a7",
-    "attention": "#f28e2b",
-    "reduction": "#59a14f",
-    "elementwise": "#76b7b2",
-    "copy": "#b07aa1",
-    "collective": "#e15759",
+    "matmul": BLUE,
+    "attention": ORANGE,
+    "reduction": GREEN,
+    "elementwise": SKY,
+    "copy": PINK,
+    "collective": RED,
     IDLE: "#dddddd",
 }
 
@@ -233,8 +232,7 @@ _COLORS = {
 def draw(waterfall: Waterfall, file: Path) -> None:
     """A bar a scope, as long as it delays the step, in the colours of the kinds."""
     rows = [*waterfall.by_scope(), IDLE]
-    figure = Figure(figsize=(9, 1.2 + 0.32 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(9, 1.2 + 0.32 * len(rows))
     left = 0.0
     for place, scope in enumerate(rows):
         for kind in (*KINDS, IDLE):

@@ -4,15 +4,13 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from jaxinfra.core.picture_style import COLORS, new_picture
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import FORMATS, RECIPES
 from jaxinfra.planning.inference import Phase, Serving, attainable, by_batch, decode, prefill, ridge
 from jaxinfra.planning.model import PlannedModel
 from jaxinfra.planning.plan import Plan
 from jaxinfra.planning.search import Found
-
-# Told apart by every eye (Okabe and Ito 2008).
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#999999")
 
 
 def draw_plan(plan: Plan, directory: Path, *, found: Found | None = None) -> list[Path]:
@@ -55,9 +53,7 @@ def _write(figures: dict[str, Figure], directory: Path) -> list[Path]:
 
 
 def _axes(width: float, height: float):
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
+    figure, axes = new_picture(width, height)
     return figure, axes
 
 
@@ -67,7 +63,7 @@ def memory_figure(plans: list[Plan]) -> Figure:
     roles = ("weights", "gradients", "optimizer", "activations", "buffers", "reserved")
     names = [f"{plan.layout.describe()}\nremat {plan.layout.remat}" for plan in plans]
     left = [0.0] * len(plans)
-    for color, role in zip(_COLORS, roles, strict=False):
+    for color, role in zip(COLORS, roles, strict=False):
         sizes = [getattr(plan.memory, role) / 1e9 for plan in plans]
         axes.barh(names, sizes, left=left, color=color, label=role)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
@@ -88,7 +84,7 @@ def time_figure(plan: Plan) -> Figure:
     total, start = plan.time.total_s, 0.0
     for i, (name, seconds) in enumerate(parts):
         waits = "communication" in name or name.startswith("pipeline")
-        color = _COLORS[1] if waits else _COLORS[0]
+        color = COLORS[1] if waits else COLORS[0]
         axes.barh(name, seconds, left=start, color=color)
         axes.text(
             start + seconds + 0.01 * total, i, f"{1e3 * seconds:,.0f} ms", va="center", fontsize=9
@@ -108,7 +104,7 @@ def time_figure(plan: Plan) -> Figure:
 def decode_figure(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> Figure:
     """Tokens a second by batch, a line a cached length, as far as the caches fit."""
     figure, axes = _axes(8, 4.5)
-    for color, length in zip(_COLORS, sorted({1024, 8192, context}), strict=False):
+    for color, length in zip(COLORS, sorted({1024, 8192, context}), strict=False):
         steps = by_batch(model, device, serving, context=length)
         fitting = [each for each in steps if each["fits"]]
         if not fitting:
@@ -168,11 +164,11 @@ def roofline_figure(
         phase = decode(model, device, serving, batch=batch, context=context)
         # Long contexts bring them close together.
         place = ("right", (-8, 3)) if i % 2 else ("left", (7, -9))
-        mark(f"decode, batch {batch}", phase, "o", _COLORS[1], *place)
+        mark(f"decode, batch {batch}", phase, "o", COLORS[1], *place)
     for length in (128, 1024, 8192):
         phase = prefill(model, device, serving, batch=1, length=length)
         place = ("right", (-8, 2)) if phase.intensity < point else ("center", (0, 8))
-        mark(f"prefill {length:,}", phase, "s", _COLORS[0], *place)
+        mark(f"prefill {length:,}", phase, "s", COLORS[0], *place)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_ylim(top=roof[-1] * 2)
@@ -187,8 +183,8 @@ def pareto_figure(found: Found) -> Figure:
     figure, axes = _axes(8, 4.5)
     sizes = [each.bytes_total / 1e9 for each in found.pareto]
     seconds = [each.seconds for each in found.pareto]
-    axes.step(sizes, seconds, where="post", color=_COLORS[0], linewidth=1)
-    axes.plot(sizes, seconds, "o", color=_COLORS[0])
+    axes.step(sizes, seconds, where="post", color=COLORS[0], linewidth=1)
+    axes.plot(sizes, seconds, "o", color=COLORS[0])
     shown = sorted({0, len(found.pareto) // 2, len(found.pareto) - 1})
     for i in shown:
         each = found.pareto[i]
@@ -220,7 +216,7 @@ def formats_figure() -> Figure:
             (each.smallest, each.smallest_normal, 0.35),
             (each.smallest_normal, each.largest, 1.0),
         ):
-            line = {"color": _COLORS[0], "alpha": alpha, "linewidth": 9}
+            line = {"color": COLORS[0], "alpha": alpha, "linewidth": 9}
             axes.plot([low, high], [i, i], solid_capstyle="butt", **line)
         axes.text(
             1e40, i, f"epsilon {each.epsilon:.3g}, max {each.largest:.3g}", va="center", fontsize=9
@@ -241,7 +237,7 @@ def recipes_figure() -> Figure:
     names = list(RECIPES)
     left = [0.0] * len(names)
     roles = ("weights", "gradients", "accumulated", "master", "moments")
-    for color, role in zip(_COLORS, roles, strict=False):
+    for color, role in zip(COLORS, roles, strict=False):
         sizes = [float(getattr(recipe, role)) for recipe in RECIPES.values()]
         axes.barh(names, sizes, left=left, color=color, label=role)
         left = [start + size for start, size in zip(left, sizes, strict=True)]

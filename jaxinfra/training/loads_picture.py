@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxinfra.core.picture_style import BLUE, GRAY, RED, new_picture
+
 LOADS = "layers/expert_tokens"
 _COUNTS = {"layers/dropped": "dropped by capacity", "layers/overflowed": "without room"}
 
@@ -15,25 +17,21 @@ def draw_loads(records: Sequence[dict[str, Any]], file: Path) -> None:
     rows = [record for record in records if f"{LOADS}/imbalance" in record]
     if not rows:
         return
-    # Here and not above: it takes a second, of every start of every process, for one's end.
-    from matplotlib.figure import Figure
-
     steps = [record["step"] for record in rows]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(8, 4.5)
     axes.plot(
         steps,
         [record[f"{LOADS}/imbalance"] for record in rows],
-        color="tab:red",
+        color=RED,
         label="most tokens of an expert / mean of its layer",
     )
     axes.plot(
         steps,
         [record[f"{LOADS}/least"] / max(record[f"{LOADS}/mean"], 1.0) for record in rows],
-        color="tab:blue",
+        color=BLUE,
         label="least tokens of an expert / mean",
     )
-    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.axhline(1.0, color=GRAY, linewidth=0.8)
     axes.set_xlabel("step")
     axes.set_ylabel("load")
     counts = {name: text for name, text in _COUNTS.items() if name in rows[-1]}

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfra.checkpoint.run_directory import RunDirectory
+from jaxinfra.core.picture_style import BLUE, RED, new_picture
 from jaxinfra.training.loads_picture import draw_loads
-
-_BLUE, _ORANGE = "#0072B2", "#D55E00"  # told apart by every eye (Okabe and Ito 2008)
 
 
 def draw_run(records: Sequence[dict[str, Any]], run: RunDirectory) -> None:
@@ -22,17 +21,13 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
 
     A step whose loss was not finite (None) is a gap.
     """
-    # Here and not above: it takes a second, of every start of every process, for one's end.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(8, 4.5)
     steps, losses = _curve(records, "loss")
-    axes.plot(steps, losses, color=_BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
-    axes.plot(steps, smoothed(losses), color=_BLUE, label="training, smoothed")
+    axes.plot(steps, losses, color=BLUE, alpha=0.25, linewidth=0.8, label="training, each step")
+    axes.plot(steps, smoothed(losses), color=BLUE, label="training, smoothed")
     heldout_steps, heldout_losses = _curve(records, "heldout_loss")
     if heldout_steps:
-        axes.plot(heldout_steps, heldout_losses, "o-", color=_ORANGE, label="held-out")
+        axes.plot(heldout_steps, heldout_losses, "o-", color=RED, label="held-out")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
     axes.grid(alpha=0.3)

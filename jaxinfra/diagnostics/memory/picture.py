@@ -4,14 +4,24 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfra.core.picture_style import (
+    BLUE,
+    GRAY,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    new_picture,
+)
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib
 from jaxinfra.diagnostics.memory.roles import ROLES
 
 _COLORS = dict(
     zip(
         ROLES,
-        ("#4e79a7", "#a0cbe8", "#e15759", "#59a14f", "#8cd17d", "#f28e2b", "#b07aa1", "#d4a6c8",
-         "#9c755f", "#76b7b2", "#bab0ac", "#eeeeee"),
+        (BLUE, "#99C7E0", RED, GREEN, "#99D8C7", ORANGE, PINK, "#EBC9DC", "#555555", SKY, GRAY,
+         "#EEEEEE"),
         strict=True,
     )
 )  # fmt: skip
@@ -23,11 +33,7 @@ def draw_memory(report: MemoryReport, file: Path, *, limit_bytes: int | None = N
     Args:
         limit_bytes: of the device, drawn as a line.
     """
-    # Here and not above: it takes a second, of every start of every process, for one that fails.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.8), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture(10, 4.8)
     largest = max(1, report.total_bytes)
     unit, name = (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
     values = np.array(list(report.timeline.values()), dtype=np.float64) / unit
@@ -46,10 +52,8 @@ def draw_memory(report: MemoryReport, file: Path, *, limit_bytes: int | None = N
     left = report.moments[0]
     axes.text(left, report.total_bytes / unit, f" allocated {gib(report.total_bytes)}", va="bottom")
     if limit_bytes is not None:
-        axes.axhline(limit_bytes / unit, color="#e15759", linewidth=1.2)
-        axes.text(
-            left, limit_bytes / unit, f" limit {gib(limit_bytes)}", va="bottom", color="#e15759"
-        )
+        axes.axhline(limit_bytes / unit, color=RED, linewidth=1.2)
+        axes.text(left, limit_bytes / unit, f" limit {gib(limit_bytes)}", va="bottom", color=RED)
     right = peak > 0.6 * report.moments[-1]
     axes.annotate(
         f"fullest in {report.peak_scope}\n{report.peak_operation}",
