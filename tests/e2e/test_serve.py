@@ -3,6 +3,7 @@
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import http.client
 import json
 import pathlib
@@ -22,16 +23,9 @@ import pytest
 from experiments.bench import serve as bench
 from experiments.pictures.serving import draw
 from jaxinfra.config.finetune import LoraConfig
-from jaxinfra.config.model import (
-    BlockConfig,
-    GroupedAttentionConfig,
-    MlpConfig,
-    ModelConfig,
-    stacked,
-)
-from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.data.tokenizer import bytes_tokenizer
+from jaxinfra.gym import served_model
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import by_path, define_model, merged
 from jaxinfra.parallel.execution import execution_on
@@ -49,21 +43,7 @@ from jaxinfra.weights.trained_adapters import Adapters, host_adapters
 
 KEY = "secret"
 CONTEXT = 256
-CONFIG = ModelConfig(
-    vocab_size=257,
-    model_dim=32,
-    max_positions=CONTEXT,
-    stacks=stacked(
-        BlockConfig(
-            mixer=GroupedAttentionConfig(
-                num_q_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig()
-            ),
-            feed_forward=MlpConfig(hidden_dim=32),
-        ),
-        num_layers=1,
-    ),
-    tie_embeddings=False,
-)
+CONFIG = dataclasses.replace(served_model.CONFIG, vocab_size=257, max_positions=CONTEXT)
 TEMPLATE = (
     "{% if tools %}{{ tools[0].function.name }};{% endif %}"
     "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
