@@ -29,7 +29,7 @@ from jaxinfra.parallel.pipeline.schedule_generator import make_schedule
 from jaxinfra.parallel.pipeline.tick_program import make_tick_program
 
 _SCOPE = re.compile(r"/(forward|backward|input|weight|exchange)/")
-_COLOURS = {"forward": "#4c78a8", "backward": "#2f7d4f", "input": "#59a14f", "weight": "#f2a93b"}
+_COLOURS = {"forward": "#0072b2", "backward": "#00654a", "input": "#009e73", "weight": "#e69f00"}
 _LONG_NS = 1e5
 """Shorter runs of kernels are an idle stage looking at its table."""
 

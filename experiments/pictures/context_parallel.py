@@ -16,7 +16,7 @@ import numpy as np
 from jaxinfra.parallel.context.zigzag import chunk_order
 
 DEVICES = 4
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
@@ -80,20 +80,20 @@ def draw_timeline(axes) -> None:
 
     steps = range(DEVICES)
     for step in steps:  # the own chunks are half visible: two blocks of work, as any other step
-        bar("compute", 2 * step, 2, "own" if step == 0 else f"step {step}", "#9ecae9")
+        bar("compute", 2 * step, 2, "own" if step == 0 else f"step {step}", "#99c7e0")
         if step < DEVICES - 1:
-            bar("link", 2 * step, 1, f"K V of {step + 1}", "#ffbf79")
+            bar("link", 2 * step, 1, f"K V of {step + 1}", "#f5d899")
     start = 2 * DEVICES + 1
-    bar("link", start - 1, 1, "K V of 1", "#ffbf79")
+    bar("link", start - 1, 1, "K V of 1", "#f5d899")
     for step in range(1, DEVICES):
         at = start + 3 * (step - 1)
-        bar("compute", at, 3, f"gradients of step {step}", "#88d27a")
+        bar("compute", at, 3, f"gradients of step {step}", "#99d8c7")
         sent = [f"K V of {step + 1}"] if step < DEVICES - 1 else []
         sent += [f"dK dV up to {step - 1}"] if step > 1 else []
-        bar("link", at, 1 + 0.8 * (step > 1), "\n".join(sent), "#ffbf79")
+        bar("link", at, 1 + 0.8 * (step > 1), "\n".join(sent), "#f5d899")
     at = start + 3 * (DEVICES - 1)
-    bar("compute", at, 3, "gradients of own", "#88d27a")
-    bar("link", at, 1.4, "dK dV home", "#ffbf79")
+    bar("compute", at, 3, "gradients of own", "#99d8c7")
+    bar("link", at, 1.4, "dK dV home", "#f5d899")
     axes.set_yticks(list(rows.values()), list(rows))
     axes.set(xlabel="time, not to scale: a send is a few percent of a step", title="one device")
     axes.set_xticks([])

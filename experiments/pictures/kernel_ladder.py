@@ -16,7 +16,7 @@ from experiments.ladder import RUNGS
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments/results/ladder-h200.json"
 DOCS = ROOT / "docs"
-THREADS, TENSOR_CORES, XLA = "#9ecae9", "#4c78a8", "#f58518"
+THREADS, TENSOR_CORES, XLA = "#99c7e0", "#0072b2", "#e69f00"
 FIRST_WITH_TENSOR_CORES = "tensor_core"
 
 

@@ -23,7 +23,7 @@ from jaxinfra.parallel.rules import Rules, state_rules
 
 DEVICES = 4
 SHAPE = (8, 8)  # of the matrix drawn, [embed, mlp]: mlp/up
-COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 STRATEGIES = (
     ("replica=4", 3),

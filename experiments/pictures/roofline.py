@@ -18,10 +18,10 @@ PICTURE = ROOT / "docs/roofline.svg"
 ROOFS = {"fp8": "#999999", "bf16": "black", "tf32": "#999999", "fp32": "#999999"}
 LABELS = {"fp32": "fp32, no tensor cores"}
 GROUPS = {
-    "ladder": ("#4c78a8", "o", "ladder, 4096³"),
-    "kernel": ("#54a24b", "D", "our kernels"),
-    "prefill": ("#f58518", "s", "prefill"),
-    "decode": ("#b279a2", "^", "decode"),
+    "ladder": ("#0072b2", "o", "ladder, 4096³"),
+    "kernel": ("#009e73", "D", "our kernels"),
+    "prefill": ("#e69f00", "s", "prefill"),
+    "decode": ("#cc79a7", "^", "decode"),
 }
 # Of a number from its point, so that groups do not write over each other.
 OFFSETS = {"ladder": (-6, -3), "kernel": (6, -3), "prefill": (1, -12), "decode": (-9, 5)}

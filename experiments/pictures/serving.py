@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-_PERCENTILES = {"p50": "#4c78a8", "p95": "#f58518", "p99": "#e45756"}
+_PERCENTILES = {"p50": "#0072b2", "p95": "#e69f00", "p99": "#d55e00"}
 
 
 def draw(document: dict[str, Any], path: pathlib.Path) -> None:
@@ -21,7 +21,7 @@ def figure(document: dict[str, Any]) -> Figure:
     made = Figure(figsize=(11, 3.6), layout="constrained")
     speed, first, token = made.subplots(1, 3)
     places, names = range(len(rows)), [row["load"] for row in rows]
-    speed.bar(places, [row["new_tokens_s"] for row in rows], color="#54a24b")
+    speed.bar(places, [row["new_tokens_s"] for row in rows], color="#009e73")
     speed.set_title("new tokens/s")
     for axis, key, title in (
         (first, "first_token_ms", "time to first token, ms"),

@@ -20,10 +20,10 @@ from jaxinfra.parallel.pipeline.tick_program import (
 )
 
 _COLOURS = {
-    Kind.FORWARD: "#4c78a8",
-    Kind.BACKWARD: "#2f7d4f",
-    Kind.INPUT: "#59a14f",
-    Kind.WEIGHT: "#f2a93b",
+    Kind.FORWARD: "#0072b2",
+    Kind.BACKWARD: "#00654a",
+    Kind.INPUT: "#009e73",
+    Kind.WEIGHT: "#e69f00",
 }
 _CHUNK_LIGHTENING = 0.45  # of the second chunk of a stage towards white; later ones more
 
