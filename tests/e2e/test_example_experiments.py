@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "experiments" / "copy"
+SCRIPTS = ROOT / "experiments" / "examples"
 SMALL = [
     "model.vocab_size=300",
     "model.model_dim=16",
