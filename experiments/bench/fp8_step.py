@@ -112,7 +112,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _compiled(
-    config: ModelConfig, sizes: dict[str, int], args: argparse.Namespace
+    config: ModelConfig, sizes: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Program | Exception]:
     """Each contender's program or what went wrong: compiled at once, but for those whose kernel is
     forced, which the others must not see.
