@@ -229,7 +229,18 @@ def abstract(shape, dtype=jnp.bfloat16):
     return (x, x), (vector, vector), (x, x)
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(
+            each,
+            # ``test_rows_choice`` lowers rows of these lengths.
+            marks=[pytest.mark.slow] * (each.columns in (32768, 131072)),
+            id=each.name,
+        )
+        for each in WORKLOADS
+    ],
+)
 def test_lowers(workload):
     f = functools.partial(evaluate, implementation="hopper")
     assert num_kernels(f, *abstract((workload.rows, workload.columns))) == 2

@@ -238,7 +238,18 @@ def test_portable_forms_are_the_formula(dtype, f, implementation):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(
+            each,
+            # ``test_rows_choice`` lowers rows of this length.
+            marks=[pytest.mark.slow] * (each.columns == 131072),
+            id=each.name,
+        )
+        for each in WORKLOADS
+    ],
+)
 def test_lowers(workload):
     x = jax.ShapeDtypeStruct((workload.rows, workload.columns), jnp.bfloat16)
 
