@@ -9,6 +9,9 @@ turns to the others, which go on from a state of their own with the run's first 
 the run's compiled step alone, "bare" the same without tests of its result, "again" that program a
 second time, which is the control: what differs from "bare" there is noise.
 
+With ``--trace`` two steps of "step" are traced at the end, CUDA graphs and all, and it is counted
+how much of the device's time has a scope.
+
 A step's time is from the end of the step before to its own end, as the host learns of it with one
 more step in the queue. The first two of a turn, in which the queue fills, do not count.
 """
@@ -39,7 +42,10 @@ from jaxinfra.config.presets import MODELS
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import RunConfig
 from jaxinfra.data.batch import Batch
+from jaxinfra.diagnostics.delays import explain_step
+from jaxinfra.diagnostics.traced_run import read_traced_run
 from jaxinfra.training.job import Job, keep_compiled_programs, make_job
+from jaxinfra.training.profile import Profiler, ProfileRange
 
 TURN = 8
 """Steps of a turn, and between two with statistics: one in each turn of the run."""
@@ -150,6 +156,28 @@ def _config(args: argparse.Namespace, source: Path) -> RunConfig:
     )
 
 
+def _traced(job: Job, alone: _Alone, directory: Path) -> dict[str, Any]:
+    """What ``jaxinfra trace`` says of two steps, and how much of their time has a scope."""
+    profiler = Profiler(ProfileRange(start=1, stop=3), directory)
+    profiler.describe(job, alone.state, alone.batches[0])
+    for step, batch in enumerate(alone.batches[:3]):
+        profiler.before_step(step)
+        alone.state, metrics = alone.programs["step"](alone.state, batch)
+        profiler.after_step(step, metrics.loss)
+    traced = read_traced_run(directory)
+    explained = explain_step(directory, traced)
+    assert explained is not None, "a trace has a step"
+    scopes = traced.waterfall.by_scope()
+    share = 1 - scopes.get("other", 0.0) / sum(scopes.values())
+    print(f"{explained.paragraph()} {share:.2%} of the device's time has a scope", flush=True)
+    return {
+        "said": explained.paragraph(),
+        "scoped_share_of_device_time": share,
+        "by_scope_ms": scopes,
+        "span_ms": traced.waterfall.span_ms,
+    }
+
+
 def _bare(job: Job) -> Any:
     """The job's step without the guards' part."""
     return jax.jit(
@@ -173,6 +201,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=Path, help="keep compiled programs there")
     parser.add_argument("--compile-only", action="store_true", help="fill it, and run nothing")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="trace two steps there")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
@@ -220,6 +249,9 @@ def main() -> None:
         jaxinfra.train(config, place / "run", cache_dir=cache, callbacks=(turns, *loggers))
     result = turns.result()
     tell(result)
+    if args.trace is not None:
+        result["trace"] = _traced(job, alone, args.trace)
+        tell(result)
     for name, seconds in result["median_s"].items():
         over = (result["median_over_bare"][name], result["mean_over_bare"][name])
         print(f"{name:6s} {1e3 * seconds:9.3f} ms ({over[0]:+.3%}; means {over[1]:+.3%})")
