@@ -4,8 +4,8 @@
 
 A model of random weights in the compute dtype, as a server loads a published one, becomes an
 engine, which answers as many requests as run at a time, with settings of all kinds, and one that
-asks for the scores of its prompt. Two forms, one after the other: "direct" draws the weights in the
-engine's own form; "loaded" as they come from a directory, from which ``jaxinfra serve`` makes that.
+asks for the scores of its prompt. The weights are drawn as they come from a directory ("loaded"),
+from which an engine makes its own form as in ``jaxinfra serve``, or in that form ("direct").
 """
 
 import argparse
@@ -102,7 +102,7 @@ def served(case: ServingCase, form: str, tokenizer: Tokenizer, *, prompt: int, n
     if form == "direct":
         engine = Engine(loaded.decoder, options=case.engine)
     else:
-        engine = Engine.of(loaded, options=case.engine)
+        engine = Engine.of(loaded, options=case.engine, consumes=True)
     row["made"] = _bytes()
     answers = engine.run(requests_of(engine, prompt=prompt, new=new))
     ends = [str(each.end) for answer in answers for each in answer if each.end is not None]
@@ -125,10 +125,12 @@ def main() -> None:
         "--forms",
         nargs="*",
         choices=["direct", "loaded"],
-        default=["direct", "loaded"],
+        default=["loaded"],
         help="of the weights at first: the engine's own, or as a directory is loaded; or none",
     )
-    parser.add_argument("--compile-all", action="store_true", help="first, all programs at once")
+    parser.add_argument(
+        "--compile-first", action="store_true", help="programs of full chunks, all at once"
+    )
     parser.add_argument("--cache", type=Path, help="keep compiled programs there")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -145,11 +147,13 @@ def main() -> None:
         engine=EngineOptions(max_running=args.max_running, max_context=args.max_context),
         is_straight=jax.default_backend() == "gpu",
     )
-    if args.compile_all:
-        runner = case.runner()
-        lowered = [runner.lowered(key) for key in runner.keys]
+    if args.compile_first:
+        # Those of one token, and of the longest chunks.
+        runner, longest = case.runner(), max(case.engine.chunk_sizes)
+        keys = [key for key in runner.keys if key.length in (1, longest)]
+        lowered = [runner.lowered(key) for key in keys]
         say(f"traced {len(lowered)} programs")
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
             for _ in pool.map(lambda each: each.compile(), lowered):
                 pass
         say("compiled them")

@@ -18,7 +18,7 @@ from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import Remat, RunConfig
-from jaxinfra.config.validate import validate
+from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
@@ -41,7 +41,15 @@ from jaxinfra.training.gradients import (
     make_log_probability_step,
 )
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-from jaxinfra.training.recompute import Choice, budget_bytes, choose_remat, step_bytes
+from jaxinfra.training.recompute import (
+    Choice,
+    GatherChoice,
+    budget_bytes,
+    choose_remat,
+    keeping,
+    known_budget,
+    step_bytes,
+)
 from jaxinfra.training.state import (
     State,
     TrainState,
@@ -74,6 +82,7 @@ class Job:
     # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
     log_probability_step: Wrapped
     choice: Choice | None = None  # of recomputation, where the config left it open
+    gathers: GatherChoice | None = None  # whether gathered weights stay, likewise
 
     def initialize(self) -> TrainState[jax.Array]:
         """Draws the initial state directly onto the mesh.
@@ -199,6 +208,8 @@ def make_job(
         devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
+    if config.sharding.keep_gathered is None:
+        return _gathering_job(config, traceable=traceable, devices=devices)
     if config.training.remat is Remat.AUTO:
         return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
@@ -219,7 +230,7 @@ def make_job(
         policy=policy,
         attention=training.attention,
         context_method=training.context_method,
-        keep_gathered=config.sharding.keep_gathered,
+        keep_gathered=bool(config.sharding.keep_gathered),
         exchange=config.exchange,
         remat=training.remat,
         unroll=training.unroll,
@@ -329,6 +340,26 @@ def _fitting_job(
         need=lambda remat: step_bytes(lower_step(with_policy(remat)).compile()),
     )
     return dataclasses.replace(with_policy(choice.remat), choice=choice)
+
+
+def _gathering_job(
+    config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
+) -> Job:
+    """The job that keeps gathered weights, if that fits; its config still says neither, so that
+    the run may go on with other devices.
+    """
+    job = make_job(keeping(config, gathered=False), traceable=traceable, devices=devices)
+    named, limit = keeping(job.config, gathered=None), 0
+    if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
+        gib, device = config.training.memory_budget_gib, jax.local_devices()[0]
+        limit = processes.on_first(lambda: known_budget(gib, device))
+    if not limit:
+        return dataclasses.replace(job, config=named)
+    kept = make_job(keeping(job.config, gathered=True), traceable=traceable)
+    needs = step_bytes(lower_step(kept).compile())
+    gathers = GatherChoice(needs_bytes=needs, budget_bytes=limit)
+    taken = kept if gathers.keeps else job
+    return dataclasses.replace(taken, config=named, choice=job.choice, gathers=gathers)
 
 
 def step_programs(job: Job) -> StepPrograms:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxinfra.config.run import Remat
+from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
 
 CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
@@ -59,6 +59,32 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatherChoice:
+    """Whether gathered weights stay for the backward pass, and what a step needs where they do."""
+
+    needs_bytes: int
+    budget_bytes: int
+
+    @property
+    def keeps(self) -> bool:
+        """Whether they fit."""
+        return self.needs_bytes <= self.budget_bytes
+
+    def describe(self) -> str:
+        """One line for the log."""
+        both = f"{_gib(self.needs_bytes)} of a budget of {_gib(self.budget_bytes)}"
+        if self.keeps:
+            return f"gathered weights stay for the backward pass: a step needs {both}"
+        return f"weights are gathered again: to stay, a step would need {both}"
+
+
+def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
+    """The config with this for ``sharding.keep_gathered``."""
+    sharding = dataclasses.replace(config.sharding, keep_gathered=gathered)
+    return dataclasses.replace(config, sharding=sharding)
+
+
 def budget_bytes(gib: float | None, device: jax.Device) -> int:
     """A budget in bytes; None: what JAX may take of the device, less ``FREE_SHARE``.
 
@@ -74,6 +100,12 @@ def budget_bytes(gib: float | None, device: jax.Device) -> int:
             "training.memory_budget_gib, or name a remat"
         )
     return int((1 - FREE_SHARE) * limit)
+
+
+def known_budget(gib: float | None, device: jax.Device) -> int:
+    """As ``budget_bytes``; 0 where nobody says how much memory there is."""
+    limited = gib is not None or "bytes_limit" in (device.memory_stats() or {})
+    return budget_bytes(gib, device) if limited else 0
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
