@@ -17,9 +17,10 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.config.run import Remat, RunConfig
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.config.validate import validate
 from jaxinfra.core.axes import BATCH
+from jaxinfra.core.devices import REFERENCE_PEAK, device_peak
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
@@ -40,8 +41,9 @@ from jaxinfra.training.gradients import (
     make_gradient,
     make_log_probability_step,
 )
+from jaxinfra.training.optimal import KeptChoice, KeptSearch, choose_kept, layers_of
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-from jaxinfra.training.recompute import Choice, budget_bytes, choose_remat, step_bytes
+from jaxinfra.training.recompute import Choice, bytes_of_budget, choose_remat, step_bytes
 from jaxinfra.training.state import (
     State,
     TrainState,
@@ -73,7 +75,7 @@ class Job:
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
     # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
     log_probability_step: Wrapped
-    choice: Choice | None = None  # of recomputation, where the config left it open
+    choice: Choice | KeptChoice | None = None  # of recomputation, where the config left it open
 
     def initialize(self) -> TrainState[jax.Array]:
         """Draws the initial state directly onto the mesh.
@@ -191,7 +193,8 @@ def make_job(
 ) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
-    With remat=auto steps are compiled until one fits, and the job's config names that policy.
+    With remat=auto and optimal steps are compiled until one fits, and the job's config names what
+    it recomputes.
 
     Args:
         traceable: compile the step so that a profiler's trace names every operation, at some cost
@@ -199,7 +202,7 @@ def make_job(
         devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
-    if config.training.remat is Remat.AUTO:
+    if config.training.remat.is_open:
         return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
     placement = Placement(
@@ -222,6 +225,7 @@ def make_job(
         keep_gathered=config.sharding.keep_gathered,
         exchange=config.exchange,
         remat=training.remat,
+        kept=training.kept,
         unroll=training.unroll,
     )
     model = define_model(config.model, execution, lora=config.lora)
@@ -314,21 +318,30 @@ def _fitting_job(
     """The job with the cheapest recomputation that fits; all processes compile the same steps."""
     training = config.training
 
-    def with_policy(remat: Remat) -> Job:
-        named = dataclasses.replace(training, remat=remat, memory_budget_gib=None)
+    def with_policy(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> Job:
+        named = dataclasses.replace(training, remat=remat, kept=kept, memory_budget_gib=None)
         return make_job(
             dataclasses.replace(config, training=named), traceable=traceable, devices=devices
         )
 
+    def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
+        return step_bytes(lower_step(with_policy(remat, kept)).compile())
+
     def budget() -> int:
         device = (devices or jax.local_devices())[0]
-        return budget_bytes(training.memory_budget_gib, device)
+        return bytes_of_budget(training.memory_budget_gib, device)
 
-    choice = choose_remat(
-        budget_bytes=processes.on_first(budget),
-        need=lambda remat: step_bytes(lower_step(with_policy(remat)).compile()),
+    budget_bytes = processes.on_first(budget)
+    if training.remat is Remat.AUTO:
+        found = choose_remat(budget_bytes=budget_bytes, need=need)
+        return dataclasses.replace(with_policy(found.remat), choice=found)
+    plain = with_policy(Remat.FULL)
+    kind = plain.placement.mesh.devices.flat[0].device_kind
+    stacks = layers_of(config, plain.model, plain.placement, device_peak(kind) or REFERENCE_PEAK)
+    chosen = choose_kept(
+        KeptSearch(stacks, budget_bytes=budget_bytes), functools.partial(need, Remat.CHOSEN)
     )
-    return dataclasses.replace(with_policy(choice.remat), choice=choice)
+    return dataclasses.replace(with_policy(Remat.CHOSEN, chosen.kept), choice=chosen)
 
 
 def step_programs(job: Job) -> StepPrograms:

@@ -30,10 +30,10 @@ class Choice:
 
     def describe(self) -> str:
         """One line for the log."""
-        others = [f"{r.value} {_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
+        others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
         return (
-            f"remat={self.remat.value}: a step needs {_gib(self.needs[self.remat])} of a budget of "
-            f"{_gib(self.budget_bytes)}" + (f" (too much: {', '.join(others)})" if others else "")
+            f"remat={self.remat.value}: a step needs {in_gib(self.needs[self.remat])} of a budget of "
+            f"{in_gib(self.budget_bytes)}" + (f" (too much: {', '.join(others)})" if others else "")
         )
 
 
@@ -53,13 +53,13 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
             return Choice(remat=remat, budget_bytes=budget_bytes, needs=needs)
     least = min(needs, key=needs.__getitem__)
     raise ConfigError(
-        f"remat=auto: a device needs {_gib(needs[least])} at least (remat={least.value}), and its "
-        f"budget is {_gib(budget_bytes)}; more training.accumulation, a smaller batch_size or more "
+        f"remat=auto: a device needs {in_gib(needs[least])} at least (remat={least.value}), and its "
+        f"budget is {in_gib(budget_bytes)}; more training.accumulation, a smaller batch_size or more "
         "devices on the fsdp or tensor axis need less (jaxinfra plan)"
     )
 
 
-def budget_bytes(gib: float | None, device: jax.Device) -> int:
+def bytes_of_budget(gib: float | None, device: jax.Device) -> int:
     """A budget in bytes; None: what JAX may take of the device, less ``FREE_SHARE``.
 
     Raises:
@@ -70,7 +70,7 @@ def budget_bytes(gib: float | None, device: jax.Device) -> int:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise ConfigError(
-            f"remat=auto: a {device.device_kind} device does not say how much memory it has; give "
+            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory it has; give "
             "training.memory_budget_gib, or name a remat"
         )
     return int((1 - FREE_SHARE) * limit)
@@ -88,5 +88,6 @@ def step_bytes(compiled: jax.stages.Compiled) -> int:
     )
 
 
-def _gib(size: int) -> str:
+def in_gib(size: int) -> str:
+    """Bytes as text."""
     return f"{size / 2**30:.2f} GiB"

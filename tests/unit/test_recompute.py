@@ -16,7 +16,7 @@ from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute import (
     CHEAPEST_FIRST,
     FREE_SHARE,
-    budget_bytes,
+    bytes_of_budget,
     choose_remat,
     step_bytes,
 )
@@ -37,7 +37,7 @@ def small_run(**training):
 
 
 def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
-    assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO}
+    assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO, Remat.OPTIMAL, Remat.CHOSEN}
     keeps_all = step_bytes(lower_step(make_job(small_run(remat=Remat.NONE))).compile())
     config = small_run(remat=Remat.AUTO, memory_budget_gib=(keeps_all - 1) / 2**30)
     job = make_job(config)
@@ -64,15 +64,15 @@ def test_the_budget_is_what_the_device_has_or_what_is_given():
         def memory_stats(self):
             return {"bytes_limit": 100 * 2**30}
 
-    assert budget_bytes(None, Device()) == int((1 - FREE_SHARE) * 100 * 2**30)
-    assert budget_bytes(1.5, Device()) == 3 * 2**29
+    assert bytes_of_budget(None, Device()) == int((1 - FREE_SHARE) * 100 * 2**30)
+    assert bytes_of_budget(1.5, Device()) == 3 * 2**29
     with pytest.raises(ConfigError, match=r"a cpu device does not say .*memory_budget_gib"):
-        budget_bytes(None, jax.devices("cpu")[0])
+        bytes_of_budget(None, jax.devices("cpu")[0])
 
 
 @pytest.mark.parametrize(("remat", "gib"), [(Remat.DOTS, 10.0), (Remat.AUTO, 0.0)])
 def test_a_budget_without_a_use_is_refused(remat, gib):
-    with pytest.raises(ConfigError, match=r"only remat=auto chooses by it"):
+    with pytest.raises(ConfigError, match=r"only remat=auto and optimal choose by it"):
         small_run(remat=remat, memory_budget_gib=gib)
 
 
