@@ -73,7 +73,7 @@ def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
     env = {variable: builder.value(variable.aval) for variable in jaxpr.jaxpr.invars}
     env |= {variable: builder.value(variable.aval) for variable in jaxpr.jaxpr.constvars}
     builder.inline(jaxpr.jaxpr, env)
-    free = set(env[each] for each in (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.constvars))
+    free = {env[each] for each in (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.constvars)}
     found = [env[out] for out in jaxpr.jaxpr.outvars[1:] if isinstance(out, core.Var)]
     makers = {out: i for i, each in enumerate(builder.operations) for out in each.outputs}
     operations = _with_attention(builder.operations, makers, attention)
@@ -175,9 +175,7 @@ class _Builder:
         """cuDNN's results have no name: behind each comes an operation that names it."""
         for out in equation.outvars:
             named = self.value(out.aval)
-            self.operations.append(
-                Operation(inputs=(env[out],), outputs=(named,), name=ATTENTION)
-            )
+            self.operations.append(Operation(inputs=(env[out],), outputs=(named,), name=ATTENTION))
             env[out] = named
 
 
@@ -292,7 +290,8 @@ def trace_repetition(model: ModelDefinition, stack: int, *, rows: int, length: i
 
         return jax.vjp(result, x_BTD, parameters)
 
-    _, stacked = decoder.repetition(places, Pass(positions_BT=ids), ropes=())
+    shapes: Any = ids  # in the place of arrays
+    _, stacked = decoder.repetition(places, Pass(positions_BT=shapes), ropes=())
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stacked)
     jaxpr = jax.make_jaxpr(repetition)(x_BTD, one, ids, ids)
     flops = sum(attention_flops(each.mixer, length) for each in config.stacks[stack].pattern)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
@@ -27,9 +27,9 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.rope import RopeTable, rope_table
-from jaxinfra.layers.stack import stack
+from jaxinfra.layers.stack import stack as stack_of
 from jaxinfra.models.layer_loop import one_by_one, take_apart
-from jaxinfra.models.recomputation import steps_of_stack
+from jaxinfra.models.recomputation import check_kept, repeats_in_body, steps_of_stack
 from jaxinfra.numerics.recipe import Site
 
 type KVCache = tuple[Cache, ...]
@@ -40,6 +40,7 @@ class Decoder(nnx.Module):
     """Embedding, L repetitions of the block pattern, final norm, projection onto the vocabulary."""
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
+        check_kept(config, execution)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -78,7 +79,7 @@ class Decoder(nnx.Module):
             dropout_rate=config.dropout_rate,
             execution=self.execution,
         )
-        return stack(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
+        return stack_of(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
     def __call__(
         self,
@@ -203,6 +204,7 @@ class Decoder(nnx.Module):
                 num_layers += count
             out = self._run_stack(
                 x_BTD,
+                each,
                 places,
                 given,
                 ropes=ropes[places],
@@ -221,6 +223,7 @@ class Decoder(nnx.Module):
     def _run_stack(
         self,
         x_BTD: jax.Array,
+        stack: Stack,
         places: slice,
         given: Pass,
         *,
@@ -235,7 +238,7 @@ class Decoder(nnx.Module):
             ropes: one for each block of the pattern.
             keys: of dropout, [repeats, pattern].
         """
-        repeats, unroll = self.config.repeats[places.start], self._unroll(places)
+        repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
         repetition, parameters = self.repetition(places, given, ropes=ropes, cache=cache)
         if repeats == 1 and cache is not None:
             graphdefs = tuple(nnx.split(block)[0] for block in list(self.blocks)[places])
@@ -354,11 +357,6 @@ class Decoder(nnx.Module):
                 )
             result.append(tables[rope, head_dim])
         return result
-
-    def _unroll(self, places: slice) -> int:
-        """Repetitions of a stack's pattern in one body of its loop."""
-        pattern = places.stop - places.start
-        return min(max(1, self.execution.unroll // pattern), self.config.repeats[places.start])
 
 
 @functools.partial(jax.jit, static_argnames=("graphdefs",))

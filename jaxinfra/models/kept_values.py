@@ -40,7 +40,8 @@ class Layers:
 
     options: tuple[Option, ...]  # from the one of least bytes
     count: int = 1
-    fixed_bytes: int = 0  # of each, there as long as what is kept: its weights, cast
+    # Of each, there as long as what is kept: its input, and its weights where they are cast early.
+    fixed_bytes: int = 0
     gradient_bytes: int = 0  # of each, there from its backward pass to the end
 
 
@@ -152,7 +153,17 @@ def cheapest(layers: Sequence[Layers], *, room: int) -> tuple[Option, ...] | Non
         index = int(choice[at])
         chosen.append(each.options[index])
         at -= _units(each, unit)[index]
-    return tuple(reversed(chosen))
+    return _in_order(layers, chosen[::-1])
+
+
+def _in_order(layers: Sequence[Layers], chosen: Sequence[Option]) -> tuple[Option, ...]:
+    """The same options, of layers that are alike those of more bytes behind: what is kept up to a
+    layer is no more then, and equal sets lie together.
+    """
+    ordered: list[Option] = []
+    for _, run in itertools.groupby(zip(layers, chosen, strict=True), key=lambda pair: pair[0]):
+        ordered += sorted((option for _, option in run), key=lambda option: option.bytes)
+    return tuple(ordered)
 
 
 def _units(layers: Layers, unit: int) -> list[int]:

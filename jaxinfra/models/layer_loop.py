@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-
 type Step[Carry] = Callable[[Carry, Any], tuple[Carry, Any]]
 """As of ``jax.lax.scan``."""
 type Take = Callable[[jax.Array, int], list[jax.Array]]

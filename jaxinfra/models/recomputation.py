@@ -57,6 +57,33 @@ def rematerialized(
     return jax.checkpoint(repetition, policy=policy, prevent_cse=not in_loop)
 
 
+def check_kept(config: ModelConfig, execution: Execution) -> None:
+    """Raises ConfigError where the values that are kept do not fit the model's layers."""
+    if execution.remat is not Remat.CHOSEN:
+        return
+    named, layers = sum(run.layers for run in execution.kept), sum(s.repeats for s in config.stacks)
+    if named != layers:
+        raise ConfigError(
+            f"kept names the values of {named} layers, and the model repeats its blocks {layers} "
+            "times; name all of them, or train with remat=optimal"
+        )
+    first = 0
+    for stack in config.stacks:
+        each = set(kept_in_stack(execution.kept, config, first_block=first))
+        first += len(stack.pattern)
+        if len(each) > 1 and repeats_in_body(stack, execution.unroll) < stack.repeats:
+            raise ConfigError(
+                f"kept names {len(each)} different sets of values for the {stack.repeats} layers "
+                "of a loop, whose body is one program; name one set, or set training.unroll to "
+                "the layers"
+            )
+
+
+def repeats_in_body(stack: Stack, unroll: int) -> int:
+    """Repetitions of a stack's pattern in one body of its loop; all of them: no loop."""
+    return min(max(1, unroll // len(stack.pattern)), stack.repeats)
+
+
 def steps_of_stack(
     repetition: Callable[..., Any],
     execution: Execution,
@@ -69,44 +96,27 @@ def steps_of_stack(
 
     Args:
         first_block: of the stack, among the blocks of all patterns.
-
-    Raises:
-        ConfigError: layers of a loop keep different values.
     """
     if execution.remat is not Remat.CHOSEN:
         whole = rematerialized(repetition, kept_by(execution.remat), in_loop=in_loop)
         return [whole] * config.repeats[first_block]
-    kept = kept_in_stack(execution.kept, config.stacks, first_block=first_block)
-    if in_loop and len(set(kept)) > 1:
-        raise ConfigError(
-            f"kept names {len(set(kept))} different sets of values for the {len(kept)} layers of a "
-            "loop, whose body is one program; name one set, or set training.unroll to the layers"
-        )
+    kept = kept_in_stack(execution.kept, config, first_block=first_block)
     steps = {names: rematerialized(repetition, names, in_loop=in_loop) for names in set(kept)}
     return [steps[names] for names in kept]
 
 
 def kept_in_stack(
-    kept: Sequence[KeptValues], stacks: Sequence[Stack], *, first_block: int
+    kept: Sequence[KeptValues], config: ModelConfig, *, first_block: int
 ) -> list[tuple[str, ...]]:
     """Names of each repetition of a stack.
 
     Args:
         kept: of all stacks, one after another.
         first_block: of the stack, among the blocks of all patterns.
-
-    Raises:
-        ConfigError: they are of another number of layers.
     """
     each = [run.names for run in kept for _ in range(run.layers)]
-    if len(each) != sum(stack.repeats for stack in stacks):
-        raise ConfigError(
-            f"kept names the values of {len(each)} layers, and the model repeats its blocks "
-            f"{sum(stack.repeats for stack in stacks)} times; name all of them, or train with "
-            "remat=optimal"
-        )
     first = block = 0
-    for stack in stacks:
+    for stack in config.stacks:
         if block == first_block:
             return each[first : first + stack.repeats]
         first, block = first + stack.repeats, block + len(stack.pattern)

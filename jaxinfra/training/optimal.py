@@ -7,10 +7,10 @@ come out larger or smaller than predicted, the choice is made again with what wa
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 
 from jaxinfra.config.model import ExpertsConfig
 from jaxinfra.config.run import KeptValues, RunConfig
@@ -18,10 +18,10 @@ from jaxinfra.core.devices import DevicePeak
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.block_graph import trace_repetition
 from jaxinfra.models.definition import ModelDefinition
-from jaxinfra.models.kept_values import Layers, Option, best_options, cheapest, peak_bytes
-from jaxinfra.models.recomputation import as_kept
+from jaxinfra.models.kept_values import BINS, Layers, Option, best_options, cheapest, peak_bytes
+from jaxinfra.models.recomputation import as_kept, repeats_in_body
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.recompute import in_gib
+from jaxinfra.training.recompute import NEED_LESS, in_gib
 
 MOST_PROGRAMS = 6
 """Steps that are compiled for a choice."""
@@ -44,8 +44,8 @@ class KeptChoice:
         """Lines for the log: the choice, its price and its bytes."""
         lines = [
             f"remat=optimal: a step needs {in_gib(self.need_bytes)} (predicted "
-            f"{in_gib(self.predicted_bytes)}) of a budget of {in_gib(self.budget_bytes)} and computes "
-            f"for {1e3 * self.seconds:.1f} ms again"
+            f"{in_gib(self.predicted_bytes)}) of a budget of {in_gib(self.budget_bytes)}, and "
+            f"computes for {1e3 * self.seconds:.1f} ms again"
         ]
         for run in self.kept:
             names = ", ".join(run.names) or "nothing but its input"
@@ -56,9 +56,7 @@ class KeptChoice:
 class KeptSearch:
     """Proposes what to keep within a budget, and learns from what compiled steps need."""
 
-    def __init__(
-        self, stacks: Sequence[tuple[tuple[Layers, ...], int]], *, budget_bytes: int
-    ):
+    def __init__(self, stacks: Sequence[tuple[tuple[Layers, ...], int]], *, budget_bytes: int):
         """Args:
         stacks: of each its layers, and its repetitions: as many as layers, or all in one.
         """
@@ -66,18 +64,18 @@ class KeptSearch:
         self.repeats = [repeats // len(layers) for layers, repeats in stacks for _ in layers]
         self.budget_bytes = budget_bytes
         self.least = tuple(each.options[0] for each in self.layers)
-        self._beside: float | None = None  # bytes of a step beside ``peak_bytes``
+        # ``peak_bytes`` of what was compiled, and what its step needs beside them.
+        self._beside: dict[int, int] = {}
         self._needs: dict[tuple[Option, ...], int] = {}
         self._predicted: dict[tuple[Option, ...], int] = {}
 
     def propose(self) -> tuple[Option, ...] | None:
         """What to compile next; None where nothing better is expected."""
-        if self._beside is None:
+        if not self._beside:
             return self.least
         if len(self._needs) >= MOST_PROGRAMS:
             return None
-        room = self.budget_bytes - math.ceil(self._beside)
-        chosen = cheapest(self.layers, room=room) or self.least
+        chosen = cheapest(self.layers, room=self._room()) or self.least
         best = self.best
         if chosen in self._needs:
             return None
@@ -87,14 +85,30 @@ class KeptSearch:
                 return None
             if self.seconds(chosen) >= self.seconds(best):
                 return None
-        self._predicted[chosen] = peak_bytes(self.layers, chosen) + math.ceil(self._beside)
+        self._predicted[chosen] = self._need_of(peak_bytes(self.layers, chosen))
         return chosen
+
+    def learn(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
+        """What a compiled step needs that keeps these, but is no candidate itself."""
+        peak = peak_bytes(self.layers, chosen)
+        self._beside[peak] = need_bytes - peak
 
     def observe(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
         """What a compiled step needs that keeps these."""
         self._predicted.setdefault(chosen, need_bytes)
         self._needs[chosen] = need_bytes
-        self._beside = need_bytes - peak_bytes(self.layers, chosen)
+        self.learn(chosen, need_bytes)
+
+    def _need_of(self, peak: float) -> int:
+        """Predicted: between what was compiled what a step needs beside changes evenly."""
+        known = sorted(self._beside)
+        return int(peak + np.interp(peak, known, [self._beside[each] for each in known]))
+
+    def _room(self) -> int:
+        """The largest ``peak_bytes`` whose step is predicted to fit."""
+        peaks = np.linspace(0, self.budget_bytes, 4 * BINS)
+        fits = [peak for peak in peaks if self._need_of(peak) <= self.budget_bytes]
+        return int(max(fits, default=0))
 
     @property
     def best(self) -> tuple[Option, ...] | None:
@@ -127,9 +141,8 @@ class KeptSearch:
         if best is None:
             need = min(self._needs.values())
             raise ConfigError(
-                f"remat=optimal: a device needs {in_gib(need)} at least (all is computed again), and "
-                f"its budget is {in_gib(self.budget_bytes)}; more training.accumulation, a smaller "
-                "batch_size or more devices on the fsdp or tensor axis need less (jaxinfra plan)"
+                f"remat=optimal: a device needs {in_gib(need)} at least (all is computed again), "
+                f"and its budget is {in_gib(self.budget_bytes)}; {NEED_LESS}"
             )
         return KeptChoice(
             kept=self.kept(best),
@@ -177,7 +190,8 @@ def layers_of(
         stored = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // stack.repeats
         compute = model.execution.policy.compute.itemsize
         is_cast = any(leaf.dtype.itemsize != compute for leaf in leaves)
-        whole = max(1, training.unroll // pattern) >= stack.repeats
+        stream = rows * training.sequence_length * config.model.model_dim * compute // shards
+        whole = repeats_in_body(stack, training.unroll) == stack.repeats
         in_place = any(isinstance(each.feed_forward, ExpertsConfig) for each in stack.pattern)
         if not whole:
             parts.append(((Layers(options=options, count=stack.repeats),), stack.repeats))
@@ -185,7 +199,7 @@ def layers_of(
         layer = Layers(
             options=options,
             # XLA casts the weights of all layers at once, before the first.
-            fixed_bytes=elements * compute // shards if is_cast else 0,
+            fixed_bytes=stream + (elements * compute // shards if is_cast else 0),
             gradient_bytes=0 if in_place or training.accumulation > 1 else stored // shards,
         )
         parts.append(((layer,) * stack.repeats, stack.repeats))

@@ -19,6 +19,12 @@ CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 FREE_SHARE = 0.05
 """Share of a device's memory kept for batches on their way and what the allocator cannot join."""
 
+NEED_LESS = (
+    "more training.accumulation, a smaller batch_size or more devices on the fsdp or tensor axis "
+    "need less (jaxinfra plan)"
+)
+"""The remedies where a budget is below the least that is possible."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
@@ -32,8 +38,9 @@ class Choice:
         """One line for the log."""
         others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
         return (
-            f"remat={self.remat.value}: a step needs {in_gib(self.needs[self.remat])} of a budget of "
-            f"{in_gib(self.budget_bytes)}" + (f" (too much: {', '.join(others)})" if others else "")
+            f"remat={self.remat.value}: a step needs {in_gib(self.needs[self.remat])} of a budget "
+            f"of {in_gib(self.budget_bytes)}"
+            + (f" (too much: {', '.join(others)})" if others else "")
         )
 
 
@@ -53,9 +60,8 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
             return Choice(remat=remat, budget_bytes=budget_bytes, needs=needs)
     least = min(needs, key=needs.__getitem__)
     raise ConfigError(
-        f"remat=auto: a device needs {in_gib(needs[least])} at least (remat={least.value}), and its "
-        f"budget is {in_gib(budget_bytes)}; more training.accumulation, a smaller batch_size or more "
-        "devices on the fsdp or tensor axis need less (jaxinfra plan)"
+        f"remat=auto: a device needs {in_gib(needs[least])} at least (remat={least.value}), and "
+        f"its budget is {in_gib(budget_bytes)}; {NEED_LESS}"
     )
 
 
@@ -70,8 +76,8 @@ def bytes_of_budget(gib: float | None, device: jax.Device) -> int:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise ConfigError(
-            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory it has; give "
-            "training.memory_budget_gib, or name a remat"
+            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory "
+            "it has; give training.memory_budget_gib, or name a remat"
         )
     return int((1 - FREE_SHARE) * limit)
 
