@@ -146,7 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--corrections", type=int, default=1, help="of each search")
     parser.add_argument("--threads", type=int, default=14, help="that compile")
     parser.add_argument("--search-s", type=float, default=150.0, help="when none is begun any more")
-    parser.add_argument("--seconds", type=float, default=600.0, help="when no further round is begun")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of all but one round")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     return parser.parse_args()
 

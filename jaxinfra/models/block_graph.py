@@ -18,6 +18,15 @@ from jaxinfra.models.recomputation import ALWAYS, ATTENTION, SHARED_NAMES
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
 
 _INLINED = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "shard_map")
+_FREE = (
+    "name",
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "sharding_constraint",
+    "bitcast_convert_type",
+)
+"""Primitives whose result is their input, seen otherwise."""
 _INLINED_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -29,6 +38,7 @@ class Operation:
     outputs: tuple[int, ...]
     flops: float = 0.0  # of matmuls
     is_kernel: bool = False  # a matmul, or a kernel: reads and writes whole arrays in memory
+    is_free: bool = False  # its result is its input
     name: str | None = None  # a checkpoint's name of its one output
 
 
@@ -38,7 +48,7 @@ class BlockGraph:
 
     operations: tuple[Operation, ...]  # in an order in which they can run
     sizes: tuple[int, ...]  # bytes of each value
-    is_stored: tuple[bool, ...]  # of each value: whether XLA would write it to memory
+    stored: frozenset[int]  # values that XLA would write to memory: read or made by kernels
     needed: frozenset[int]  # that the backward pass reads
     makers: Mapping[int, int]  # value to operation
 
@@ -77,15 +87,18 @@ def block_graph(jaxpr: Any, *, attention: float) -> BlockGraph:
     found = [env[out] for out in jaxpr.jaxpr.outvars[1:] if isinstance(out, core.Var)]
     makers = {out: i for i, each in enumerate(builder.operations) for out in each.outputs}
     operations = _with_attention(builder.operations, makers, attention)
-    read = {value for each in operations if each.is_kernel for value in each.inputs}
-    wide = [
-        i in read or (i in makers and operations[makers[i]].is_kernel)
-        for i in range(len(builder.sizes))
-    ]
+
+    def source(value: int) -> int:
+        while value in makers and operations[makers[value]].is_free:
+            value = operations[makers[value]].inputs[0]
+        return value
+
+    kernels = [each for each in operations if each.is_kernel]
+    read = {source(value) for each in kernels for value in each.inputs}
     return BlockGraph(
         operations=tuple(operations),
         sizes=tuple(builder.sizes),
-        is_stored=tuple(wide),
+        stored=frozenset(read).union(*(each.outputs for each in kernels)),
         needed=frozenset(found) - free,
         makers=makers,
     )
@@ -116,7 +129,7 @@ def keeping(graph: BlockGraph, names: frozenset[str]) -> Kept:
         value
         for each in operations
         for value in (*each.outputs, *(each.inputs if each.is_kernel else ()))
-        if graph.is_stored[value]
+        if value in graph.stored
     }
     return Kept(
         names=tuple(name for name in graph.names if name in kept),
@@ -165,6 +178,7 @@ class _Builder:
                     outputs=tuple(env[each] for each in equation.outvars),
                     flops=flops,
                     is_kernel=flops > 0 or _is_opaque(equation),
+                    is_free=name in _FREE and len(inputs) == 1,
                     name=_named(equation) if name == "name" else None,
                 )
             )
@@ -175,7 +189,9 @@ class _Builder:
         """cuDNN's results have no name: behind each comes an operation that names it."""
         for out in equation.outvars:
             named = self.value(out.aval)
-            self.operations.append(Operation(inputs=(env[out],), outputs=(named,), name=ATTENTION))
+            self.operations.append(
+                Operation(inputs=(env[out],), outputs=(named,), name=ATTENTION, is_free=True)
+            )
             env[out] = named
 
 

@@ -85,7 +85,8 @@ class KeptSearch:
                 return None
             if self.seconds(chosen) >= self.seconds(best):
                 return None
-        self._predicted[chosen] = self._need_of(peak_bytes(self.layers, chosen))
+        peak = np.array(peak_bytes(self.layers, chosen))
+        self._predicted[chosen] = int(self._need_of(peak))
         return chosen
 
     def learn(self, chosen: tuple[Option, ...], need_bytes: int) -> None:
@@ -99,16 +100,15 @@ class KeptSearch:
         self._needs[chosen] = need_bytes
         self.learn(chosen, need_bytes)
 
-    def _need_of(self, peak: float) -> int:
+    def _need_of(self, peaks: np.ndarray) -> np.ndarray:
         """Predicted: between what was compiled what a step needs beside changes evenly."""
         known = sorted(self._beside)
-        return int(peak + np.interp(peak, known, [self._beside[each] for each in known]))
+        return peaks + np.interp(peaks, known, [self._beside[each] for each in known])
 
     def _room(self) -> int:
         """The largest ``peak_bytes`` whose step is predicted to fit."""
         peaks = np.linspace(0, self.budget_bytes, 4 * BINS)
-        fits = [peak for peak in peaks if self._need_of(peak) <= self.budget_bytes]
-        return int(max(fits, default=0))
+        return int(np.max(peaks, where=self._need_of(peaks) <= self.budget_bytes, initial=0))
 
     @property
     def best(self) -> tuple[Option, ...] | None:
