@@ -31,7 +31,7 @@ _INLINED_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Operation:
+class BlockOperation:
     """What makes some values of others."""
 
     inputs: tuple[int, ...]
@@ -46,7 +46,7 @@ class Operation:
 class BlockGraph:
     """Values are numbered; those that no operation makes are the repetition's inputs."""
 
-    operations: tuple[Operation, ...]  # in an order in which they can run
+    operations: tuple[BlockOperation, ...]  # in an order in which they can run
     sizes: tuple[int, ...]  # bytes of each value
     stored: frozenset[int]  # values that XLA would write to memory: read or made by kernels
     needed: frozenset[int]  # that the backward pass reads
@@ -143,7 +143,7 @@ def keeping(graph: BlockGraph, names: frozenset[str]) -> Kept:
 @dataclasses.dataclass(slots=True)
 class _Builder:
     sizes: list[int] = dataclasses.field(default_factory=list)
-    operations: list[Operation] = dataclasses.field(default_factory=list)
+    operations: list[BlockOperation] = dataclasses.field(default_factory=list)
 
     def value(self, aval: Any) -> int:
         itemsize = getattr(getattr(aval, "dtype", None), "itemsize", 0)
@@ -173,7 +173,7 @@ class _Builder:
             flops = _flops(equation)
             name = equation.primitive.name
             self.operations.append(
-                Operation(
+                BlockOperation(
                     inputs=tuple(env[each] for each in inputs),
                     outputs=tuple(env[each] for each in equation.outvars),
                     flops=flops,
@@ -190,7 +190,7 @@ class _Builder:
         for out in equation.outvars:
             named = self.value(out.aval)
             self.operations.append(
-                Operation(inputs=(env[out],), outputs=(named,), name=ATTENTION, is_free=True)
+                BlockOperation(inputs=(env[out],), outputs=(named,), name=ATTENTION, is_free=True)
             )
             env[out] = named
 
@@ -262,8 +262,8 @@ def _jaxprs(equation: Any) -> Iterator[Any]:
 
 
 def _with_attention(
-    operations: list[Operation], makers: Mapping[int, int], flops: float
-) -> list[Operation]:
+    operations: list[BlockOperation], makers: Mapping[int, int], flops: float
+) -> list[BlockOperation]:
     """Operations, of which the kernel that makes attention's result has its FLOPs."""
     found = list(operations)
     for each in operations:
