@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-
 from experiments.bench.environment import clocks, environment
 from experiments.bench.step_programs import (
     Program,
@@ -37,7 +35,6 @@ from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling, PolicyName, Precis
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
-from jaxinfra.core.devices import REFERENCE_PEAK, device_peak
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import policy_of
 from jaxinfra.parallel.execution import execution_on
@@ -64,39 +61,53 @@ def main() -> None:
     config = without_rope_scaling(MODELS[args.preset]())
     config = config.with_layers(args.layers or config.num_layers)
     bench = _Bench(config, args)
-    result: dict[str, Any] = {"environment": environment()}
+    result: dict[str, Any] = {"environment": environment(), "assumed_gib": args.assume}
     result["shapes"] = {name: getattr(args, name) for name in ("preset", "batch", "length")}
     result["shapes"] |= {"layers": config.num_layers, "unroll": args.unroll}
-    programs = bench.compiled(
-        {remat.value: (remat, ()) for remat in CHEAPEST_FIRST}
-        | {f"fp8 {each}": (Remat.DOTS, ()) for each in args.fp8}
-    )
-    _say(began, "fixed policies compiled")
-    needs = {remat.value: programs[remat.value].need_bytes for remat in CHEAPEST_FIRST}
-    budgets = halfway(needs, apart=int(args.apart * GIB))
+    fixed = {name: (Remat(name), ()) for name in args.fixed}
+    fixed |= {f"fp8 {each}": (Remat.DOTS, ()) for each in args.fp8}
+    assumed = {name: int(gib * GIB) for name, gib in args.assume.items()}
+    programs: dict[str, Program] = {}
+    if not assumed:
+        programs = bench.compiled(fixed)
+        assumed = {remat.value: programs[remat.value].need_bytes for remat in CHEAPEST_FIRST}
+        fixed = {}
+        _say(began, "fixed policies compiled")
+    budgets = halfway(assumed, apart=int(args.apart * GIB))
     searches = {name: bench.search(size) for name, size in budgets.items()}
     for search in searches.values():
-        bench.teach(search, needs, margin=int(args.margin * GIB))
+        bench.teach(search, assumed, margin=int(args.margin * GIB))
+    choices: dict[str, Choice] = {}
     for _ in range(1 + args.corrections):
-        wanted = {name: search.propose() for name, search in searches.items()}
-        wanted = {name: chosen for name, chosen in wanted.items() if chosen is not None}
-        if not wanted or time.monotonic() - began > args.search_s:
+        wanted = {f"{name} {len(choices)}": search for name, search in searches.items()}
+        proposed = {name: search.propose() for name, search in wanted.items()}
+        found = {name: chosen for name, chosen in proposed.items() if chosen is not None}
+        if not found or time.monotonic() - began > args.search_s:
             break
-        made = bench.compiled(
-            {
-                f"{name} {len(programs)}": (Remat.CHOSEN, searches[name].kept(chosen))
-                for name, chosen in wanted.items()
-            }
-        )
-        _say(began, f"{len(made)} choices compiled")
-        for program_name, program in made.items():
-            name = next(each for each in wanted if program_name.startswith(each))
-            searches[name].observe(wanted[name], program.need_bytes)
-            bench.of_choice[name, wanted[name]] = program_name
-        programs |= made
-    chosen = {name: bench.best(name, search) for name, search in searches.items()}
-    eight = [name for name in programs if name.startswith("fp8")]
-    timed = {name: programs[name] for name in dict.fromkeys((*needs, *eight, *chosen.values()))}
+        asked = {name: (Remat.CHOSEN, wanted[name].kept(each)) for name, each in found.items()}
+        programs |= bench.compiled(fixed | asked)
+        fixed = {}
+        _say(began, f"{len(found)} choices compiled")
+        for name, chosen in found.items():
+            need = programs[name].need_bytes
+            predicted = wanted[name].predicted(chosen)
+            wanted[name].observe(chosen, need)
+            choices[name] = Choice(
+                kept=wanted[name].kept(chosen),
+                seconds=wanted[name].seconds(chosen),
+                predicted_bytes=predicted,
+                need_bytes=need,
+            )
+    # What was not compiled here is off by as much as the dots policy.
+    needs = {name: programs[name].need_bytes for name in args.fixed}
+    off = needs[Remat.DOTS.value] - assumed[Remat.DOTS.value]
+    needs = {name: needs.get(name, size + off) for name, size in assumed.items()}
+    budgets = {
+        name: size
+        for name, size in halfway(needs, apart=int(args.apart * GIB)).items()
+        if any(each.need_bytes <= size for each in choices.values())
+    }
+    taken = {name: best_choice(choices, size) for name, size in budgets.items()}
     result["programs"] = {
         name: {
             "need_gib": program.need_bytes / GIB,
@@ -105,26 +116,25 @@ def main() -> None:
         }
         for name, program in programs.items()
     }
-    result["choices"] = {
-        name: dataclasses.asdict(dataclasses.replace(search.choice(), options=()))
-        for name, search in searches.items()
-    }
+    result["choices"] = {name: dataclasses.asdict(each) for name, each in choices.items()}
     _write(result, args.out)
-    shared = SharedState(timed, data(config, batch=args.batch, length=args.length))
-    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    shared = SharedState(programs, data(config, batch=args.batch, length=args.length))
+    _say(began, "state made")
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(args.rounds):
         if turn and time.monotonic() - began > args.seconds:
             break
         # Back and forth, so that a drift of the clock meets all alike.
-        for name in list(timed)[:: 1 if turn % 2 == 0 else -1]:
+        for name in list(programs)[:: 1 if turn % 2 == 0 else -1]:
             seconds[name].append(shared.time_steps(name, args.steps))
-        result["rounds_ms"] = {k: [1e3 * s for s in each] for k, each in seconds.items()}
+            result["rounds_ms"] = {k: [1e3 * s for s in each] for k, each in seconds.items()}
+            _write(result, args.out)
         result["clocks_after"] = clocks()
         medians = {name: statistics.median(each) for name, each in seconds.items()}
-        result["fp8"] = {name: {"ms": 1e3 * medians[name]} for name in eight}
-        result |= compare(medians, needs=needs, budgets=budgets, chosen=chosen, searches=searches)
+        result["fp8"] = {k: {"ms": 1e3 * v} for k, v in medians.items() if k.startswith("fp8")}
+        result |= compare(medians, needs=needs, budgets=budgets, taken=taken, choices=choices)
         _write(result, args.out)
-    print("\n".join(lines(result)), flush=True)
+        print("\n".join(lines(result)), flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -143,6 +153,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--fp8", nargs="*", default=[], metavar="SCALING", help="steps in 8 bits (dots) besides"
     )
+    parser.add_argument(
+        "--fixed",
+        nargs="+",
+        default=[remat.value for remat in CHEAPEST_FIRST],
+        choices=[remat.value for remat in CHEAPEST_FIRST],
+        help="policies that are compiled and timed; dots among them",
+    )
+    parser.add_argument(
+        "--assume",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="what steps of all fixed policies need, in GiB, as seen before: all programs are then "
+        "compiled at once",
+    )
     parser.add_argument("--corrections", type=int, default=1, help="of each search")
     parser.add_argument("--threads", type=int, default=14, help="that compile")
     parser.add_argument("--search-s", type=float, default=150.0, help="when none is begun any more")
@@ -156,13 +181,11 @@ class _Bench:
 
     def __init__(self, config: ModelConfig, args: argparse.Namespace):
         self.config, self.args = config, args
-        self.of_choice: dict[tuple[str, Any], str] = {}
         run = _run(config, args)
         model = define_model(
             config, execution_on(policy=policy_of(run.precision), unroll=args.unroll)
         )
-        peak = device_peak(jax.devices()[0].device_kind) or REFERENCE_PEAK
-        self.stacks = layers_of(run, model, None, peak)
+        self.stacks = layers_of(run, model, None)
 
     def search(self, budget: int) -> KeptSearch:
         return KeptSearch(self.stacks, budget_bytes=budget)
@@ -183,11 +206,6 @@ class _Bench:
             ]
             if len(found) == len(search.layers):
                 search.learn(tuple(found), needs[remat.value] + margin)
-
-    def best(self, name: str, search: KeptSearch) -> str:
-        """The program of a search's choice; the full policy's where nothing else fits."""
-        assert search.best is not None, "the full policy fits every budget"
-        return self.of_choice.get((name, search.best), Remat.FULL.value)
 
     def compiled(
         self, wanted: Mapping[str, tuple[Remat, tuple[KeptValues, ...]]]
@@ -243,29 +261,47 @@ def halfway(needs: Mapping[str, int], *, apart: int) -> dict[str, int]:
     return found
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What a search proposed, and what its step needs."""
+
+    kept: tuple[KeptValues, ...]
+    seconds: float
+    predicted_bytes: int
+    need_bytes: int
+
+
+def best_choice(choices: Mapping[str, Choice], budget: int) -> str:
+    """Of the choices that fit, the one that computes least again."""
+    fitting = {name: each.seconds for name, each in choices.items() if each.need_bytes <= budget}
+    return min(fitting, key=fitting.__getitem__)
+
+
 def compare(
     medians: Mapping[str, float],
     *,
     needs: Mapping[str, int],
     budgets: Mapping[str, int],
-    chosen: Mapping[str, str],
-    searches: Mapping[str, KeptSearch],
+    taken: Mapping[str, str],
+    choices: Mapping[str, Choice],
 ) -> dict[str, Any]:
     """At each budget the choice beside the fastest fixed policy that fits, and predictions beside
     what was measured.
     """
     rows: list[dict[str, Any]] = []
-    fastest = min(medians[name] for name in needs)
+    timed = [name for name in needs if name in medians]
+    fastest = min(medians[name] for name in timed)
     for name, size in budgets.items():
-        fitting = {each: medians[each] for each in needs if needs[each] <= size}
+        fitting = {each: medians[each] for each in timed if needs[each] <= size}
         best = min(fitting, key=fitting.__getitem__)
-        choice, mine = searches[name].choice(), medians[chosen[name]]
+        choice, mine = choices[taken[name]], medians[taken[name]]
         rows.append(
             {
                 "budget": name,
                 "budget_gib": size / GIB,
                 "best_fixed": best,
                 "best_fixed_ms": 1e3 * fitting[best],
+                "optimal": taken[name],
                 "optimal_ms": 1e3 * mine,
                 "speed": fitting[best] / mine,
                 "need_gib": choice.need_bytes / GIB,
@@ -277,7 +313,11 @@ def compare(
     speeds = [float(row["speed"]) for row in rows]
     return {
         "fixed": {
-            each: {"need_gib": needs[each] / GIB, "ms": 1e3 * medians[each]} for each in needs
+            each: {
+                "need_gib": needs[each] / GIB,
+                "ms": 1e3 * medians[each] if each in medians else None,
+            }
+            for each in needs
         },
         "budgets": rows,
         "geometric_mean": math.exp(statistics.fmean(map(math.log, speeds))),

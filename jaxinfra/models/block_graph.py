@@ -177,7 +177,7 @@ class _Builder:
                     inputs=tuple(env[each] for each in inputs),
                     outputs=tuple(env[each] for each in equation.outvars),
                     flops=flops,
-                    is_kernel=flops > 0 or _is_opaque(equation),
+                    is_kernel=flops > 0 or _has_kernel(equation),
                     is_free=name in _FREE and len(inputs) == 1,
                     name=_named(equation) if name == "name" else None,
                 )
@@ -252,6 +252,13 @@ def _is_opaque(equation: Any) -> bool:
     return name in kernels or is_attention_result(equation.primitive)
 
 
+def _has_kernel(equation: Any) -> bool:
+    """Whether it is such a kernel, or a call or a branch with one."""
+    return _is_opaque(equation) or any(
+        _has_kernel(each) for inner in _jaxprs(equation) for each in inner.eqns
+    )
+
+
 def _jaxprs(equation: Any) -> Iterator[Any]:
     for value in jax.tree.leaves(
         equation.params, is_leaf=lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr")
@@ -264,20 +271,25 @@ def _jaxprs(equation: Any) -> Iterator[Any]:
 def _with_attention(
     operations: list[BlockOperation], makers: Mapping[int, int], flops: float
 ) -> list[BlockOperation]:
-    """Operations, of which the kernel that makes attention's result has its FLOPs."""
+    """BlockOperations, of which the kernel that makes attention's result has its FLOPs."""
     found = list(operations)
     for each in operations:
-        if each.name != ATTENTION or each.inputs[0] not in makers:
+        if each.name != ATTENTION:
             continue
-        # Between a kernel and the name of its result stand casts and reshapes.
-        at = makers[each.inputs[0]]
-        while not operations[at].is_kernel and operations[at].inputs:
-            before = [value for value in operations[at].inputs if value in makers]
-            if len(before) != 1:
+        # Between a kernel and the name of its result stand casts, reshapes and barriers.
+        pending, seen = list(each.inputs), set(each.inputs)
+        while pending:
+            value = pending.pop(0)
+            if value not in makers:
+                continue
+            at = makers[value]
+            if operations[at].is_kernel:
+                if operations[at].flops == 0:
+                    found[at] = dataclasses.replace(operations[at], flops=flops)
                 break
-            at = makers[before[0]]
-        if operations[at].is_kernel and operations[at].flops == 0:
-            found[at] = dataclasses.replace(operations[at], flops=flops)
+            new = [before for before in operations[at].inputs if before not in seen]
+            seen.update(new)
+            pending += new
     return found
 
 

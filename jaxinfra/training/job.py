@@ -18,9 +18,8 @@ from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
-from jaxinfra.config.validate import validate
+from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.core.axes import BATCH
-from jaxinfra.core.devices import REFERENCE_PEAK, device_peak
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, only
@@ -41,9 +40,16 @@ from jaxinfra.training.gradients import (
     make_gradient,
     make_log_probability_step,
 )
-from jaxinfra.training.optimal import KeptChoice, KeptSearch, choose_kept, layers_of
+from jaxinfra.training.optimal import KeptChoice, choose
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-from jaxinfra.training.recompute import Choice, bytes_of_budget, choose_remat, step_bytes
+from jaxinfra.training.recompute import (
+    Choice,
+    GatherChoice,
+    budget_bytes,
+    keeping,
+    known_budget,
+    step_bytes,
+)
 from jaxinfra.training.state import (
     State,
     TrainState,
@@ -76,6 +82,7 @@ class Job:
     # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
     log_probability_step: Wrapped
     choice: Choice | KeptChoice | None = None  # of recomputation, where the config left it open
+    gathers: GatherChoice | None = None  # whether gathered weights stay, likewise
 
     def initialize(self) -> TrainState[jax.Array]:
         """Draws the initial state directly onto the mesh.
@@ -193,8 +200,7 @@ def make_job(
 ) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
-    With remat=auto and optimal steps are compiled until one fits, and the job's config names what
-    it recomputes.
+    With remat=auto and optimal steps are compiled until one fits; the job's config names which.
 
     Args:
         traceable: compile the step so that a profiler's trace names every operation, at some cost
@@ -202,6 +208,8 @@ def make_job(
         devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
+    if config.sharding.keep_gathered is None:
+        return _gathering_job(config, traceable=traceable, devices=devices)
     if config.training.remat.is_open:
         return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
@@ -222,7 +230,7 @@ def make_job(
         policy=policy,
         attention=training.attention,
         context_method=training.context_method,
-        keep_gathered=config.sharding.keep_gathered,
+        keep_gathered=bool(config.sharding.keep_gathered),
         exchange=config.exchange,
         remat=training.remat,
         kept=training.kept,
@@ -327,21 +335,31 @@ def _fitting_job(
     def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
         return step_bytes(lower_step(with_policy(remat, kept)).compile())
 
-    def budget() -> int:
-        device = (devices or jax.local_devices())[0]
-        return bytes_of_budget(training.memory_budget_gib, device)
+    device = (devices or jax.local_devices())[0]
+    limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
+    full = with_policy(Remat.FULL)
+    choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
+    return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
 
-    budget_bytes = processes.on_first(budget)
-    if training.remat is Remat.AUTO:
-        found = choose_remat(budget_bytes=budget_bytes, need=need)
-        return dataclasses.replace(with_policy(found.remat), choice=found)
-    plain = with_policy(Remat.FULL)
-    kind = plain.placement.mesh.devices.flat[0].device_kind
-    stacks = layers_of(config, plain.model, plain.placement, device_peak(kind) or REFERENCE_PEAK)
-    chosen = choose_kept(
-        KeptSearch(stacks, budget_bytes=budget_bytes), functools.partial(need, Remat.CHOSEN)
-    )
-    return dataclasses.replace(with_policy(Remat.CHOSEN, chosen.kept), choice=chosen)
+
+def _gathering_job(
+    config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
+) -> Job:
+    """The job that keeps gathered weights, if that fits; its config still says neither, so that
+    the run may go on with other devices.
+    """
+    job = make_job(keeping(config, gathered=False), traceable=traceable, devices=devices)
+    named, limit = keeping(job.config, gathered=None), 0
+    if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
+        gib, device = config.training.memory_budget_gib, jax.local_devices()[0]
+        limit = processes.on_first(lambda: known_budget(gib, device))
+    if not limit:
+        return dataclasses.replace(job, config=named)
+    kept = make_job(keeping(job.config, gathered=True), traceable=traceable)
+    needs = step_bytes(lower_step(kept).compile())
+    gathers = GatherChoice(needs_bytes=needs, budget_bytes=limit)
+    taken = kept if gathers.keeps else job
+    return dataclasses.replace(taken, config=named, choice=job.choice, gathers=gathers)
 
 
 def step_programs(job: Job) -> StepPrograms:

@@ -7,21 +7,23 @@ come out larger or smaller than predicted, the choice is made again with what wa
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from jaxinfra.config.model import ExpertsConfig
-from jaxinfra.config.run import KeptValues, RunConfig
-from jaxinfra.core.devices import DevicePeak
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
+from jaxinfra.core.devices import REFERENCE_PEAK, device_peak
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.block_graph import trace_repetition
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.kept_values import BINS, Layers, Option, best_options, cheapest, peak_bytes
 from jaxinfra.models.recomputation import as_kept, repeats_in_body
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.recompute import NEED_LESS, in_gib
+from jaxinfra.training.recompute import NEED_LESS, Choice, choose_remat, in_gib
 
 MOST_PROGRAMS = 6
 """Steps that are compiled for a choice."""
@@ -39,6 +41,11 @@ class KeptChoice:
     need_bytes: int  # per device, of its compiled step
     budget_bytes: int
     options: tuple[tuple[Option, ...], ...]  # of each stack
+
+    @property
+    def remat(self) -> Remat:
+        """What a config says that names this choice."""
+        return Remat.CHOSEN
 
     def describe(self) -> str:
         """Lines for the log: the choice, its price and its bytes."""
@@ -122,6 +129,10 @@ class KeptSearch:
             option.seconds * each.count for each, option in zip(self.layers, chosen, strict=True)
         )
 
+    def predicted(self, chosen: tuple[Option, ...]) -> int:
+        """Bytes that were predicted for a step that keeps these, before it was compiled."""
+        return self._predicted[chosen]
+
     def kept(self, chosen: Sequence[Option]) -> tuple[KeptValues, ...]:
         """As a config names it."""
         each = [
@@ -168,14 +179,43 @@ def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int
     return search.choice()
 
 
+class Need(Protocol):
+    """What compiled steps need."""
+
+    def __call__(self, remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
+        """Bytes of a device that a step takes with a policy, its state included."""
+        ...
+
+
+def choose(
+    config: RunConfig,
+    model: ModelDefinition,
+    placement: Placement,
+    *,
+    budget_bytes: int,
+    need: Need,
+) -> Choice | KeptChoice:
+    """What a config's step computes again that leaves it open: ``auto`` or ``optimal``.
+
+    Raises:
+        ConfigError: the budget is below the least that is possible.
+    """
+    if config.training.remat is Remat.AUTO:
+        return choose_remat(budget_bytes=budget_bytes, need=need)
+    search = KeptSearch(layers_of(config, model, placement), budget_bytes=budget_bytes)
+    return choose_kept(search, functools.partial(need, Remat.CHOSEN))
+
+
 def layers_of(
-    config: RunConfig, model: ModelDefinition, placement: Placement | None, peak: DevicePeak
+    config: RunConfig, model: ModelDefinition, placement: Placement | None
 ) -> list[tuple[tuple[Layers, ...], int]]:
     """Of each stack its layers as they may differ, and its repetitions.
 
     In a loop all repetitions keep the same, and the gradients of all exist from the first on.
     """
     training, parts = config.training, []
+    device = jax.devices()[0] if placement is None else placement.mesh.devices.flat[0]
+    peak = device_peak(device.device_kind) or REFERENCE_PEAK
     shards = 1 if placement is None else placement.batch_shards * placement.sequence_shards
     rows = training.batch_size // training.accumulation
     first = 0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxinfra.config.run import Remat
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
 
 CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
@@ -18,7 +18,6 @@ CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 
 FREE_SHARE = 0.05
 """Share of a device's memory kept for batches on their way and what the allocator cannot join."""
-
 NEED_LESS = (
     "more training.accumulation, a smaller batch_size or more devices on the fsdp or tensor axis "
     "need less (jaxinfra plan)"
@@ -33,14 +32,15 @@ class Choice:
     remat: Remat
     budget_bytes: int
     needs: dict[Remat, int]  # bytes of a device, in the order tried
+    kept: tuple[KeptValues, ...] = ()  # the policy says it
 
     def describe(self) -> str:
         """One line for the log."""
         others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
+        too_much = f" (too much: {', '.join(others)})" if others else ""
         return (
             f"remat={self.remat.value}: a step needs {in_gib(self.needs[self.remat])} of a budget "
-            f"of {in_gib(self.budget_bytes)}"
-            + (f" (too much: {', '.join(others)})" if others else "")
+            f"of {in_gib(self.budget_bytes)}{too_much}"
         )
 
 
@@ -65,7 +65,33 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
     )
 
 
-def bytes_of_budget(gib: float | None, device: jax.Device) -> int:
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatherChoice:
+    """Whether gathered weights stay for the backward pass, and what a step needs where they do."""
+
+    needs_bytes: int
+    budget_bytes: int
+
+    @property
+    def keeps(self) -> bool:
+        """Whether they fit."""
+        return self.needs_bytes <= self.budget_bytes
+
+    def describe(self) -> str:
+        """One line for the log."""
+        both = f"{in_gib(self.needs_bytes)} of a budget of {in_gib(self.budget_bytes)}"
+        if self.keeps:
+            return f"gathered weights stay for the backward pass: a step needs {both}"
+        return f"weights are gathered again: to stay, a step would need {both}"
+
+
+def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
+    """The config with this for ``sharding.keep_gathered``."""
+    sharding = dataclasses.replace(config.sharding, keep_gathered=gathered)
+    return dataclasses.replace(config, sharding=sharding)
+
+
+def budget_bytes(gib: float | None, device: jax.Device) -> int:
     """A budget in bytes; None: what JAX may take of the device, less ``FREE_SHARE``.
 
     Raises:
@@ -80,6 +106,12 @@ def bytes_of_budget(gib: float | None, device: jax.Device) -> int:
             "it has; give training.memory_budget_gib, or name a remat"
         )
     return int((1 - FREE_SHARE) * limit)
+
+
+def known_budget(gib: float | None, device: jax.Device) -> int:
+    """As ``budget_bytes``; 0 where nobody says how much memory there is."""
+    limited = gib is not None or "bytes_limit" in (device.memory_stats() or {})
+    return budget_bytes(gib, device) if limited else 0
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:

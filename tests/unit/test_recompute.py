@@ -16,7 +16,8 @@ from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute import (
     CHEAPEST_FIRST,
     FREE_SHARE,
-    bytes_of_budget,
+    GatherChoice,
+    budget_bytes,
     choose_remat,
     step_bytes,
 )
@@ -49,6 +50,33 @@ def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
     assert "remat=dots: a step needs" in describe_job(job)
 
 
+@pytest.mark.slow
+def test_gathered_weights_stay_where_the_step_then_fits():
+    """The config names neither, so that the run may go on with other devices."""
+    job = make_job(over_fsdp(remat=Remat.AUTO, memory_budget_gib=1.0))
+    assert job.gathers is not None
+    assert job.gathers.keeps
+    assert job.model.execution.gather is not None
+    assert job.config.sharding.keep_gathered is None
+    assert job.config.training.remat is Remat.NONE
+    assert "gathered weights stay for the backward pass: a step needs" in describe_job(job)
+    assert job.gathers.needs_bytes == step_bytes(lower_step(job).compile())
+
+
+def over_fsdp(**training):
+    return dataclasses.replace(small_run(batch_size=8, **training), mesh=MeshConfig(fsdp=8))
+
+
+def test_weights_are_gathered_again_where_they_do_not_fit_or_nobody_knows():
+    choice = GatherChoice(needs_bytes=2**30 + 1, budget_bytes=2**30)
+    assert not choice.keeps
+    said = "weights are gathered again: to stay, a step would need 1.00 GiB of a budget of 1.00 GiB"
+    assert choice.describe() == said
+    job = make_job(over_fsdp())  # no device here says how much memory it has
+    assert job.gathers is None
+    assert job.model.execution.gather is None
+
+
 def test_none_fits():
     needs = dict(zip(CHEAPEST_FIRST, (90, 70, 50, 60, 40), strict=True))
     gib = {remat: size * 2**30 for remat, size in needs.items()}
@@ -64,10 +92,10 @@ def test_the_budget_is_what_the_device_has_or_what_is_given():
         def memory_stats(self):
             return {"bytes_limit": 100 * 2**30}
 
-    assert bytes_of_budget(None, Device()) == int((1 - FREE_SHARE) * 100 * 2**30)
-    assert bytes_of_budget(1.5, Device()) == 3 * 2**29
+    assert budget_bytes(None, Device()) == int((1 - FREE_SHARE) * 100 * 2**30)
+    assert budget_bytes(1.5, Device()) == 3 * 2**29
     with pytest.raises(ConfigError, match=r"a cpu device does not say .*memory_budget_gib"):
-        bytes_of_budget(None, jax.devices("cpu")[0])
+        budget_bytes(None, jax.devices("cpu")[0])
 
 
 @pytest.mark.parametrize(("remat", "gib"), [(Remat.DOTS, 10.0), (Remat.AUTO, 0.0)])
