@@ -328,7 +328,8 @@ def compare(
 def lines(result: Mapping[str, Any]) -> list[str]:
     """The table."""
     texts = [
-        f"{k:<8}{v['need_gib']:8.2f} GiB {v['ms']:8.1f} ms" for k, v in result["fixed"].items()
+        f"{k:<8}{v['need_gib']:8.2f} GiB {v['ms'] or math.nan:8.1f} ms"
+        for k, v in result["fixed"].items()
     ]
     for row in result["budgets"]:
         texts.append(
