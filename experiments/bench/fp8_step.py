@@ -10,13 +10,10 @@ computes scaled products by the Hopper kernel where ``auto`` takes XLA's.
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
-import math
 import pathlib
 import statistics
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +22,13 @@ from unittest import mock
 import jax
 
 from experiments.bench.environment import clocks, environment
-from experiments.bench.step_programs import Program, data, ours, without_rope_scaling
+from experiments.bench.step_programs import (
+    Program,
+    SharedState,
+    data,
+    ours,
+    without_rope_scaling,
+)
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import Fp8Matmuls, Fp8Scaling
 from jaxinfra.config.presets import MODELS
@@ -67,7 +70,7 @@ def main() -> None:
             continue
         programs[name] = made
         print(f"{name}: compiled in {made.compile_s:.1f} s", flush=True)
-    shared = _Shared(programs, data(config, **sizes))
+    shared = SharedState(programs, data(config, **sizes))
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(args.rounds):
         for name in programs:
@@ -88,7 +91,7 @@ def main() -> None:
     result["clocks_after"] = clocks()
     _write(result, args.out)
     for name in (each for each in args.traced if each in programs):
-        result.setdefault("traces", {})[name] = shared.trace(name, args.trace / name)
+        result.setdefault("traces", {})[name] = _trace(shared, name, args.trace / name)
         _write(result, args.out)
 
 
@@ -152,49 +155,15 @@ def _kernel_of(name: str) -> Iterator[None]:
         yield
 
 
-class _Shared:
-    """One set of parameters and moments that contenders advance in turns."""
-
-    def __init__(self, programs: dict[str, Program], batch: tuple[Any, Any]):
-        self.programs = programs
-        shapes = {name: jax.eval_shape(program.start, 0) for name, program in programs.items()}
-        self.states = {
-            name: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), each)
-            for name, each in ((name, shape.model_state) for name, shape in shapes.items())
-        }
-        self.batch = next(iter(programs.values())).put(*batch)
-        first = next(iter(programs))
-        self.state = programs[first].start(0)
-
-    def advance(self, name: str) -> jax.Array:
-        """One step of a contender; its loss."""
-        given = dataclasses.replace(self.state, model_state=self.states[name])
-        self.state, loss = self.programs[name].advance(given, self.batch)
-        self.states[name] = self.state.model_state
-        return loss
-
-    def time_steps(self, name: str, count: int) -> float:
-        """Seconds a step, the queue drained before and after."""
-        float(self.advance(name))
-        began = time.perf_counter()
-        losses = [self.advance(name) for _ in range(count)]
-        jax.block_until_ready(losses)
-        taken = (time.perf_counter() - began) / count
-        last = float(losses[-1])
-        print(f"{name}: {1e3 * taken:.1f} ms, loss {last:.4f}", flush=True)
-        # Arithmetic on what is not finite draws less power, and so would look fast.
-        assert math.isfinite(last), f"{name}: loss {last}"
-        return taken
-
-    def trace(self, name: str, directory: pathlib.Path) -> dict[str, Any]:
-        """Milliseconds a step by scope, and the longest kernels."""
-        steps = 2
-        with jax.profiler.trace(str(directory)):
-            for _ in range(steps):
-                jax.block_until_ready(self.advance(name))
-        found = explain(device_events(directory), steps=steps)
-        print(name, {k: round(ms, 2) for k, ms in found.by_scope().items()}, flush=True)
-        return found.as_json(top=60)
+def _trace(shared: SharedState, name: str, directory: pathlib.Path) -> dict[str, Any]:
+    """Milliseconds a step by scope, and the longest kernels."""
+    steps = 2
+    with jax.profiler.trace(str(directory)):
+        for _ in range(steps):
+            jax.block_until_ready(shared.advance(name))
+    found = explain(device_events(directory), steps=steps)
+    print(name, {k: round(ms, 2) for k, ms in found.by_scope().items()}, flush=True)
+    return found.as_json(top=60)
 
 
 def _write(result: dict[str, Any], out: pathlib.Path | None) -> None:

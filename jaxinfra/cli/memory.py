@@ -5,9 +5,11 @@ jaxinfra memory runs/small-1 --picture memory.png     a run's config
 jaxinfra memory small --serve --max-running 64        an engine: pages, weights and programs
 jaxinfra memory /models/llama --serve                 of a model that serve could load
 jaxinfra memory small --remat none --limit 40         and, where that is too much, what would fit
+jaxinfra memory small --remat optimal --set training.memory_budget_gib=8    what layers keep
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from jaxinfra.cli.price import step_price
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
-from jaxinfra.config.run import RunConfig
+from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
@@ -60,8 +62,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
     if args.serve:
         return _of_engine(args)
-    config = fixed_remat(_config_of(args))
-    report = report_memory(lower_step(make_job(config)))
+    config = _config_of(args)
+    if config.training.remat is not Remat.OPTIMAL:
+        config = fixed_remat(config)
+    job = make_job(config)
+    report = report_memory(lower_step(job))
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
     remedies = _remedies(config, limit) if too_much and limit is not None else []
@@ -69,8 +74,11 @@ def run(args: argparse.Namespace) -> int:
         draw_memory(report, args.picture, limit_bytes=limit)
     if args.json:
         found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
-        print(json.dumps(report.as_json() | found, indent=1))
+        chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
+        print(json.dumps(report.as_json() | chosen | found, indent=1))
     else:
+        if job.choice is not None:
+            print(job.choice.describe())
         _print(report, top=args.top)
         for each in remedies:
             print(f"remedy: {each.describe()}")

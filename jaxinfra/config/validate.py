@@ -6,7 +6,13 @@ from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig
 from jaxinfra.config.own import OwnMixer
 from jaxinfra.config.precision import StoredWeights
 from jaxinfra.config.preferences import check_preferences
-from jaxinfra.config.run import LATENT_METHODS, AttentionImplementation, ContextMethod, RunConfig
+from jaxinfra.config.run import (
+    LATENT_METHODS,
+    AttentionImplementation,
+    ContextMethod,
+    Remat,
+    RunConfig,
+)
 from jaxinfra.core.errors import ConfigError
 
 _OF_TOKENS = ("loss", "z_loss", "label_smoothing")
@@ -46,7 +52,22 @@ def validate(run: RunConfig) -> None:
     _validate_lora(run)
     _validate_fp8(run)
     _validate_stored_weights(run)
+    _validate_recomputation(run)
     check_divides(model, mesh)
+
+
+def _validate_recomputation(run: RunConfig) -> None:
+    remat = run.training.remat
+    if remat in (Remat.OPTIMAL, Remat.CHOSEN) and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"remat={remat} with pipe={run.mesh.pipe}: layers of a pipeline's stages are one "
+            "program and keep the same; choose remat=auto or a policy"
+        )
+    if remat is Remat.OPTIMAL and run.lora is not None:
+        raise ConfigError(
+            "remat=optimal with lora: what is computed again is priced for layers whose weights "
+            "are trained; choose remat=auto or a policy"
+        )
 
 
 def _validate_lora(run: RunConfig) -> None:

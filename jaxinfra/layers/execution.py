@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, MixerConfig
-from jaxinfra.config.run import Remat
+from jaxinfra.config.run import KeptValues, Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
@@ -318,6 +318,7 @@ class Execution:
     place: Place
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat
+    kept: tuple[KeptValues, ...]  # of remat=chosen
     unroll: int
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.lora import Adapter
-from jaxinfra.layers.passes import ModelState, Sums
+from jaxinfra.layers.passes import ModelState, Sums, labelled
 from jaxinfra.layers.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
@@ -63,6 +63,7 @@ class Projection(nnx.Module):
         repeated: str | None = None,
     ):
         self.name = name
+        self.label = ""  # its own name in the block, once it has one
         self.spec = spec
         self.dims = dims
         self.policy = execution.policy
@@ -169,7 +170,7 @@ class Projection(nnx.Module):
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        return checkpoint_name(y, self.name)
+        return labelled(checkpoint_name(y, self.name), self.label)
 
 
 def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:

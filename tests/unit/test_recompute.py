@@ -38,7 +38,7 @@ def small_run(**training):
 
 
 def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
-    assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO}
+    assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO, Remat.OPTIMAL, Remat.CHOSEN}
     keeps_all = step_bytes(lower_step(make_job(small_run(remat=Remat.NONE))).compile())
     config = small_run(remat=Remat.AUTO, memory_budget_gib=(keeps_all - 1) / 2**30)
     job = make_job(config)
@@ -100,7 +100,7 @@ def test_the_budget_is_what_the_device_has_or_what_is_given():
 
 @pytest.mark.parametrize(("remat", "gib"), [(Remat.DOTS, 10.0), (Remat.AUTO, 0.0)])
 def test_a_budget_without_a_use_is_refused(remat, gib):
-    with pytest.raises(ConfigError, match=r"only remat=auto chooses by it"):
+    with pytest.raises(ConfigError, match=r"only remat=auto and optimal choose by it"):
         small_run(remat=remat, memory_budget_gib=gib)
 
 
