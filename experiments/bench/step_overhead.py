@@ -9,7 +9,7 @@ turns to the others, which go on from a state of their own with the run's first 
 the run's compiled step alone, "bare" the same without tests of its result, "again" that program a
 second time, which is the control: what differs from "bare" there is noise.
 
-With ``--trace`` two steps of "step" are traced at the end, CUDA graphs and all, and it is counted
+With ``--trace`` two steps of "step" are traced at first, CUDA graphs and all, and it is counted
 how much of the device's time has a scope.
 
 A step's time is from the end of the step before to its own end, as the host learns of it with one
@@ -41,6 +41,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.config.run import RunConfig
+from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.traced_run import read_traced_run
@@ -200,6 +201,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=Path, help="keep compiled programs there")
+    parser.add_argument(
+        "--wait-for", type=Path, metavar="FILE", help="measure once it is there: others are done"
+    )
     parser.add_argument("--compile-only", action="store_true", help="fill it, and run nothing")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="trace two steps there")
     parser.add_argument("--out", type=Path)
@@ -213,13 +217,13 @@ def main() -> None:
     config = _config(args, place / "tokens")
     job, steps = make_job(config), jaxinfra.Steps(config)
     batches = [job.put(batch) for batch in itertools.islice(steps.batches(cache_dir=cache), 4)]
-    shapes = (job.abstract_state(), batches[0])
+    arguments = (job.abstract_state(), batches[0])
     bare = _bare(job)
     assert job.statistics_step is not None, "statistics.every"
     lowered = {
-        "bare": bare.trace(*shapes).lower(),
-        "step": job.train_step.trace(*shapes).lower(),
-        "statistics": job.statistics_step.trace(*shapes).lower(),
+        "bare": bare.trace(*arguments).lower(),
+        "step": job.train_step.trace(*arguments).lower(),
+        "statistics": job.statistics_step.trace(*arguments).lower(),
     }
     print(f"traced after {time.perf_counter() - began:.1f} s", flush=True)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -231,14 +235,23 @@ def main() -> None:
         return
     programs = {"bare": compiled["bare"], "step": compiled["step"], "again": compiled["bare"]}
     alone = _Alone(programs=programs, batches=batches, state=job.initialize())
+    while args.wait_for is not None and not args.wait_for.exists():
+        time.sleep(0.2)
     for name in programs:
         alone.turn(name, steps=2)
+    shapes = {"preset": args.preset, "batch": args.batch, "length": args.length}
+    traced: dict[str, Any] = {}
+    if args.trace is not None:
+        try:
+            traced["trace"] = _traced(job, alone, args.trace)
+        except JaxinfraError as error:  # what is timed does not need it
+            print(f"no trace: {error}", flush=True)
+    print(f"begins after {time.perf_counter() - began:.1f} s", flush=True)
 
     def tell(result: dict[str, Any]) -> None:
-        shapes = {"preset": args.preset, "batch": args.batch, "length": args.length}
-        document = {"environment": environment(), "shapes": shapes, "set": args.set, **result}
+        head = {"environment": environment(), "shapes": shapes, "set": args.set}
         if args.out is not None:
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+            args.out.write_text(json.dumps({**head, **result, **traced}, indent=1) + "\n")
 
     turns = _Turns(alone, rounds=args.rounds, tell=tell)
     loggers = (
@@ -249,9 +262,6 @@ def main() -> None:
         jaxinfra.train(config, place / "run", cache_dir=cache, callbacks=(turns, *loggers))
     result = turns.result()
     tell(result)
-    if args.trace is not None:
-        result["trace"] = _traced(job, alone, args.trace)
-        tell(result)
     for name, seconds in result["median_s"].items():
         over = (result["median_over_bare"][name], result["mean_over_bare"][name])
         print(f"{name:6s} {1e3 * seconds:9.3f} ms ({over[0]:+.3%}; means {over[1]:+.3%})")
