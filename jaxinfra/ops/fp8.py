@@ -38,7 +38,8 @@ def _named[Tree](tree: Tree) -> Tree:
 
     ``jax.checkpoint`` rounds what it keeps by the bits of its exponent and mantissa. That takes
     e4m3fn for a format with infinities, of which 240 is the largest number: what lies between 240
-    and 448 would come back as infinite.
+    and 448 would come back as infinite. XLA drops that rounding where it allows excess precision,
+    which it does on GPUs unless told otherwise, and not on CPUs.
     """
 
     def named(x: jax.Array) -> jax.Array:
