@@ -54,6 +54,7 @@ BUFFERS: dict[str, dict[str, Any]] = {
         "xla_gpu_graph_min_graph_size": 1,
     },
 }
+PROFILE = "profile"
 STEPS, ROUNDS, SLACK = 40, 3, 256
 
 
@@ -168,9 +169,8 @@ def timed(step: jax.stages.Compiled, form: Form, make_state, *, steps: int) -> d
     }
 
 
-def profile(form: Form, make_state, sampling: SamplingConfig, *, top: int) -> dict[str, Any]:
-    """Time and count of a step's kernels by name, the longest first."""
-    state = make_state()
+def repeatable(form: Form, state: DecodeState, sampling: SamplingConfig) -> jax.stages.Compiled:
+    """The step compiled without command buffers, whose kernels the profiler does not see."""
     config = StepConfig(
         graphdef=form.graphdef,
         num_ids=form.definition.config.vocab_size,
@@ -178,9 +178,15 @@ def profile(form: Form, make_state, sampling: SamplingConfig, *, top: int) -> di
     )
     # Within another program nothing is donated, so that the step can be repeated.
     kept = jax.jit(functools.partial(decode, config=config))
+    tokens = jax.ShapeDtypeStruct(state.positions_B.shape, jnp.int32)
+    return kept.lower(form.weights, state, tokens).compile(compiler_options=BUFFERS["off"])
+
+
+def profile(step: jax.stages.Compiled, form: Form, make_state, *, top: int) -> dict[str, Any]:
+    """Time and count of a step's kernels by name, the longest first."""
+    state = make_state()
     tokens = jnp.arange(state.positions_B.size, dtype=jnp.int32)
-    compiled = kept.lower(form.weights, state, tokens).compile(compiler_options=BUFFERS["off"])
-    _, launches = profiler.measure(compiled, aggregate=False)(form.weights, state, tokens)
+    _, launches = profiler.measure(step, aggregate=False)(form.weights, state, tokens)
     assert launches is not None, "the step launched no kernel"
     total: dict[str, list[float]] = collections.defaultdict(list)
     for name, taken in launches:
@@ -234,21 +240,29 @@ def measure_form(table, args, copy, preset, form_name, form: Form, shapes) -> No
                 name = f"{preset} {batch} x {context}, {sampling}, {form_name}, buffers {buffers}"
                 if name.startswith(tuple(args.only)):
                     wanted[name] = (batch, context, sampling, buffers)
+            name = f"{preset} {batch} x {context}, {sampling}, {form_name}, profile"
+            if args.profile and name.startswith(tuple(args.only)):
+                wanted[name] = (batch, context, sampling, PROFILE)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
 
         def compiled(batch: int, context: int, sampling: str, buffers: str):
             make = functools.partial(form.state, batch, context, SAMPLINGS[sampling])
-            return step_of(form, jax.eval_shape(make), SAMPLINGS[sampling], buffers)
+            state = jax.eval_shape(make)
+            if buffers == PROFILE:
+                return repeatable(form, state, SAMPLINGS[sampling])
+            return step_of(form, state, SAMPLINGS[sampling], buffers)
 
         start = time.monotonic()
         programs = {name: pool.submit(compiled, *each) for name, each in wanted.items()}
         concurrent.futures.wait(programs.values())
         print(f"compiled {time.monotonic() - start:.1f} s", flush=True)
-    for name, (batch, context, sampling, _) in wanted.items():
+    for name, (batch, context, sampling, buffers) in wanted.items():
         make = functools.partial(form.state, batch, context, SAMPLINGS[sampling])
 
-        def measure(name=name, batch=batch, context=context, make=make) -> dict:
+        def measure(name=name, batch=batch, context=context, make=make, kind=buffers) -> dict:
             step = programs[name].result()
+            if kind == PROFILE:
+                return profile(step, form, make, top=24)
             if args.programs is not None:
                 args.programs.mkdir(parents=True, exist_ok=True)
                 text = step.as_text()
@@ -262,12 +276,6 @@ def measure_form(table, args, copy, preset, form_name, form: Form, shapes) -> No
             return row
 
         table.add(name, measure)
-    if args.profile:
-        for batch, context in shapes:
-            for sampling in args.samplings:
-                name = f"{preset} {batch} x {context}, {sampling}, {form_name}, profile"
-                make = functools.partial(form.state, batch, context, SAMPLINGS[sampling])
-                table.add(name, lambda s=sampling, m=make: profile(form, m, SAMPLINGS[s], top=16))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,9 @@ VARIANTS = {
     "no teams": PagedConfig(teams=False, num_stages=2),
     "3 tiles": PagedConfig(num_stages=3),
     "1 worker, 6 tiles": PagedConfig(num_stages=6, num_workers=1),
+    "2 tiles of 128": PagedConfig(block_kv=128, num_stages=2),
+    "3 tiles of 128": PagedConfig(block_kv=128, num_stages=3),
+    "1 worker, 3 tiles of 128": PagedConfig(block_kv=128, num_stages=3, num_workers=1),
 }
 CHECKED = {
     "plain": (PagedWorkload(name="", B=5, length=1500, N=32, K=8), {}),
@@ -49,8 +52,8 @@ CHECKED = {
     "sinks": (PagedWorkload(name="", B=4, length=300, N=16, K=2, H=64, V=64, size=32), {}),
     "heads of 256": (PagedWorkload(name="", B=4, length=600, N=16, K=8, H=256, V=256), {}),
     "chunk": (PagedWorkload(name="", B=2, length=900, N=32, K=8, T=300), {}),
-    "latent 16": (dataclasses.replace(WORKLOADS[4], B=3, length=900), {}),
-    "latent 128": (dataclasses.replace(WORKLOADS[5], B=3, length=900, T=2), {}),
+    "latent 16": (dataclasses.replace(WORKLOADS[5], B=3, length=900), {}),
+    "latent 128": (dataclasses.replace(WORKLOADS[6], B=3, length=900, T=2), {}),
 }  # fmt: skip
 
 

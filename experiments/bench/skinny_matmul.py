@@ -81,6 +81,7 @@ class Case:
         f = functools.partial(skinny_matmul_reference, swiglu=self.swiglu)
         if config is not None:
             f = functools.partial(skinny_matmul_hopper, swiglu=self.swiglu, config=config)
+        f = jax.jit(f)  # traced and lowered once for all weights
         return lambda x, ws: [f(x, w) for w in ws]
 
     def arrays(self) -> tuple[jax.Array, list[jax.Array]]:

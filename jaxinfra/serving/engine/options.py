@@ -47,10 +47,10 @@ class EngineOptions:
         """The limits for a model."""
         positions = min(config.max_positions, self.max_context or config.max_positions)
         pages = -(-positions // self.page_size)
+        # Padding to the next size costs nothing as long as weights are most of what a step reads.
         sizes = [1]
-        while sizes[-1] * 4 < self.max_running:
-            sizes.append(sizes[-1] * 4)
-        sizes = sorted({*sizes, self.max_running})
+        while sizes[-1] < self.max_running:
+            sizes.append(min(self.max_running, sizes[-1] * (4 if sizes[-1] < 64 else 2)))
         return SchedulerLimits(
             num_pages=1 + self.max_running * pages if self.num_pages is None else self.num_pages,
             page_size=self.page_size,
