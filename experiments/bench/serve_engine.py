@@ -8,14 +8,14 @@ weights and cache over the rate of a copy in the same process. "batch": as many 
 time, and half as many again; "of_roofline" is what their products would take at the rate of a large
 matmul, and their decode steps at that of a copy, over the time taken. "prefix": prompts of a suffix
 alone, then behind a prefix that pages hold. "load": arrivals by chance at shares of the batch's
-rate. "check": greedy tokens beside the logits of a pass over the whole text.
+rate. "check": greedy tokens beside the logits of a pass over the whole text. "memory": what
+``jaxinfra memory --serve`` says of this engine, to be held beside "peak_bytes".
 """
 
 import argparse
 import collections
 import functools
 import gc
-import json
 import pathlib
 import statistics
 import time
@@ -30,7 +30,11 @@ from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.decode import Form, copied, floor_bytes, forms
 from experiments.bench.table import Table
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.presets import MODELS
+from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory
 from jaxinfra.models.decoder import Decoder
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
@@ -47,7 +51,7 @@ SHAPES = {
     "llama32_1b": ((1, 2048), (64, 2048)),
     "tiny": ((1, 32), (2, 32)),
 }
-CASES = ("steps", "batch", "prefix", "load", "check")
+CASES = ("steps", "batch", "prefix", "load", "check", "memory")
 PERCENTILES = (50, 95, 99)
 
 
@@ -60,16 +64,7 @@ class Bench:
         # The generator ends here, and with it the stacked weights.
         _, self.form = next(forms(args.preset, ["serving"]))
         gc.collect()
-        self.options = EngineOptions(
-            max_running=args.running,
-            page_size=args.page_size,
-            num_pages=args.pages,
-            max_context=args.context,
-            max_step_tokens=args.step_tokens,
-            chunk_sizes=tuple(args.chunks),
-            max_piece_rows=args.piece_rows,
-        )
-        self.engine = Engine(self.model, options=self.options)
+        self.engine = Engine(self.model, options=options_of(args))
         self.copy_rate = self.matmul_rate = float("nan")
 
     @property
@@ -301,6 +296,31 @@ class Bench:
         }
 
 
+def options_of(args: argparse.Namespace) -> EngineOptions:
+    """The engine's."""
+    return EngineOptions(
+        max_running=args.running,
+        page_size=args.page_size,
+        num_pages=args.pages,
+        max_context=args.context,
+        max_step_tokens=args.step_tokens,
+        chunk_sizes=tuple(args.chunks),
+        max_piece_rows=args.piece_rows,
+    )
+
+
+def predicted(args: argparse.Namespace) -> dict[str, Any]:
+    """Bytes of the engine, before it is made."""
+    case = ServingCase(
+        model=MODELS[args.preset](),
+        policy=held_as_computed(POLICIES[PolicyName.BF16]),
+        engine=options_of(args),
+        is_straight=jax.default_backend() == "gpu",
+    )
+    found = serving_memory(case)
+    return {"predicted_bytes": found.bytes, "program": str(found.program), "each": found.totals}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _hidden(graphdef: Any, weights: Any, ids_BT: jax.Array) -> jax.Array:
     model = nnx.merge(graphdef, weights)
@@ -340,6 +360,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
+    if "memory" in args.cases:
+        table.add("memory", functools.partial(predicted, args))
+    if args.cases == ["memory"]:
+        return
     bench = Bench(args)
     table.add("rates", bench.rates)
     table.add("warm up", bench.warm_up)
@@ -360,7 +384,6 @@ def main() -> None:
             load = functools.partial(bench.load, share, row["requests_s"])
             table.add(f"load {share:.0%}", load)
     table.add("after", bench.state)
-    print(json.dumps(table.rows, indent=1))
 
 
 if __name__ == "__main__":

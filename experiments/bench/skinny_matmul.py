@@ -24,6 +24,7 @@ from experiments.bench.decode import copied
 from experiments.bench.environment import environment
 from experiments.bench.table import Table
 from pallas_kernels.common import device, tables
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.skinny_matmul.choice import OP, QUESTION
 from pallas_kernels.skinny_matmul.config import DEPTHS, SkinnyConfig, config_for
 from pallas_kernels.skinny_matmul.hopper import padded, skinny_matmul_hopper
@@ -39,6 +40,8 @@ SHAPES = {  # K, N, gated
     "1b gate and up": (2048, 16_384, True),
     "1b down": (8192, 2048, False),
 }
+SUMMED = ("out", "down")
+"""Products that something is added to, as a residual is: the operation that adds parts of K, too."""
 ROWS = (1, 16, 64, 128, 256)
 BEYOND_CACHE = 160 * 2**20
 
@@ -65,11 +68,18 @@ class Case:
         default = config_for(rows, self.N, self.K, swiglu=self.swiglu)
         if default is None:
             return [None]
-        widths = {default.tile_n, 128} if self.swiglu else {default.tile_n, 32}
+        widths = {default.tile_n, 128} if self.swiglu else {default.tile_n}
         each = [
             SkinnyConfig(tile_n=width, depth=depth, cluster=cluster)
             for width, depth, cluster in itertools.product(sorted(widths), DEPTHS, self.clusters)
         ]
+        if self.name.endswith(SUMMED):
+            for width, depth in itertools.product((64, 128, 256), DEPTHS):
+                splits = 1
+                while self.N // width * splits * 2 <= NUM_PROCESSORS:
+                    splits *= 2
+                if splits > 1:
+                    each.append(SkinnyConfig(tile_n=width, depth=depth, splits=splits))
         return [None, *(c for c in each if self.fits(c))]
 
     def fits(self, config: SkinnyConfig) -> bool:
@@ -82,6 +92,8 @@ class Case:
         if config is not None:
             f = functools.partial(skinny_matmul_hopper, swiglu=self.swiglu, config=config)
         f = jax.jit(f)  # traced and lowered once for all weights
+        if self.name.endswith(SUMMED):
+            return lambda x, ws: [f(x, w) + 1 for w in ws]
         return lambda x, ws: [f(x, w) for w in ws]
 
     def arrays(self) -> tuple[jax.Array, list[jax.Array]]:
@@ -96,6 +108,8 @@ class Case:
         wide = [a.astype(jnp.float32) for a in (x, ws[0])]
         want = skinny_matmul_reference(*wide, swiglu=self.swiglu)
         got = program(x, ws)[0].astype(jnp.float32)
+        if self.name.endswith(SUMMED):
+            want += 1
         _, launches = profiler.measure(program, aggregate=False, iterations=4)(x, ws)
         assert launches is not None, "the product launched no kernel"
         taken = statistics.median(sum(t for _, t in each) for each in launches) / self.count
@@ -114,7 +128,7 @@ class Case:
         if config is not None:
             choice = {
                 "implementation": "hopper", "tile_n": config.tile_n, "depth": config.depth,
-                "cluster": config.cluster,
+                "cluster": config.cluster, "splits": config.splits,
             }  # fmt: skip
         return tables.Row.of(case=case, choice=choice, ms=us / 1e3)
 

@@ -21,6 +21,7 @@ CASES = {
     "few rows": ((5, 256, 64), False, SkinnyConfig()),
     "gated, two groups": ((72, 256, 128), True, SkinnyConfig()),
     "shared copies": ((64, 192, 128), False, SkinnyConfig(cluster=2)),
+    "parts of K": ((24, 512, 64), False, SkinnyConfig(splits=4)),
     "deep, narrow": ((16, 384, 32), False, SkinnyConfig(tile_n=32, depth=128)),
 }
 
