@@ -1,4 +1,4 @@
-"""The engine by the host's clock: steps, a batch of requests, shared prefixes, load; random weights.
+"""The engine by the host's clock: steps, a batch, shared prefixes, load; random weights.
 
 python -m experiments.bench.serve_engine --preset llama3_8b \
     --out experiments/results/serve-engine-8b-h200.json
@@ -28,7 +28,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench.decode import Form, copied, floor_bytes, forms
+from experiments.bench.decode import Form, copied, floor_bytes, forms, prefill_flops
 from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
@@ -179,25 +179,11 @@ class Bench:
     def roofline(self, number: int) -> tuple[float, float]:
         """Seconds of products of all prompts, and of reading for all decode steps."""
         args = self.args
-        products = 2.0 * self.parameters * args.prompt_tokens
-        attention = 0.0
-        for block, repeats in zip(self.model.config.blocks, self.model.config.repeats, strict=True):
-            mixer = block.mixer
-            width = getattr(mixer, "num_q_heads") * getattr(mixer, "head_dim")
-            attention += 2.0 * repeats * width * args.prompt_tokens**2
-        prefill = number * (products + attention) / self.matmul_rate
+        prefill = prefill_flops(self.form, number, args.prompt_tokens) / self.matmul_rate
         running = min(args.running, number)
         context = args.prompt_tokens + args.new_tokens // 2
         steps = number / running * args.new_tokens
         return prefill, steps * floor_bytes(self.form, running, context) / self.copy_rate
-
-    @property
-    def parameters(self) -> int:
-        """Weights that a token of a prompt is multiplied with: all but the vocabulary's."""
-        table = self.form.definition.table()
-        return sum(
-            each.size for each in table if each.matmul and not each.path.endswith("embedding/table")
-        )
 
     def prefix(self) -> dict[str, Any]:
         """Prompts of a suffix alone, and of the same behind a prefix that is known."""
@@ -216,15 +202,14 @@ class Bench:
         timed(prefix)
         alone = [timed(()) for _ in range(3)]
         behind = [timed(prefix) for _ in range(3)]
+        flops = prefill_flops(self.form, number, args.prompt_tokens)
         ratio = statistics.median(behind) / statistics.median(alone)
         return {
             "requests": number,
             "alone_ms": round(1e3 * statistics.median(alone) / number, 3),
             "behind_ms": round(1e3 * statistics.median(behind) / number, 3),
             "ratio": round(ratio, 4),
-            "prefill_tflop_s": round(
-                2e-12 * self.parameters * args.prompt_tokens * number / statistics.median(alone), 1
-            ),
+            "alone_tflop_s": round(flops / statistics.median(alone) / 1e12, 1),
         }
 
     def load(self, share: float, requests_s: float) -> dict[str, Any]:
@@ -269,9 +254,7 @@ class Bench:
             gaps += (logits.max(axis=1) - drawn).tolist()
             spread.append(float(logits.std()))
             same += int((logits.argmax(axis=1) == tokens[place]).sum())
-            alone = generate(
-                self.model, [request.prompt_ids], max_new_tokens=24, sampling=GREEDY
-            )
+            alone = generate(self.model, [request.prompt_ids], max_new_tokens=24, sampling=GREEDY)
             alike += [each.token for each in alone] == tokens[place]
         return {
             "tokens": len(gaps),

@@ -135,7 +135,7 @@ class GroupedAttention(nnx.Module):
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
 
     def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
-        """``__call__`` of a packed product whose keys go straight into a cache; None if in parts."""
+        """``__call__`` where a packed product goes straight into a cache; None where in parts."""
         if self.execution.append is None:
             return None
         found = self.execution.append(

@@ -21,7 +21,7 @@ def operands(B=3, T=2, N=8, K=4, H=64, dtype="bfloat16"):
     heads = jnp.asarray(rng.normal(size=(B, T, N + 2 * K, H)), dtype)
     k, v = (jnp.asarray(rng.normal(size=(7, 16, K, H)), dtype) for _ in range(2))
     tables = np.array([[1, 2], [3, -1], [4, 5]], np.int32)
-    positions = np.array([[15, 16], [9, 20], [31, -1]], np.int32)
+    positions = np.array([[15, 16], [9, 20], [31, -1]], np.int32)[:, -T:]
     angles = rng.uniform(0, 6, (B, T, H // 2)).astype(np.float32)
     return heads, k, v, tables, positions, (np.cos(angles), np.sin(angles))
 
@@ -87,8 +87,8 @@ def test_what_does_not_fit_is_refused():
     with device.compiling_for(device.H200):
         with pytest.raises(UnsupportedError, match="multiples of 4"):
             hopper(heads[:, :, :12], k[:, :, :2], v[:, :, :2], *rest)
+        half = tuple(x[..., :16] for x in rest[-1])
         with pytest.raises(UnsupportedError, match="all must"):
-            half = tuple(x[..., :16] for x in rest[-1])
             hopper(heads, k, v, *rest[:-1], half)
         with pytest.raises(UnsupportedError, match="not one of"):
             hopper(heads.astype(jnp.float32), k, v, *rest)

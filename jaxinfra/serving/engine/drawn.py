@@ -21,9 +21,7 @@ class Drawn:
     prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
 
 
-def of_row(
-    row: PlannedRow, place: int, drawn: np.ndarray, scores: list[LogProbabilities]
-) -> Drawn:
+def of_row(row: PlannedRow, place: int, drawn: np.ndarray, scores: list[LogProbabilities]) -> Drawn:
     """What a call gave for one row.
 
     Args:

@@ -76,45 +76,55 @@ class RowInputs:
 
     @property
     def slots_B(self) -> Int[Array, "B"]:
-        """As ``RowNumbers.slot``; so are the others."""
+        """Each row's slot; the fields are those of ``RowNumbers``."""
         return self._field("slot")
 
     @property
     def starts_B(self) -> Int[Array, "B"]:
+        """Positions of the first tokens."""
         return self._field("start")
 
     @property
     def counts_B(self) -> Int[Array, "B"]:
+        """Tokens of each row."""
         return self._field("count")
 
     @property
     def contexts_B(self) -> Int[Array, "B"]:
+        """Tokens that each row has come to."""
         return self._field("context")
 
     @property
     def seeds_B(self) -> UInt32[Array, "B"]:
+        """Lower bits of each request's."""
         return jax.lax.bitcast_convert_type(self._field("seed"), jnp.uint32)
 
     @property
     def choices_B(self) -> Int[Array, "B"]:
+        """Each request's."""
         return self._field("choice")
 
     @property
     def key_positions_B(self) -> Int[Array, "B"]:
+        """Tokens before each row's first draw."""
         return self._field("key_position")
 
     @property
     def draws_B(self) -> Bool[Array, "B"]:
+        """Whether each draw counts."""
         return self._field("draws") != 0
 
     @property
     def is_masked_B(self) -> Bool[Array, "B"]:
+        """Whether each slot's mask holds."""
         return self._field("is_masked") != 0
 
     @property
     def adapters_B(self) -> Int[Array, "B"]:
+        """Each row's; 0: none."""
         return self._field("adapter")
 
     @property
     def is_counted_B(self) -> Bool[Array, "B"]:
+        """Whether each row's token is new to its history."""
         return self._field("is_counted") != 0
