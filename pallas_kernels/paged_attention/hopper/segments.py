@@ -47,12 +47,16 @@ class TileLine:
         start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
 
         def tiles_of(entry):
+            if g.num_entries == 1:  # nothing to look up: a read less in a chain of them
+                return jnp.int32(0), lax.div(total, head_blocks)
             before = gmem.before[entry]
             return before, lax.div(gmem.before[entry + 1] - before, head_blocks)
 
         def step(carry):
             s, at, done = carry
             entry, block = lax.div(s, head_blocks), lax.rem(s, head_blocks)
+            if g.num_entries == 1:
+                entry = jnp.int32(0)
             before, tiles = tiles_of(entry)
             lo = at - before - block * tiles
             count = jnp.minimum(tiles - lo, stop - at)
@@ -71,7 +75,9 @@ class TileLine:
             pl.when(count > 0)(lambda: body(segment, done))
             return s + 1, at + count, done + count
 
-        entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
+        entry = jnp.int32(0)
+        if g.num_entries > 1:
+            entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
         before, tiles = tiles_of(entry)
         block = lax.div(start - before, jnp.maximum(tiles, 1))
         carry = entry * head_blocks + block, start, jnp.int32(0)
