@@ -164,8 +164,8 @@ BREAKS = {
     27: (
         "serving/http/service.py",
         "asyncio.Queue()",
-        "asyncio.Queue(8)",
-        "others were answered otherwise meanwhile",
+        "asyncio.Queue(500)",
+        "the slow client's stream did not end",
     ),
     28: (
         "serving/http/app.py",

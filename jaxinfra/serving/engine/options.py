@@ -64,3 +64,15 @@ class EngineOptions:
             long_context=long_context,
             num_drafts=self.num_drafts if has_draft else 0,
         )
+
+
+def options_on(platform: str) -> EngineOptions:
+    """Defaults of a server on this platform, as JAX names it.
+
+    On a GPU: chunks long enough for its matmuls, and pages as its kernels read them.
+    """
+    if platform != "gpu":
+        return EngineOptions()
+    return EngineOptions(
+        max_running=64, page_size=64, max_step_tokens=4096 + 64, chunk_sizes=(64, 256, 1024)
+    )
