@@ -218,7 +218,7 @@ class Prefill:
     def measure(self, program: concurrent.futures.Future[jax.stages.Compiled]) -> dict[str, Any]:
         """Host time of a call, several in a row."""
         run, arguments = program.result(), self.arguments()
-        jax.block_until_ready(run(*arguments))
+        tokens, _ = jax.block_until_ready(run(*arguments))
         calls, taken = (4 if self.batch * self.length > 1024 else 40), []
         for _ in range(ROUNDS):
             start = time.perf_counter()
