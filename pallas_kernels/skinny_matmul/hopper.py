@@ -58,13 +58,18 @@ def skinny_matmul_hopper(
         UnsupportedError: tiles that do not fit the call.
     """
     (M, K), N = x_MK.shape, w_KN.shape[1]
-    x_MK = jnp.pad(x_MK, ((0, padded(M) - M), (0, 0)))
     config = config or config_for(padded(M), N, K, swiglu=swiglu)
     assert config is not None, "unsupported"
     reason = config.unsupported(padded(M), N, K, swiglu=swiglu)
     if reason is not None:
         raise UnsupportedError(f"{config} for {M} rows, K={K}, N={N}: {reason}")
-    kernel = _SkinnyKernel(c=config, M=padded(M), K=K, N=N, dtype=x_MK.dtype, swiglu=swiglu)
+    rows = M
+    if M > ROW_MULTIPLE:  # copies may go beyond the last row of a single tile of rows only
+        rows = padded(M)
+        x_MK = jnp.pad(x_MK, ((0, rows - M), (0, 0)))
+    kernel = _SkinnyKernel(
+        c=config, M=padded(M), rows=rows, K=K, N=N, dtype=x_MK.dtype, swiglu=swiglu
+    )
     result = kernel.result(x_MK, w_KN)
     if config.splits > 1:
         result = jnp.sum(result, axis=0).astype(x_MK.dtype)
@@ -76,7 +81,8 @@ class _SkinnyKernel:
     """The kernel of one call; methods are its phases, written once per trace."""
 
     c: SkinnyConfig
-    M: int
+    M: int  # with those that tiles ask for: they are read as zeros, and not written
+    rows: int
     K: int
     N: int
     dtype: jnp.dtype
@@ -105,7 +111,7 @@ class _SkinnyKernel:
     def result(self, x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
         """[M, N], or [M, F]; fp32 [P, M, N] where K is split."""
         c = self.c
-        shape, dtype = (self.M, self.N // self.parts), self.dtype
+        shape, dtype = (self.rows, self.N // self.parts), self.dtype
         if c.splits > 1:
             shape, dtype = (c.splits, *shape), jnp.dtype("float32")
         return launch(
@@ -155,6 +161,10 @@ class _SkinnyKernel:
             pl.when(wg == group)(functools.partial(self.compute, gmem, smem, block, group))
         pl.when(wg == groups)(functools.partial(self.load, gmem, smem, block))
 
+    def all_rows(self, first: int, count: int) -> Any:
+        """A slice beyond the last row, of which the copy engine reads zeros and writes nothing."""
+        return pl.ds(first + 0 * lax.axis_index("block"), count)
+
     def load(self, gmem, smem, block) -> None:
         """Fills the ring."""
         c = self.c
@@ -169,7 +179,9 @@ class _SkinnyKernel:
                 columns = pl.ds(part * (self.N // self.parts) + block * self.part_n, self.part_n)
                 plgpu.copy_gmem_to_smem(gmem.w.at[depth, columns], smem.w.at[slot, part], full)
             plgpu.copy_gmem_to_smem(
-                gmem.x.at[:, depth], smem.x.at[slot, pl.ds(0, self.M)], full,
+                gmem.x.at[self.all_rows(0, self.M), depth],
+                smem.x.at[slot, pl.ds(0, self.M)],
+                full,
                 collective_axes=sharing,
             )  # fmt: skip
 
@@ -214,6 +226,6 @@ class _SkinnyKernel:
         columns = pl.ds(block * self.part_n, self.part_n)
         out = gmem.out if self.c.splits == 1 else gmem.out.at[lax.axis_index("part")]
         plgpu.copy_smem_to_gmem(
-            smem.out.at[pl.ds(first, count)], out.at[pl.ds(first, count), columns]
+            smem.out.at[pl.ds(first, count)], out.at[self.all_rows(first, count), columns]
         )
         plgpu.wait_smem_to_gmem(0)
