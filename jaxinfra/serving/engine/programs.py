@@ -18,6 +18,7 @@ from jaxinfra.layers.execution import Execution
 from jaxinfra.models.adapter_bank import with_chosen
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.engine.inputs import RowInputs
+from jaxinfra.serving.engine.weights import Weights
 from jaxinfra.serving.sampling import (
     MOST_LOGPROBS,
     NO_TOKEN,
@@ -44,15 +45,6 @@ class ProgramConfig:
     graphdef: nnx.GraphDef[Decoder]
     num_ids: int  # ids from here on are never drawn
     draft: nnx.GraphDef[Decoder] | None = None  # a smaller model of the same vocabulary
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """Parameters of the model, and of the one that drafts."""
-
-    model: nnx.State
-    draft: nnx.State | None
 
 
 @jax.tree_util.register_dataclass
@@ -142,7 +134,7 @@ def _taken_in(
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
     state = dataclasses.replace(state, pools=pools)
     if config.draft is not None:
-        draft = nnx.merge(config.draft, weights.draft)
+        draft = weights.drafting(config.draft)
         drafts = state.draft_pools
         _, drafts = _run(draft, drafts, ids_BT, positions_BT, rows, is_fresh=is_fresh)
         state = dataclasses.replace(state, draft_pools=drafts)
@@ -212,7 +204,7 @@ def verify(
     length = ids_BT.shape[1]
     draft_pools = state.draft_pools
     if config.draft is not None:
-        draft = nnx.merge(config.draft, weights.draft)
+        draft = weights.drafting(config.draft)
         ids_BT, draft_pools = _drafted(draft, draft_pools, ids_BT[:, 0], rows, length, config)
     positions_BT = _positions(rows, length)
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=False)
@@ -276,7 +268,7 @@ def begin_history(
 
 def _model(weights: Weights, rows: RowInputs, config: ProgramConfig) -> Decoder:
     chosen_B = rows.adapters_B
-    return nnx.merge(config.graphdef, with_chosen(weights.model, chosen_B))
+    return nnx.merge(config.graphdef, with_chosen(weights.model.state, chosen_B))
 
 
 def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:

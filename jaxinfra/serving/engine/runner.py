@@ -23,8 +23,8 @@ from jaxinfra.serving.engine.programs import (
     WORD_BITS,
     DeviceState,
     ProgramConfig,
-    Weights,
 )
+from jaxinfra.serving.engine.weights import NamedArrays, Weights
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
 from jaxinfra.serving.token_history import TokenHistory
 
@@ -90,7 +90,10 @@ class ModelRunner:
         self._adapters = {name: place for place, name in enumerate((None, *adapters))}
         graphdef, parameters = nnx.split(model)
         draft_graphdef, draft_parameters = (None, None) if draft is None else nnx.split(draft)
-        self._weights = Weights(model=parameters, draft=draft_parameters)
+        self._weights = Weights(
+            model=NamedArrays.of(parameters),
+            draft=None if draft_parameters is None else NamedArrays.of(draft_parameters),
+        )
         self._config = ProgramConfig(graphdef=graphdef, num_ids=num_ids, draft=draft_graphdef)
         self._mask_words = -(-num_ids // WORD_BITS)
         self._verify_length = verify_length
