@@ -149,17 +149,23 @@ class ModelRunner:
         history = ProgramKey(name="history", rows=1, length=limits.context)
         return (*keys, copy, history, ProgramKey(name="mask", rows=1))
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        keys: Sequence[ProgramKey] | None = None,
+    ) -> None:
         """Compiles every program.
 
         Args:
             progress: called with how many are compiled, and how many there are.
+            keys: of the programs, where not all are needed.
         """
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             # Programs are traced one after another, and compiled side by side meanwhile.
             compiling = {
                 pool.submit(self.lowered(key).compile): key
-                for key in self.keys
+                for key in (self.keys if keys is None else keys)
                 if key not in self._compiled
             }
             done = concurrent.futures.as_completed(compiling)
