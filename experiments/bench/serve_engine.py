@@ -81,7 +81,7 @@ class Bench:
         begun, runner = time.perf_counter(), self.engine.runner
         keys = None
         if self.args.few_programs:
-            # Decode steps that draw by temperature, and the calls of most prompts.
+            # Decode steps that draw by temperature, and whole prompts, as many as a call has.
             rows = max(rows for rows, _ in self.engine.limits.chunk_shapes)
             keys = [
                 key

@@ -52,7 +52,7 @@ class Case:
 
     def __init__(self, name: str, M: int, pool: concurrent.futures.Executor, *, clusters: bool):
         self.K, self.N, self.swiglu = SHAPES[name]
-        self.clusters = (1, 4) if clusters and padded(M) >= 32 else (1,)
+        self.clusters = (1, 2, 4) if clusters and padded(M) >= 32 else (1,)
         self.name, self.M = name, M
         self.count = max(2, min(8, 1 + BEYOND_CACHE // (2 * self.K * self.N)))
         x = jax.ShapeDtypeStruct((M, self.K), jnp.bfloat16)
