@@ -36,7 +36,7 @@ BF16 = jnp.dtype("bfloat16")
 SIZES = (16, 32, 128)
 VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the default tiles
     "no teams": {"teams": False},
-    "one query tile": {"num_queries": 1},
+    "two query tiles": {"num_queries": 2},
     "3 tiles": {"num_stages": 3},
     "1 worker, 6 tiles": {"num_stages": 6, "num_workers": 1},
     "2 tiles of 128": {"block_kv": 128, "num_stages": 2},

@@ -24,7 +24,7 @@ class PagedConfig:
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
     num_workers: int = 2
-    num_queries: int = 2  # query tiles of a worker: of two, one comes while the other's part leaves
+    num_queries: int = 1  # query tiles of a worker: of two, one comes while the other's part leaves
     value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
     teams: bool = True  # workers side by side read the same pages, each for another kv head
     num_blocks: int = NUM_PROCESSORS
@@ -127,10 +127,8 @@ def config_for(layout: QueryLayout) -> PagedConfig:
         PagedConfig(
             num_stages=max(2, RING_BYTES // (workers * tile_bytes)),
             num_workers=workers,
-            num_queries=queries,
             value_parts=parts,
         )
         for workers in ((2, 1) if parts == 1 else (1,))
-        for queries in (2, 1)
     ]
     return next((c for c in configs if c.smem_bytes(layout) <= SMEM_BYTES), configs[-1])
