@@ -207,6 +207,7 @@ def test_backward_blocks_visit_every_key_tile_once(B, K, S):
         Case(T=136, H=256, right=0),
         Case(T=200, H=192, right=0, left=50, segments=True),
         Case(T=136, H=256, right=0, cap=5.0),
+        Case(T=136, H=192, Hv=128, right=0),
     ],
     ids=str,
 )
@@ -217,7 +218,10 @@ def test_backward_of_wide_heads_is_the_oracle(case, form):
         assert relative(gradient, want[name]) < BF16_ERROR, name
 
 
-WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+WIDTHS = [
+    (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128),
+    (192, 192), (256, 256),
+]  # fmt: skip
 SPECS = {
     "full": {},
     "causal": {"right": 0},
@@ -237,12 +241,12 @@ def lowers(f, *args):
     assert "mosaic_gpu" in text
 
 
-# By default every kind of width with one mask (80 and 192 tile as their neighbours do), and every
+# By default every kind of width with one mask (others tile as their neighbours do), and every
 # mask with the width of most models, forward. The backward pass of these widths is lowered with
 # documents below; here the other masks, and the two kernels of the deterministic one at the least
 # width, at most models' and at the greatest.
 ALL_MASKS_AT = (128, 128)
-LIKE_ANOTHER = {(80, 80), (192, 192)}
+LIKE_ANOTHER = {(72, 72), (80, 80), (112, 112), (160, 160), (192, 192)}
 QUICK_BACKWARD = {
     (ALL_MASKS_AT, "full", False),
     (ALL_MASKS_AT, "capped", False),
@@ -317,7 +321,7 @@ def test_backward_of_packed_documents_fits_shared_memory(widths):
 @pytest.mark.parametrize(
     ("widths", "masks", "spec", "words"),
     [
-        ((72, 72), {}, {}, "72/72"),
+        ((88, 88), {}, {}, "88/88"),
         ((128, 64), {}, {}, "128/64"),
         ((64, 64), {"bias": jnp.zeros((1, 1, 8, 8))}, {}, "bias"),
         ((64, 64), {}, {"scale": -1.0}, "scale=-1.0"),

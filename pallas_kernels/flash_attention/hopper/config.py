@@ -12,7 +12,11 @@ from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.machine import SMEM_BYTES
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
+WIDTHS = (
+    "64/64", "72/72", "80/80", "96/96", "112/112", "128/128", "160/160", "192/128", "192/192",
+    "256/256",
+)  # fmt: skip
+FORWARD_WIDTH = 16  # the forward's widths are multiples of it, the K of a matmul
 BARRIER_BYTES = 1024  # the most that a kernel's barriers take
 
 BACKWARD_KEYS, BACKWARD_QUERIES = 128, 64  # a tile of the backward up to 128 wide
@@ -28,6 +32,7 @@ class BlockTiles:
     num_stages: int = 2  # K and V tiles in flight
     overlap: bool = True  # keeps the softmax under the value product of the tile before
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
+    persistent: bool = False  # a block for each multiprocessor, which takes many tiles
 
     @property
     def block_q(self) -> int:
