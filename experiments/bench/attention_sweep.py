@@ -20,6 +20,7 @@ import math
 import os
 import pathlib
 import pickle
+import re
 import statistics
 import subprocess
 import sys
@@ -55,6 +56,11 @@ HEADS = (
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)
 
 
+_NAME = re.compile(
+    r"b(\d+) s(\d+) h(\d+)/(\d+) d(\d+)/(\d+) (?P<mask>full|causal|window(?P<window>\d+))"
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
     """One drawn call, query and key equally long."""
@@ -72,6 +78,22 @@ class Shape:
     def of(cls, row: dict[str, Any]) -> "Shape":
         """A measured row's."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
+
+    @classmethod
+    def named(cls, name: str) -> "Shape":
+        """The shape of a name as ``name`` writes it.
+
+        Raises:
+            ValueError: it is none.
+        """
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name!r} is not of the form 'b2 s8192 h32/8 d128/128 window512'")
+        sizes = dict(
+            zip(("B", "T", "N", "K", "H", "Hv"), map(int, found.groups()[:6]), strict=True)
+        )
+        window = int(found["window"]) if found["window"] else None
+        return cls(**sizes, mask="window" if window else found["mask"], window=window)
 
     @property
     def name(self) -> str:
@@ -328,6 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--shapes", nargs="*", default=[], help="these, by name, instead of drawn")
     parser.add_argument("--part", default="1/1", help="i/n: every n-th shape, from the i-th")
     parser.add_argument("--compile", type=pathlib.Path, help="only write programs there")
     parser.add_argument("--processes", type=int, default=1, help="that compile")
@@ -343,7 +366,8 @@ def main() -> None:
         print(json.dumps(summary(rows), indent=1))
         return
     i, n = map(int, args.part.split("/"))
-    shapes = draw(args.seed, args.count)[i - 1 :: n]
+    drawn = [Shape.named(name) for name in args.shapes] or draw(args.seed, args.count)
+    shapes = drawn[i - 1 :: n]
     if args.compile is None:
         sweep(shapes, args.programs, args.out, args.budget)
         return
@@ -355,7 +379,7 @@ def main() -> None:
     base = [sys.executable, "-m", "experiments.bench.attention_sweep", "--processes", "1"]
     given = {"seed": args.seed, "count": args.count, "budget": args.budget}
     flags = [f"--{name}={value}" for name, value in given.items()]
-    flags.append(f"--compile={args.compile}")
+    flags += [f"--compile={args.compile}", *(["--shapes", *args.shapes] if args.shapes else [])]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     children = [
         subprocess.Popen([*base, *flags, f"--part={i + n * k}/{n * args.processes}"], env=env)

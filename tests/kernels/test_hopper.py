@@ -17,8 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.hopper import (
+    backward_block,
     backward_by_columns,
     backward_by_keys,
+    forward_block,
     query_gradient,
     tiles,
     token_ids,
@@ -187,6 +189,30 @@ def test_backward_with_a_warpgroup_for_dq_is_the_oracle(case):
     got, want = gradients_of(case, DQ_WARPGROUP, interpretable=True)
     for name, gradient in zip(("dq", "dk", "dv"), got, strict=True):
         assert relative(gradient, want[name]) < BF16_ERROR, name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("num_warpgroups", [2, 3])
+@pytest.mark.parametrize("case", [THOROUGH[1], THOROUGH[2], QUICK[1]], ids=str)
+def test_persistent_forward_is_the_oracle(case, num_warpgroups, monkeypatch):
+    """Three blocks, which take several tiles each, of different lengths."""
+    monkeypatch.setattr(forward_block, "NUM_PROCESSORS", 3)
+    q, k, v, _, _ = case.arrays()
+    config = ForwardConfig(block_kv=64, num_warpgroups=num_warpgroups, persistent=True)
+    f = functools.partial(hopper.forward, spec=case.spec, config=config, interpretable=True)
+    out, _ = jax.jit(f)(q, k, v, case.masks())
+    assert relative(out, case.oracle()["out"]) < BF16_ERROR
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "N", "K", "parts"),
+    [(1, 26368, 8, 1, 2), (10, 512, 16, 2, 8), (4, 4096, 32, 8, 1), (1, 128, 12, 4, 3)],
+)
+def test_query_heads_get_blocks_of_their_own_where_key_tiles_are_few(B, S, N, K, parts):
+    g = Geometry(B=B, T=S, S=S, N=N, K=K, H=64, Hv=64)
+    split, found = backward_block.split_heads(g, 128)
+    assert (found, split.K, split.group) == (parts, K * parts, N // K // parts)
 
 
 @pytest.mark.parametrize(("B", "K", "S"), [(4, 32, 2048), (1, 12, 3000), (3, 7, 40), (1, 1, 99999)])
