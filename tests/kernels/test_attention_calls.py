@@ -148,7 +148,7 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     assert dispatch.rank(table.with_rows(near), between) == ["cudnn", "xla"]
     older = dict(case)
     del older["heads"]
-    with pytest.raises(tables.TableError, match="heads.*measure again"):
+    with pytest.raises(tables.TableError, match=r"heads.*measure again"):
         dispatch.rank(table, older)
     tables.save(table, tmp_path / "flash_attention" / "dispatch-cpu.json")
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))

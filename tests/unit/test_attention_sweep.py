@@ -21,8 +21,10 @@ def test_drawn_shapes_repeat_and_stay_within_bounds():
     assert {(shape.H, shape.Hv) for shape in shapes} == set(sweep.WIDTHS)
     assert {shape.mask for shape in shapes} == {"full", "causal", "window"}
     for shape in shapes:
-        assert shape.flop <= sweep.LARGEST_FLOP and shape.size <= sweep.POOL, shape.name
-        assert 128 <= shape.T <= 32768 and shape.N % shape.K == 0, shape.name
+        assert shape.flop <= sweep.LARGEST_FLOP, shape.name
+        assert shape.size <= sweep.POOL, shape.name
+        assert 128 <= shape.T <= 32768, shape.name
+        assert shape.N % shape.K == 0, shape.name
         assert (shape.window or 0) < shape.T
 
 
