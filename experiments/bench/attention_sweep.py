@@ -17,21 +17,17 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
-import pickle
 import re
 import statistics
-import subprocess
-import sys
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import serialize_executable
 
+from experiments.bench import stored_programs
 from experiments.bench.attention import both_by_vjp, compiled, profiled
 from experiments.bench.environment import clocks, environment
 from pallas_kernels import UnsupportedError, flash_attention, flash_attention_gradient
@@ -212,48 +208,36 @@ def operands(direction: str, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: 
     return [q, k, v, d_out] if direction == "fwd+bwd" else [q, k, v, out, lse, d_out]
 
 
-def compile_shape(shape: Shape) -> dict[tuple[str, str], Any]:
+def compile_shape(shape: Shape) -> stored_programs.Programs:
     """Compiled programs, or what was raised instead."""
-    done: dict[tuple[str, str], Any] = {}
-    for key, f in programs(shape).items():
-        try:
-            done[key] = compiled(f, *operands(key[0], *shape.arrays()))
-        except Exception as error:  # one implementation's refusal must not end the sweep
-            done[key] = repr(error)[:200]
-    return done
+    return stored_programs.compile_each(
+        {
+            key: functools.partial(compiled, f, *operands(key[0], *shape.arrays()))
+            for key, f in programs(shape).items()
+        }
+    )
 
 
 def store(shapes: list[Shape], folder: pathlib.Path, deadline: float) -> None:
     """Compiles shapes and writes their programs, for a later process to load."""
     for shape in shapes:
         path = _path(folder, shape)
-        if path.exists() or time.monotonic() > deadline:
-            continue
-        ready = {
-            key: each if isinstance(each, str) else serialize_executable.serialize(each)
-            for key, each in compile_shape(shape).items()
-        }
-        part = path.with_suffix(".part")
-        part.write_bytes(pickle.dumps(ready))
-        part.rename(path)
+        if not path.exists() and time.monotonic() < deadline:
+            stored_programs.keep(path, compile_shape(shape))
 
 
-def load(shape: Shape, folder: pathlib.Path | None) -> dict[tuple[str, str], Any]:
+def load(shape: Shape, folder: pathlib.Path | None) -> stored_programs.Programs:
     """Programs as ``store`` wrote them; compiled now if there is no folder."""
     if folder is None:
         return compile_shape(shape)
-    ready = pickle.loads(_path(folder, shape).read_bytes())
-    return {
-        key: each if isinstance(each, str) else serialize_executable.deserialize_and_load(*each)
-        for key, each in ready.items()
-    }
+    return stored_programs.fetch(_path(folder, shape))
 
 
 def _path(folder: pathlib.Path, shape: Shape) -> pathlib.Path:
     return folder / (shape.name.replace(" ", "-").replace("/", "_") + ".pickle")
 
 
-def measure(shape: Shape, ready: dict[tuple[str, str], Any], pool: np.ndarray) -> dict[str, Any]:
+def measure(shape: Shape, ready: stored_programs.Programs, pool: np.ndarray) -> dict[str, Any]:
     """A row: milliseconds by direction and implementation, and what ``auto`` takes."""
     arrays, start = [], 0
     for each in shape.arrays():
@@ -375,18 +359,12 @@ def main() -> None:
     if args.processes == 1:
         store(shapes, args.compile, time.monotonic() + args.budget)
         return
-    # A process each: tracing holds Python's lock.
-    base = [sys.executable, "-m", "experiments.bench.attention_sweep", "--processes", "1"]
+    if n > 1:
+        raise SystemExit("--part is for one process; --processes makes the parts")
     given = {"seed": args.seed, "count": args.count, "budget": args.budget}
     flags = [f"--{name}={value}" for name, value in given.items()]
     flags += [f"--compile={args.compile}", *(["--shapes", *args.shapes] if args.shapes else [])]
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    children = [
-        subprocess.Popen([*base, *flags, f"--part={i + n * k}/{n * args.processes}"], env=env)
-        for k in range(args.processes)
-    ]
-    for child in children:
-        child.wait()
+    stored_programs.compile_in_processes("experiments.bench.attention_sweep", flags, args.processes)
     print(f"{len(list(args.compile.glob('*.pickle')))} shapes compiled", flush=True)
 
 

@@ -1,6 +1,8 @@
 """Softmaxes and norms at rows of random lengths, beside XLA and a copy.
 
-python -m experiments.bench.memory_random --out experiments/results/memory-bound-random-h200.json
+python -m experiments.bench.memory_random --compile /tmp/rows --processes 16
+python -m experiments.bench.memory_random --programs /tmp/rows --out random.json
+python -m experiments.bench.memory_random --summary random.json
 
 Lengths of 1,000 to 262,144 columns, half of them any number, a quarter multiples of 64 and a
 quarter of 2,048; arrays of 16 to 512 MiB in bf16. Each shape is measured with some of the ops; rows
@@ -9,7 +11,6 @@ float64 by the tests, at lengths of each kind, and not here.
 """
 
 import argparse
-import concurrent.futures
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.bench import stored_programs
 from experiments.bench.memory_bound import as_words, rate
 from experiments.bench.memory_cases import OPS
 from experiments.bench.table import Table
@@ -76,17 +78,28 @@ def given(name: str, workload: RowWorkload, pool: jax.Array) -> list[jax.Array]:
     return arrays
 
 
-def measure(table: Table, shapes: list[tuple[RowWorkload, list[str]]]) -> None:
-    """Compiles everything, then times shape after shape."""
-    with concurrent.futures.ThreadPoolExecutor(16) as threads:
-        programs = {
-            (workload, name, form): threads.submit(program, name, form, workload)
-            for workload, names in shapes
-            for name in names
-            for form in ("hopper", "xla")
-        }
+def makers(workload: RowWorkload, names: list[str]) -> dict:
+    """What compiles a shape's programs, by op and form."""
+    return {
+        (name, form): functools.partial(program, name, form, workload)
+        for name in names
+        for form in ("hopper", "xla")
+    }
+
+
+def measure(table: Table, shapes: list[tuple[RowWorkload, list[str]]], folder: pathlib.Path | None):
+    """Times shape after shape; everything is compiled before."""
+    programs = {
+        workload: stored_programs.compile_each(makers(workload, names))
+        if folder is None
+        else stored_programs.fetch(folder / f"{workload.name}.pickle")
+        for workload, names in shapes
+        if folder is None or (folder / f"{workload.name}.pickle").exists()
+    }
     pool = jax.random.normal(jax.random.key(0), (LARGEST // 2 + 2**21,), jnp.bfloat16)
     for workload, names in shapes:
+        if workload not in programs:
+            continue
         elements = workload.rows * workload.columns
         words = as_words(pool[:elements].reshape(workload.rows, workload.columns))
         copy = functools.partial(rate, lambda x: x + 1, [words], 4 * elements, None)
@@ -95,15 +108,15 @@ def measure(table: Table, shapes: list[tuple[RowWorkload, list[str]]]) -> None:
             args = given(name, workload, pool)
             num_bytes = 2 * OPS[name].num_arrays * elements
             for form in ("hopper", "xla"):
-                get = programs[workload, name, form].result
+                f = programs[workload][name, form]
                 table.add(
                     f"{name} {workload.name} {form}",
-                    functools.partial(_rate, get, args, num_bytes, copied),
+                    functools.partial(_rate, f, args, num_bytes, copied),
                 )
 
 
-def _rate(get, args, num_bytes: int, copy: float | None) -> dict:
-    return rate(get(), args, num_bytes, copy)
+def _rate(f, args, num_bytes: int, copy: float | None) -> dict:
+    return {"failed": f} if isinstance(f, str) else rate(f, args, num_bytes, copy)
 
 
 def summary(rows: list[dict]) -> dict:
@@ -133,14 +146,32 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--budget", type=float, default=150.0, help="seconds in all")
+    parser.add_argument("--part", default="1/1", help="i/n: every n-th shape, from the i-th")
+    parser.add_argument("--compile", type=pathlib.Path, help="only write programs there")
+    parser.add_argument("--processes", type=int, default=1, help="that compile")
+    parser.add_argument("--programs", type=pathlib.Path, help="load them from there")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--summary", type=pathlib.Path, help="of a file, measuring nothing")
     args = parser.parse_args()
     if args.summary:
         print(json.dumps(summary(json.loads(args.summary.read_text())["rows"]), indent=1))
         return
-    table = Table(out=args.out, deadline=time.monotonic() + args.budget)
-    measure(table, drawn(args.count, args.seed))
+    i, n = map(int, args.part.split("/"))
+    shapes = drawn(args.count, args.seed)[i - 1 :: n]
+    if args.compile is None:
+        table = Table(out=args.out, deadline=time.monotonic() + args.budget)
+        measure(table, shapes, args.programs)
+        return
+    args.compile.mkdir(parents=True, exist_ok=True)
+    if args.processes > 1:
+        flags = [f"--seed={args.seed}", f"--count={args.count}", f"--compile={args.compile}"]
+        stored_programs.compile_in_processes(
+            "experiments.bench.memory_random", flags, args.processes
+        )
+        return
+    for workload, names in shapes:
+        ready = stored_programs.compile_each(makers(workload, names))
+        stored_programs.keep(args.compile / f"{workload.name}.pickle", ready)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from .config import (
     exceeds_shared_memory,
     forward_config,
     refuse,
+    short_endings,
     unsupported,
 )
 from .forward_block import ForwardBlock
@@ -61,7 +62,9 @@ def forward(
     refuse(unsupported(spec, masks, q, k, v))
     Hv = v.shape[3]
     q, k, v = (pad_width(x, FORWARD_WIDTH) for x in (q, k, v))
-    config = config or forward_config(q.shape[3], v.shape[3])
+    config = config or forward_config(
+        q.shape[3], v.shape[3], short_endings(spec, masks, k.shape[1])
+    )
     refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
     g = geometry_of(q, v)
     q, k, v = (pad_rows(x) for x in (q, k, v))
