@@ -53,8 +53,8 @@ ODD_WARPGROUPS = (1, 2, 4, 8)
 MOST_KEPT = 40
 """Columns of all inputs that a thread of ``odd`` keeps in registers."""
 MOST_KEPT_BY_FOUR = 24
-"""Instead, where four warpgroups share a row: with 40, softmax of 19,999 columns had 42% of a copy's
-rate, in shared memory 69 to 74%."""
+"""Instead, where four warpgroups share a row: with 40, softmax of 19,999 columns had 42% of a
+copy's rate, in shared memory 69 to 74%."""
 MOST_KEPT_BESIDE_SUMS = 16
 """Of one input, if there are sums."""
 
@@ -137,7 +137,7 @@ def _odd(call: RowCall) -> Odd | None:
     if call.num_sums:
         most = MOST_KEPT_BESIDE_SUMS // call.num_sums
     for warpgroups in ODD_WARPGROUPS:
-        if warpgroups > 2:
+        if warpgroups > 2 and not call.num_sums:
             most = min(most, MOST_KEPT_BY_FOUR // call.num_inputs)
         config = _odd_tiles(call, warpgroups, most_in_turn=most)
         if config.tiles * config.tile // LANES <= most and (warpgroups < 8 or call.num_sums):
