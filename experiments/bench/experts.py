@@ -57,6 +57,7 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.recompute import step_bytes
 from jaxinfra.training.state import initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options, parse_options
@@ -223,6 +224,7 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
         put=put,
         advance=advance,
         temp_bytes=temp_bytes(program),
+        need_bytes=step_bytes(program),
         compile_s=compile_s,
     ), lost
 

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -39,6 +40,21 @@ def num_kernels(f: Callable, *args) -> int:
     with device.compiling_for(device.H200):
         text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return text.count("@mosaic_gpu")
+
+
+def num_chosen(f: Callable, *args) -> int:
+    """Kernels that ``f`` is traced to for an H200; lowering each takes a second."""
+    with device.compiling_for(device.H200):
+        return _num_kernels(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def _num_kernels(jaxpr: jax.extend.core.Jaxpr) -> int:
+    inner = (
+        _num_kernels(part)
+        for equation in jaxpr.eqns
+        for part in jax.extend.core.jaxprs_in_params(equation.params)
+    )
+    return sum(inner) + sum(equation.primitive.name == "mpmd_map" for equation in jaxpr.eqns)
 
 
 def table(

@@ -129,19 +129,21 @@ class Engine:
         options: EngineOptions | None = None,
         draft: LoadedModel | None = None,
         bank: AdapterBank | None = None,
+        consumes: bool = False,
     ) -> Self:
         """An engine of a loaded model in the form that serves fastest, with its tokenizer.
 
         Args:
+            consumes: the models are not used otherwise, so their weights are not held twice.
             bank: adapters that requests may name; projections are not packed then.
         """
         return cls(
-            model.serving_decoder() if bank is None else bank.added_to(model),
+            model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
             adapters=() if bank is None else bank.names,
             tokenizer=model.tokenizer,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             options=options,
-            draft=None if draft is None else draft.serving_decoder(),
+            draft=None if draft is None else draft.serving_decoder(consumes=consumes),
         )
 
     @property
