@@ -1,7 +1,7 @@
 """Layers one after another, without a loop; their parameters are stacked along a first dim."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,26 +9,24 @@ import jax.numpy as jnp
 
 type Step[Carry] = Callable[[Carry, Any], tuple[Carry, Any]]
 """As of ``jax.lax.scan``."""
-type Take = Callable[[jax.Array, int], list[jax.Array]]
+type Take = Callable[[jax.Array, int], Iterator[jax.Array]]
 """A stack [count, ...] and count to its layers; it decides how the stack's gradient is made."""
 
 
-def take_in_place(stack: jax.Array, count: int) -> list[jax.Array]:
+def take_in_place(stack: jax.Array, count: int) -> Iterator[jax.Array]:
     """Layers whose gradients are written one by one into one array, which exists from the first
     on.
     """
-    taken = []
     for i in range(count):
         layer, stack = _take(i, stack)
-        taken.append(layer)
-    return taken
+        yield layer
 
 
-def take_apart(stack: jax.Array, count: int) -> list[jax.Array]:
+def take_apart(stack: jax.Array, count: int) -> Iterator[jax.Array]:
     """Layers whose gradients are put together at the end, in every operation that reads them, as of
     a scan that is unrolled: until then memory holds those of the layers that are done.
     """
-    return list(_apart(count, stack))
+    yield from _apart(count, stack)
 
 
 def one_by_one[Carry](
@@ -43,7 +41,7 @@ def one_by_one[Carry](
     count = len(steps)
     traced = {step: jax.jit(step) for step in set(steps)}
     leaves, structure = jax.tree.flatten(layers)
-    each = zip(*(take(leaf, count) for leaf in leaves), strict=True)
+    each = zip(*(take(leaf, count) for leaf in leaves), strict=True)  # as the layers come
     results = []
     for step, taken in zip(steps, each, strict=True):
         carry, result = traced[step](carry, structure.unflatten(taken))
