@@ -23,7 +23,12 @@ from jaxinfra.models.definition import (
     define_model,
     nest,
 )
-from jaxinfra.ops.quantized import QuantizedWeight, are_alike, concatenated_columns
+from jaxinfra.ops.quantized import (
+    QuantizedWeight,
+    are_alike,
+    as_kernels_read,
+    concatenated_columns,
+)
 
 _PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
 """What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
@@ -59,6 +64,8 @@ def serving_parameters(
 ) -> Parameters:
     """Parameters and state for ``form.bind``; copies, but for what lies outside of layers.
 
+    Where one device serves, weights in few bits come in the order in which its kernel reads them.
+
     Args:
         config: of the stacked model.
         parameters: as that model's ``bind`` takes them.
@@ -78,7 +85,10 @@ def serving_parameters(
         stacked = [
             sources["/".join(["blocks", str(place), *rest[:-2], name, rest[-1]])] for name in names
         ]
-        result["blocks", int(number), *rest] = _cut(stacked, repetition, dim=dim)
+        cut = _cut(stacked, repetition, dim=dim)
+        if isinstance(cut, QuantizedWeight) and form.execution.swiglu is not None:
+            cut = as_kernels_read(cut)
+        result["blocks", int(number), *rest] = cut
     return nest(result)
 
 

@@ -11,8 +11,9 @@ from jax import lax
 
 from pallas_kernels.common.dot import pinned_einsum
 
+from .codes import COLUMNS
 from .reference import dequantized_rows, quantized_matmul_reference, weight_scales
-from .weight import Activations, QuantizedWeight, WeightCode
+from .weight import Activations, Arrangement, QuantizedWeight, WeightCode
 
 _LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
 _LEAST = 2.0**-60  # of a row's largest element: no scale is 0
@@ -96,6 +97,8 @@ def _columns_at_a_time(weight: QuantizedWeight, itemsize: int, most_bytes: int |
     """The most columns, a divisor of all and whole blocks, that are dequantized together."""
     rows, columns = weight.matrix_shape
     block = weight.format.group_columns or 1
+    if weight.arrangement is Arrangement.FRAGMENTS:
+        block = COLUMNS
     if most_bytes is None or rows * columns * itemsize <= most_bytes or columns % block:
         return columns
     blocks = columns // block
@@ -110,7 +113,8 @@ def _columns_of(weight: QuantizedWeight, start: jax.Array, columns: int) -> Quan
     def cut(x: jax.Array | None, by: int) -> jax.Array | None:
         return None if x is None else lax.dynamic_slice_in_dim(x, start // by, columns // by, 1)
 
-    data = cut(weight.data, 1)
+    is_fragments = weight.arrangement is Arrangement.FRAGMENTS
+    data = cut(weight.data, COLUMNS if is_fragments else 1)
     assert data is not None
     scales = weight.scales if block == 0 else cut(weight.scales, block)
     assert scales is not None
