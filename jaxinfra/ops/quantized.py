@@ -10,14 +10,13 @@ import pallas_kernels
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from pallas_kernels import UnsupportedError as KernelUnsupported
-from pallas_kernels.common import device
 from pallas_kernels.quantized_matmul import Activations as Activations
 from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuantizedScales
 from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized_matmul import WeightCode as WeightCode
 from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
 from pallas_kernels.quantized_matmul import are_alike as are_alike
-from pallas_kernels.quantized_matmul import arranged, why_not_arranged
+from pallas_kernels.quantized_matmul import arranged, takes_kernel, why_not_arranged
 from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
 from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
@@ -70,8 +69,10 @@ def multiply_quantized(
 
 
 def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight in the order in which the device's kernel reads it; as it is where none does."""
-    if device.target().capability != (9, 0) or why_not_arranged(weight) is not None:
+    """The weight in the order in which this device's kernel reads it; as it is where no kernel does
+    or none was measured to be faster.
+    """
+    if why_not_arranged(weight) is not None or not takes_kernel(weight):
         return weight
     return _arranged(weight)
 

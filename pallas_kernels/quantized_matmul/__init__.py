@@ -3,6 +3,7 @@
 from .api import quantized_matmul as quantized_matmul
 from .arrangement import arranged as arranged
 from .arrangement import why_not_arranged as why_not_arranged
+from .choice import takes_kernel as takes_kernel
 from .columns import are_alike as are_alike
 from .columns import concatenated_columns as concatenated_columns
 from .columns import repeated_outputs as repeated_outputs

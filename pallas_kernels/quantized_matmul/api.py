@@ -7,9 +7,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from .choice import measured_config
-from .config import ProductShape
+from .choice import measured_config, takes_kernel
+from .config import MOST_ROWS, ProductShape
 from .hopper import quantized_matmul_hopper, unsupported
+from .hopper_dequantize import dequantized_hopper
 from .reference import quantized_matmul_reference
 from .weight import QuantizedWeight
 from .xla import input_gradient, quantized_matmul_xla
@@ -38,10 +39,10 @@ def quantized_matmul(
         x: [M, K], bfloat16, float16 or float32.
         weight: a matrix [K, N], without dims in front.
         out_dtype: of the result; x's by default.
-        implementation: "hopper" (Mosaic GPU; up to 256 rows of bfloat16 or float16 and a weight
-            that ``arranged`` gave), "xla", or "reference", which dequantizes the whole weight;
-            "auto" takes hopper where it was measured to be 1.03 times as fast as XLA's product of
-            the same weight in bfloat16 (``tuned``), else xla.
+        implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
+            ``arranged`` gave; of more than 256 rows the kernel only dequantizes), "xla", or
+            "reference", which dequantizes the whole weight; "auto" takes hopper where it was
+            measured to be 1.03 times as fast as XLA with the same weight (``tuned``), else xla.
         most_bytes: of the dequantized weight at a time. None: the whole, as on a mesh, whose
             devices have parts of it.
 
@@ -78,23 +79,30 @@ def quantized_matmul(
         )
     weight.check()
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    reason = unsupported(x, weight, out) if implementation in ("auto", "hopper") else None
+    reason = "not asked for"
+    if implementation in ("auto", "hopper"):
+        reason = unsupported(x, weight, out)
     if implementation == "hopper" and reason is not None:
         raise UnsupportedError(
             f"implementation='hopper' cannot multiply {list(x.shape)} with a weight in "
             f"{weight.format.name}: {reason}; xla can"
         )
+    is_few = x.shape[0] <= MOST_ROWS
     config = None
-    if implementation == "auto" and reason is None:
+    if implementation == "auto" and reason is None and is_few:
         config = measured_config(ProductShape.of(x.shape[0], weight))
+    dequantizes = reason is None and not is_few and takes_kernel(weight)
+    transposed = dequantized_hopper if dequantizes or implementation == "hopper" else None
 
     @jax.custom_vjp
     def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         if implementation == "reference":
             return quantized_matmul_reference(x, weight, out_dtype=out)
-        if implementation == "hopper" or config is not None:
+        if (implementation == "hopper" and is_few) or config is not None:
             return quantized_matmul_hopper(x, weight, out_dtype=out, config=config)
-        return quantized_matmul_xla(x, weight.plain, out_dtype=out, most_bytes=most_bytes)
+        return quantized_matmul_xla(
+            x, weight.plain, out_dtype=out, most_bytes=most_bytes, transposed=transposed
+        )
 
     def forward(x: jax.Array, weight: QuantizedWeight):
         if weight.format.activations is not None:

@@ -7,6 +7,7 @@ import pathlib
 from pallas_kernels.common import device, tables
 
 from .config import ProductShape, QuantizedConfig, config_for
+from .weight import QuantizedWeight
 
 OP, QUESTION = "quantized_matmul", "dispatch"
 TUNED = pathlib.Path(__file__).parent / "tuned"
@@ -19,6 +20,13 @@ _FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 def measured_config(shape: ProductShape) -> QuantizedConfig | None:
     """The kernel's tiles for a call of the kernel's, where it was faster at the nearest size."""
     return _measured(shape, device.target().slug, str(tables.user_folder()))
+
+
+def takes_kernel(weight: QuantizedWeight) -> bool:
+    """Whether on this device the kernel was measured to be faster with a row than XLA: if so, a
+    weight is better arranged, and many rows have it dequantized by a kernel too.
+    """
+    return measured_config(ProductShape.of(1, weight)) is not None
 
 
 @functools.cache

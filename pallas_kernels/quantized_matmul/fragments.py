@@ -217,3 +217,26 @@ def copy_16_bytes(source: Any, target: Any) -> None:
     words = [llvm.extractvalue(i32(), found, [i]) for i in range(4)]
     text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
     assembly(None, [target, *words], text, "r,r,r,r,r", pure=False)
+
+
+def global_words(ref: Any, at: Any, count: int) -> list[Any]:
+    """Two or four words of global memory, from word ``at`` on."""
+    i64 = ir.IntegerType.get_signless(64)
+    byte = arith.muli(arith.extui(i64, at), mgpu.c(4, i64))
+    place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
+    names = ",".join(f"${i}" for i in range(count))
+    found = assembly(
+        llvm.StructType.get_literal([i32()] * count),
+        [place],
+        f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=r"] * count + ["l"]),
+        pure=False,
+    )
+    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
+
+
+def widened_pair(pair: Any, dtype: jnp.dtype) -> list[Any]:
+    """Two bfloat16 or float16 in a register as f32."""
+    i16 = ir.IntegerType.get_signless(16)
+    high = arith.shrui(pair, constant(16))
+    return [widened(arith.trunci(i16, x), dtype) for x in (pair, high)]

@@ -28,9 +28,9 @@ def unsupported(x_MK: jax.Array, weight: QuantizedWeight, out_dtype: jnp.dtype) 
         return f"{x_MK.dtype} to {out_dtype}: it multiplies bfloat16 and float16"
     if jnp.dtype(weight.scales.dtype).name not in SCALES:
         return f"scales of {weight.scales.dtype}: it takes {', '.join(SCALES)}"
-    if not 1 <= x_MK.shape[0] <= MOST_ROWS:
-        return f"{x_MK.shape[0]} rows: it takes 1 to {MOST_ROWS}"
-    if config_for(ProductShape.of(x_MK.shape[0], weight)) is None:
+    if not x_MK.shape[0]:
+        return "there are no rows"
+    if config_for(ProductShape.of(min(x_MK.shape[0], MOST_ROWS), weight)) is None:
         return f"no tile divides {weight.matrix_shape}, and fits"
     return None
 
@@ -42,7 +42,7 @@ def quantized_matmul_hopper(
     out_dtype: jnp.dtype,
     config: QuantizedConfig | None = None,
 ) -> jax.Array:
-    """[M, N], of a call of which ``unsupported`` says nothing.
+    """[M, N], of at most 256 rows and a call of which ``unsupported`` says nothing.
 
     Raises:
         UnsupportedError: tiles that do not fit the call.

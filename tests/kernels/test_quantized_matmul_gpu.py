@@ -12,6 +12,7 @@ from pallas_kernels import quantized_matmul
 from pallas_kernels.quantized_matmul import QuantizedWeight, arranged
 from pallas_kernels.quantized_matmul.config import ProductShape, QuantizedConfig, configs
 from pallas_kernels.quantized_matmul.hopper import quantized_matmul_hopper
+from pallas_kernels.quantized_matmul.hopper_dequantize import dequantized_hopper
 from tests.kernels.test_quantized_matmul_hopper import FORMATS, weight_of
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +74,24 @@ def test_kernel_computes_the_product_with_what_the_weight_stands_for(case):
             wrong.append((x, dataclasses.replace(found, scales=scales)))
     for fault in wrong:
         assert not (np.abs(np.asarray(wide(*fault), np.float64) - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("case", ["strips and zeros", "groups of 64", "int8, fp16", "blocks"])
+def test_many_rows_have_the_weight_dequantized_to_the_bit(case):
+    x, weight = operands(case)
+    found = jax.jit(arranged)(weight)
+    got = jax.jit(functools.partial(dequantized_hopper, dtype=x.dtype))(found)
+    want = jax.jit(lambda w: w.dequantize(x.dtype))(weight)
+    np.testing.assert_array_equal(np.asarray(got).T, np.asarray(want))
+    # The same of a product whose weight is dequantized some columns at a time.
+    many = jnp.tile(x, (300, 1))[:300]
+    columns = functools.partial(
+        quantized_matmul, implementation="hopper", most_bytes=2 * want.size // 2
+    )
+    product, plain = jax.jit(columns)(many, found), many @ want
+    np.testing.assert_allclose(
+        product.astype(jnp.float32), plain.astype(jnp.float32), rtol=2**-7, atol=0.05
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
