@@ -7,8 +7,8 @@ Times are medians of CUPTI kernel times, candidates in turns; calls rotate throu
 weights, so that L2 holds none. "gb_s" counts the bytes of codes (of bf16's weight: its own).
 "of_bf16" is the time of XLA's product in bfloat16 over this one. Errors are relative to the product
 with the dequantized weight in fp32. "xla" multiplies the same weight without the kernel. With
---sweep other tiles too; with --tables the fastest go into the tables of a folder; with --torch
-PyTorch's tinygemm, by events around a CUDA graph of as many calls. Scales are bfloat16.
+--tiles certain ones, with --sweep many; with --tables the fastest go into the tables of a folder;
+with --torch PyTorch's tinygemm, by events around a CUDA graph of as many calls. Scales are bf16.
 """
 
 import argparse
@@ -96,14 +96,16 @@ class Rotation:
 class Case:
     """A format and a shape at a number of rows; its programs compile side by side."""
 
-    def __init__(self, name: str, form: str, M: int, pool, *, sweep: bool):
+    def __init__(
+        self, name: str, form: str, M: int, pool, *, sweep: bool, tiles: list[QuantizedConfig]
+    ):
         self.name, self.M, self.form = name, M, FORMATS[form]
         self.K, self.N = SHAPES[name]
         self.title = f"{form} {name}, {M} rows"
         self.takes_kernel = self.form.activations is None
         self.x = jax.ShapeDtypeStruct((M, self.K), BF16)
         self.weight = jax.eval_shape(self.one, jax.random.key(0))
-        self.candidates = self.configs(sweep=sweep)
+        self.candidates = self.configs(sweep=sweep, tiles=tiles)
         calls: dict[Any, Callable] = {
             "xla": functools.partial(quantized_matmul, implementation="xla")
         }
@@ -126,15 +128,16 @@ class Case:
     def one(self, key: jax.Array) -> QuantizedWeight:
         """A random weight."""
         drawn = 0.02 * jax.random.normal(key, (self.K, self.N), jnp.float32)
-        weight = round_weight(drawn, self.form, scale_dtype=BF16)
-        return arranged(weight) if self.takes_kernel else weight
+        return arranged(round_weight(drawn, self.form, scale_dtype=BF16))
 
-    def configs(self, *, sweep: bool) -> list[QuantizedConfig]:
-        """The default tiles, or all whose blocks are neither few nor many."""
+    def configs(self, *, sweep: bool, tiles: list[QuantizedConfig]) -> list[QuantizedConfig]:
+        """The tiles asked for that fit, the default ones, or all that give blocks equal work."""
         shape = ProductShape.of(self.M, self.weight)
         if not self.takes_kernel or self.M > MOST_ROWS:
             return []
         chosen = config_for(shape)
+        if tiles:
+            return [config for config in tiles if config.unsupported(shape) is None]
         if not sweep:
             return [chosen] if chosen else []
         parts = -(-self.M // MOST_ROWS_AT_A_TIME)
@@ -222,6 +225,9 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["up", "down"], choices=[*SHAPES])
     parser.add_argument("--formats", nargs="+", default=["int4"], choices=[*FORMATS])
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
+    parser.add_argument(
+        "--tiles", nargs="+", default=[], help="such as 7.4.2.6: tiles, split, groups, stages"
+    )
     parser.add_argument("--sweep", action="store_true", help="other tiles, too")
     parser.add_argument("--torch", action="store_true", help="PyTorch's tinygemm, too")
     args = parser.parse_args()
@@ -229,10 +235,15 @@ def main() -> None:
     torch = None
     if args.torch:
         torch = importlib.import_module("experiments.bench.quantized_matmul_torch")
+    names = [field.name for field in dataclasses.fields(QuantizedConfig)]
+    tiles = [
+        QuantizedConfig(**dict(zip(names, map(int, each.split(".")), strict=True)))
+        for each in args.tiles
+    ]
     found = []
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         cases = [
-            Case(name, form, rows, pool, sweep=args.sweep)
+            Case(name, form, rows, pool, sweep=args.sweep, tiles=tiles)
             for form in args.formats
             for name in args.shapes
             for rows in args.rows

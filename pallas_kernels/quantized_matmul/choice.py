@@ -26,6 +26,8 @@ def takes_kernel(weight: QuantizedWeight) -> bool:
     """Whether on this device the kernel was measured to be faster with a row than XLA: if so, a
     weight is better arranged, and many rows have it dequantized by a kernel too.
     """
+    if weight.format.activations is not None:
+        return device.target().capability == (9, 0)
     return measured_config(ProductShape.of(1, weight)) is not None
 
 

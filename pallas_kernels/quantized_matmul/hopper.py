@@ -23,7 +23,7 @@ def unsupported(x_MK: jax.Array, weight: QuantizedWeight, out_dtype: jnp.dtype) 
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
     if weight.arrangement is not Arrangement.FRAGMENTS:
-        return "the weight lies in rows; give it arranged(weight), made once"
+        return f"the weight lies in {weight.arrangement}; give it arranged(weight), made once"
     if x_MK.dtype.name not in DTYPES or out_dtype.name not in (*DTYPES, "float32"):
         return f"{x_MK.dtype} to {out_dtype}: it multiplies bfloat16 and float16"
     if jnp.dtype(weight.scales.dtype).name not in SCALES:

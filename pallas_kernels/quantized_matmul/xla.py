@@ -90,7 +90,8 @@ def _both_rounded(x_MK: jax.Array, weight: QuantizedWeight, *, out_dtype: jnp.dt
         w_KN = dequantized_rows(weight, jnp.float32)
         product_MN = jnp.dot(values_MK.astype(jnp.float32), w_KN, precision="highest")
         return (product_MN * scale_M1).astype(out_dtype)
-    dims = (((1,), (0,)), ((), ()))
+    in_columns = weight.arrangement is Arrangement.COLUMNS
+    dims = (((1,), (1 if in_columns else 0,)), ((), ()))
     if weight.format.code is WeightCode.INT8:
         sums_MN = lax.dot_general(values_MK, weight.data, dims, preferred_element_type=jnp.int32)
         product_MN = sums_MN.astype(jnp.float32)

@@ -30,6 +30,7 @@ FORMATS = {
     "e4m3": WeightFormat(code=WeightCode.E4M3, group_columns=0),
     "blocks": WeightFormat(code=WeightCode.E4M3, group_rows=128, group_columns=128),
 }
+ROUNDING_GROUPS = WeightFormat(code=WeightCode.INT8, group_rows=64, activations=Activations.INT8)
 K, N = 256, 128
 
 
@@ -83,6 +84,24 @@ def test_arranged_weights_stand_for_the_same():
         want, got, product = both_ways(weight_of(FORMATS[name], has_zeros=has_zeros), x)
         np.testing.assert_array_equal(got, want)
         np.testing.assert_allclose(product, x @ want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("activations", list(Activations))
+def test_weights_of_rounded_inputs_lie_in_columns(activations):
+    form = WeightFormat(code=WeightCode(activations.value), activations=activations)
+    weight = weight_of(form)
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(3, K)), jnp.float32)
+
+    @jax.jit
+    def products(weight, x):
+        found = arranged(weight)
+        return found, quantized_matmul(x, weight), quantized_matmul(x, found)
+
+    found, want, got = products(weight, x)
+    assert found.check().arrangement is Arrangement.COLUMNS
+    np.testing.assert_array_equal(found.data, weight.data.T)
+    np.testing.assert_array_equal(got, want)
+    assert jax.eval_shape(in_rows, found) == jax.eval_shape(lambda x: x, weight)
 
 
 def test_layers_are_arranged_together():
@@ -159,7 +178,7 @@ def test_what_the_kernel_cannot_is_refused():
         (WeightFormat(code=WeightCode.INT4, group_rows=32), (K, N), "groups of 32"),
         (FORMATS["int8"], (K + 64, N), "320 rows"),
         (FORMATS["int8"], (K, 100), "100 columns"),
-        (dataclasses.replace(FORMATS["int8"], activations=Activations.INT8), (K, N), "8-bit"),
+        (ROUNDING_GROUPS, (K, N), "scales along K"),
     ):
         with pytest.raises(UnsupportedError, match=why):
             jax.eval_shape(arranged, shapes_of(form, shape))
