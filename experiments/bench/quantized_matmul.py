@@ -189,17 +189,21 @@ class Case:
                 f"{self.title}: tinygemm",
                 lambda: torch.tinygemm(self.M, self.K, self.N, BEYOND_CACHE),
             )
-        found = {key: statistics.median(each) for key, each in times.items() if key != "bf16"}
-        return [self.row(key, us) for key, us in found.items()] if self.candidates else []
+        return [
+            self.row(key, statistics.median(each))
+            for key, each in times.items()
+            if isinstance(key, QuantizedConfig) and not key.quads
+        ]
 
-    def row(self, key: Any, us: float) -> tables.Row:
+    def row(self, config: QuantizedConfig, us: float) -> tables.Row:
         """As the tables have it."""
         case: dict[str, tables.Value] = {
             "rows": self.M, "depth": self.K, "columns": self.N, "bits": self.form.code.bits,
         }  # fmt: skip
-        choice: dict[str, tables.Value] = {"implementation": "xla"}
-        if isinstance(key, QuantizedConfig):
-            choice = {"implementation": "hopper", **dataclasses.asdict(key)}
+        choice: dict[str, tables.Value] = {
+            "tiles": config.tiles, "split": config.split, "groups": config.groups,
+            "stages": config.stages,
+        }  # fmt: skip
         return tables.Row.of(case=case, choice=choice, ms=round(us / 1e3, 5))
 
 
@@ -226,7 +230,10 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["int4"], choices=[*FORMATS])
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS)
     parser.add_argument(
-        "--tiles", nargs="+", default=[], help="such as 7.4.2.6: tiles, split, groups, stages"
+        "--tiles",
+        nargs="+",
+        default=[],
+        help="such as 7.4.2.6 or 7.4.2.6.1: as QuantizedConfig has its fields",
     )
     parser.add_argument("--sweep", action="store_true", help="other tiles, too")
     parser.add_argument("--torch", action="store_true", help="PyTorch's tinygemm, too")
@@ -235,11 +242,7 @@ def main() -> None:
     torch = None
     if args.torch:
         torch = importlib.import_module("experiments.bench.quantized_matmul_torch")
-    names = [field.name for field in dataclasses.fields(QuantizedConfig)]
-    tiles = [
-        QuantizedConfig(**dict(zip(names, map(int, each.split(".")), strict=True)))
-        for each in args.tiles
-    ]
+    tiles = [config_of(each) for each in args.tiles]
     found = []
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         cases = [
@@ -258,8 +261,16 @@ def main() -> None:
             keep(args.tables, found)
 
 
+def config_of(text: str) -> QuantizedConfig:
+    """Of what --tiles has."""
+    tiles, split, groups, stages, *quads = map(int, text.split("."))
+    return QuantizedConfig(
+        tiles=tiles, split=split, groups=groups, stages=stages, quads=bool(sum(quads))
+    )
+
+
 def keep(folder: pathlib.Path, rows: list[tables.Row]) -> None:
-    """Writes the table, of each case the fastest tiles and XLA; its other cases as they were."""
+    """Writes the table, of each case the two fastest tiles; its other cases as they were."""
     facts = device.target()
     path = folder / f"{QUESTION}-{facts.slug}.json"
     told = environment()
@@ -267,7 +278,7 @@ def keep(folder: pathlib.Path, rows: list[tables.Row]) -> None:
     names = ("clocks", "command", "date", "jax", "jaxlib")
     best: dict[tuple, list[tables.Row]] = {}
     for row in sorted(rows, key=lambda row: row.ms):
-        best.setdefault((row.case, dict(row.choice)["implementation"]), []).append(row)
+        best.setdefault(row.case, []).append(row)
     fresh = tables.Table(
         op=OP,
         question=QUESTION,

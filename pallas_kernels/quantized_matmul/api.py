@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from .choice import measured_config, takes_kernel
+from .choice import MOST_ROWS_MEASURED, measured_config, takes_kernel
 from .config import MOST_ROWS, ProductShape
 from .hopper import quantized_matmul_hopper, unsupported
 from .hopper_dequantize import dequantized_hopper
@@ -41,8 +41,9 @@ def quantized_matmul(
         out_dtype: of the result; x's by default.
         implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
             ``arranged`` gave; of more than 256 rows the kernel only dequantizes), "xla", or
-            "reference", which dequantizes the whole weight; "auto" takes hopper where it was
-            measured to be 1.03 times as fast as XLA with the same weight (``tuned``), else xla.
+            "reference", which dequantizes the whole weight; "auto" takes hopper for an arranged
+            weight on a device where the kernel was measured (``tuned``; beyond 128 rows it only
+            dequantizes there), else xla.
         most_bytes: of the dequantized weight at a time. None: the whole, as on a mesh, whose
             devices have parts of it.
 
@@ -89,9 +90,9 @@ def quantized_matmul(
         )
     is_few = x.shape[0] <= MOST_ROWS
     config = None
-    if implementation == "auto" and reason is None and is_few:
+    if implementation == "auto" and reason is None and x.shape[0] <= MOST_ROWS_MEASURED:
         config = measured_config(ProductShape.of(x.shape[0], weight))
-    dequantizes = reason is None and not is_few and takes_kernel(weight)
+    dequantizes = reason is None and takes_kernel(weight)
     transposed = dequantized_hopper if dequantizes or implementation == "hopper" else None
 
     @jax.custom_vjp

@@ -9,25 +9,24 @@ from pallas_kernels.common import device, tables
 from .config import ProductShape, QuantizedConfig, config_for
 from .weight import QuantizedWeight
 
-OP, QUESTION = "quantized_matmul", "dispatch"
+OP, QUESTION = "quantized_matmul", "tiles"
 TUNED = pathlib.Path(__file__).parent / "tuned"
-LEAST_GAIN = 1.03
-"""How much faster than XLA a kernel must have been measured for "auto" to take it."""
+MOST_ROWS_MEASURED = 128
+"""Beyond these rows the kernel reads and converts the weight so often that dequantizing it once, by
+a kernel, and a library's product take less."""
 _FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
-"""Powers of two from the nearest measured size within which its measurement is trusted."""
+"""Powers of two from the nearest measured size within which its tiles are taken."""
 
 
 def measured_config(shape: ProductShape) -> QuantizedConfig | None:
-    """The kernel's tiles for a call of the kernel's, where it was faster at the nearest size."""
+    """Tiles of the nearest measured size, or the default ones; None where nothing was measured."""
     return _measured(shape, device.target().slug, str(tables.user_folder()))
 
 
 def takes_kernel(weight: QuantizedWeight) -> bool:
-    """Whether on this device the kernel was measured to be faster with a row than XLA: if so, a
-    weight is better arranged, and many rows have it dequantized by a kernel too.
-    """
+    """Whether a weight is better arranged on this device: where the kernel was measured."""
     if weight.format.activations is not None:
-        return device.target().capability == (9, 0)
+        return False  # 8-bit products with a weight in columns have not been timed
     return measured_config(ProductShape.of(1, weight)) is not None
 
 
@@ -38,30 +37,27 @@ def _measured(shape: ProductShape, slug: str, folder: str) -> QuantizedConfig | 
     if table is None:
         return None
     wanted = {"rows": shape.M, "depth": shape.K, "columns": shape.N}
-    found: dict[tuple, list[tables.Row]] = {}
+    found: list[tuple[float, float, QuantizedConfig]] = []
     for row in table.rows:
         case = dict(row.case)
         if case["bits"] != shape.bits:
             continue
         apart = {name: abs(math.log2(size / _count(case[name]))) for name, size in wanted.items()}
         if all(apart[name] <= _FARTHEST[name] for name in apart):
-            found.setdefault((sum(apart.values()), row.case), []).append(row)
-    if not found:
-        return None
-    compiler_ms, times = math.inf, {}
-    for row in found[min(found)]:
-        choice = dict(row.choice)
-        if choice.pop("implementation") == "xla":
-            compiler_ms = row.ms
-        else:
-            config = QuantizedConfig(**{name: _count(value) for name, value in choice.items()})
-            times[config] = row.ms
-    if not times or compiler_ms < LEAST_GAIN * min(times.values()) or compiler_ms == math.inf:
-        return None
-    for config in sorted(times, key=lambda config: times[config]):
+            found.append((sum(apart.values()), row.ms, _tiles(dict(row.choice))))
+    for _, _, config in sorted(found, key=lambda each: each[:2]):
         if config.unsupported(shape) is None:
             return config
     return config_for(shape)
+
+
+def _tiles(choice: dict[str, tables.Value]) -> QuantizedConfig:
+    return QuantizedConfig(
+        tiles=_count(choice["tiles"]),
+        split=_count(choice["split"]),
+        groups=_count(choice["groups"]),
+        stages=_count(choice["stages"]),
+    )
 
 
 def _count(value: tables.Value) -> int:

@@ -13,7 +13,7 @@ DEPTH = 128  # of K, in a stage
 STRIP = 8  # rows of x in a fragment
 MOST_ROWS = 256
 MOST_ROWS_AT_A_TIME = 64
-MOST_RESIDENT = 16  # rows of x that are copied at once
+MOST_RESIDENT = 8  # rows of x that are copied at once
 WIDTH = 64  # columns that a warpgroup's warps have, a fragment each
 WARPGROUP = 128  # threads
 MOST_SUMS = 64  # of products, that a thread keeps; with scales of groups as many again
@@ -72,6 +72,7 @@ class QuantizedConfig:
     split: int = 4  # blocks of a cluster: each has a part of K
     groups: int = 2  # warpgroups that multiply: they take turns at a block's stages
     stages: int = 4  # tiles of the weight in the ring
+    quads: bool = False  # others' sums read four at a time: by name only until a GPU has run it
 
     def steps(self, shape: ProductShape) -> int:
         """Stages of a block."""
@@ -143,4 +144,7 @@ def config_for(shape: ProductShape) -> QuantizedConfig | None:
         return math.ceil(blocks / NUM_PROCESSORS) * work
 
     found = [each for each in configs(shape) if each.groups == 2] or configs(shape)
+    if shape.M > STRIP:
+        # Sums of many rows from many blocks take longer than what equal work saves.
+        found = [each for each in found if each.split <= 2] or found
     return min(found, key=lambda c: (waves(c), c.split, -c.tiles), default=None)

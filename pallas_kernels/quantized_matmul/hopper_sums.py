@@ -1,9 +1,9 @@
 """Sums in registers: of warpgroups and of a cluster's blocks, added in one order, and written.
 
 Every warpgroup puts its sums into its block's shared memory, each thread where the same thread of
-another warpgroup puts those of the same elements. Then each block adds everyone's of some elements,
-which it reads from the others' shared memory: nothing goes through global memory, and the order is
-that of ranks and warpgroups whatever is ready first.
+another warpgroup puts those of the same elements. Then each block adds everyone's, of a part of the
+columns, which it reads from the others' shared memory: nothing goes through global memory, and the
+order is that of ranks and warpgroups whatever is ready first.
 
 Dims: M row of x, N column of the weight.
 """
@@ -79,7 +79,7 @@ class ProductSums:
         ]
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
-        """Everyone's sums of this block's part of the elements, to the result."""
+        """Everyone's sums of this block's part of the columns, to the result."""
 
         @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
@@ -97,7 +97,8 @@ class ProductSums:
         @plgpu.inline_mgpu(arg_types=(*place, *[plgpu.RefType()] * len(refs)))
         def add(ctx, column, row, group, *refs):
             del ctx
-            self.write(*(x.registers.flat[0] for x in (column, row, group)), *refs)
+            write = self.write_quads if self.c.quads else self.write
+            write(*(x.registers.flat[0] for x in (column, row, group)), *refs)
 
         column = lax.axis_index("columns") * (WIDTH * self.c.tiles)
         row = lax.axis_index("rows") * self.s.rows_at_a_time
@@ -110,20 +111,77 @@ class ProductSums:
         _meet(ordered=False)
 
     def write(self, column, row, group, sums, out, scales=None) -> None:
-        """Four threads' sums of one register at a time: four rows of one column.
+        """Two neighboring columns of one row at a time."""
+        c, s = self.c, self.s
+        width = WIDTH * c.tiles // c.split
+        pairs, threads = width // 2 * s.rows_at_a_time, c.groups * WARPGROUP
+        rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
+        bases = self.everywhere(sums)
+        for start in range(0, pairs, threads):
+            pair = total(thread(), (group, WARPGROUP), constant(start))
+            m, n = (f(pair, constant(width // 2)) for f in (arith.divui, arith.remui))
+            n = total((n, 2), (rank, width))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, pair, constant(pairs))
+            there = arith.cmpi(arith.CmpIPredicate.ult, total(m, row), constant(s.M))
+            with mgpu_utils.when(arith.andi(inside, there)):
+                found = [self.everyones(bases, self.offset(m, n), e) for e in range(2)]
+                at = total(column, n)
+                if scales is not None:
+                    found = [
+                        arith.mulf(x, global_number(scales, at, e, self.scale_dtype))
+                        for e, x in enumerate(found)
+                    ]
+                self.store_pair(out, total((total(row, m), s.N), at), found)
 
-        They lie side by side, so that a warp reads 512 bytes in a row of another block's memory:
-        words from here and there come at a sixteenth of that rate.
+    def everywhere(self, sums) -> list[Any]:
+        """Where each block of the cluster keeps its sums."""
+        text = "mapa.shared::cluster.u32 $0, $1, $2;"
+        return [
+            assembly(i32(), [address(sums), constant(block)], text, "=r,r,r", pure=True)
+            for block in range(self.c.split)
+        ]
+
+    def offset(self, m, n) -> Any:
+        """Bytes to the sum of row m and column n, an even one, among a warpgroup's."""
+        strip, t, e = _digits(m, STRIP // 2, 2)
+        tile, warp, half, g = _digits(n, 4, 2, 8)
+        register = total((total((tile, self.s.strips), strip), 4), (half, 2), e)
+        return total((register, 4 * WARPGROUP), (warp, 128), (g, 16), (t, 4))
+
+    def everyones(self, bases: list[Any], offset, e: int) -> Any:
+        """The sum over ranks and warpgroups, in this order; e: of the next column."""
+        f32 = ir.F32Type.get()
+        found = []
+        for base in bases:
+            for group in range(self.c.groups):
+                byte = 4 * (group * self.count * WARPGROUP + 4 * e)
+                text = f"ld.shared::cluster.f32 $0, [$1+{byte}];"
+                found.append(assembly(f32, [total(base, offset)], text, "=f,r", pure=False))
+        return functools.reduce(arith.addf, found)
+
+    def store_pair(self, out, at, found: list[Any]) -> None:
+        """Two elements, from element ``at`` on."""
+        i64 = ir.IntegerType.get_signless(64)
+        byte = arith.muli(arith.extui(i64, at), mgpu.c(self.out_dtype.itemsize, i64))
+        place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(out)), byte)
+        if self.out_dtype == jnp.float32:
+            text = "st.global.v2.f32 [$0], {$1,$2};"
+            assembly(None, [place, *found], text, "l,f,f", pure=False)
+            return
+        name = "bf16" if self.out_dtype == jnp.bfloat16 else "f16"
+        both = assembly(i32(), found, f"cvt.rn.{name}x2.f32 $0, $2, $1;", "=r,f,f", pure=True)
+        assembly(None, [place, both], "st.global.b32 [$0], $1;", "l,r", pure=False)
+
+    def write_quads(self, column, row, group, sums, out, scales=None) -> None:
+        """The same by four threads' sums of one register: four rows of one column.
+
+        They lie side by side, so that a warp reads 512 bytes in a row of another block's memory.
+        Compiled, and not yet run on a GPU.
         """
         c, s = self.c, self.s
         pieces, threads = self.count * QUADS // c.split, c.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
-        near = address(sums)
-        text = "mapa.shared::cluster.u32 $0, $1, $2;"
-        bases = [
-            assembly(i32(), [near, constant(block)], text, "=r,r,r", pure=True)
-            for block in range(c.split)
-        ]
+        bases = self.everywhere(sums)
         for start in range(0, pieces, threads):
             mine = total(thread(), (group, WARPGROUP), constant(start))
             piece = total(mine, (rank, pieces))
@@ -134,7 +192,7 @@ class ProductSums:
             there = arith.cmpi(arith.CmpIPredicate.ult, first, constant(s.M))
             with mgpu_utils.when(arith.andi(inside, there)):
                 at = total(column, (tile, WIDTH), (warp, COLUMNS), (half, STRIP), g)
-                found = self.everyones(bases, total((piece, 16)))
+                found = self.everyones_quads(bases, total((piece, 16)))
                 if scales is not None:
                     scale = global_number(scales, at, 0, self.scale_dtype)
                     found = [arith.mulf(x, scale) for x in found]
@@ -144,7 +202,7 @@ class ProductSums:
                     with mgpu_utils.when(there):
                         self.store(out, total((m, s.N), at), number)
 
-    def everyones(self, bases: list[Any], offset) -> list[Any]:
+    def everyones_quads(self, bases: list[Any], offset) -> list[Any]:
         """Four sums over ranks and warpgroups, in this order."""
         kind = llvm.StructType.get_literal([ir.F32Type.get()] * 4)
         found = []

@@ -114,7 +114,8 @@ def test_every_way_to_share_the_work_gives_the_same_sums_each_time(rows):
         )
         return np.asarray(jax.jit(call)(x, found))
 
-    for config in wanted.values():
+    quads = (dataclasses.replace(config, quads=True) for config in wanted.values())
+    for config in [*wanted.values(), *quads]:
         got = product(config)
         assert (np.abs(got - exact) <= bound).all(), config
         np.testing.assert_array_equal(got, product(config))

@@ -19,8 +19,14 @@ from pallas_kernels.quantized_matmul import (
     arranged,
     round_weight,
 )
+from pallas_kernels.quantized_matmul.choice import measured_config
 from pallas_kernels.quantized_matmul.codes import in_rows, weight_codes
-from pallas_kernels.quantized_matmul.config import ProductShape, config_for, configs
+from pallas_kernels.quantized_matmul.config import (
+    ProductShape,
+    QuantizedConfig,
+    config_for,
+    configs,
+)
 from pallas_kernels.quantized_matmul.hopper import quantized_matmul_hopper
 
 FORMATS = {
@@ -150,6 +156,15 @@ def test_tiles_fit_whatever_the_size():
                 found = configs(shape)
                 assert chosen in found or (depth == 128 and chosen is None)
                 assert all(config.shared_bytes(shape) <= SMEM_BYTES for config in found)
+
+
+def test_measured_tiles_are_taken_near_what_was_measured():
+    up = ProductShape(M=16, K=4096, N=14_336, bits=4, group_rows=128, scale_bytes=2)
+    with device.compiling_for(device.H200):
+        assert measured_config(up) == QuantizedConfig(tiles=2, split=1, groups=2, stages=12)
+        one_row = dataclasses.replace(up, M=1)
+        assert measured_config(one_row) == config_for(one_row)
+    assert measured_config(up) is None  # of a CPU nothing was measured
 
 
 def shapes_of(form, shape=(K, N)):

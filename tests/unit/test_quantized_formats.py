@@ -1,5 +1,6 @@
 """Quantized directories that other programs made: read bit for bit, kept packed or not."""
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -16,6 +17,7 @@ from jaxinfra.models.definition import by_path
 from jaxinfra.models.hf import quantization_of
 from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.ops.quantized import (
+    Activations,
     QuantizedWeight,
     WeightCode,
     WeightFormat,
@@ -26,7 +28,7 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.quantized_files import plain_tensors
 from jaxinfra.weights.tensor_files import open_tensor_files
-from pallas_kernels.common import device, tables
+from pallas_kernels.common import device
 from pallas_kernels.quantized_matmul import Arrangement
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
@@ -186,28 +188,19 @@ def test_the_serving_form_multiplies_the_same_weights(case):
     np.testing.assert_allclose(straight(ids), logits(case, keep_packed=True), atol=1e-4)
 
 
-def test_serving_arranges_what_a_kernel_was_measured_to_read_faster(tmp_path, monkeypatch):
-    """A table of the user's own says so of 8 bits on an H200, and nothing of 4."""
-    monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
-    case = {"rows": 1, "depth": 256, "columns": 128, "bits": 8}
-    kernel = {"implementation": "hopper", "tiles": 1, "split": 1, "groups": 2, "stages": 2}
-    rows = [
-        tables.Row.of(case=case, choice=choice, ms=ms)
-        for choice, ms in ((kernel, 0.01), ({"implementation": "xla"}, 0.02))
-    ]
-    table = tables.Table(
-        op="quantized_matmul",
-        question="dispatch",
-        device_kind=device.H200.kind,
-        environment=(),
-        rows=tuple(rows),
-    )
-    tables.save(table, tmp_path / "quantized_matmul" / f"dispatch-{device.H200.slug}.json")
-    eight, four = (
-        round_weight(jnp.ones((256, 128)), WeightFormat(code=code, group_rows=group))
-        for code, group in ((WeightCode.INT8, 0), (WeightCode.INT4, 128))
+def test_serving_arranges_for_devices_on_which_the_kernel_was_measured():
+    eight, four, rounding = (
+        round_weight(jnp.ones((256, 128)), form)
+        for form in (
+            WeightFormat(code=WeightCode.INT8),
+            WeightFormat(code=WeightCode.INT4, group_rows=128),
+            WeightFormat(code=WeightCode.INT8, activations=Activations.INT8),
+        )
     )
     assert as_kernels_read(eight) is eight
     with device.compiling_for(device.H200):
         assert as_kernels_read(eight).arrangement is Arrangement.FRAGMENTS
+        assert as_kernels_read(four).arrangement is Arrangement.FRAGMENTS
+        assert as_kernels_read(rounding) is rounding
+    with device.compiling_for(dataclasses.replace(device.H200, kind="NVIDIA H100 80GB HBM3")):
         assert as_kernels_read(four) is four
