@@ -23,7 +23,12 @@ from jaxinfra.models.definition import (
     define_model,
     nest,
 )
-from jaxinfra.ops.quantized import QuantizedWeight, are_alike, concatenated_columns
+from jaxinfra.ops.quantized import (
+    QuantizedWeight,
+    are_alike,
+    as_kernels_read,
+    concatenated_columns,
+)
 
 _PACKED = {"attention": (("query", "key", "value"), -2), "mlp": (("gate", "up"), -1)}
 """What a layer's ``packed`` is made of, and the dim of the weights that they follow one another in,
@@ -59,6 +64,8 @@ def serving_parameters(
 ) -> Parameters:
     """Parameters and state for ``form.bind``; copies, but for what lies outside of layers.
 
+    Where one device serves, weights in few bits come in the order in which its kernel reads them.
+
     Args:
         config: of the stacked model.
         parameters: as that model's ``bind`` takes them.
@@ -84,7 +91,10 @@ def serving_parameters(
     for stacks, each in cuts.items():
         stacked = [sources[path] for path in stacks]
         for cut in each:
-            result[cut.keys] = _cut(stacked, cut.repetition, dim=cut.dim)
+            part = _cut(stacked, cut.repetition, dim=cut.dim)
+            if isinstance(part, QuantizedWeight) and form.execution.swiglu is not None:
+                part = as_kernels_read(part)
+            result[cut.keys] = part
         if consumes:
             for leaf in jax.tree.leaves(stacked):
                 leaf.delete()

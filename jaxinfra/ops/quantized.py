@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -15,6 +16,7 @@ from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized_matmul import WeightCode as WeightCode
 from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
 from pallas_kernels.quantized_matmul import are_alike as are_alike
+from pallas_kernels.quantized_matmul import arranged, takes_kernel, why_not_arranged
 from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
 from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
@@ -64,6 +66,18 @@ def multiply_quantized(
     except KernelUnsupported as error:
         raise UnsupportedError(str(error)) from error
     return product.reshape(*x.shape[: x.ndim - rank], *weight.outputs)
+
+
+def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight in the order in which this device's kernel reads it; as it is where no kernel does
+    or none was measured to be faster.
+    """
+    if why_not_arranged(weight) is not None or not takes_kernel(weight):
+        return weight
+    return _arranged(weight)
+
+
+_arranged = jax.jit(arranged)
 
 
 def rounded_input(

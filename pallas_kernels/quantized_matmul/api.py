@@ -7,11 +7,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
+from .choice import MOST_ROWS_MEASURED, measured_config, takes_kernel
+from .config import MOST_ROWS, ProductShape
+from .hopper import quantized_matmul_hopper, unsupported
+from .hopper_dequantize import dequantized_hopper
 from .reference import quantized_matmul_reference
 from .weight import QuantizedWeight
 from .xla import input_gradient, quantized_matmul_xla
 
-type QuantizedImplementation = Literal["auto", "xla", "reference"]
+type QuantizedImplementation = Literal["auto", "hopper", "xla", "reference"]
 MOST_BYTES = 256 * 2**20
 """Of a dequantized weight in memory at a time."""
 
@@ -35,13 +39,18 @@ def quantized_matmul(
         x: [M, K], bfloat16, float16 or float32.
         weight: a matrix [K, N], without dims in front.
         out_dtype: of the result; x's by default.
-        implementation: "xla", or "reference", which dequantizes the whole weight; "auto" takes xla.
+        implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
+            ``arranged`` gave; of more than 256 rows the kernel only dequantizes), "xla", or
+            "reference", which dequantizes the whole weight; "auto" takes hopper for an arranged
+            weight on a device where the kernel was measured (``tuned``; beyond 128 rows it only
+            dequantizes there), else xla.
         most_bytes: of the dequantized weight at a time. None: the whole, as on a mesh, whose
             devices have parts of it.
 
     Raises:
         InputError: shapes or dtypes that disagree, or an unknown implementation.
-        UnsupportedError: a gradient through rounded activations, or the reference with those.
+        UnsupportedError: the kernel is named and cannot compute this call; a gradient through
+            rounded activations, or the reference with those.
 
     Examples:
         >>> from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, round_weight
@@ -60,8 +69,10 @@ def quantized_matmul(
             f"x is {list(x.shape)} and the weight {list(weight.shape)}, {rows} x {columns} as a "
             "matrix; x has as many columns as that has rows, and one layer is multiplied at a time"
         )
-    if implementation not in ("auto", "xla", "reference"):
-        raise InputError(f"implementation={implementation!r} must be auto, xla or reference")
+    if implementation not in ("auto", "hopper", "xla", "reference"):
+        raise InputError(
+            f"implementation={implementation!r} must be auto, hopper, xla or reference"
+        )
     if weight.format.activations is not None and implementation == "reference":
         raise UnsupportedError(
             f"implementation='reference' multiplies dequantized weights, and {weight.format.name} "
@@ -69,12 +80,30 @@ def quantized_matmul(
         )
     weight.check()
     out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    reason = "not asked for"
+    if implementation in ("auto", "hopper"):
+        reason = unsupported(x, weight, out)
+    if implementation == "hopper" and reason is not None:
+        raise UnsupportedError(
+            f"implementation='hopper' cannot multiply {list(x.shape)} with a weight in "
+            f"{weight.format.name}: {reason}; xla can"
+        )
+    is_few = x.shape[0] <= MOST_ROWS
+    config = None
+    if implementation == "auto" and reason is None and x.shape[0] <= MOST_ROWS_MEASURED:
+        config = measured_config(ProductShape.of(x.shape[0], weight))
+    dequantizes = reason is None and takes_kernel(weight)
+    transposed = dequantized_hopper if dequantizes or implementation == "hopper" else None
 
     @jax.custom_vjp
     def product(x: jax.Array, weight: QuantizedWeight) -> jax.Array:
         if implementation == "reference":
             return quantized_matmul_reference(x, weight, out_dtype=out)
-        return quantized_matmul_xla(x, weight.plain, out_dtype=out, most_bytes=most_bytes)
+        if (implementation == "hopper" and is_few) or config is not None:
+            return quantized_matmul_hopper(x, weight, out_dtype=out, config=config)
+        return quantized_matmul_xla(
+            x, weight.plain, out_dtype=out, most_bytes=most_bytes, transposed=transposed
+        )
 
     def forward(x: jax.Array, weight: QuantizedWeight):
         if weight.format.activations is not None:

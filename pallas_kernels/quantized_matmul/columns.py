@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.errors import InputError
 
+from .codes import in_rows
 from .weight import QuantizedWeight, WeightFormat
 
 
@@ -23,7 +24,7 @@ def by_column_format(form: WeightFormat) -> WeightFormat:
 
 def by_column(weight: QuantizedWeight) -> QuantizedWeight:
     """The same weight with a scale for each column, where blocks of columns share one."""
-    weight = weight.plain
+    weight = in_rows(weight.plain)
     form, columns = weight.format, weight.matrix_shape[1]
     if form.group_columns == 1:
         return weight

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dot import pinned_einsum
 
+from .codes import weight_codes
 from .weight import QuantizedWeight, WeightCode
 
 NF4_VALUES = (
@@ -33,28 +34,10 @@ MIDDLE = 8
 """The zero point of int4 where none are given."""
 
 
-def packed_pairs(codes: jax.Array, group: int) -> jax.Array:
-    """Codes of 4 bits [*, K, N] two in a byte, uint8 [*, K / 2, N]: halves of groups together."""
-    *lead, rows, columns = codes.shape
-    grouped = codes.astype(jnp.uint8).reshape(*lead, rows // group, 2, group // 2, columns)
-    low, high = grouped[..., 0, :, :], grouped[..., 1, :, :]
-    return (low | (high << 4)).reshape(*lead, rows // 2, columns)
-
-
-def unpacked_pairs(packed: jax.Array, group: int) -> jax.Array:
-    """What ``packed_pairs`` packed, uint8 [*, K, N]."""
-    *lead, pairs, columns = packed.shape
-    grouped = packed.reshape(*lead, 2 * pairs // group, group // 2, columns)
-    halves = jnp.stack([grouped & 15, grouped >> 4], axis=-3)
-    return halves.reshape(*lead, 2 * pairs, columns)
-
-
 def weight_values(weight: QuantizedWeight) -> jax.Array:
     """``code - zero``, float32 [*, K, N]: the weight but for its scales, in the data's order."""
     form, (rows, _) = weight.format, weight.matrix_shape
-    codes = weight.data
-    if form.code.bits == 4:
-        codes = unpacked_pairs(codes, form.group_rows)
+    codes = weight_codes(weight)
     if form.code is WeightCode.NF4:
         return jnp.asarray(NF4_VALUES, jnp.float32)[codes]
     values = codes.astype(jnp.float32)

@@ -9,7 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from .reference import MIDDLE, NF4_VALUES, packed_pairs, spread_rows
+from .codes import packed_pairs
+from .reference import MIDDLE, NF4_VALUES, spread_rows
 from .weight import QuantizedWeight, WeightCode, WeightFormat
 
 _LARGEST = {WeightCode.INT4: 7.0, WeightCode.INT8: 127.0, WeightCode.E4M3: 448.0}

@@ -52,6 +52,14 @@ class Activations(enum.StrEnum):
     E4M3 = "e4m3"
 
 
+class Arrangement(enum.StrEnum):
+    """Where the codes of a matrix lie; what is stored, converted and sharded lies in rows."""
+
+    ROWS = "rows"  # [*, K, N] of 8 bits; two halves of a group share bytes of 4
+    COLUMNS = "columns"  # [*, N, K] of 8 bits, as tensor cores read both sides of a product of them
+    FRAGMENTS = "fragments"  # int32 [*, K / 32, N / 16, W], as the Hopper kernel's threads do
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFormat:
     """What the elements of a quantized weight mean, and which of them share a scale."""
@@ -129,18 +137,21 @@ class QuantizedWeight:
         ((64, 32), dtype('uint8'), (32, 32))
     """
 
-    data: jax.Array  # [*, K, N] of 8 bits; uint8 [*, K / 2, N] of 4
+    data: jax.Array  # [*, K, N] of 8 bits; uint8 [*, K / 2, N] of 4; or as ``arrangement`` says
     scales: Any  # floating [*, G, C]: an array, or ``DoubleQuantizedScales``
     zeros: jax.Array | None = None  # integers [*, G, N]; None: symmetric
     order: jax.Array | None = None  # int32 [*, K]: row k of the data is the weight's row order[k]
     format: WeightFormat = dataclasses.field(metadata={"static": True})
     inputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     outputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    arrangement: Arrangement = dataclasses.field(
+        default=Arrangement.ROWS, metadata={"static": True}
+    )
 
     @property
     def leading(self) -> tuple[int, ...]:
         """Dims in front of the matrix."""
-        return tuple(self.data.shape[:-2])
+        return tuple(self.data.shape[: -3 if self.arrangement is Arrangement.FRAGMENTS else -2])
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
@@ -185,9 +196,14 @@ class QuantizedWeight:
         """This weight; raises InputError where its parts disagree."""
         rows, columns = self.matrix_shape
         leading = self.leading
-        stored = rows if self.format.code.bits == 8 else rows // 2
+        bits, codes = self.format.code.bits, self.format.code.storage
+        data = (rows * bits // 8, columns)
+        if self.arrangement is Arrangement.COLUMNS:
+            data = (columns, rows)
+        elif self.arrangement is Arrangement.FRAGMENTS:
+            data, codes = (rows // 32, columns // 16, 16 * bits), jnp.dtype(jnp.int32)
         want = {
-            "data": (*leading, stored, columns),
+            "data": (*leading, *data),
             "scales": (*leading, *self.format.scales_shape(rows, columns)),
             "zeros": (*leading, self.format.scales_shape(rows, columns)[0], columns),
             "order": (*leading, rows),
@@ -199,10 +215,10 @@ class QuantizedWeight:
                     f"{name} of a weight of {rows} x {columns} in {self.format.name} is "
                     f"{list(array.shape)}; its shape is {list(want[name])}"
                 )
-        if self.data.dtype != self.format.code.storage:
+        if self.data.dtype != codes:
             raise InputError(
-                f"data of a weight in {self.format.code} is {self.data.dtype}; it is "
-                f"{self.format.code.storage}"
+                f"data of a weight in {self.format.code}, in {self.arrangement}, is "
+                f"{self.data.dtype}; it is {codes}"
             )
         return self
 

@@ -4,6 +4,7 @@ Dims: M row of x, K contracted, N column.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +12,49 @@ from jax import lax
 
 from pallas_kernels.common.dot import pinned_einsum
 
+from .codes import COLUMNS
+from .config import WIDTH
 from .reference import dequantized_rows, quantized_matmul_reference, weight_scales
-from .weight import Activations, QuantizedWeight, WeightCode
+from .weight import Activations, Arrangement, QuantizedWeight, WeightCode
 
 _LARGEST = {Activations.INT8: 127.0, Activations.E4M3: 448.0}
 _LEAST = 2.0**-60  # of a row's largest element: no scale is 0
 
 
+type Transposed = Callable[[QuantizedWeight, jnp.dtype], jax.Array]
+"""The matrix that a weight stands for, transposed."""
+
+
 def quantized_matmul_xla(
-    x_MK: jax.Array, weight: QuantizedWeight, *, out_dtype: jnp.dtype, most_bytes: int | None
+    x_MK: jax.Array,
+    weight: QuantizedWeight,
+    *,
+    out_dtype: jnp.dtype,
+    most_bytes: int | None,
+    transposed: Transposed | None = None,
 ) -> jax.Array:
-    """[M, N]; at most ``most_bytes`` of the dequantized weight at a time."""
+    """[M, N]; at most ``most_bytes`` of the dequantized weight at a time.
+
+    Args:
+        transposed: what dequantizes; None: XLA too.
+    """
+
+    def product(piece: QuantizedWeight) -> jax.Array:
+        if transposed is None:
+            return quantized_matmul_reference(x_MK, piece, out_dtype=out_dtype)
+        w_NK = transposed(piece, x_MK.dtype)
+        return pinned_einsum("mk,nk->mn", x_MK, w_NK, result=out_dtype)
+
     if weight.format.activations is not None:
         return _both_rounded(x_MK, weight, out_dtype=out_dtype)
     x_MK, weight = _in_order(x_MK, weight)
     columns = _columns_at_a_time(weight, x_MK.dtype.itemsize, most_bytes)
     count = weight.matrix_shape[1] // columns
     if count == 1:
-        return quantized_matmul_reference(x_MK, weight, out_dtype=out_dtype)
+        return product(weight)
 
     def part(start: jax.Array) -> jax.Array:
-        piece = _columns_of(weight, start, columns)
-        return quantized_matmul_reference(x_MK, piece, out_dtype=out_dtype)
+        return product(_columns_of(weight, start, columns))
 
     parts = lax.map(part, jnp.arange(count, dtype=jnp.int32) * columns)
     return jnp.moveaxis(parts, 0, 1).reshape(x_MK.shape[0], -1)
@@ -68,7 +90,8 @@ def _both_rounded(x_MK: jax.Array, weight: QuantizedWeight, *, out_dtype: jnp.dt
         w_KN = dequantized_rows(weight, jnp.float32)
         product_MN = jnp.dot(values_MK.astype(jnp.float32), w_KN, precision="highest")
         return (product_MN * scale_M1).astype(out_dtype)
-    dims = (((1,), (0,)), ((), ()))
+    in_columns = weight.arrangement is Arrangement.COLUMNS
+    dims = (((1,), (1 if in_columns else 0,)), ((), ()))
     if weight.format.code is WeightCode.INT8:
         sums_MN = lax.dot_general(values_MK, weight.data, dims, preferred_element_type=jnp.int32)
         product_MN = sums_MN.astype(jnp.float32)
@@ -96,6 +119,8 @@ def _columns_at_a_time(weight: QuantizedWeight, itemsize: int, most_bytes: int |
     """The most columns, a divisor of all and whole blocks, that are dequantized together."""
     rows, columns = weight.matrix_shape
     block = weight.format.group_columns or 1
+    if weight.arrangement is Arrangement.FRAGMENTS:
+        block = WIDTH
     if most_bytes is None or rows * columns * itemsize <= most_bytes or columns % block:
         return columns
     blocks = columns // block
@@ -110,7 +135,8 @@ def _columns_of(weight: QuantizedWeight, start: jax.Array, columns: int) -> Quan
     def cut(x: jax.Array | None, by: int) -> jax.Array | None:
         return None if x is None else lax.dynamic_slice_in_dim(x, start // by, columns // by, 1)
 
-    data = cut(weight.data, 1)
+    is_fragments = weight.arrangement is Arrangement.FRAGMENTS
+    data = cut(weight.data, COLUMNS if is_fragments else 1)
     assert data is not None
     scales = weight.scales if block == 0 else cut(weight.scales, block)
     assert scales is not None

@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul import (
     repeated_outputs,
     round_weight,
 )
-from pallas_kernels.quantized_matmul.reference import packed_pairs, unpacked_pairs
+from pallas_kernels.quantized_matmul.codes import packed_pairs, unpacked_pairs
 
 K, N = 24, 10
 RNG = np.random.default_rng(0)

@@ -32,7 +32,8 @@ from jaxinfra.training.job import make_job
 from jaxinfra.weights.conversion import write_ours
 from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.parameter_sources import LiveParameters, StoredParameters
-from pallas_kernels.quantized_matmul.reference import NF4_VALUES, unpacked_pairs
+from pallas_kernels.quantized_matmul.codes import unpacked_pairs
+from pallas_kernels.quantized_matmul.reference import NF4_VALUES
 
 MODEL = ModelConfig(
     vocab_size=64,

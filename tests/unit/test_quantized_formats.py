@@ -1,5 +1,6 @@
 """Quantized directories that other programs made: read bit for bit, kept packed or not."""
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -15,11 +16,20 @@ from jaxinfra.core.errors import CheckpointError, ConfigError
 from jaxinfra.models.definition import by_path
 from jaxinfra.models.hf import quantization_of
 from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
-from jaxinfra.ops.quantized import QuantizedWeight
+from jaxinfra.ops.quantized import (
+    Activations,
+    QuantizedWeight,
+    WeightCode,
+    WeightFormat,
+    as_kernels_read,
+    round_weight,
+)
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.quantized_files import plain_tensors
 from jaxinfra.weights.tensor_files import open_tensor_files
+from pallas_kernels.common import device
+from pallas_kernels.quantized_matmul import Arrangement
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -176,3 +186,21 @@ def test_the_serving_form_multiplies_the_same_weights(case):
     straight = form.bind(serving_parameters(form, definition.config, model.parameters))
     ids = jnp.asarray(np.load(directory(case) / "golden.npz")["ids"], jnp.int32)
     np.testing.assert_allclose(straight(ids), logits(case, keep_packed=True), atol=1e-4)
+
+
+def test_serving_arranges_for_devices_on_which_the_kernel_was_measured():
+    eight, four, rounding = (
+        round_weight(jnp.ones((256, 128)), form)
+        for form in (
+            WeightFormat(code=WeightCode.INT8),
+            WeightFormat(code=WeightCode.INT4, group_rows=128),
+            WeightFormat(code=WeightCode.INT8, activations=Activations.INT8),
+        )
+    )
+    assert as_kernels_read(eight) is eight
+    with device.compiling_for(device.H200):
+        assert as_kernels_read(eight).arrangement is Arrangement.FRAGMENTS
+        assert as_kernels_read(four).arrangement is Arrangement.FRAGMENTS
+        assert as_kernels_read(rounding) is rounding
+    with device.compiling_for(dataclasses.replace(device.H200, kind="NVIDIA H100 80GB HBM3")):
+        assert as_kernels_read(four) is four

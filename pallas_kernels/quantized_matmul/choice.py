@@ -1,0 +1,66 @@
+"""Who computes a call, as measured: the compiler, or the kernel with which tiles."""
+
+import functools
+import math
+import pathlib
+
+from pallas_kernels.common import device, tables
+
+from .config import ProductShape, QuantizedConfig, config_for
+from .weight import QuantizedWeight
+
+OP, QUESTION = "quantized_matmul", "tiles"
+TUNED = pathlib.Path(__file__).parent / "tuned"
+MOST_ROWS_MEASURED = 128
+"""Beyond these rows the kernel reads and converts the weight so often that dequantizing it once, by
+a kernel, and a library's product take less."""
+_FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
+"""Powers of two from the nearest measured size within which its tiles are taken."""
+
+
+def measured_config(shape: ProductShape) -> QuantizedConfig | None:
+    """Tiles of the nearest measured size, or the default ones; None where nothing was measured."""
+    return _measured(shape, device.target().slug, str(tables.user_folder()))
+
+
+def takes_kernel(weight: QuantizedWeight) -> bool:
+    """Whether a weight is better arranged on this device: where the kernel was measured."""
+    if weight.format.activations is not None:
+        return False  # 8-bit products with a weight in columns have not been timed
+    return measured_config(ProductShape.of(1, weight)) is not None
+
+
+@functools.cache
+def _measured(shape: ProductShape, slug: str, folder: str) -> QuantizedConfig | None:
+    del slug, folder  # what the table depends on
+    table = tables.find(TUNED, OP, QUESTION)
+    if table is None:
+        return None
+    wanted = {"rows": shape.M, "depth": shape.K, "columns": shape.N}
+    found: list[tuple[float, float, QuantizedConfig]] = []
+    for row in table.rows:
+        case = dict(row.case)
+        if case["bits"] != shape.bits:
+            continue
+        apart = {name: abs(math.log2(size / _count(case[name]))) for name, size in wanted.items()}
+        if all(apart[name] <= _FARTHEST[name] for name in apart):
+            found.append((sum(apart.values()), row.ms, _tiles(dict(row.choice))))
+    for _, _, config in sorted(found, key=lambda each: each[:2]):
+        if config.unsupported(shape) is None:
+            return config
+    return config_for(shape)
+
+
+def _tiles(choice: dict[str, tables.Value]) -> QuantizedConfig:
+    return QuantizedConfig(
+        tiles=_count(choice["tiles"]),
+        split=_count(choice["split"]),
+        groups=_count(choice["groups"]),
+        stages=_count(choice["stages"]),
+    )
+
+
+def _count(value: tables.Value) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise tables.TableError(f"a measured case or choice has {value!r} for a size")
+    return value

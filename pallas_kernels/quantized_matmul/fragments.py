@@ -1,0 +1,242 @@
+"""Instructions of one thread that Pallas cannot say: codes to numbers, products of fragments.
+
+Values are MLIR's: i32 registers with two 16-bit numbers or codes, f32 sums.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils
+
+from .config import WARPGROUP
+from .weight import WeightCode
+
+
+def i32() -> Any:
+    """The type of a register."""
+    return ir.IntegerType.get_signless(32)
+
+
+def constant(x: int) -> Any:
+    """A register that has these bits."""
+    return mgpu.c(x - 2**32 if x >= 2**31 else x, i32())
+
+
+def assembly(result: Any, operands: list[Any], text: str, constraints: str, *, pure: bool) -> Any:
+    """PTX with its operands."""
+    return llvm.inline_asm(
+        result, operands, text, constraints, asm_dialect=0, has_side_effects=not pure
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Dequantizer:
+    """How codes become numbers of x's dtype.
+
+    A code is put in the low bits of a number whose unit in the last place is 1, from which that
+    number is taken: exact, as codes and zero points are integers. FP8 is put in the places of a
+    wider exponent and significand, and multiplied with the ratio of their biases.
+    """
+
+    code: WeightCode
+    dtype: jnp.dtype
+
+    @property
+    def name(self) -> str:
+        """Of the dtype in instructions."""
+        return "bf16" if self.dtype == jnp.bfloat16 else "f16"
+
+    @property
+    def unit(self) -> int:
+        """128 or 1024 twice: the least number whose unit in the last place is 1."""
+        return 0x43004300 if self.dtype == jnp.bfloat16 else 0x64006400
+
+    def zero_pair(self, zero: Any | None) -> Any:
+        """The number that a zero point (i32; None: 8) is in place of, twice."""
+        if zero is None:
+            return constant(self.unit | 0x00080008)
+        return arith.ori(arith.muli(zero, constant(0x00010001)), constant(self.unit))
+
+    def pair(self, operation: str, a: Any, b: Any) -> Any:
+        """``sub`` or ``mul`` of two numbers each."""
+        return assembly(
+            i32(), [a, b], f"{operation}.{self.name}x2 $0, $1, $2;", "=r,r,r", pure=True
+        )
+
+    def numbers(self, words: list[Any], zeros: tuple[Any, Any]) -> list[Any]:
+        """The left fragment of 16 rows: four registers.
+
+        Args:
+            words: one of 4-bit codes, two of 8-bit ones.
+            zeros: of columns g and g + 8, as ``zero_pair`` gives them.
+        """
+        if self.code is WeightCode.INT4:
+            return [self._int4(words[0], r, zeros[r & 1]) for r in range(4)]
+        one = self._int8 if self.code is WeightCode.INT8 else self._e4m3
+        return [one(words[r >> 1], r & 1) for r in range(4)]
+
+    def _int4(self, word: Any, place: int, zero: Any) -> Any:
+        shifted = arith.shrui(word, constant(4 * place)) if place else word
+        code = assembly(
+            i32(), [shifted], f"lop3.b32 $0, $1, 0x000F000F, {self.unit:#x}, 0xEA;", "=r,r",
+            pure=True,
+        )  # fmt: skip
+        return self.pair("sub", code, zero)
+
+    def _int8(self, word: Any, place: int) -> Any:
+        select = 0x4342 if place else 0x4140
+        if self.dtype == jnp.bfloat16:
+            text = f"prmt.b32 $0, $1, 0x43, {select:#x};"
+            both = assembly(i32(), [word], text, "=r,r", pure=True)
+            # The sign, in the lowest bit of the exponent, doubles the number that is taken away.
+            number = arith.andi(both, constant(0xFF7FFF7F))
+            return self.pair("sub", number, arith.andi(both, constant(0xFF80FF80)))
+        word = arith.xori(word, constant(0x80808080))
+        number = assembly(i32(), [word], f"prmt.b32 $0, $1, 0x64, {select:#x};", "=r,r", pure=True)
+        return self.pair("sub", number, constant(0x64806480))
+
+    def _e4m3(self, word: Any, place: int) -> Any:
+        shift, mask, ratio = 4, 0x07F007F0, 0x7B807B80
+        if self.dtype != jnp.bfloat16:
+            shift, mask, ratio = 1, 0x3F803F80, 0x5C005C00
+        if place:
+            word = arith.shli(word, constant(8))
+        size = arith.andi(arith.shrui(word, constant(shift)), constant(mask))
+        sign = arith.andi(word, constant(0x80008000))
+        return self.pair("mul", arith.ori(sign, size), constant(ratio))
+
+    def product(self, a: list[Any], b: list[Any], sums: list[Any]) -> list[Any]:
+        """``a b + sums`` of 16 columns, 16 rows and 8 rows of x."""
+        f32 = ir.F32Type.get()
+        found = assembly(
+            llvm.StructType.get_literal([f32] * 4),
+            [*a, *b, *sums],
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{self.name}.{self.name}.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+            "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+            pure=True,
+        )
+        return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
+
+
+def address(ref: Any) -> Any:
+    """Where a buffer in shared memory begins, in bytes, i32."""
+    return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
+
+
+def thread() -> Any:
+    """This thread's number in its warpgroup."""
+    return arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
+
+
+def total(*terms: Any) -> Any:
+    """A sum of i32 values, or of such values times constants."""
+    values = [arith.muli(x[0], constant(x[1])) if isinstance(x, tuple) else x for x in terms]
+    return functools.reduce(arith.addi, values)
+
+
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """``a b + c`` in fp32, rounded once."""
+    f32 = ir.F32Type.get()
+    return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
+
+
+def load_matrices(place: Any, offset: int) -> list[Any]:
+    """Four right fragments of 8 rows of x and 8 of K, the bytes of each lane's row given."""
+    found = assembly(
+        llvm.StructType.get_literal([i32()] * 4),
+        [place],
+        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];",
+        "=r,=r,=r,=r,r",
+        pure=False,
+    )
+    return [llvm.extractvalue(i32(), found, [i]) for i in range(4)]
+
+
+def load_words(place: Any, offset: int, count: int) -> list[Any]:
+    """Two or four words of shared memory."""
+    names = ",".join(f"${i}" for i in range(count))
+    found = assembly(
+        llvm.StructType.get_literal([i32()] * count),
+        [place],
+        f"ld.shared.v{count}.b32 {{{names}}}, [${count}+{offset}];",
+        ",".join(["=r"] * count + ["r"]),
+        pure=False,
+    )
+    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
+
+
+def load_number(place: Any, offset: int, dtype: jnp.dtype) -> Any:
+    """A scale of shared memory, f32, or a zero point, i32."""
+    f32 = ir.F32Type.get()
+    if dtype == jnp.float32:
+        return assembly(f32, [place], f"ld.shared.f32 $0, [$1+{offset}];", "=f,r", pure=False)
+    i16 = ir.IntegerType.get_signless(16)
+    half = assembly(i16, [place], f"ld.shared.b16 $0, [$1+{offset}];", "=h,r", pure=False)
+    if dtype == jnp.uint16:
+        return arith.extui(i32(), half)
+    return widened(half, dtype)
+
+
+def widened(half: Any, dtype: jnp.dtype) -> Any:
+    """bfloat16 or float16, i16, as f32."""
+    f32 = ir.F32Type.get()
+    if dtype == jnp.bfloat16:
+        return arith.bitcast(f32, arith.shli(arith.extui(i32(), half), constant(16)))
+    return assembly(f32, [half], "cvt.f32.f16 $0, $1;", "=f,h", pure=True)
+
+
+def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
+    """Element ``at + offset`` of scales in global memory, f32."""
+    i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+    size = dtype.itemsize
+    byte = arith.muli(arith.extui(i64, at), mgpu.c(size, i64))
+    place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
+    where = f"[$1+{size * offset}]"
+    if size == 4:
+        return assembly(f32, [place], f"ld.global.nc.f32 $0, {where};", "=f,l", pure=False)
+    i16 = ir.IntegerType.get_signless(16)
+    half = assembly(i16, [place], f"ld.global.nc.b16 $0, {where};", "=h,l", pure=False)
+    return widened(half, dtype)
+
+
+def copy_16_bytes(source: Any, target: Any) -> None:
+    """From global memory (i64) to shared memory (i32)."""
+    names = "{$0,$1,$2,$3}"
+    found = assembly(
+        llvm.StructType.get_literal([i32()] * 4),
+        [source],
+        f"ld.global.nc.v4.b32 {names}, [$4];",
+        "=r,=r,=r,=r,l",
+        pure=False,
+    )
+    words = [llvm.extractvalue(i32(), found, [i]) for i in range(4)]
+    text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
+    assembly(None, [target, *words], text, "r,r,r,r,r", pure=False)
+
+
+def global_words(ref: Any, at: Any, count: int) -> list[Any]:
+    """Two or four words of global memory, from word ``at`` on."""
+    i64 = ir.IntegerType.get_signless(64)
+    byte = arith.muli(arith.extui(i64, at), mgpu.c(4, i64))
+    place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
+    names = ",".join(f"${i}" for i in range(count))
+    found = assembly(
+        llvm.StructType.get_literal([i32()] * count),
+        [place],
+        f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
+        ",".join(["=r"] * count + ["l"]),
+        pure=False,
+    )
+    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
+
+
+def widened_pair(pair: Any, dtype: jnp.dtype) -> list[Any]:
+    """Two bfloat16 or float16 in a register as f32."""
+    i16 = ir.IntegerType.get_signless(16)
+    high = arith.shrui(pair, constant(16))
+    return [widened(arith.trunci(i16, x), dtype) for x in (pair, high)]

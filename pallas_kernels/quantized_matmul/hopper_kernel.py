@@ -1,0 +1,274 @@
+"""The kernel: codes become numbers in registers, and are multiplied there.
+
+The transposed product is computed: a warp's left operand is 16 columns of the weight, its right one
+8 rows of x. A block has some columns and, with the blocks of its cluster, all of K; its warpgroups
+take turns at its stages. Their sums are added in one order (``hopper_sums``).
+
+Dims: M row of x, K contracted, N column of the weight, G group of rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
+from pallas_kernels.hopper.tile import tiled
+
+from .codes import COLUMNS, ROWS
+from .config import DEPTH, STRIP, WARPGROUP, WIDTH, ProductShape, QuantizedConfig
+from .fragments import (
+    Dequantizer,
+    address,
+    constant,
+    fused,
+    load_matrices,
+    load_number,
+    load_words,
+    thread,
+    total,
+)
+from .hopper_rows import copy_rows
+from .hopper_sums import ProductSums
+from .weight import QuantizedWeight
+
+SWIZZLED = 64  # columns of x whose 16-byte chunks are permuted together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedKernel:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    c: QuantizedConfig
+    s: ProductShape
+    dequantizer: Dequantizer
+    scale_dtype: jnp.dtype
+    out_dtype: jnp.dtype
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether warpgroups copy their part of x before they begin."""
+        return self.c.is_resident(self.s)
+
+    @property
+    def sums(self) -> ProductSums:
+        """What becomes of sums in registers."""
+        dtypes = {"scale_dtype": self.scale_dtype, "out_dtype": self.out_dtype}
+        return ProductSums(c=self.c, s=self.s, **dtypes)
+
+    @property
+    def words(self) -> int:
+        """Of a lane in a block of 32 rows and 16 columns."""
+        return self.s.bits // 2
+
+    @property
+    def staged(self) -> tuple[str, ...]:
+        """What a stage has besides words and x."""
+        return ("scales", "zeros")[: bool(self.s.scaled_parts) + self.s.has_zeros]
+
+    def result(self, x_MK: jax.Array, weight: QuantizedWeight) -> jax.Array:
+        """[M, N]."""
+        c, s = self.c, self.s
+        operands = {
+            "x": x_MK,
+            "words": weight.data,
+            "scales": weight.scales.reshape(-1, s.N // WIDTH, WIDTH),
+        }
+        if weight.zeros is not None:
+            operands["zeros"] = weight.zeros.reshape(-1, s.N // WIDTH, WIDTH)
+        return launch(
+            self.run,
+            operands=operands,
+            results={"out": jax.ShapeDtypeStruct((s.M, s.N), self.out_dtype)},
+            scratch=self.scratch(),
+            num_threads=c.groups + 1,
+            # Blocks of the same columns follow one another: the second reads the weight out of L2.
+            grid=(s.N // (WIDTH * c.tiles), -(-s.M // s.rows_at_a_time)),
+            grid_names=("columns", "rows"),
+            cluster=(c.split,),
+            cluster_names=("cluster",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+        )["out"]
+
+    def scratch(self) -> dict[str, Any]:
+        """The ring, x, everyone's sums, barriers."""
+        c, s = self.c, self.s
+        block = (DEPTH // ROWS, WIDTH * c.tiles // COLUMNS, 32 * self.words)
+        scratch: dict[str, Any] = {
+            "words": plgpu.SMEM((c.stages, *block), jnp.int32),
+            "sums": plgpu.SMEM((c.groups, self.sums.count * WARPGROUP), jnp.float32),
+        }
+        copies = 1 + len(self.staged)
+        if self.is_resident:
+            part = (c.turns(s), s.strips, DEPTH // SWIZZLED, STRIP, SWIZZLED)
+            scratch["x"] = plgpu.SMEM((c.groups, *part), self.dequantizer.dtype)
+        else:
+            part = (c.stages, s.strips * STRIP, DEPTH)
+            scratch["x"] = plgpu.SMEM(part, self.dequantizer.dtype, transforms=tiled(128))
+            copies += 1
+        for name in self.staged:
+            part = (c.stages, s.scaled_parts, c.tiles, WIDTH)
+            dtype = self.scale_dtype if name == "scales" else jnp.dtype(jnp.uint16)
+            scratch[name] = plgpu.SMEM(part, dtype)
+        scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=c.stages)
+        scratch["empty"] = plgpu.Barrier(num_arrivals=1, num_barriers=c.stages)
+        return scratch
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        c, wg = self.c, lax.axis_index("wg")
+        first = lax.axis_index("cluster") * c.steps(self.s)
+        pl.when(wg < c.groups)(functools.partial(self.compute, gmem, smem, first, wg))
+        pl.when(wg == c.groups)(functools.partial(self.load, gmem, smem, first))
+
+    def load(self, gmem, smem, first) -> None:
+        """Fills the ring."""
+        c, s = self.c, self.s
+        if self.has_many_sums:
+            plgpu.set_max_registers(40, action="decrease")
+        block = lax.axis_index("columns")
+        fragments = WIDTH * c.tiles // COLUMNS
+        rows = pl.ds(lax.axis_index("rows") * s.rows_at_a_time, s.strips * STRIP)
+
+        def step(i, _):
+            slot = lax.rem(i, c.stages)
+            pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+            at, full = first + i, smem.full.at[slot]
+            depth = pl.ds(at * (DEPTH // ROWS), DEPTH // ROWS)
+            plgpu.copy_gmem_to_smem(
+                gmem.words.at[depth, pl.ds(block * fragments, fragments)], smem.words.at[slot], full
+            )
+            for name in self.staged:
+                parts = pl.ds(at * s.scaled_parts, s.scaled_parts)
+                ref = getattr(gmem, name).at[parts, pl.ds(block * c.tiles, c.tiles)]
+                plgpu.copy_gmem_to_smem(ref, getattr(smem, name).at[slot], full)
+            if not self.is_resident:
+                depth = pl.ds(at * DEPTH, DEPTH)
+                plgpu.copy_gmem_to_smem(gmem.x.at[rows, depth], smem.x.at[slot], full)
+
+        lax.fori_loop(0, c.steps(s), step, None)
+        self.sums.meet_as_bystander()
+
+    @property
+    def has_many_sums(self) -> bool:
+        """Whether registers are taken from the warpgroup that copies."""
+        return self.sums.count > 32 and self.c.groups == 2
+
+    def compute(self, gmem, smem, first, group: jax.Array) -> None:
+        """Every so many-th stage, and a part of everyone's sums."""
+        c, s = self.c, self.s
+        if self.has_many_sums:
+            plgpu.set_max_registers(232, action="increase")
+        if self.is_resident:
+            copy_rows(gmem.x, smem.x.at[group], first, group, c=c, s=s)
+
+        def step(turn, sums):
+            i = turn * c.groups + group
+            slot = lax.rem(i, c.stages)
+            plgpu.barrier_wait(smem.full.at[slot])
+            x = smem.x.at[group, turn] if self.is_resident else smem.x.at[slot]
+            refs = [smem.words.at[slot], x]
+            refs += [getattr(smem, name).at[slot] for name in self.staged]
+            sums = self.add_stage(sums, refs)
+            plgpu.barrier_arrive(smem.empty.at[slot])
+            return sums
+
+        turns = lax.div(c.steps(s) + c.groups - 1 - group, c.groups)
+        sums = lax.fori_loop(0, turns, step, self.sums.nothing())
+        self.sums.finish(sums, gmem, smem, group)
+
+    def add_stage(self, sums: jax.Array, refs: list[Any]) -> jax.Array:
+        """Sums with a stage's products."""
+        x_kind = plgpu.RefType(() if self.is_resident else tiled(128))
+        kinds = [plgpu.RefType(), x_kind] + [plgpu.RefType()] * (len(refs) - 2)
+
+        @plgpu.inline_mgpu(arg_types=(self.sums.layout, *kinds), return_type=self.sums.array)
+        def add(ctx, sums, *refs):
+            del ctx
+            return self.sums.fragmented(self.stage(self.sums.numbers(sums), *refs))
+
+        return add(sums, *refs)
+
+    def stage(self, totals: list[Any], words, x, scales=None, zeros=None) -> list[Any]:
+        """One thread's totals with a stage's products."""
+        s, per_lane = self.s, self.words
+        warp, lane = arith.shrui(thread(), constant(5)), arith.andi(thread(), constant(31))
+        row = arith.andi(lane, constant(STRIP - 1))
+        # Of 8 chunks of 16 bytes in a row of x, the place of one is its number xor the row's.
+        chunk = arith.xori(arith.shrui(lane, constant(3)), row)
+        x_place = total(address(x), (row, 2 * SWIZZLED), (chunk, 16))
+        x_places = x_place, arith.xori(x_place, constant(64))
+        word_place = total(address(words), (warp, 128 * per_lane), (lane, 4 * per_lane))
+        column = total((warp, COLUMNS), arith.shrui(lane, constant(2)))
+        scale_place = zero_place = None
+        if scales is not None:
+            scale_place = total(address(scales), (column, self.scale_dtype.itemsize))
+        if zeros is not None:
+            zero_place = total(address(zeros), (column, 2))
+        nothing = [mgpu.c(0.0, ir.F32Type.get())] * len(totals)
+        parts = max(s.scaled_parts, 1)
+        blocks = DEPTH // ROWS // parts
+        for part in range(parts):
+            taken = self.zero_points(zero_place, part)
+            sums = nothing if s.scaled_parts else totals
+            for block in range(part * blocks, (part + 1) * blocks):
+                half_of_swizzle = x_places[block % 2]
+                rows = [
+                    load_matrices(half_of_swizzle, 1024 * (2 * strip + block // 2))
+                    for strip in range(s.strips)
+                ]
+                sums = self.add_block(sums, rows, word_place, block, taken)
+            totals = self.scaled(totals, sums, scale_place, part) if s.scaled_parts else sums
+        return totals
+
+    def add_block(
+        self, sums: list[Any], rows: list[Any], place, block: int, taken: list[Any]
+    ) -> list[Any]:
+        """Sums with the products of 32 rows of the weight."""
+        sums, per_lane, strips = [*sums], self.words, self.s.strips
+        across = WIDTH * self.c.tiles // COLUMNS
+        for tile in range(self.c.tiles):
+            offset = 128 * per_lane * (block * across + 4 * tile)
+            words = load_words(place, offset, per_lane)
+            for step in range(2):
+                mine = words[step * per_lane // 2 : (step + 1) * per_lane // 2]
+                left = self.dequantizer.numbers(mine, taken[tile])
+                for strip in range(strips):
+                    right = rows[strip][2 * step : 2 * step + 2]
+                    at = 4 * (tile * strips + strip)
+                    sums[at : at + 4] = self.dequantizer.product(left, right, sums[at : at + 4])
+        return sums
+
+    def zero_points(self, place: Any | None, part: int) -> list[tuple[Any, Any]]:
+        """What is taken from the codes of columns g and g + 8 of each tile."""
+        if place is None:
+            middle = self.dequantizer.zero_pair(None)
+            return [(middle, middle)] * self.c.tiles
+
+        def pair(tile: int, r: int) -> Any:
+            offset = 2 * (WIDTH * (part * self.c.tiles + tile) + STRIP * r)
+            return self.dequantizer.zero_pair(load_number(place, offset, jnp.dtype(jnp.uint16)))
+
+        return [(pair(tile, 0), pair(tile, 1)) for tile in range(self.c.tiles)]
+
+    def scaled(self, totals: list[Any], sums: list[Any], place: Any, part: int) -> list[Any]:
+        """Totals with the sums of a group, scaled."""
+        totals, size = [*totals], self.scale_dtype.itemsize
+        for tile in range(self.c.tiles):
+            at = WIDTH * (part * self.c.tiles + tile)
+            scales = [
+                load_number(place, size * (at + STRIP * r), self.scale_dtype) for r in range(2)
+            ]
+            for i in range(4 * self.s.strips):
+                number = 4 * self.s.strips * tile + i
+                scale = scales[i >> 1 & 1]
+                totals[number] = fused(sums[number], scale, totals[number])
+        return totals
