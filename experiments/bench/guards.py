@@ -141,7 +141,7 @@ class _Bench:
         compile_ = functools.partial(jax.jit, donate_argnums=0, out_shardings=whole)
         self._steps: dict[str, Callable[..., Any]] = {
             "with": compile_(guarded),
-            "without": compile_(functools.partial(unguarded, gradient, optimizer)),
+            "without": compile_(functools.partial(_unguarded, gradient, optimizer)),
         }
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state
@@ -205,7 +205,7 @@ class _Bench:
         }
 
 
-def unguarded(gradient: Any, optimizer: optax.GradientTransformation, state: Any, batch: Any):
+def _unguarded(gradient: Any, optimizer: optax.GradientTransformation, state: Any, batch: Any):
     """What is left of the step without any test of its result."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     learned = gradient(

@@ -3,9 +3,9 @@
     python -m experiments.bench.serving_memory --out experiments/results/serving-memory-h200.json
 
 A model of random weights in the compute dtype, as a server loads a published one, becomes an
-engine, which answers as many requests as run at a time, with settings of all kinds, and one that
-asks for the scores of its prompt. The weights are drawn as they come from a directory ("loaded"),
-from which an engine makes its own form as in ``jaxinfra serve``, or in that form ("direct").
+engine, which answers as many requests as run at a time, and one that asks for the scores of its
+prompt. The weights are drawn as they come from a directory ("loaded"), from which an engine makes
+its own form as in ``jaxinfra serve``, or in that form ("direct").
 """
 
 import argparse
@@ -34,10 +34,12 @@ from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.requests import GenerationRequest
+from jaxinfra.serving.engine.runner import ProgramKey
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import SamplingConfig
 from jaxinfra.training.job import keep_compiled_programs
+from jaxinfra.training.recompute import step_bytes
 
 
 def random_weights(definition: ModelDefinition) -> Parameters:
@@ -67,23 +69,43 @@ def random_weights(definition: ModelDefinition) -> Parameters:
 def requests_of(engine: Engine, *, prompt: int, new: int) -> list[GenerationRequest]:
     """As many as run at a time, and one more that asks for its prompt's scores."""
     rng, asked = np.random.default_rng(0), []
-    settings = (SamplingConfig(), SamplingConfig(temperature=0.8, top_k=50, logprobs=5))
+    settings = SamplingConfig(temperature=0.8, top_k=50, logprobs=5)
     for number in range(engine.limits.max_running):
         ids = tuple(rng.integers(1, engine.num_ids, prompt).tolist())
         asked.append(
-            GenerationRequest(
-                prompt_ids=ids, max_new_tokens=new, sampling=settings[number % 2], seed=number
-            )
+            GenerationRequest(prompt_ids=ids, max_new_tokens=new, sampling=settings, seed=number)
         )
     scored = SamplingConfig(logprobs=1)
-    short = asked[0].prompt_ids[: prompt // 4]
+    first = asked[0].prompt_ids
     asked.append(
-        GenerationRequest(prompt_ids=short, max_new_tokens=1, sampling=scored, scores_prompt=True)
+        GenerationRequest(prompt_ids=first, max_new_tokens=1, sampling=scored, scores_prompt=True)
     )
     return asked
 
 
-def served(case: ServingCase, form: str, tokenizer: Tokenizer, *, prompt: int, new: int) -> dict:
+def compiled(case: ServingCase) -> dict[ProgramKey, Any]:
+    """The programs that ``requests_of`` need, all at once: steps of one token, and full chunks."""
+    runner, longest = case.runner(), max(case.engine.chunk_sizes)
+    keys = [
+        key
+        for key in runner.keys
+        if (key.name == "step" and key.is_full and key.length == 1)
+        or (key.name in ("step", "score") and key.length == longest)
+    ]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = {key: pool.submit(runner.lowered(key).compile) for key in keys}
+    return {key: each.result() for key, each in found.items()}
+
+
+def served(
+    case: ServingCase,
+    form: str,
+    tokenizer: Tokenizer,
+    programs: dict[ProgramKey, Any],
+    *,
+    prompt: int,
+    new: int,
+) -> dict[str, Any]:
     """Makes the engine, lets it answer, and counts the device's bytes on the way."""
     definition = (
         case.form
@@ -104,6 +126,7 @@ def served(case: ServingCase, form: str, tokenizer: Tokenizer, *, prompt: int, n
     else:
         engine = Engine.of(loaded, options=case.engine, consumes=True)
     row["made"] = _bytes()
+    engine.runner._compiled |= programs  # as it would compile them, one after another
     answers = engine.run(requests_of(engine, prompt=prompt, new=new))
     ends = [str(each.end) for answer in answers for each in answer if each.end is not None]
     row |= {"served": _bytes(), "ends": ends, "computed_tokens": engine.counts.computed_tokens}
@@ -119,7 +142,7 @@ def main() -> None:
     parser.add_argument("--policy", default=PolicyName.BF16.value)
     parser.add_argument("--max-running", type=int, default=16)
     parser.add_argument("--max-context", type=int)
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens of each prompt")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=24, help="tokens of each answer")
     parser.add_argument(
         "--forms",
@@ -128,9 +151,7 @@ def main() -> None:
         default=["loaded"],
         help="of the weights at first: the engine's own, or as a directory is loaded; or none",
     )
-    parser.add_argument(
-        "--compile-first", action="store_true", help="programs of full chunks, all at once"
-    )
+    parser.add_argument("--roles", action="store_true", help="by the command, once more")
     parser.add_argument("--cache", type=Path, help="keep compiled programs there")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -147,38 +168,33 @@ def main() -> None:
         engine=EngineOptions(max_running=args.max_running, max_context=args.max_context),
         is_straight=jax.default_backend() == "gpu",
     )
-    if args.compile_first:
-        # Those of one token, and of the longest chunks.
-        runner, longest = case.runner(), max(case.engine.chunk_sizes)
-        keys = [key for key in runner.keys if key.length in (1, longest)]
-        lowered = [runner.lowered(key) for key in keys]
-        say(f"traced {len(lowered)} programs")
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            for _ in pool.map(lambda each: each.compile(), lowered):
-                pass
-        say("compiled them")
-    needs = serving_memory(case)
+    programs = compiled(case)
+    totals = {str(key): step_bytes(each) for key, each in programs.items()}
+    program, needs = max(totals.items(), key=lambda item: item[1])
+    say(f"compiled {len(programs)} programs; predicted {needs:,} bytes, by {program}")
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "environment": environment(),
         "preset": args.preset,
         "engine": {"pages": case.limits.num_pages, "context": case.limits.max_positions},
-        "predicted_bytes": needs.bytes,
-        "program": str(needs.program),
-        "programs": needs.totals,
-        "by_role": needs.report.by_role(),
+        "predicted_bytes": needs,
+        "program": program,
+        "programs": totals,
         "rows": rows,
     }
-    say(f"predicted {needs.bytes:,} bytes, by {needs.program}")
+    if args.roles:
+        found = serving_memory(case)
+        assert found.bytes == needs, f"the command says {found.bytes}"
+        result["by_role"] = found.report.by_role()
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     tokenizer = Tokenizer.load(random_tokenizer(place, case.model.vocab_size))
     for form in args.forms:
-        row = served(case, form, tokenizer, prompt=args.prompt, new=args.new)
+        row = served(case, form, tokenizer, programs, prompt=args.prompt, new=args.new)
         peak = row["served"]["peak_bytes_in_use"]
-        row["predicted_over_peak"] = needs.bytes / peak - 1 if peak else None
+        row["predicted_over_peak"] = needs / peak - 1 if peak else None
         rows.append(row)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-        beside = f"peak {peak:,} bytes, predicted {needs.bytes / peak - 1:+.2%}" if peak else ""
+        beside = f"peak {peak:,} bytes, predicted {needs / peak - 1:+.2%}" if peak else ""
         say(f"{form}: {len(row['ends'])} requests, {row['computed_tokens']:,} tokens; {beside}")
         gc.collect()
 

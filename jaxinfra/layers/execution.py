@@ -138,6 +138,29 @@ class Decode(Protocol):
         ...
 
 
+class AppendHeads(Protocol):
+    """A packed product's queries, and its keys and values in a cache;
+    ``jaxinfra.ops.append_heads.append_packed_heads`` is one.
+    """
+
+    def __call__(
+        self,
+        heads_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+        """Returns rotated queries, and the pages' arrays with the new tokens; None where this is
+        done one after another.
+
+        Args:
+            pages: with tables, below 0 where a row has no page.
+        """
+        ...
+
+
 class Lookup(Protocol):
     """Reading rows of an embedding table; ``take_rows`` is one."""
 
@@ -322,4 +345,5 @@ class Execution:
     unroll: int
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
+    append: AppendHeads | None = None  # None: heads are rotated and appended one after another
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

@@ -13,6 +13,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.detokenize import TextStream
+from jaxinfra.serving.engine.drawn import Drawn
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import StepPlan
@@ -23,7 +24,7 @@ from jaxinfra.serving.engine.requests import (
     RequestStream,
     TokenScore,
 )
-from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, Drawn, ModelRunner
+from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.generate import original_context
 from jaxinfra.serving.load import LoadedModel
