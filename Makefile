@@ -13,6 +13,8 @@ PYTEST := $(ENV_PYTHON) -m pytest
 # alone starts soonest without workers.
 FILES := $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
 PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
+# Of a GPU's tests no worker need import all other tests.
+GPU_FILES = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 # A suite is a hundred processes: without bytecode each compiles all that it imports, which takes
 # thrice as long as importing it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,7 +58,7 @@ fuzz: $(SETUP) ## 2,000 spoilt files and command lines, given to every command: 
 	$(ENV_PYTHON) tools/fuzz.py $(ARGS)
 
 test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
-	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n auto --maxprocesses 14 -m gpu $(ARGS)
+	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n logical --maxprocesses 14 -m gpu $(if $(FILES),,$(GPU_FILES)) $(ARGS)
 
 check: $(SETUP) ## Formatter, linter, type checker and import contract
 	$(BIN)ruff format --check .

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from jaxinfra.config.preferences import PreferenceLoss as PreferenceLoss
     from jaxinfra.config.rope import RopeConfig as RopeConfig
     from jaxinfra.config.run import CheckpointConfig as CheckpointConfig
+    from jaxinfra.config.run import KeptValues as KeptValues
     from jaxinfra.config.run import RunConfig as RunConfig
     from jaxinfra.config.run import TrainingConfig as TrainingConfig
     from jaxinfra.core.errors import CheckpointError as CheckpointError
@@ -140,6 +141,7 @@ _PUBLIC = {
     "jaxinfra.config.rope": ("RopeConfig",),
     "jaxinfra.config.run": (
         "CheckpointConfig",
+        "KeptValues",
         "RunConfig",
         "TrainingConfig",
     ),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .norm import layer_norm_fp8 as layer_norm_fp8
     from .norm import rms_norm as rms_norm
     from .norm import rms_norm_fp8 as rms_norm_fp8
+    from .paged_attention import append_heads as append_heads
     from .paged_attention import append_to_pages as append_to_pages
     from .paged_attention import paged_attention as paged_attention
     from .quantize import quantize as quantize
@@ -47,7 +48,7 @@ _PUBLIC = {
     ),
     "grouped_matmul": ("combine", "grouped_matmul", "grouped_swiglu"),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
-    "paged_attention": ("append_to_pages", "paged_attention"),
+    "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantize": ("quantize", "quantize_both_ways"),
     "quantized_matmul": ("QuantizedWeight", "quantized_matmul"),
     "scaled_matmul": ("scaled_matmul",),

@@ -1,54 +1,99 @@
 """Makes the table that ``implementation="auto"`` of flash attention follows, from measured rows.
 
-python -m experiments.bench.attention_table experiments/results/attention-h200.json
+python -m experiments.bench.attention_table experiments/results/attention-h200.json \\
+    experiments/results/attention-sweep-1-h200.json
+
+Files are those of ``experiments.bench.attention --time`` and of ``attention_sweep``; of a case that
+several have the last counts. Device and versions must be the same.
 """
 
 import argparse
 import json
 import pathlib
+import re
+from typing import Any
 
+from experiments.bench.attention_sweep import Shape
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 
+_BATCH_AND_HEADS = re.compile(r"b(\d+) s\d+ h(\d+)/\d+ d\d+/\d+ \w+( window(\d+))?")
 
-def table_of(result: dict) -> tables.Table:
-    """The dispatch table of what ``experiments.bench.attention --time`` wrote.
+
+def table_of(*results: dict[str, Any]) -> tables.Table:
+    """The dispatch table of what several runs wrote.
 
     Raises:
-        ValueError: a measurement ended early, so that rows may be missing.
+        ValueError: a measurement ended early, so that rows may be missing, or runs differ in
+            device or versions.
     """
+    sources, rows = [], []
+    for result in results:
+        is_sweep = "runs" in result
+        sources += result["runs"] if is_sweep else [result["environment"]]
+        rows += _of_sweep(result) if is_sweep else _of_grid(result)
+    for key in ("device", "versions"):
+        if len(found := {json.dumps(source[key], sort_keys=True) for source in sources}) > 1:
+            raise ValueError(f"runs differ in {key}: {', '.join(sorted(found))}; measure together")
+    last = sources[-1]
+    table = tables.Table(
+        op="flash_attention",
+        question=dispatch.QUESTION,
+        device_kind=last["device"],
+        environment=(
+            ("clocks", str(last["clocks"])),
+            ("command", " && ".join(dict.fromkeys(source["command"] for source in sources))),
+            ("date", last["date"]),
+            *last["versions"].items(),
+        ),
+        rows=(),
+    )
+    return table.with_rows(rows)
+
+
+def _row(case: dict[str, Any], name: str, ms: float) -> tables.Row:
+    return tables.Row.of(case=case, choice={"implementation": name}, ms=round(ms, 4))
+
+
+def _of_grid(result: dict[str, Any]) -> list[tables.Row]:
     if result["failures"]:
         raise ValueError(f"measured in part only: {'; '.join(result['failures'])}; measure again")
-    source = result["environment"]
-    rows = [
-        tables.Row.of(
-            case=row["fields"],
-            choice={"implementation": row["implementation"]},
-            ms=round(row["ms"], 4),
-        )
+    return [
+        _row(_with_sizes(row), row["implementation"], row["ms"])
         for row in result["rows"]
         if row["direction"] == "fwd+bwd" and "ms" in row
     ]
-    return tables.Table(
-        op="flash_attention",
-        question=dispatch.QUESTION,
-        device_kind=source["device"],
-        environment=(
-            ("clocks", str(source["clocks"])),
-            ("command", source["command"]),
-            ("date", source["date"]),
-            *source["versions"].items(),
-        ),
-        rows=tuple(rows),
-    )
+
+
+def _with_sizes(row: dict[str, Any]) -> dict[str, Any]:
+    """A case's fields, and those that older files have in its name alone."""
+    fields, parts = row["fields"], _BATCH_AND_HEADS.match(row["case"])
+    assert parts is not None, row["case"]
+    batch, heads, window = int(parts[1]), int(parts[2]), parts[4]
+    length = fields["kv_length"]
+    return {
+        "whole": length % 8 == 0,
+        "heads": batch * heads,
+        "window": int(window) if window else length,
+        **fields,
+    }
+
+
+def _of_sweep(result: dict[str, Any]) -> list[tables.Row]:
+    return [
+        _row(case, name, ms)
+        for row in result["rows"]
+        for case in [dispatch.case_of(Shape.of(row).call())]
+        for name, ms in row["ms"]["fwd+bwd"].items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("measured", type=pathlib.Path)
+    parser.add_argument("measured", type=pathlib.Path, nargs="+")
     parser.add_argument("--folder", type=pathlib.Path, default=dispatch.TUNED)
     args = parser.parse_args()
-    table = table_of(json.loads(args.measured.read_text()))
+    table = table_of(*(json.loads(path.read_text()) for path in args.measured))
     slug = device.Facts(kind=table.device_kind, is_gpu=True).slug
     path = args.folder / f"{dispatch.QUESTION}-{slug}.json"
     tables.save(table, path)

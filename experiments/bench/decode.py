@@ -6,7 +6,9 @@ The state is donated and stays on the device, and each step takes the tokens of 
 server calls it; "ms" is the median over rounds of many steps. "floor_ms" is weights and cached keys
 and values once at the rate of a copy in the same process. Forms of a model: "scan" has stacked
 layers in a loop, "serving" each layer's arrays by themselves and packed. Command buffers: XLA's
-default, none, and with kernels of ours in them. --profile adds the longest kernels by name.
+default, none, and with kernels of ours in them. --profile adds the longest kernels by name. Rows
+"prefill" are whole prompts into an empty cache; their operations are those of weights, of attention
+to earlier tokens only, and of one row of logits each.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from flax import nnx
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.table import Table
+from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
 from jaxinfra.layers.cache import after_pass
@@ -35,12 +38,13 @@ from jaxinfra.models.serving_form import serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingNeeds, SamplingRows
-from jaxinfra.serving.steps import DecodeState, StepConfig, decode
+from jaxinfra.serving.steps import DecodeState, StepConfig, decode, prefill
 
 SHAPES = {
     "llama3_8b": ((1, 2048), (16, 2048), (64, 2048), (128, 1024)),
     "llama32_1b": ((1, 2048), (64, 2048)),
 }
+PREFILLS = {"llama3_8b": ((8, 2048),), "llama32_1b": ((1, 128),)}
 SMALL = {"tiny": ((2, 32),)}
 SAMPLINGS = {
     "greedy": GREEDY,
@@ -54,6 +58,7 @@ BUFFERS: dict[str, dict[str, Any]] = {
         "xla_gpu_graph_min_graph_size": 1,
     },
 }
+PROFILE = "profile"
 STEPS, ROUNDS, SLACK = 40, 3, 256
 
 
@@ -168,9 +173,66 @@ def timed(step: jax.stages.Compiled, form: Form, make_state, *, steps: int) -> d
     }
 
 
-def profile(form: Form, make_state, sampling: SamplingConfig, *, top: int) -> dict[str, Any]:
-    """Time and count of a step's kernels by name, the longest first."""
-    state = make_state()
+def prefill_flops(form: Form, batch: int, length: int) -> float:
+    """Operations of whole prompts."""
+    config = form.definition.config
+    table = form.definition.table()
+    weights = sum(each.size for each in table if each.matmul)
+    vocabulary = config.vocab_size * config.model_dim
+    total = 2.0 * batch * (length * (weights - vocabulary) + vocabulary)
+    for block, repeats in zip(config.blocks, config.repeats, strict=True):
+        if isinstance(block.mixer, GroupedAttentionConfig):
+            width = block.mixer.num_q_heads * block.mixer.head_dim
+            total += 2.0 * batch * repeats * width * length**2
+    return total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """Whole prompts into an empty cache."""
+
+    form: Form
+    batch: int
+    length: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Random prompts, drawn from greedily."""
+        batch, ids = self.batch, self.form.definition.config.vocab_size
+        return (
+            self.form.weights,
+            jax.random.randint(jax.random.key(5), (batch, self.length), 0, ids, jnp.int32),
+            jnp.full((batch,), self.length, jnp.int32),
+            jax.random.split(jax.random.key(1), batch),
+            SamplingRows.of([GREEDY] * batch),
+        )
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The program."""
+        config = StepConfig(
+            graphdef=self.form.graphdef,
+            num_ids=self.form.definition.config.vocab_size,
+            needs=SamplingNeeds.of([GREEDY]),
+        )
+        return prefill.lower(*self.arguments(), config=config, num_slots=self.length).compile()
+
+    def measure(self, program: concurrent.futures.Future[jax.stages.Compiled]) -> dict[str, Any]:
+        """Host time of a call, several in a row."""
+        run, arguments = program.result(), self.arguments()
+        tokens, _ = jax.block_until_ready(run(*arguments))
+        calls, taken = (4 if self.batch * self.length > 1024 else 40), []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            for _ in range(calls):
+                tokens, _ = run(*arguments)
+            jax.block_until_ready(tokens)
+            taken.append((time.perf_counter() - start) / calls)
+        seconds = statistics.median(taken)
+        flops = prefill_flops(self.form, self.batch, self.length)
+        return {"ms": round(1e3 * seconds, 4), "tflop_s": round(flops / seconds / 1e12, 1)}
+
+
+def repeatable(form: Form, state: DecodeState, sampling: SamplingConfig) -> jax.stages.Compiled:
+    """The step compiled without command buffers, whose kernels the profiler does not see."""
     config = StepConfig(
         graphdef=form.graphdef,
         num_ids=form.definition.config.vocab_size,
@@ -178,9 +240,15 @@ def profile(form: Form, make_state, sampling: SamplingConfig, *, top: int) -> di
     )
     # Within another program nothing is donated, so that the step can be repeated.
     kept = jax.jit(functools.partial(decode, config=config))
+    tokens = jax.ShapeDtypeStruct(state.positions_B.shape, jnp.int32)
+    return kept.lower(form.weights, state, tokens).compile(compiler_options=BUFFERS["off"])
+
+
+def profile(step: jax.stages.Compiled, form: Form, make_state, *, top: int) -> dict[str, Any]:
+    """Time and count of a step's kernels by name, the longest first."""
+    state = make_state()
     tokens = jnp.arange(state.positions_B.size, dtype=jnp.int32)
-    compiled = kept.lower(form.weights, state, tokens).compile(compiler_options=BUFFERS["off"])
-    _, launches = profiler.measure(compiled, aggregate=False)(form.weights, state, tokens)
+    _, launches = profiler.measure(step, aggregate=False)(form.weights, state, tokens)
     assert launches is not None, "the step launched no kernel"
     total: dict[str, list[float]] = collections.defaultdict(list)
     for name, taken in launches:
@@ -219,6 +287,7 @@ def main() -> None:
         copy = table.add("copy", lambda: {"gb_s": round(copied() / 1e9, 1)}).get("gb_s")
     for preset, shapes in (SMALL if args.small else SHAPES).items():
         names = [f"{preset} {batch} x {context}" for batch, context in shapes]
+        names += [f"{preset} prefill {b} x {t}" for b, t in PREFILLS.get(preset, ())]
         if not any(name.startswith(tuple(args.only)) for name in names):
             continue
         for form_name, form in forms(preset, args.forms):
@@ -234,21 +303,35 @@ def measure_form(table, args, copy, preset, form_name, form: Form, shapes) -> No
                 name = f"{preset} {batch} x {context}, {sampling}, {form_name}, buffers {buffers}"
                 if name.startswith(tuple(args.only)):
                     wanted[name] = (batch, context, sampling, buffers)
+            name = f"{preset} {batch} x {context}, {sampling}, {form_name}, profile"
+            if args.profile and name.startswith(tuple(args.only)):
+                wanted[name] = (batch, context, sampling, PROFILE)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
 
         def compiled(batch: int, context: int, sampling: str, buffers: str):
             make = functools.partial(form.state, batch, context, SAMPLINGS[sampling])
-            return step_of(form, jax.eval_shape(make), SAMPLINGS[sampling], buffers)
+            state = jax.eval_shape(make)
+            if buffers == PROFILE:
+                return repeatable(form, state, SAMPLINGS[sampling])
+            return step_of(form, state, SAMPLINGS[sampling], buffers)
 
         start = time.monotonic()
         programs = {name: pool.submit(compiled, *each) for name, each in wanted.items()}
-        concurrent.futures.wait(programs.values())
+        prefills = {}
+        for batch, length in PREFILLS.get(preset, ()):
+            name = f"{preset} prefill {batch} x {length}, {form_name}"
+            if name.startswith(tuple(args.only)):
+                each = Prefill(form=form, batch=batch, length=length)
+                prefills[name] = each, pool.submit(each.compiled)
+        concurrent.futures.wait([*programs.values(), *(each for _, each in prefills.values())])
         print(f"compiled {time.monotonic() - start:.1f} s", flush=True)
-    for name, (batch, context, sampling, _) in wanted.items():
+    for name, (batch, context, sampling, buffers) in wanted.items():
         make = functools.partial(form.state, batch, context, SAMPLINGS[sampling])
 
-        def measure(name=name, batch=batch, context=context, make=make) -> dict:
+        def measure(name=name, batch=batch, context=context, make=make, kind=buffers) -> dict:
             step = programs[name].result()
+            if kind == PROFILE:
+                return profile(step, form, make, top=24)
             if args.programs is not None:
                 args.programs.mkdir(parents=True, exist_ok=True)
                 text = step.as_text()
@@ -262,12 +345,8 @@ def measure_form(table, args, copy, preset, form_name, form: Form, shapes) -> No
             return row
 
         table.add(name, measure)
-    if args.profile:
-        for batch, context in shapes:
-            for sampling in args.samplings:
-                name = f"{preset} {batch} x {context}, {sampling}, {form_name}, profile"
-                make = functools.partial(form.state, batch, context, SAMPLINGS[sampling])
-                table.add(name, lambda s=sampling, m=make: profile(form, m, SAMPLINGS[s], top=16))
+    for name, (prompts, program) in prefills.items():
+        table.add(name, functools.partial(prompts.measure, program))
 
 
 if __name__ == "__main__":

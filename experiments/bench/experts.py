@@ -1,9 +1,10 @@
 """A training step of models with experts: tokens/s and MFU of active parameters.
 
-Layers of Qwen3-30B-A3B and of Mixtral-8x7B, with bf16 weights and AdamW or with fp32 masters, on
-one GPU; with ``--expert 1 N`` also the experts of a layer on N GPUs, each with as many tokens.
-With ``--torch`` the same step in transformers, in turns. FLOPs are 6 x the parameters that a token
-is multiplied with (no look-up), and causal attention.
+Layers of Qwen3-30B-A3B, of Mixtral-8x7B and of DeepSeek-V2-Lite (latent attention, the dense layer
+and five with experts), with bf16 weights and AdamW or with fp32 masters, on one GPU; with
+``--expert 1 N`` also the experts of a layer on N GPUs, each with as many tokens. With ``--torch``
+the same step in transformers, in turns. FLOPs are 6 x the parameters that a token is multiplied
+with (no look-up), and causal attention.
 
     python -m experiments.bench.experts --models qwen3 mixtral --torch --out experts.json
     python -m experiments.bench.experts --weights master --accumulation 4 --batch 16
@@ -42,7 +43,7 @@ from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.config.presets import mixtures
+from jaxinfra.config.presets import deepseek, mixtures
 from jaxinfra.config.run import Remat, TrainingConfig
 from jaxinfra.core.devices import device_peak
 from jaxinfra.data.batch import Batch
@@ -56,6 +57,7 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.recompute import step_bytes
 from jaxinfra.training.state import initial_state, state_shardings
 from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options, parse_options
@@ -65,12 +67,16 @@ _TRACED_STEPS = 4
 
 
 def _cut(config: ModelConfig, layers: int) -> ModelConfig:
-    return dataclasses.replace(config.with_layers(layers), vocab_size=32_768)
+    """A few layers of a model; where there are dense ones first, the first is kept."""
+    *first, last = config.stacks
+    stacks = (*first, dataclasses.replace(last, repeats=layers))
+    return dataclasses.replace(config, stacks=stacks, vocab_size=32_768)
 
 
 MODELS: dict[str, Callable[[], ModelConfig]] = {
     "qwen3": lambda: _cut(mixtures.qwen3_30b_a3b(), 4),
     "mixtral": lambda: _cut(mixtures.mixtral_8x7b(), 2),
+    "v2_lite": lambda: _cut(deepseek.deepseek_v2_lite(), 5),
     "small": lambda: mixtures.tiny_moe().with_layers(2),
 }
 
@@ -218,6 +224,7 @@ def compiled(config: ModelConfig, setting: Setting) -> tuple[Program, list[jax.A
         put=put,
         advance=advance,
         temp_bytes=temp_bytes(program),
+        need_bytes=step_bytes(program),
         compile_s=compile_s,
     ), lost
 

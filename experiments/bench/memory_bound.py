@@ -149,7 +149,7 @@ def as_words(x: jax.Array) -> jax.Array:
     """
     if x.dtype.itemsize == 4:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.int32)
+    return jax.lax.bitcast_convert_type(x.reshape(-1, 2), jnp.int32)
 
 
 def forms_of(name: str, columns: int, with_variants: bool) -> dict[str, Callable]:

@@ -17,7 +17,8 @@ import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +29,20 @@ from experiments.bench.paged_cases import WORKLOADS, PagedWorkload
 from experiments.bench.table import Table
 from pallas_kernels import paged_attention
 from pallas_kernels.paged_attention.hopper import paged_attention_hopper
-from pallas_kernels.paged_attention.hopper.config import PagedConfig
+from pallas_kernels.paged_attention.hopper.config import QueryLayout, config_for
 from pallas_kernels.paged_attention.validate import make_call
 
 BF16 = jnp.dtype("bfloat16")
 SIZES = (16, 32, 128)
-VARIANTS = {
-    "no teams": PagedConfig(teams=False, num_stages=2),
-    "3 tiles": PagedConfig(num_stages=3),
-    "1 worker, 6 tiles": PagedConfig(num_stages=6, num_workers=1),
+VARIANTS: dict[str, dict[str, Any]] = {  # what differs from the default tiles
+    "no teams": {"teams": False},
+    "two query tiles": {"num_queries": 2},
+    "3 tiles": {"num_stages": 3},
+    "1 worker, 6 tiles": {"num_stages": 6, "num_workers": 1},
+    "2 tiles of 128": {"block_kv": 128, "num_stages": 2},
+    "1 worker, 3 tiles of 128": {"block_kv": 128, "num_stages": 3, "num_workers": 1},
 }
+LATENT = [each for each in WORKLOADS if each.latent]
 CHECKED = {
     "plain": (PagedWorkload(name="", B=5, length=1500, N=32, K=8), {}),
     "pages of 16, fp16": (PagedWorkload(name="", B=3, length=700, N=64, K=8, size=16), {}),
@@ -49,16 +54,17 @@ CHECKED = {
     "sinks": (PagedWorkload(name="", B=4, length=300, N=16, K=2, H=64, V=64, size=32), {}),
     "heads of 256": (PagedWorkload(name="", B=4, length=600, N=16, K=8, H=256, V=256), {}),
     "chunk": (PagedWorkload(name="", B=2, length=900, N=32, K=8, T=300), {}),
-    "latent 16": (dataclasses.replace(WORKLOADS[4], B=3, length=900), {}),
-    "latent 128": (dataclasses.replace(WORKLOADS[5], B=3, length=900, T=2), {}),
+    "latent 16": (dataclasses.replace(LATENT[0], B=3, length=900), {}),
+    "latent 128": (dataclasses.replace(LATENT[1], B=3, length=900, T=2), {}),
 }  # fmt: skip
 
 
-def with_config(*arguments, config: PagedConfig, value_width=None, window=None) -> jax.Array:
+def with_tiles(*arguments, changes: dict[str, Any], value_width=None, window=None) -> jax.Array:
     call = make_call(
         *arguments, query_lengths=None, value_width=value_width, window=window, soft_cap=None,
         sinks=None, scale=None,
     )  # fmt: skip
+    config = dataclasses.replace(config_for(QueryLayout.of(call)), **changes)
     return paged_attention_hopper(call, config=config)
 
 
@@ -139,7 +145,7 @@ class Candidate:
         return [f(q, k, v, t, n) for t, n in zip(tables, lengths, strict=True)]
 
 
-def candidates(workload: PagedWorkload, *, variants: bool) -> dict[str, Candidate]:
+def candidates(workload: PagedWorkload, *, variants: Sequence[str]) -> dict[str, Candidate]:
     """By name: the kernels at equal and at random lengths, and in other forms.
 
     Calls on a small cache rotate through several, as what L2 holds is no measure of the memory.
@@ -161,8 +167,9 @@ def candidates(workload: PagedWorkload, *, variants: bool) -> dict[str, Candidat
     }  # fmt: skip
     if variants:
         found["hopper, pages in order"] = candidate(kernels, in_order=True)
-        for name, config in VARIANTS.items() if not workload.latent else ():
-            f = functools.partial(with_config, config=config, **options)
+        for name in variants if not workload.latent else ():
+            changes = VARIANTS[name]
+            f = functools.partial(with_tiles, changes=changes, **options)
             found[name] = candidate(f)
     return found
 
@@ -170,7 +177,7 @@ def candidates(workload: PagedWorkload, *, variants: bool) -> dict[str, Candidat
 class Shape:
     """A workload and its programs, which compile side by side."""
 
-    def __init__(self, workload: PagedWorkload, pool, *, variants: bool):
+    def __init__(self, workload: PagedWorkload, pool, *, variants: Sequence[str]):
         self.workload = workload
         self.candidates = candidates(workload, variants=variants)
         tables = [t for each in self.candidates.values() for t in each.tables]
@@ -214,7 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds in all")
-    parser.add_argument("--variants", action="store_true", help="other tiles too")
+    parser.add_argument("--variants", nargs="+", default=[], choices=[*VARIANTS])
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose names begin so")
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget, only=args.only)
@@ -223,7 +230,7 @@ def main() -> None:
         checks = {name: pool.submit(check, name) for name in wanted}
         sizes = [dataclasses.replace(WORKLOADS[0], size=size) for size in SIZES]
         shapes = [
-            Shape(workload, pool, variants=args.variants and workload.size == 64)
+            Shape(workload, pool, variants=args.variants if workload.size == 64 else ())
             for workload in (*WORKLOADS, *sizes)
             if workload.title.startswith(tuple(args.only))
         ]

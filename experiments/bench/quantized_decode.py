@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.bench.decode import SAMPLINGS, Form, profile, step_of, timed
+from experiments.bench.decode import SAMPLINGS, Form, profile, repeatable, step_of, timed
 from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
@@ -127,7 +127,9 @@ def main() -> None:
                 make = states[name, shape]
                 table.add(
                     f"{args.preset} {shape[0]} x {shape[1]}, {name}, kernels",
-                    lambda form=form, make=make: profile(form, make, greedy, top=12),
+                    lambda form=form, make=make: profile(
+                        repeatable(form, jax.eval_shape(make), greedy), form, make, top=12
+                    ),
                 )
 
 

@@ -47,6 +47,9 @@ L2_BYTES = 60e6
 MOST_CALLS = 1000
 PLAINLY = {"xla_gpu_autotune_level": 0}
 """Of programs that are not timed: finding the fastest form of an fp32 product takes ten seconds."""
+WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
+"""Of XLA's 8-bit product: with it, XLA times dozens of Triton kernels at each shape, which takes
+minutes and takes one of them in the place of cuBLASLt's."""
 
 C = ScaledConfig
 VARIANTS: dict[str, ScaledConfig] = {
@@ -265,12 +268,12 @@ def compare(w: ScaledWorkload, compiled: Any, per_tensor: Any, round_ms: float) 
     return row
 
 
-def in_parallel(lowered: dict[Any, Any]) -> dict[Any, Any]:
+def in_parallel(lowered: dict[Any, Any], options: dict | None = None) -> dict[Any, Any]:
     """Compiled, or the error that came of it."""
 
     def one(each):
         try:
-            return each.compile()
+            return each.compile(compiler_options=options)
         except Exception as error:  # one variant's failure must not end the table
             return error
 
@@ -345,7 +348,8 @@ def main() -> None:
         variants(table, [w for w in shapes if w in LARGE], VARIANTS, args.round_ms)
     if "time" in args.parts:
         lowered = {("ours", w): ours(w, BLOCKS, None) for w in shapes}
-        compiled = in_parallel(lowered | {("tensor", w): per_tensor(w) for w in shapes})
+        compiled = in_parallel(lowered)
+        compiled |= in_parallel({("tensor", w): per_tensor(w) for w in shapes}, WITHOUT_TRITON)
         for w in shapes:
             mine, theirs = compiled["ours", w], compiled["tensor", w]
             table.add(

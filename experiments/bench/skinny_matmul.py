@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import functools
 import itertools
+import math
 import pathlib
 import statistics
 import time
@@ -24,6 +25,7 @@ from experiments.bench.decode import copied
 from experiments.bench.environment import environment
 from experiments.bench.table import Table
 from pallas_kernels.common import device, tables
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.skinny_matmul.choice import OP, QUESTION
 from pallas_kernels.skinny_matmul.config import DEPTHS, SkinnyConfig, config_for
 from pallas_kernels.skinny_matmul.hopper import padded, skinny_matmul_hopper
@@ -39,6 +41,8 @@ SHAPES = {  # K, N, gated
     "1b gate and up": (2048, 16_384, True),
     "1b down": (8192, 2048, False),
 }
+SUMMED = ("out", "down")
+"""Products that a residual is added to, by the operation that adds parts of K, too."""
 ROWS = (1, 16, 64, 128, 256)
 BEYOND_CACHE = 160 * 2**20
 
@@ -48,7 +52,7 @@ class Case:
 
     def __init__(self, name: str, M: int, pool: concurrent.futures.Executor, *, clusters: bool):
         self.K, self.N, self.swiglu = SHAPES[name]
-        self.clusters = (1, 4) if clusters and padded(M) >= 32 else (1,)
+        self.clusters = (1, 2, 4) if clusters and padded(M) >= 32 else (1,)
         self.name, self.M = name, M
         self.count = max(2, min(8, 1 + BEYOND_CACHE // (2 * self.K * self.N)))
         x = jax.ShapeDtypeStruct((M, self.K), jnp.bfloat16)
@@ -58,6 +62,8 @@ class Case:
             key: pool.submit(lambda f=f: jax.jit(f).lower(x, w).compile())
             for key, f in {c: self.calls(c) for c in self.candidates}.items()
         }
+        self.true = pool.submit(lambda: jax.jit(self.exact).lower(x, w[0]).compile())
+        self.draw = pool.submit(lambda: jax.jit(self.drawn).lower().compile())
 
     def configs(self) -> list[SkinnyConfig | None]:
         """None for XLA, and tiles around the default."""
@@ -65,12 +71,19 @@ class Case:
         default = config_for(rows, self.N, self.K, swiglu=self.swiglu)
         if default is None:
             return [None]
-        widths = {default.tile_n, 128} if self.swiglu else {default.tile_n, 32}
+        widths = {default.tile_n, 128} if self.swiglu else {default.tile_n}
         each = [
             SkinnyConfig(tile_n=width, depth=depth, cluster=cluster)
             for width, depth, cluster in itertools.product(sorted(widths), DEPTHS, self.clusters)
         ]
-        return [None, *(c for c in each if self.fits(c))]
+        if self.name.endswith(SUMMED):
+            for width, depth in itertools.product((64, 128), DEPTHS):
+                # As many parts as there are multiprocessors for.
+                splits = 2 ** int(math.log2(max(1, NUM_PROCESSORS // (self.N // width))))
+                each.append(SkinnyConfig(tile_n=width, depth=depth, splits=splits))
+        # Deep tiles were up to twice as slow from 128 rows on, and in wide gated ones.
+        slow = [c for c in each if c.depth > 64 and (rows > 64 or c.tile_n > 128)]
+        return [None, *(c for c in dict.fromkeys(each) if self.fits(c) and c not in slow)]
 
     def fits(self, config: SkinnyConfig) -> bool:
         """Whether tiles fit this case."""
@@ -81,19 +94,27 @@ class Case:
         f = functools.partial(skinny_matmul_reference, swiglu=self.swiglu)
         if config is not None:
             f = functools.partial(skinny_matmul_hopper, swiglu=self.swiglu, config=config)
+        f = jax.jit(f)  # traced and lowered once for all weights
+        if self.name.endswith(SUMMED):
+            return lambda x, ws: [f(x, w) + 1 for w in ws]
         return lambda x, ws: [f(x, w) for w in ws]
 
-    def arrays(self) -> tuple[jax.Array, list[jax.Array]]:
+    def drawn(self) -> tuple[jax.Array, list[jax.Array]]:
         """Random x, and weights."""
         x = jax.random.normal(jax.random.key(9), (self.M, self.K), jnp.bfloat16)
         keys = jax.random.split(jax.random.key(0), self.count)
         return x, [0.02 * jax.random.normal(key, (self.K, self.N), jnp.bfloat16) for key in keys]
 
+    def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The first product in fp32."""
+        wide = [a.astype(jnp.float32) for a in (x, w)]
+        product = skinny_matmul_reference(*wide, swiglu=self.swiglu)
+        return product + 1 if self.name.endswith(SUMMED) else product
+
     def measure(self, config: SkinnyConfig | None, x, ws, copy: float) -> dict:
         """Time of one product, and its error."""
         program = self.programs[config].result()
-        wide = [a.astype(jnp.float32) for a in (x, ws[0])]
-        want = skinny_matmul_reference(*wide, swiglu=self.swiglu)
+        want = self.true.result()(x, ws[0])
         got = program(x, ws)[0].astype(jnp.float32)
         _, launches = profiler.measure(program, aggregate=False, iterations=4)(x, ws)
         assert launches is not None, "the product launched no kernel"
@@ -113,7 +134,7 @@ class Case:
         if config is not None:
             choice = {
                 "implementation": "hopper", "tile_n": config.tile_n, "depth": config.depth,
-                "cluster": config.cluster,
+                "cluster": config.cluster, "splits": config.splits,
             }  # fmt: skip
         return tables.Row.of(case=case, choice=choice, ms=us / 1e3)
 
@@ -129,6 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     table = Table(out=args.out, deadline=time.monotonic() + args.budget)
     found = []
+    begun = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(14) as pool:
         cases = [
             Case(name, M, pool, clusters=args.clusters)
@@ -137,11 +159,13 @@ def main() -> None:
             for M in args.rows
         ]
         # Compilers try kernels on the GPU: nothing is timed before they are done.
-        concurrent.futures.wait([p for case in cases for p in case.programs.values()])
+        programs = [p for case in cases for p in (*case.programs.values(), case.true, case.draw)]
+        concurrent.futures.wait(programs)
+    print(f"compiled {time.monotonic() - begun:.1f} s", flush=True)
     copy = copied()
     table.add("copy", lambda: {"gb_s": round(copy / 1e9, 1)})
     for case in cases:
-        x, ws = case.arrays()
+        x, ws = case.draw.result()()
         for config in case.candidates:
             name = f"{case.name}, {case.M} rows: {config or 'xla'}"
             row = table.add(name, functools.partial(case.measure, config, x, ws, copy))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from experiments.bench import plain_step
 from jaxinfra.config.model import ModelConfig, stacked
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
 from jaxinfra.config.precision import Fp8Matmuls, PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.config.run import AttentionImplementation, Remat, TrainingConfig
+from jaxinfra.config.run import AttentionImplementation, KeptValues, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import define_model
 from jaxinfra.numerics.policy import policy_of
@@ -21,6 +22,7 @@ from jaxinfra.optim.learning_rate import learning_rate as schedule_of
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.gradients import make_gradient
+from jaxinfra.training.recompute import step_bytes
 from jaxinfra.training.state import initial_state
 from jaxinfra.training.step import make_train_step
 from jaxinfra.training.xla_options import Options
@@ -37,6 +39,7 @@ class Program:
     put: Callable[[np.ndarray, np.ndarray], Any]  # tokens and targets to the step's batch
     advance: Callable[[Any, Any], tuple[Any, jax.Array]]  # state, batch to state, loss
     temp_bytes: int
+    need_bytes: int  # of a device, arguments and results too
     compile_s: float
 
 
@@ -68,6 +71,41 @@ class Contender:
         return (time.perf_counter() - start) / count
 
 
+class SharedState:
+    """One set of parameters and moments that contenders advance in turns."""
+
+    def __init__(self, programs: dict[str, Program], batch: tuple[Any, Any]):
+        self.programs = programs
+        shapes = {name: jax.eval_shape(program.start, 0) for name, program in programs.items()}
+        self.states = {
+            name: jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), each)
+            for name, each in ((name, shape.model_state) for name, shape in shapes.items())
+        }
+        self.batch = next(iter(programs.values())).put(*batch)
+        first = next(iter(programs))
+        self.state = programs[first].start(0)
+
+    def advance(self, name: str) -> jax.Array:
+        """One step of a contender; its loss."""
+        given = dataclasses.replace(self.state, model_state=self.states[name])
+        self.state, loss = self.programs[name].advance(given, self.batch)
+        self.states[name] = self.state.model_state
+        return loss
+
+    def time_steps(self, name: str, count: int) -> float:
+        """Seconds a step, the queue drained before and after."""
+        float(self.advance(name))
+        began = time.perf_counter()
+        losses = [self.advance(name) for _ in range(count)]
+        jax.block_until_ready(losses)
+        taken = (time.perf_counter() - began) / count
+        last = float(losses[-1])
+        print(f"{name}: {1e3 * taken:.1f} ms, loss {last:.4f}", flush=True)
+        # Arithmetic on what is not finite draws less power, and so would look fast.
+        assert math.isfinite(last), f"{name}: loss {last}"
+        return taken
+
+
 def without_rope_scaling(config: ModelConfig) -> ModelConfig:
     """The same shapes with plain rotary, as the hand-written step has."""
 
@@ -93,6 +131,7 @@ def ours(
     remat: str,
     attention: str,
     unroll: int = 1,
+    kept: tuple[KeptValues, ...] = (),
     weight_gradients: str = "fp32",
     fp8: Fp8Matmuls | None = None,
     learning_rate: float = LEARNING_RATE,
@@ -103,11 +142,17 @@ def ours(
     """This package's step at bf16; recomputation, attention and XLA's options as named.
 
     Args:
+        kept: what remat=chosen keeps.
         fp8: of projections; None: none is in 8 bits.
     """
     steps = 1_000_000  # of a schedule that is constant
     training = TrainingConfig(
-        steps=steps, batch_size=batch, sequence_length=length, remat=Remat(remat), unroll=unroll
+        steps=steps,
+        batch_size=batch,
+        sequence_length=length,
+        remat=Remat(remat),
+        kept=kept,
+        unroll=unroll,
     )
     optimizer_config = OptimizerConfig(
         learning_rate=learning_rate,
@@ -123,6 +168,7 @@ def ours(
         policy=policy_of(precision),
         attention=AttentionImplementation(attention),
         remat=training.remat,
+        kept=kept,
         unroll=training.unroll,
     )
     model = define_model(config, execution)
@@ -167,6 +213,7 @@ def ours(
         put=put,
         advance=advance,
         temp_bytes=temp_bytes(compiled),
+        need_bytes=step_bytes(compiled),
         compile_s=compile_s,
     )
 
@@ -212,6 +259,7 @@ def plain(
         put=lambda tokens, targets: jax.device_put((tokens, targets)),
         advance=advance,
         temp_bytes=temp_bytes(compiled),
+        need_bytes=step_bytes(compiled),
         compile_s=compile_s,
     )
 

@@ -3,10 +3,13 @@
 jaxinfra memory tiny                                  a preset, compiled for the devices here
 jaxinfra memory runs/small-1 --picture memory.png     a run's config
 jaxinfra memory small --serve --max-running 64        an engine: pages, weights and programs
+jaxinfra memory /models/llama --serve                 of a model that serve could load
 jaxinfra memory small --remat none --limit 40         and, where that is too much, what would fit
+jaxinfra memory small --remat optimal --set training.memory_budget_gib=8    what layers keep
 """
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -20,14 +23,18 @@ from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.cli.price import step_price
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import parse_mesh
-from jaxinfra.config.run import RunConfig
+from jaxinfra.config.model import ModelConfig
+from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.models.definition import Parameters
+from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
 from jaxinfra.training.job import lower_step, make_job
+from jaxinfra.weights.load_pretrained import pretrained_shapes
+from jaxinfra.weights.model_directory import is_model_directory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,14 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the step and prints where its memory goes; 1 where it exceeds the limit."""
-    if args.preset is not None and Path(args.preset).is_dir():
-        args.config, args.preset = RunDirectory(Path(args.preset)).config_file, None
-    config = fixed_remat(train.config_of(args))
     if args.limit is not None and not args.limit > 0:
         raise ConfigError(f"--limit {args.limit} must be above 0 GiB")
     if args.serve:
-        return _of_engine(args, config)
-    report = report_memory(lower_step(make_job(config)))
+        return _of_engine(args)
+    config = _config_of(args)
+    if config.training.remat is not Remat.OPTIMAL:
+        config = fixed_remat(config)
+    job = make_job(config)
+    report = report_memory(lower_step(job))
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
     remedies = _remedies(config, limit) if too_much and limit is not None else []
@@ -66,22 +74,49 @@ def run(args: argparse.Namespace) -> int:
         draw_memory(report, args.picture, limit_bytes=limit)
     if args.json:
         found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
-        print(json.dumps(report.as_json() | found, indent=1))
+        chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
+        print(json.dumps(report.as_json() | chosen | found, indent=1))
     else:
+        if job.choice is not None:
+            print(job.choice.describe())
         _print(report, top=args.top)
         for each in remedies:
             print(f"remedy: {each.describe()}")
     return 1 if too_much else 0
 
 
-def _of_engine(args: argparse.Namespace, config: RunConfig) -> int:
+def _config_of(args: argparse.Namespace) -> RunConfig:
+    if args.preset is not None and Path(args.preset).is_dir():
+        args.config, args.preset = RunDirectory(Path(args.preset)).config_file, None
+    return train.config_of(args)
+
+
+def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters | None]:
+    """What an engine would hold, as ``serve`` loads it: a model, its policy and its weights."""
+    path = Path(args.preset or "")
+    if args.preset is not None and is_model_directory(path):
+        if args.set:
+            raise ConfigError(
+                f"--set {args.set[0]}: {path} is a model, which has no settings of a run; give "
+                "the engine's own options"
+            )
+        model = pretrained_shapes(path)
+        return model.definition.config, model.definition.execution.policy, model.parameters
+    config = _config_of(args)
+    policy = as_kept(POLICIES[config.precision.policy], config.precision)
+    return config.model, held_as_computed(policy) if config.lora else policy, None
+
+
+def _of_engine(args: argparse.Namespace) -> int:
+    model, policy, weights = _served(args)
     case = ServingCase(
-        model=config.model,
-        policy=POLICIES[config.precision.policy],
+        model=model,
+        policy=policy,
         engine=engine_options(args),
         cache=CacheFormat(args.cache_format),
         mesh=parse_mesh(args.mesh or ""),
         is_straight=jax.default_backend() == "gpu",
+        weights=weights,
     )
     needs = serving_memory(case)
     limit = None if args.limit is None else int(args.limit * 2**30)

@@ -8,7 +8,7 @@ from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import RunConfig
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.planning.devices import NAMES, Device, find_device
-from jaxinfra.planning.layout import UNROLLED, Layout, Traits
+from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.model import PlannedModel, plan_model
 from jaxinfra.planning.plan import Plan, make_plan
 
@@ -28,6 +28,8 @@ def step_plan(config: RunConfig, device_kind: str | None = None) -> Plan | None:
         device_kind: such as "NVIDIA H200"; by default the GPUs here or, without any, H200s.
     """
     training = config.training
+    if training.remat not in BY_STRENGTH:
+        return None
     unrolled = training.unroll >= config.model.num_layers
     try:
         layout = Layout(

@@ -193,6 +193,7 @@ def _too_large(
             cache=model.definition.execution.cache_format,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             is_straight=jax.default_backend() == "gpu",
+            weights=jax.tree.map(jax.typeof, model.parameters),
         )
         print(report.explain_serving_out_of_memory(case, Path.cwd(), error), file=sys.stderr)
         said = "the lines above say what would"

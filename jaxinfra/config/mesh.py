@@ -125,8 +125,9 @@ class ShardingConfig:
     # dropout and residual sums (Korthikanti et al. 2022).
     sequence_parallel: bool = False
     # At stage 3, a layer's weights gathered for the forward pass stay, in the compute dtype, until
-    # its backward pass, which then does not gather them again.
-    keep_gathered: bool = False
+    # its backward pass, which then does not gather them again. None: where the step then fits
+    # the devices' memory. What is computed is the same.
+    keep_gathered: bool | None = None
 
     def __post_init__(self) -> None:
         if self.zero not in (1, 2, 3):

@@ -29,6 +29,37 @@ class Remat(enum.StrEnum):
     NAMED = "named"  # all but attention's output and logsumexp (Korthikanti et al. 2022: selective)
     FULL = "full"  # everything: keep block inputs only
     AUTO = "auto"  # the first of these, in this order, whose compiled step fits the memory budget
+    OPTIMAL = "optimal"  # the values to keep within the budget that save most, layer by layer
+    CHOSEN = "chosen"  # what training.kept names: how an optimal run records its choice
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a memory budget is still to decide."""
+        return self in (Remat.AUTO, Remat.OPTIMAL)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeptValues:
+    """What layers keep for the backward pass, by the names of values in a block.
+
+    Examples:
+        Eight layers that compute all but attention again, then eight that keep the gate too:
+
+        >>> kept = (
+        ...     jaxinfra.KeptValues(layers=8, names=("attention_out",)),
+        ...     jaxinfra.KeptValues(layers=8, names=("attention_out", "mlp.gate")),
+        ... )
+        >>> training = jaxinfra.TrainingConfig(
+        ...     steps=1, batch_size=2, sequence_length=64, remat="chosen", kept=kept, unroll=16
+        ... )
+    """
+
+    layers: int  # repetitions of a stack's pattern, from the one before on
+    names: tuple[str, ...] = ()  # of values, such as mlp.gate; attention_out: what attention keeps
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ConfigError(f"kept layers={self.layers} must be at least 1")
 
 
 class AttentionImplementation(enum.StrEnum):
@@ -69,7 +100,9 @@ class TrainingConfig:
     sequence_length: int  # tokens
     accumulation: int = 1  # micro-batches per step
     remat: Remat = Remat.NONE  # what the backward pass computes again
-    memory_budget_gib: float | None = None  # of a device, for remat=auto; None: what it has
+    kept: tuple[KeptValues, ...] = ()  # of remat=chosen: run by run of layers, all in all
+    # Of a device, for remat=auto and optimal; None: what it has.
+    memory_budget_gib: float | None = None
     unroll: int = 1  # layers in one body of the loop over layers; all of them: no loop
     xla_options: tuple[str, ...] = ()  # "name=value", on top of what is known to be good here
     attention: AttentionImplementation = AttentionImplementation.AUTO  # who computes attention
@@ -113,11 +146,16 @@ class TrainingConfig:
                 f"seed={self.seed} must lie in [0, 2^32): larger ones are not told apart"
             )
         if self.memory_budget_gib is not None and (
-            self.memory_budget_gib <= 0 or self.remat != Remat.AUTO
+            self.memory_budget_gib <= 0 or self.remat not in (Remat.AUTO, Remat.OPTIMAL)
         ):
             raise ConfigError(
                 f"memory_budget_gib={self.memory_budget_gib} with remat={self.remat.value}: a "
-                "budget is more than 0, and only remat=auto chooses by it"
+                "budget is more than 0, and only remat=auto and optimal choose by it"
+            )
+        if bool(self.kept) != (self.remat == Remat.CHOSEN):
+            raise ConfigError(
+                f"kept={len(self.kept)} runs of layers with remat={self.remat}: what is kept is "
+                "named where remat=chosen, and there only"
             )
         if self.loss is not None and (self.z_loss or self.label_smoothing):
             raise ConfigError(

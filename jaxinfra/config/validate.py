@@ -4,9 +4,15 @@ from jaxinfra.config.divides import check_divides
 from jaxinfra.config.finetune import BaseWeights
 from jaxinfra.config.model import GroupedAttentionConfig, LatentAttentionConfig
 from jaxinfra.config.own import OwnMixer
-from jaxinfra.config.precision import PolicyName, StoredWeights, WeightGradients
+from jaxinfra.config.precision import StoredWeights
 from jaxinfra.config.preferences import check_preferences
-from jaxinfra.config.run import LATENT_METHODS, AttentionImplementation, ContextMethod, RunConfig
+from jaxinfra.config.run import (
+    LATENT_METHODS,
+    AttentionImplementation,
+    ContextMethod,
+    Remat,
+    RunConfig,
+)
 from jaxinfra.core.errors import ConfigError
 
 _OF_TOKENS = ("loss", "z_loss", "label_smoothing")
@@ -46,7 +52,22 @@ def validate(run: RunConfig) -> None:
     _validate_lora(run)
     _validate_fp8(run)
     _validate_stored_weights(run)
+    _validate_recomputation(run)
     check_divides(model, mesh)
+
+
+def _validate_recomputation(run: RunConfig) -> None:
+    remat = run.training.remat
+    if remat in (Remat.OPTIMAL, Remat.CHOSEN) and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"remat={remat} with pipe={run.mesh.pipe}: layers of a pipeline's stages are one "
+            "program and keep the same; choose remat=auto or a policy"
+        )
+    if remat is Remat.OPTIMAL and run.lora is not None:
+        raise ConfigError(
+            "remat=optimal with lora: what is computed again is priced for layers whose weights "
+            "are trained; choose remat=auto or a policy"
+        )
 
 
 def _validate_lora(run: RunConfig) -> None:
@@ -121,7 +142,7 @@ def _validate_sharding(run: RunConfig) -> None:
 
 
 def _validate_keep_gathered(run: RunConfig) -> None:
-    sharding, mesh, precision = run.sharding, run.mesh, run.precision
+    sharding, mesh = run.sharding, run.mesh
     if mesh.fsdp == 1 or sharding.zero < 3:
         raise ConfigError(
             f"keep_gathered keeps weights that are gathered, and with fsdp={mesh.fsdp}, zero="
@@ -132,12 +153,13 @@ def _validate_keep_gathered(run: RunConfig) -> None:
             f"keep_gathered would keep a stage's weights of every micro-batch in flight with "
             f"pipe={mesh.pipe}; leave it out"
         )
-    rounds = precision.weight_gradients is WeightGradients.COMPUTE
-    if precision.policy is not PolicyName.FP32 and not rounds:
-        raise ConfigError(
-            f"keep_gathered multiplies with weights in {precision.policy}, and their gradients "
-            "come back in it; say so with --set precision.weight_gradients=compute"
-        )
+
+
+def may_keep_gathered(run: RunConfig) -> bool:
+    """Whether there are gathered weights that a step could keep."""
+    in_few_bits = run.lora is not None and run.lora.base is not BaseWeights.COMPUTE
+    is_gathered = run.mesh.fsdp > 1 and run.sharding.zero == 3
+    return is_gathered and run.mesh.pipe == 1 and run.precision.fp8 is None and not in_few_bits
 
 
 def _validate_own(run: RunConfig) -> None:

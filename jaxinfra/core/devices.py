@@ -29,6 +29,10 @@ _PEAKS: dict[str, DevicePeak] = {
 }
 
 
+REFERENCE_PEAK = _PEAKS["H200"]
+"""For comparing costs with each other where a device is not in the table."""
+
+
 def device_peak(device_kind: str) -> DevicePeak | None:
     """Peaks of a JAX ``device_kind`` such as "NVIDIA H200"; None for a device not in the table."""
     return next((peak for name, peak in _PEAKS.items() if name in device_kind), None)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from jaxinfra.core.picture_style import RED, new_picture
 from jaxinfra.diagnostics.layer_pictures import draw_balance, draw_statistics, statistics_rows
 from jaxinfra.diagnostics.run_view import RunView
-from jaxinfra.training.loss_picture import smoothed
+from jaxinfra.training.loss_picture import loss_unit, smoothed
 from jaxinfra.training.mixture_read import mixture_cells
 
 _STYLE = """
@@ -159,7 +159,8 @@ def draw_curves(views: Sequence[RunView]) -> Figure:
         if view.heldout:
             axes.plot(*zip(*view.heldout, strict=True), "o", color=color, markersize=4)
     axes.set_xlabel("step")
-    axes.set_ylabel("nats per token (points: held-out)")
+    units = dict.fromkeys(loss_unit(view.records) for view in views)
+    axes.set_ylabel(f"loss, {' and '.join(units)} (points: held-out)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure

@@ -30,6 +30,7 @@ from jaxinfra.layers.latent_attention import LatentAttention
 from jaxinfra.layers.mlp import Mlp
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass, joined
+from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.statistics import site_sums
 
 type _Layer = Callable[[jax.Array, Pass], LayerOutput]
@@ -51,7 +52,8 @@ class Block(nnx.Module):
     """x + mixer(norm(x)), then x + feed_forward(norm(x)); sandwich placement norms branches too.
 
     In parameter paths the two are ``attention`` and ``mlp`` whatever their kind, as in Hugging
-    Face's.
+    Face's. The results of projections, norms and activations have their paths for names, which
+    ``remat=chosen`` may keep.
 
     Args:
         std, out_std: of initial weights, inward and back into the residual stream.
@@ -87,6 +89,9 @@ class Block(nnx.Module):
         sandwich = config.norm_placement is NormPlacement.SANDWICH
         self.attention_post_norm = norm() if sandwich else None
         self.mlp_post_norm = norm() if sandwich else None
+        for path, module in nnx.iter_modules(self):
+            if isinstance(module, Norm | Projection | Mlp):
+                module.label = ".".join(map(str, path))
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Runs both layers; dropout only where ``given`` has a key."""

@@ -66,6 +66,11 @@ class ContiguousCache:
         """What attention reads in this layer: the rows of all layers, nothing copied."""
         return Pages(arrays=self.arrays, layer=self.layer, format=self.format)
 
+    def places(self) -> Pages:
+        """The pages that this layer's tokens go into, or rows where they do not divide into any."""
+        pages = self.view()
+        return pages.paged() if pages.can_be_paged else pages
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,15 +125,25 @@ class PagedCache:
 
     def view(self) -> Pages:
         """What attention reads in this layer: the pools of all layers as one, nothing copied."""
+        num_pages = next(iter(self.arrays.values())).shape[1]
+        return self._pages(jnp.clip(self.tables_BM, 0, num_pages - 1))
+
+    def places(self) -> Pages:
+        """The pages that this layer's tokens go into: below 0 where a row has none."""
+        pages = self._pages(self.tables_BM)
+        assert pages.tables_BM is not None
+        tables_BM = jnp.where(self.tables_BM < 0, -1, pages.tables_BM)
+        return dataclasses.replace(pages, tables_BM=tables_BM)
+
+    def _pages(self, tables_BM: jax.Array) -> Pages:
         assert self.layer is not None, "in_layer"
         num_layers, num_pages, *_ = next(iter(self.arrays.values())).shape
-        tables_BM = jnp.clip(self.tables_BM, 0, num_pages - 1) + self.layer * num_pages
         return Pages(
             arrays={
                 name: stored.reshape(num_layers * num_pages, *stored.shape[2:])
                 for name, stored in self.arrays.items()
             },
-            tables_BM=tables_BM,
+            tables_BM=tables_BM + self.layer * num_pages,
             format=self.format,
         )
 
@@ -144,6 +159,12 @@ def in_layer(cache: Cache, arrays: dict[str, Shaped[Array, "..."]], layer: Int[A
         arrays: of the cache, as the layers before this one have left them.
     """
     return dataclasses.replace(cache, arrays=arrays, layer=layer)
+
+
+def with_pages(cache: Cache, arrays: Mapping[str, Shaped[Array, "..."]]) -> Cache:
+    """The cache, whose ``places`` hold these."""
+    stored = {name: arrays[name].reshape(x.shape) for name, x in cache.arrays.items()}
+    return dataclasses.replace(cache, arrays=stored)
 
 
 def after_pass(cache: Cache, arrays: dict[str, Shaped[Array, "..."]]) -> Cache:

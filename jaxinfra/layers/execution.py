@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig, MixerConfig
-from jaxinfra.config.run import Remat
+from jaxinfra.config.run import KeptValues, Remat
 from jaxinfra.core.axes import VOCAB, Dims
 from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
@@ -19,6 +19,7 @@ from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
+from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight
 
 
@@ -29,7 +30,7 @@ class Multiply(Protocol):
         self,
         spec: str,
         x: jax.Array | Input,
-        weight: jax.Array | QuantizedWeight,
+        weight: jax.Array | QuantizedWeight | GatheredWeight,
         *,
         recipe: Recipe,
         out: jnp.dtype | None = None,
@@ -137,6 +138,29 @@ class Decode(Protocol):
         ...
 
 
+class AppendHeads(Protocol):
+    """A packed product's queries, and its keys and values in a cache;
+    ``jaxinfra.ops.append_heads.append_packed_heads`` is one.
+    """
+
+    def __call__(
+        self,
+        heads_BTNH: jax.Array,
+        pages: Pages,
+        *,
+        config: MixerConfig,
+        positions_BT: jax.Array,
+        rope: tuple[jax.Array, jax.Array] | None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]] | None:
+        """Returns rotated queries, and the pages' arrays with the new tokens; None where this is
+        done one after another.
+
+        Args:
+            pages: with tables, below 0 where a row has no page.
+        """
+        ...
+
+
 class Lookup(Protocol):
     """Reading rows of an embedding table; ``take_rows`` is one."""
 
@@ -230,7 +254,7 @@ def within_device(
 class Gather(Protocol):
     """A weight brought together of which a device holds a part; its gradient goes back to parts."""
 
-    def __call__(self, weight: jax.Array, dims: Dims) -> jax.Array:
+    def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
         """Returns the weight as projections multiply with it, in the compute dtype."""
         ...
 
@@ -317,7 +341,9 @@ class Execution:
     place: Place
     gather: Gather | None  # of weights that are kept as gathered; None: left to the compiler
     remat: Remat
+    kept: tuple[KeptValues, ...]  # of remat=chosen
     unroll: int
     cache_format: CacheFormat  # of what is kept of past tokens
     packed: bool  # projections of one input are one weight: for serving, without tensor parallelism
+    append: AppendHeads | None = None  # None: heads are rotated and appended one after another
     statistics: bool = False  # layers say what their activations are like, in ``Sums``

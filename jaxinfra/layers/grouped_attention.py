@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.core import axes
+from jaxinfra.layers.cache import Cache, with_pages
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
@@ -90,7 +91,13 @@ class GroupedAttention(nnx.Module):
         Returns [B, T, D] in the compute dtype, and the cache with x's keys and values.
         """
         place = self.execution.place
-        q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD)
+        cache = given.cache
+        heads_BTNH = None if self.packed is None else self.packed(x_BTD)
+        if heads_BTNH is not None and cache is not None and not cache.is_empty:
+            appended = self._appended(heads_BTNH, given, cache)
+            if appended is not None:
+                return appended
+        q_BTNH, k_BTKH, v_BTKH = self._projected(x_BTD, heads_BTNH)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if self.config.rope is not None and given.rope is not None:
@@ -101,7 +108,6 @@ class GroupedAttention(nnx.Module):
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
         k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
         sinks_N = None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
-        cache = given.cache
         if cache is not None:
             cache = cache.append({"k": k_BTKH, "v": v_BTKH}, given.positions_BT)
             # Where tokens attend to each other before they are read back, as they will be read:
@@ -128,13 +134,40 @@ class GroupedAttention(nnx.Module):
                 )
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
 
-    def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, without position."""
-        if self.packed is None:
+    def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
+        """``__call__`` where a packed product goes straight into a cache; None where in parts."""
+        if self.execution.append is None:
+            return None
+        found = self.execution.append(
+            heads_BTNH,
+            cache.places(),
+            config=self.config,
+            positions_BT=given.positions_BT,
+            rope=given.rope,
+        )
+        if found is None:
+            return None
+        q_BTNH, arrays = found
+        cache = with_pages(cache, arrays)
+        sinks_N = None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
+        with jax.named_scope("core"):
+            out_BTNH = self.execution.decode(
+                q_BTNH,
+                cache.view(),
+                config=self.config,
+                positions_BT=given.positions_BT,
+                sinks_N=sinks_N,
+            )
+        return LayerOutput(x=self.out(out_BTNH), cache=cache)
+
+    def _projected(
+        self, x_BTD: jax.Array, heads_BTNH: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, without position; of a packed product, where there is one."""
+        if heads_BTNH is None:
             given_BTD = self.query.prepared(x_BTD)
             return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
         first_key, first_value = self.config.num_q_heads, -self.config.num_kv_heads
-        heads_BTNH = self.packed(x_BTD)
         return (
             heads_BTNH[:, :, :first_key],
             heads_BTNH[:, :, first_key:first_value],

@@ -14,7 +14,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.config.model import MlpConfig
 from jaxinfra.core import axes
 from jaxinfra.layers.execution import Execution
-from jaxinfra.layers.passes import LayerOutput, Pass
+from jaxinfra.layers.passes import LayerOutput, Pass, labelled
 from jaxinfra.layers.projection import HIDDEN, Projection
 from jaxinfra.layers.statistics import site_sums
 from jaxinfra.ops.activation import activated
@@ -34,6 +34,7 @@ class Mlp(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.config = config
+        self.label = ""  # of its hidden values: their own name in the block, once they have one
         self.execution = execution
         build = functools.partial(
             Projection, bias_rank=1 if config.bias else 0, execution=execution, rngs=rngs
@@ -83,4 +84,5 @@ class Mlp(nnx.Module):
             return swiglu(x_BTD, self.packed.weight.get_value(), recipe=self.packed.recipe)
         else:
             gate_BTF, up_BTF = jnp.split(policy.to_accum(self.packed(x_BTD)), 2, axis=-1)
-        return policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
+        hidden_BTF = policy.to_compute(activated(self.config.kind, up_BTF, gate_BTF))
+        return labelled(hidden_BTF, self.label)

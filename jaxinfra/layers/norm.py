@@ -10,6 +10,7 @@ from jaxinfra.config.model import NormConfig
 from jaxinfra.core.axes import Dims
 from jaxinfra.core.parts import find_part
 from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.passes import labelled
 
 
 class Norm(nnx.Module):
@@ -20,6 +21,7 @@ class Norm(nnx.Module):
 
     def __init__(self, config: NormConfig, *, width: int, dims: Dims, execution: Execution):
         self.config = config
+        self.label = ""  # its own name in the block, once it has one
         self.policy = execution.policy
         param = execution.policy.param
         self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
@@ -37,7 +39,7 @@ class Norm(nnx.Module):
         y = y * (self._row(self.scale, y) + self.config.scale_offset)
         if self.bias is not None:
             y = y + self._row(self.bias, y)
-        return self.policy.to_compute(y)
+        return labelled(self.policy.to_compute(y), self.label)
 
     def _row(self, param: nnx.Param, like: jax.Array) -> jax.Array:
         return jnp.expand_dims(self.policy.to_accum(param[...]), range(like.ndim - 1))

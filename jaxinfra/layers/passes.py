@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxinfra.layers.cache import Cache
 from jaxinfra.layers.rope import RopeTable
@@ -102,6 +103,11 @@ class LayerOutput:
     x: jax.Array  # [B, T, D] in the compute dtype
     cache: Any = None  # as it is after this pass; None where none was given
     sums: Any = dataclasses.field(default_factory=Sums)
+
+
+def labelled(x: jax.Array, label: str) -> jax.Array:
+    """x under a name of its own, which ``remat=chosen`` may keep; "" is none."""
+    return checkpoint_name(x, label) if label else x
 
 
 type StateRule = Callable[[jax.Array, Sums, jax.Array], jax.Array]

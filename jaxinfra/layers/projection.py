@@ -1,5 +1,7 @@
 """The linear map that every layer is made of."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,10 +11,11 @@ from jaxtyping import Array, Float
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.lora import Adapter
-from jaxinfra.layers.passes import ModelState, Sums
+from jaxinfra.layers.passes import ModelState, Sums, labelled
 from jaxinfra.layers.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
+from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
 
 PROJECTION = "projection"
@@ -60,6 +63,7 @@ class Projection(nnx.Module):
         repeated: str | None = None,
     ):
         self.name = name
+        self.label = ""  # its own name in the block, once it has one
         self.spec = spec
         self.dims = dims
         self.policy = execution.policy
@@ -99,16 +103,18 @@ class Projection(nnx.Module):
         weight = self._used
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantize(self.policy.compute)
+        if isinstance(weight, GatheredWeight):
+            weight = weight.share  # brought together where it is used, as the compiler does
         return weight if self.adapter is None else self.adapter.merged(weight)
 
     @property
-    def _used(self) -> Float[Array, "..."] | QuantizedWeight:
+    def _used(self) -> Float[Array, "..."] | QuantizedWeight | GatheredWeight:
         weight = self.weight.get_value()
-        if isinstance(weight, QuantizedWeight):
-            return weight if self.place is None else jax.tree.map(self._whole, weight)
-        if self.gather is not None:
-            weight = checkpoint_name(self.gather(weight, self.dims), GATHERED)
-        return weight if self.place is None else self._whole(weight)
+        if self.gather is not None and not isinstance(weight, QuantizedWeight):
+            weight = self.gather(weight, self.dims)
+            value = checkpoint_name(weight.value, GATHERED)
+            weight = dataclasses.replace(weight, value=value)
+        return weight if self.place is None else jax.tree.map(self._whole, weight)
 
     def _whole(self, weight: jax.Array) -> jax.Array:
         assert self.place is not None
@@ -128,15 +134,18 @@ class Projection(nnx.Module):
         return x if self.copies == 1 else jnp.repeat(x, self.copies, axis=self.copied_axis)
 
     @property
-    def _multiplied(self) -> Float[Array, "..."] | QuantizedWeight:
+    def _multiplied(self) -> Float[Array, "..."] | QuantizedWeight | GatheredWeight:
         """The weight as devices multiply with it."""
         weight = self._used
+        if self.copies == 1:
+            return weight
         if isinstance(weight, QuantizedWeight):
-            if self.copies == 1:
-                return weight
             return repeated_outputs(weight, self.copies, axis=self.copied_axis)
+        return jax.tree.map(self._copied, weight)
+
+    def _copied(self, weight: jax.Array) -> jax.Array:
         weight = self._repeated(weight)
-        if self.place is None or self.copies == 1:
+        if self.place is None:
             return weight
         copied = range(weight.ndim)[self.copied_axis]
         dims = (dim if at == copied else None for at, dim in enumerate(self.dims))
@@ -161,7 +170,7 @@ class Projection(nnx.Module):
             bias = self._repeated(self.policy.to_accum(self.bias[...]))
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
-        return checkpoint_name(y, self.name)
+        return labelled(checkpoint_name(y, self.name), self.label)
 
 
 def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:

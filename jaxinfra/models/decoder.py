@@ -15,9 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig
+from jaxinfra.config.model import BlockConfig, ExpertsConfig, ModelConfig, Stack
 from jaxinfra.config.rope import RopeConfig
-from jaxinfra.config.run import Remat
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.block import Block
@@ -27,32 +26,21 @@ from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass
-from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
 from jaxinfra.layers.rope import RopeTable, rope_table
-from jaxinfra.layers.stack import stack
-from jaxinfra.models.layer_loop import one_by_one
+from jaxinfra.layers.stack import stack as stack_of
+from jaxinfra.models.layer_loop import one_by_one, take_apart
+from jaxinfra.models.recomputation import check_kept, repeats_in_body, steps_of_stack
 from jaxinfra.numerics.recipe import Site
-from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
-from jaxinfra.ops.experts import CHOICE_NAME, HIDDEN_NAMES, OUT_NAME
-from jaxinfra.ops.fp8 import QUANTIZED
 
 type KVCache = tuple[Cache, ...]
 """One entry for each distinct block, of all its repetitions."""
-
-_ALWAYS = (GATHERED, CHOICE_NAME)
-_OUTPUTS = (QUANTIZED, PROJECTION, OUT_NAME)
-_SAVED_NAMES = {
-    Remat.DOTS: (*_ALWAYS, *_OUTPUTS, HIDDEN, *HIDDEN_NAMES, *ATTENTION_NAMES),
-    Remat.MLP: (*_ALWAYS, *_OUTPUTS, *ATTENTION_NAMES),
-    Remat.NAMED: (*_ALWAYS, *ATTENTION_NAMES),
-    Remat.FULL: _ALWAYS,
-}
 
 
 class Decoder(nnx.Module):
     """Embedding, L repetitions of the block pattern, final norm, projection onto the vocabulary."""
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
+        check_kept(config, execution)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -91,7 +79,7 @@ class Decoder(nnx.Module):
             dropout_rate=config.dropout_rate,
             execution=self.execution,
         )
-        return stack(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
+        return stack_of(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
     def __call__(
         self,
@@ -216,6 +204,7 @@ class Decoder(nnx.Module):
                 num_layers += count
             out = self._run_stack(
                 x_BTD,
+                each,
                 places,
                 given,
                 ropes=ropes[places],
@@ -234,6 +223,7 @@ class Decoder(nnx.Module):
     def _run_stack(
         self,
         x_BTD: jax.Array,
+        stack: Stack,
         places: slice,
         given: Pass,
         *,
@@ -248,15 +238,57 @@ class Decoder(nnx.Module):
             ropes: one for each block of the pattern.
             keys: of dropout, [repeats, pattern].
         """
-        # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
-        blocks = list(self.blocks)[places]
-        graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
-        repeats, unroll = self.config.repeats[places.start], self._unroll(places)
+        repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
+        repetition, parameters = self.repetition(places, given, ropes=ropes, cache=cache)
         if repeats == 1 and cache is not None:
+            graphdefs = tuple(nnx.split(block)[0] for block in list(self.blocks)[places])
             with jax.named_scope("layer"):
                 return _one_repetition(
                     x_BTD, parameters, given, tuple(ropes), cache, graphdefs=graphdefs
                 )
+        stored = None if cache is None else [each.arrays for each in cache]
+        indices = None if cache is None else jnp.arange(repeats)
+        with jax.named_scope("layer"):
+            steps = steps_of_stack(
+                repetition, self.execution, self.config, places.start, in_loop=unroll < repeats
+            )
+            start, layers = (x_BTD, stored), (indices, parameters, keys)
+            # Of experts there are more weights than of all else: how their gradients are put
+            # together is most of what an update takes.
+            has_experts = any(
+                isinstance(block.feed_forward, ExpertsConfig)
+                for block in self.config.blocks[places]
+            )
+            if has_experts and cache is None and 1 < repeats == unroll:
+                (x_BTD, stored), sums = one_by_one(steps, start, layers)
+            elif len(set(steps)) > 1:
+                (x_BTD, stored), sums = one_by_one(steps, start, layers, take=take_apart)
+            else:
+                (x_BTD, stored), sums = jax.lax.scan(steps[0], start, layers, unroll=unroll)
+        if cache is not None and stored is not None:
+            cache = tuple(map(after_pass, cache, stored))
+        return LayerOutput(x=x_BTD, cache=cache, sums=sums)
+
+    def repetition(
+        self,
+        places: slice,
+        given: Pass,
+        *,
+        ropes: Sequence[RopeTable | None],
+        cache: KVCache | None = None,
+    ):
+        """What one repetition of a stack's pattern computes, and the parameters of all of them.
+
+        Args:
+            places, ropes: as in ``_run_stack``.
+
+        Returns:
+            ((x, cached arrays), (index, parameters, dropout keys)) -> ((x, cached arrays), sums),
+            without recomputation; parameters of each block [repeats, ...].
+        """
+        # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
+        blocks = list(self.blocks)[places]
+        graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
 
         # The cache is carried, not scanned over: the loop then works in the one buffer, where a
         # scan would read the whole cache from one and write it to another.
@@ -283,24 +315,7 @@ class Decoder(nnx.Module):
                     written.append(out.cache.arrays)
             return (x_BTD, None if stored is None else written), tuple(sums)
 
-        stored = None if cache is None else [each.arrays for each in cache]
-        indices = None if cache is None else jnp.arange(repeats)
-        with jax.named_scope("layer"):
-            repetition = self.rematerialized(repetition, in_loop=unroll < repeats)
-            start, layers = (x_BTD, stored), (indices, parameters, keys)
-            # Of experts there are more weights than of all else: how their gradients are put
-            # together is most of what an update takes.
-            has_experts = any(
-                isinstance(block.feed_forward, ExpertsConfig)
-                for block in self.config.blocks[places]
-            )
-            if has_experts and cache is None and 1 < repeats == unroll:
-                (x_BTD, stored), sums = one_by_one(repetition, start, layers, count=repeats)
-            else:
-                (x_BTD, stored), sums = jax.lax.scan(repetition, start, layers, unroll=unroll)
-        if cache is not None and stored is not None:
-            cache = tuple(map(after_pass, cache, stored))
-        return LayerOutput(x=x_BTD, cache=cache, sums=sums)
+        return repetition, parameters
 
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
         """The last block's output as the vocabulary projection reads it."""
@@ -342,27 +357,6 @@ class Decoder(nnx.Module):
                 )
             result.append(tables[rope, head_dim])
         return result
-
-    def rematerialized(self, repetition, *, in_loop: bool):
-        """A repetition of a block pattern that keeps what ``execution.remat`` says.
-
-        Args:
-            in_loop: it is the body of a loop. CSE cannot undo recomputation there; forbidding it
-                would only cost fusions.
-        """
-        remat = self.execution.remat
-        if remat is Remat.NONE:
-            return repetition
-        policies = jax.checkpoint_policies
-        policy = policies.save_only_these_names(*_SAVED_NAMES[remat])
-        if remat is not Remat.FULL:
-            policy = policies.save_from_both_policies(policy, is_attention_result)
-        return jax.checkpoint(repetition, policy=policy, prevent_cse=not in_loop)
-
-    def _unroll(self, places: slice) -> int:
-        """Repetitions of a stack's pattern in one body of its loop."""
-        pattern = places.stop - places.start
-        return min(max(1, self.execution.unroll // pattern), self.config.repeats[places.start])
 
 
 @functools.partial(jax.jit, static_argnames=("graphdefs",))

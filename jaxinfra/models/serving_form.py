@@ -60,7 +60,7 @@ def serving_form(definition: ModelDefinition, execution: Execution) -> ModelDefi
 
 
 def serving_parameters(
-    form: ModelDefinition, config: ModelConfig, parameters: Parameters
+    form: ModelDefinition, config: ModelConfig, parameters: Parameters, *, consumes: bool = False
 ) -> Parameters:
     """Parameters and state for ``form.bind``; copies, but for what lies outside of layers.
 
@@ -69,9 +69,12 @@ def serving_parameters(
     Args:
         config: of the stacked model.
         parameters: as that model's ``bind`` takes them.
+        consumes: free each stack once all of its layers are cut out: never more is held than the
+            parameters and the largest stack twice.
     """
     sources, layers = _weights_by_path(parameters), [*config.layer_places]
     result: dict[tuple[Any, ...], jax.Array | QuantizedWeight] = {}
+    cuts: dict[tuple[str, ...], list[_Cut]] = {}
     for path in by_path(form.arrays):
         head, *rest = path.split("/")
         if head != "blocks":
@@ -82,14 +85,29 @@ def serving_parameters(
         names, dim = [rest[-2]], 0
         if rest[-2] == "packed":
             names, dim = _PACKED[rest[-3]]
-        stacked = [
-            sources["/".join(["blocks", str(place), *rest[:-2], name, rest[-1]])] for name in names
-        ]
-        cut = _cut(stacked, repetition, dim=dim)
-        if isinstance(cut, QuantizedWeight) and form.execution.swiglu is not None:
-            cut = as_kernels_read(cut)
-        result["blocks", int(number), *rest] = cut
+        stacks = ["/".join(["blocks", str(place), *rest[:-2], name, rest[-1]]) for name in names]
+        cut = _Cut(keys=("blocks", int(number), *rest), repetition=repetition, dim=dim)
+        cuts.setdefault(tuple(stacks), []).append(cut)
+    for stacks, each in cuts.items():
+        stacked = [sources[path] for path in stacks]
+        for cut in each:
+            weight = _cut(stacked, cut.repetition, dim=cut.dim)
+            if isinstance(weight, QuantizedWeight) and form.execution.swiglu is not None:
+                weight = as_kernels_read(weight)
+            result[cut.keys] = weight
+        if consumes:
+            for leaf in jax.tree.leaves(stacked):
+                leaf.delete()
     return nest(result)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """One layer's part of a stack, or of several that are packed."""
+
+    keys: tuple[Any, ...]  # where it goes
+    repetition: int
+    dim: int  # that several follow one another in
 
 
 def can_pack(parameters: Parameters) -> bool:

@@ -15,6 +15,7 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.fp8_operands import Input
+from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims
 from pallas_kernels.common import device
@@ -25,7 +26,7 @@ MOST_ROWS = 256
 def multiply_few_rows(
     spec: str,
     x: Float[Array, "..."] | Input,
-    weight: Float[Array, "..."] | QuantizedWeight,
+    weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
@@ -37,7 +38,7 @@ def multiply_few_rows(
     del history, dims
     x = x.x if isinstance(x, Input) else x
     rank = contracted_dims(spec)
-    if isinstance(weight, QuantizedWeight):
+    if isinstance(weight, QuantizedWeight | GatheredWeight):
         return multiply(spec, x, weight, recipe=recipe, out=out)
     if rank is None or out not in (None, recipe.compute) or not _takes(x, rank, recipe):
         return multiply(spec, x, weight, recipe=recipe, out=out)

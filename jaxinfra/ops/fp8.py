@@ -33,6 +33,24 @@ QUANTIZED = "quantized"
 """Name of quantized inputs and weights for recomputation policies."""
 
 
+def _named[Tree](tree: Tree) -> Tree:
+    """The arrays under ``QUANTIZED``; 8-bit floats as the bytes that they are.
+
+    ``jax.checkpoint`` rounds what it keeps by the bits of its exponent and mantissa. That takes
+    e4m3fn for a format with infinities, of which 240 is the largest number: what lies between 240
+    and 448 would come back as infinite. XLA drops that rounding where it allows excess precision,
+    which it does on GPUs unless told otherwise, and not on CPUs.
+    """
+
+    def named(x: jax.Array) -> jax.Array:
+        if x.dtype.itemsize > 1:
+            return checkpoint_name(x, QUANTIZED)
+        bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint8), QUANTIZED)
+        return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+    return jax.tree.map(named, tree)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
     """An einsum of x and a weight, as a matmul."""
@@ -86,7 +104,7 @@ def quantized_input(
         scale = operands.delayed_scale(fp8, history, X, matrix, fp8.forward)
         both = operands.both_ways(matrix, fp8, dtype=fp8.forward, scale=scale, devices=devices)
         seen = operands.seen(matrix, both.rows, operands.form_of(fp8), devices=devices)
-        return jax.tree.map(functools.partial(checkpoint_name, name=QUANTIZED), (both, seen))
+        return _named((both, seen))
 
     # Its gradient is nothing: cotangents reach x through the products.
     constant = jax.custom_vjp(quantized)
@@ -183,9 +201,8 @@ class _Call:
         cast = functools.partial(
             operands.quantized_weight, matrix, fp8, scale=scale, devices=self.devices
         )
-        name = functools.partial(checkpoint_name, name=QUANTIZED)
-        w = jax.tree.map(name, cast(by_columns=self.contracted_first))
-        seen = name(
+        w = _named(cast(by_columns=self.contracted_first))
+        seen = _named(
             operands.seen(matrix, w, operands.weight_form_of(fp8), devices=self.devices)
             if history is not None
             else jnp.zeros_like(x_seen)
@@ -194,7 +211,7 @@ class _Call:
         b = operands.across(whole, fp8) if self.contracted_first else whole
         y = self._multiply(quantized.rows, b, (operands.form_of(fp8), self._weight_form), self.out)
         if self.by_rows:
-            w = jax.tree.map(name, cast(by_columns=not self.contracted_first))
+            w = _named(cast(by_columns=not self.contracted_first))
         return y, (quantized.tokens, x_seen, w, seen, history)
 
     def backward(self, kept, cotangent):

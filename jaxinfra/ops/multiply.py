@@ -8,6 +8,7 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
 from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices, Input
+from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, multiply_quantized
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 
@@ -15,7 +16,7 @@ from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 def multiply(
     spec: str,
     x: Float[Array, "..."] | Input,
-    weight: Float[Array, "..."] | QuantizedWeight,
+    weight: Float[Array, "..."] | QuantizedWeight | GatheredWeight,
     *,
     recipe: Recipe,
     out: jnp.dtype | None = None,
@@ -33,7 +34,8 @@ def multiply(
         spec: two operands, explicit output, every index of an operand present in the other operand
             or in the output. In 8 bits a matmul.
         out: dtype of the result; ``recipe.compute`` by default.
-        weight: one in few bits is a constant, multiplied as ``multiply_quantized`` says.
+        weight: one in few bits is a constant, multiplied as ``multiply_quantized`` says; of one
+            that was gathered the share has the gradient.
         history, dims, devices: as in ``multiply_fp8``, where the recipe has fp8.
     """
     if isinstance(weight, QuantizedWeight):
@@ -42,6 +44,7 @@ def multiply(
             spec, x, weight, recipe=recipe, out=out, is_whole=devices.num == 1
         )
     if recipe.fp8 is not None:
+        assert not isinstance(weight, GatheredWeight), "validate"
         return multiply_fp8(
             spec, x, weight, recipe=recipe, out=out, history=history, dims=dims, devices=devices
         )
@@ -61,16 +64,34 @@ def multiply(
         return product(x, weight), (x, weight)
 
     def backward(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array):
-        x, weight = residuals
+        return gradients(*residuals, cotangent, residuals[1].dtype)
+
+    def gradients(x: jax.Array, weight: jax.Array, cotangent: jax.Array, dtype: jnp.dtype):
         operands, out_dims = spec.split("->")
         x_dims, weight_dims = operands.split(",")
         dx = dot(f"{out_dims},{weight_dims}->{x_dims}", cotangent, weight, x.dtype)
-        handed_on = weight.dtype if gradient is None else gradient
+        handed_on = dtype if gradient is None else gradient
         dweight = dot(f"{x_dims},{out_dims}->{weight_dims}", x, cotangent, handed_on)
-        return dx, dweight.astype(weight.dtype)
+        return dx, dweight.astype(dtype)
 
     product.defvjp(forward, backward)
-    return product(x, weight)
+    if not isinstance(weight, GatheredWeight):
+        return product(x, weight)
+
+    @jax.custom_vjp
+    def product_with(x: jax.Array, share: jax.Array, value: jax.Array) -> jax.Array:
+        return dot(spec, x, value, out or compute)
+
+    def forward_with(x: jax.Array, share: jax.Array, value: jax.Array):
+        return product_with(x, share, value), (x, value)
+
+    dtype = weight.share.dtype
+
+    def backward_with(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array):
+        return (*gradients(*residuals, cotangent, dtype), jnp.zeros_like(residuals[1]))
+
+    product_with.defvjp(forward_with, backward_with)
+    return product_with(x, weight.share, weight.value)
 
 
 def prepared(

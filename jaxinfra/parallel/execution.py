@@ -5,10 +5,11 @@ import functools
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.config.run import AttentionImplementation, ContextMethod, Remat
+from jaxinfra.config.run import AttentionImplementation, ContextMethod, KeptValues, Remat
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.ops.append_heads import append_packed_heads
 from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
 from jaxinfra.ops.multiply import multiply, prepared
@@ -29,6 +30,7 @@ def execution_on(
     keep_gathered: bool = False,
     exchange: ExchangeConfig | None = None,
     remat: Remat = Remat.NONE,
+    kept: tuple[KeptValues, ...] = (),
     unroll: int = 1,
     packed: bool = False,
     cache_format: CacheFormat = CacheFormat.PLAIN,
@@ -41,7 +43,7 @@ def execution_on(
         attention, context_method: implementation, and form over the context axis.
         keep_gathered: gather weights once for both passes.
         exchange: form and room of the experts' exchange; room for all by default.
-        remat: what is kept for the backward pass.
+        remat, kept: what is kept for the backward pass.
         unroll: layers in one body of their loop.
         packed: projections of one input are one weight: for serving, which takes no gradient.
         cache_format: of keys and values, or latents, in a cache.
@@ -67,6 +69,7 @@ def execution_on(
         policy=policy,
         multiply=multiply_few_rows if serves_alone else multiply_anywhere,
         swiglu=swiglu_few_rows if serves_alone else None,
+        append=append_packed_heads if serves_alone else None,
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),
         attend_latents=latents_on(placement, implementation=attention, method=context_method),
@@ -77,6 +80,7 @@ def execution_on(
         place=Anywhere() if placement is None else placement.constraint(),
         gather=gather_on(placement, keep=keep_gathered, compute=policy.compute),
         remat=remat,
+        kept=kept,
         unroll=unroll,
         packed=packed,
         cache_format=cache_format,

@@ -12,32 +12,28 @@ import jax.numpy as jnp
 
 from jaxinfra.core.axes import Dims
 from jaxinfra.layers.execution import Gather
+from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.parallel.place import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeptWeights:
-    """Gathers in the compute dtype; the gradient arrives in it, and is reduce-scattered in it."""
+    """Gathers in the compute dtype; gradients are reduce-scattered in the weight's."""
 
     placement: Placement
     compute: jnp.dtype
 
-    def __call__(self, weight: jax.Array, dims: Dims) -> jax.Array:
+    def __call__(self, weight: jax.Array, dims: Dims) -> GatheredWeight:
         """Returns the weight as layers use it: whole where only its place in memory is split."""
         share = self.placement.sharding(dims)
         whole = self.placement.sharding(dims, self.placement.rules.used)
-        param = weight.dtype
-
-        @jax.custom_vjp
-        def gathered(weight: jax.Array) -> jax.Array:
-            rounded = jax.lax.with_sharding_constraint(weight.astype(self.compute), share)
-            return jax.lax.with_sharding_constraint(rounded, whole)
-
-        def scattered(_: None, d_weight: jax.Array) -> tuple[jax.Array]:
-            return (jax.lax.with_sharding_constraint(d_weight, share).astype(param),)
-
-        gathered.defvjp(lambda weight: (gathered(weight), None), scattered)
-        return gathered(weight)
+        held = jax.lax.stop_gradient(weight).astype(self.compute)
+        rounded = jax.lax.with_sharding_constraint(held, share)
+        return GatheredWeight(
+            # So is its gradient constrained.
+            share=jax.lax.with_sharding_constraint(weight, share),
+            value=jax.lax.with_sharding_constraint(rounded, whole),
+        )
 
 
 def gather_on(placement: Placement | None, *, keep: bool, compute: jnp.dtype) -> Gather | None:

@@ -66,13 +66,16 @@ class LoadedModel:
         definition = define_model(old.config, execution, lora=old.lora).freeze(old.frozen)
         return dataclasses.replace(self, definition=definition)
 
-    def serving_decoder(self, *, is_straight: bool | None = None) -> Decoder:
+    def serving_decoder(
+        self, *, is_straight: bool | None = None, consumes: bool = False
+    ) -> Decoder:
         """The model as an engine runs it: on GPUs layer by layer, with packed projections where
         devices do not split them; its weights are copied. With adapters or 8-bit
         matmuls it stays as it is.
 
         Args:
             is_straight: the form of GPUs, or not, on any device.
+            consumes: free this model's weights as they are copied; it has none afterwards.
         """
         definition = self.definition
         if is_straight is None:
@@ -90,7 +93,8 @@ class LoadedModel:
             cache_format=definition.execution.cache_format,
         )
         form = serving_form(definition, execution)
-        return form.bind(serving_parameters(form, definition.config, self.parameters))
+        config, parameters = definition.config, self.parameters
+        return form.bind(serving_parameters(form, config, parameters, consumes=consumes))
 
 
 def load_model(path: str | Path, dtype: str = "float32", mesh: MeshConfig | None = None) -> Decoder:

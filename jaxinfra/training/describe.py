@@ -27,7 +27,7 @@ def describe_job(job: Job) -> str:
     options = "" if job.options is None else f"; XLA options {describe_options(job.options)}"
     fp8 = config.precision.fp8
     fp8 = "" if fp8 is None else f" with projections in fp8 by {fp8.scaling.value}"
-    choice = "" if job.choice is None else f"\n{job.choice.describe()}"
+    choice = "".join(f"\n{each.describe()}" for each in (job.choice, job.gathers) if each)
     return (
         f"{job.model.num_parameters:,} parameters{trained}, {config.precision.policy}{fp8} on "
         f"{jax.devices()[0].device_kind} ({mesh or 'one device'}); {config.training.steps} steps "

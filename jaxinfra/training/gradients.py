@@ -278,16 +278,18 @@ def make_gradient(
         if training.accumulation == 1:
             return part(batch, *rest)
         state, key, loss_scale, counts = rest
+        # Traced once: for the shapes of the sums, and kept as the body of the loop.
+        kept = jax.jit(part, inline=True)
 
         def add(sums: Gradients, micro: tuple[Batch, jax.Array]):
-            found = part(micro[0], state, micro[1], loss_scale, counts)
+            found = kept(micro[0], state, micro[1], loss_scale, counts)
             # Summed in fp32, whatever the weights are kept in.
             return added(sums, dataclasses.replace(found, gradients=exact(found.gradients))), None
 
         keys = jax.random.split(key, training.accumulation)
         micro_batches = split_batch(batch, training.accumulation)
         first = jax.tree.map(lambda leaf: leaf[0], (micro_batches, keys))
-        shapes = jax.eval_shape(part, first[0], state, first[1], loss_scale, counts)
+        shapes = jax.eval_shape(kept, first[0], state, first[1], loss_scale, counts)
         start = dataclasses.replace(
             nothing_added(shapes),
             gradients=placed(exact(jax.tree.map(jnp.zeros_like, parameters))),

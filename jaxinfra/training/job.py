@@ -17,8 +17,8 @@ from jaxinfra.checkpoint import processes
 from jaxinfra.config.exchange import ExchangeImplementation
 from jaxinfra.config.finetune import AdapterKind
 from jaxinfra.config.precision import LossScaling
-from jaxinfra.config.run import Remat, RunConfig
-from jaxinfra.config.validate import validate
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
+from jaxinfra.config.validate import may_keep_gathered, validate
 from jaxinfra.core.axes import BATCH
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.data.batch import Batch
@@ -40,8 +40,16 @@ from jaxinfra.training.gradients import (
     make_gradient,
     make_log_probability_step,
 )
+from jaxinfra.training.optimal import KeptChoice, choose
 from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
-from jaxinfra.training.recompute import Choice, budget_bytes, choose_remat, step_bytes
+from jaxinfra.training.recompute import (
+    Choice,
+    GatherChoice,
+    budget_bytes,
+    keeping,
+    known_budget,
+    step_bytes,
+)
 from jaxinfra.training.state import (
     State,
     TrainState,
@@ -73,7 +81,8 @@ class Job:
     evaluation_step: Wrapped  # (parameters and state, batch) -> (nll, targets), jitted
     # (parameters and state, batch) -> log probabilities of targets [B, T] on all, jitted.
     log_probability_step: Wrapped
-    choice: Choice | None = None  # of recomputation, where the config left it open
+    choice: Choice | KeptChoice | None = None  # of recomputation, where the config left it open
+    gathers: GatherChoice | None = None  # whether gathered weights stay, likewise
 
     def initialize(self) -> TrainState[jax.Array]:
         """Draws the initial state directly onto the mesh.
@@ -191,7 +200,7 @@ def make_job(
 ) -> Job:
     """Validates the config and builds its job; raises ConfigError where it cannot run here.
 
-    With remat=auto steps are compiled until one fits, and the job's config names that policy.
+    With remat=auto and optimal steps are compiled until one fits; the job's config names which.
 
     Args:
         traceable: compile the step so that a profiler's trace names every operation, at some cost
@@ -199,7 +208,9 @@ def make_job(
         devices: to build for, all by default; a planner's are not there to run on.
     """
     validate(config)
-    if config.training.remat is Remat.AUTO:
+    if config.sharding.keep_gathered is None:
+        return _gathering_job(config, traceable=traceable, devices=devices)
+    if config.training.remat.is_open:
         return _fitting_job(config, traceable=traceable, devices=devices)
     training = config.training
     placement = Placement(
@@ -219,9 +230,10 @@ def make_job(
         policy=policy,
         attention=training.attention,
         context_method=training.context_method,
-        keep_gathered=config.sharding.keep_gathered,
+        keep_gathered=bool(config.sharding.keep_gathered),
         exchange=config.exchange,
         remat=training.remat,
+        kept=training.kept,
         unroll=training.unroll,
     )
     model = define_model(config.model, execution, lora=config.lora)
@@ -314,21 +326,40 @@ def _fitting_job(
     """The job with the cheapest recomputation that fits; all processes compile the same steps."""
     training = config.training
 
-    def with_policy(remat: Remat) -> Job:
-        named = dataclasses.replace(training, remat=remat, memory_budget_gib=None)
+    def with_policy(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> Job:
+        named = dataclasses.replace(training, remat=remat, kept=kept, memory_budget_gib=None)
         return make_job(
             dataclasses.replace(config, training=named), traceable=traceable, devices=devices
         )
 
-    def budget() -> int:
-        device = (devices or jax.local_devices())[0]
-        return budget_bytes(training.memory_budget_gib, device)
+    def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
+        return step_bytes(lower_step(with_policy(remat, kept)).compile())
 
-    choice = choose_remat(
-        budget_bytes=processes.on_first(budget),
-        need=lambda remat: step_bytes(lower_step(with_policy(remat)).compile()),
-    )
-    return dataclasses.replace(with_policy(choice.remat), choice=choice)
+    device = (devices or jax.local_devices())[0]
+    limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
+    full = with_policy(Remat.FULL)
+    choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
+    return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
+
+
+def _gathering_job(
+    config: RunConfig, *, traceable: bool, devices: Sequence[jax.Device] | None
+) -> Job:
+    """The job that keeps gathered weights, if that fits; its config still says neither, so that
+    the run may go on with other devices.
+    """
+    job = make_job(keeping(config, gathered=False), traceable=traceable, devices=devices)
+    named, limit = keeping(job.config, gathered=None), 0
+    if devices is None and may_keep_gathered(config):  # of devices elsewhere nobody knows
+        gib, device = config.training.memory_budget_gib, jax.local_devices()[0]
+        limit = processes.on_first(lambda: known_budget(gib, device))
+    if not limit:
+        return dataclasses.replace(job, config=named)
+    kept = make_job(keeping(job.config, gathered=True), traceable=traceable)
+    needs = step_bytes(lower_step(kept).compile())
+    gathers = GatherChoice(needs_bytes=needs, budget_bytes=limit)
+    taken = kept if gathers.keeps else job
+    return dataclasses.replace(taken, config=named, choice=job.choice, gathers=gathers)
 
 
 def step_programs(job: Job) -> StepPrograms:

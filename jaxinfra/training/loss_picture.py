@@ -29,12 +29,18 @@ def draw_loss(records: Sequence[dict[str, Any]], file: Path) -> None:
     if heldout_steps:
         axes.plot(heldout_steps, heldout_losses, "o-", color=RED, label="held-out")
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
+    axes.set_ylabel(f"loss, {loss_unit(records)}")
     axes.grid(alpha=0.3)
     axes.legend()
     partial = file.with_suffix(".partial.png")
     figure.savefig(partial, dpi=120)
     partial.rename(file)
+
+
+def loss_unit(records: Sequence[dict[str, Any]]) -> str:
+    """What a run's loss is of: of pairs of answers it is their own loss, one for each pair."""
+    of_pairs = any(name.startswith("preferences/") for record in records for name in record)
+    return "per pair" if of_pairs else "nats per token"
 
 
 def _curve(records: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

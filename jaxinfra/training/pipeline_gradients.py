@@ -20,6 +20,7 @@ from jaxinfra.layers.passes import Pass, Sums
 from jaxinfra.layers.rope import RopeTable
 from jaxinfra.models.definition import ModelDefinition, Parameters, merged
 from jaxinfra.models.gradients import Gradients
+from jaxinfra.models.recomputation import kept_by, rematerialized
 from jaxinfra.parallel.pipeline.executor import (
     Arrays,
     HeadSums,
@@ -226,8 +227,8 @@ def stage_functions(
             return x_BTD, tuple(sums)
 
         with jax.named_scope("layer"):
-            rematerialized = model.bind({}).rematerialized(repetition, in_loop=True)
-            x_BTD, sums = rematerialized(x_BTD, arrays)
+            kept = kept_by(model.execution.remat)
+            x_BTD, sums = rematerialized(repetition, kept, in_loop=True)(x_BTD, arrays)
             losses = jax.tree.leaves([each.losses for each in sums])
             objective = sum(losses) * context.scale if losses else None
         return LayerResult(x=x_BTD, objective=objective, sums=sums)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxinfra.config.run import Remat
+from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
 
 CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
@@ -18,6 +18,11 @@ CHEAPEST_FIRST = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
 
 FREE_SHARE = 0.05
 """Share of a device's memory kept for batches on their way and what the allocator cannot join."""
+NEED_LESS = (
+    "more training.accumulation, a smaller batch_size or more devices on the fsdp or tensor axis "
+    "need less (jaxinfra plan)"
+)
+"""The remedies where a budget is below the least that is possible."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +32,15 @@ class Choice:
     remat: Remat
     budget_bytes: int
     needs: dict[Remat, int]  # bytes of a device, in the order tried
+    kept: tuple[KeptValues, ...] = ()  # the policy says it
 
     def describe(self) -> str:
         """One line for the log."""
-        others = [f"{r.value} {_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
+        others = [f"{r.value} {in_gib(n)}" for r, n in self.needs.items() if r is not self.remat]
+        too_much = f" (too much: {', '.join(others)})" if others else ""
         return (
-            f"remat={self.remat.value}: a step needs {_gib(self.needs[self.remat])} of a budget of "
-            f"{_gib(self.budget_bytes)}" + (f" (too much: {', '.join(others)})" if others else "")
+            f"remat={self.remat.value}: a step needs {in_gib(self.needs[self.remat])} of a budget "
+            f"of {in_gib(self.budget_bytes)}{too_much}"
         )
 
 
@@ -53,10 +60,35 @@ def choose_remat(*, budget_bytes: int, need: Callable[[Remat], int]) -> Choice:
             return Choice(remat=remat, budget_bytes=budget_bytes, needs=needs)
     least = min(needs, key=needs.__getitem__)
     raise ConfigError(
-        f"remat=auto: a device needs {_gib(needs[least])} at least (remat={least.value}), and its "
-        f"budget is {_gib(budget_bytes)}; more training.accumulation, a smaller batch_size or more "
-        "devices on the fsdp or tensor axis need less (jaxinfra plan)"
+        f"remat=auto: a device needs {in_gib(needs[least])} at least (remat={least.value}), and "
+        f"its budget is {in_gib(budget_bytes)}; {NEED_LESS}"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GatherChoice:
+    """Whether gathered weights stay for the backward pass, and what a step needs where they do."""
+
+    needs_bytes: int
+    budget_bytes: int
+
+    @property
+    def keeps(self) -> bool:
+        """Whether they fit."""
+        return self.needs_bytes <= self.budget_bytes
+
+    def describe(self) -> str:
+        """One line for the log."""
+        both = f"{in_gib(self.needs_bytes)} of a budget of {in_gib(self.budget_bytes)}"
+        if self.keeps:
+            return f"gathered weights stay for the backward pass: a step needs {both}"
+        return f"weights are gathered again: to stay, a step would need {both}"
+
+
+def keeping(config: RunConfig, *, gathered: bool | None) -> RunConfig:
+    """The config with this for ``sharding.keep_gathered``."""
+    sharding = dataclasses.replace(config.sharding, keep_gathered=gathered)
+    return dataclasses.replace(config, sharding=sharding)
 
 
 def budget_bytes(gib: float | None, device: jax.Device) -> int:
@@ -70,10 +102,16 @@ def budget_bytes(gib: float | None, device: jax.Device) -> int:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise ConfigError(
-            f"remat=auto: a {device.device_kind} device does not say how much memory it has; give "
-            "training.memory_budget_gib, or name a remat"
+            f"remat=auto and optimal: a {device.device_kind} device does not say how much memory "
+            "it has; give training.memory_budget_gib, or name a remat"
         )
     return int((1 - FREE_SHARE) * limit)
+
+
+def known_budget(gib: float | None, device: jax.Device) -> int:
+    """As ``budget_bytes``; 0 where nobody says how much memory there is."""
+    limited = gib is not None or "bytes_limit" in (device.memory_stats() or {})
+    return budget_bytes(gib, device) if limited else 0
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
@@ -88,5 +126,6 @@ def step_bytes(compiled: jax.stages.Compiled) -> int:
     )
 
 
-def _gib(size: int) -> str:
+def in_gib(size: int) -> str:
+    """Bytes as text."""
     return f"{size / 2**30:.2f} GiB"

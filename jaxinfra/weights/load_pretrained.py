@@ -15,7 +15,8 @@ from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.weights.model_directory import read_model_directory
 from jaxinfra.weights.onto_mesh import place_parameters
-from jaxinfra.weights.packed_parameters import place_packed
+from jaxinfra.weights.packed_parameters import packed_shapes, place_packed
+from jaxinfra.weights.parameter_sources import ParameterSource
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,39 @@ def load_pretrained(
         keep_packed: weights that the files hold in 4 or 8 bits stay in them, as
             ``QuantizedWeight``; else they become plain arrays.
     """
+    source, definition, placement = _opened(path, policy, placement)
+    shardings = merged(placement.parameters(definition), placement.model_state(definition))
+    packed = place_packed(source, definition, placement) if keep_packed else {}
+    plain = place_parameters(source, definition, without(shardings, packed))
+    return PretrainedModel(
+        definition=definition, parameters=merged(plain, packed), placement=placement
+    )
+
+
+def pretrained_shapes(
+    path: Path, *, policy: PolicyName | None = None, placement: Placement | None = None
+) -> PretrainedModel:
+    """The same with shapes in the place of arrays, packed ones kept: what there is to be held.
+
+    Only the files' headers are read.
+    """
+    source, definition, placement = _opened(path, policy, placement)
+    shardings = merged(placement.parameters(definition), placement.model_state(definition))
+    packed = packed_shapes(source, definition, placement)
+    plain = jax.tree.map(
+        lambda leaf, to: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to),
+        without(merged(definition.shapes, definition.state_shapes), packed),
+        without(shardings, packed),
+    )
+    return PretrainedModel(
+        definition=definition, parameters=merged(plain, packed), placement=placement
+    )
+
+
+def _opened(
+    path: Path, policy: PolicyName | None, placement: Placement | None
+) -> tuple[ParameterSource, ModelDefinition, Placement]:
+    """What a directory holds, checked, and the model that it is of."""
     directory = read_model_directory(path)
     if placement is None:
         placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))
@@ -53,13 +87,7 @@ def load_pretrained(
     if policy is None:
         policy = _policy_of(source.dtype("embedding/table"))
     execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
-    definition = define_model(directory.config, execution)
-    shardings = merged(placement.parameters(definition), placement.model_state(definition))
-    packed = place_packed(source, definition, placement) if keep_packed else {}
-    plain = place_parameters(source, definition, without(shardings, packed))
-    return PretrainedModel(
-        definition=definition, parameters=merged(plain, packed), placement=placement
-    )
+    return source, define_model(directory.config, execution), placement
 
 
 def _policy_of(dtype: np.dtype) -> PolicyName:

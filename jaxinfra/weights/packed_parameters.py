@@ -141,6 +141,31 @@ def place_packed(
         ConfigError: devices would have parts of a group of elements that share a scale.
         CheckpointError: scales that are not finite.
     """
+
+    def place(packed: PackedParameter, shapes: QuantizedWeight) -> QuantizedWeight:
+        parts: dict[str, Any] = {
+            name: _place(packed, name, part, part.sharding) for name, part in shapes.parts.items()
+        }
+        require_finite({packed.path: parts["scales"]}, where="the model's files")
+        return dataclasses.replace(shapes, **parts).check()
+
+    return _each_packed(source, definition, placement, place)
+
+
+def packed_shapes(
+    source: ParameterSource, definition: ModelDefinition, placement: Placement
+) -> Parameters:
+    """The same parameters' shapes, dtypes and shardings; reads none of them."""
+    return _each_packed(source, definition, placement, lambda _, shapes: shapes)
+
+
+def _each_packed(
+    source: ParameterSource,
+    definition: ModelDefinition,
+    placement: Placement,
+    make: Callable[[PackedParameter, QuantizedWeight], QuantizedWeight],
+) -> Parameters:
+    """What ``make`` makes of each parameter in few bits and its shapes, which are placed."""
     result: dict[tuple[Any, ...], QuantizedWeight] = {}
     for info in definition.table():
         packed = _packed(source, info.path, info.shape) if info.matmul else None
@@ -148,12 +173,11 @@ def place_packed(
             keys = tuple(int(key) if key.isdigit() else key for key in info.path.split("/"))
             shapes = packed.shapes
             shardings = quantized_shardings(placement, shapes, info.dims, path=info.path)
-            parts: dict[str, Any] = {
-                name: _place(packed, name, part, shardings.parts[name])
+            placed: dict[str, Any] = {
+                name: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=shardings.parts[name])
                 for name, part in shapes.parts.items()
             }
-            require_finite({info.path: parts["scales"]}, where="the model's files")
-            result[keys] = dataclasses.replace(shapes, **parts).check()
+            result[keys] = make(packed, dataclasses.replace(shapes, **placed))
     return nest(result)
 
 

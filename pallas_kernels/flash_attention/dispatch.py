@@ -1,7 +1,7 @@
 """Who computes a call: a named implementation or none, or for "auto" the first that can.
 
 An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
-one measured to be fastest nearest to the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
+one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
 ``case_of``, its choice {"implementation": name}, its time that of forward and backward together.
 """
 
@@ -25,8 +25,13 @@ QUESTION = "dispatch"
 UNMEASURED = ("cudnn", "hopper", "xla")
 """The order where no table says better."""
 
-_EXACT = ("dtype", "head_width", "value_width", "mask", "packed")
-_NEAR = ("group", "q_length", "kv_length")
+_EXACT = ("dtype", "head_width", "value_width", "mask", "packed", "whole")
+_NEAR = {"group": 1.0, "q_length": 1.0, "kv_length": 1.0, "heads": 0.5, "window": 0.5}
+"""Fields whose logarithms are compared, and what a factor of two in each is worth."""
+NEIGHBOURS = 3
+"""Measured cases that are asked, each the more the nearer it is."""
+LEAST_DISTANCE = 0.25
+"""Of a neighbour: the same case measured twice differs, too."""
 
 _logger = logging.getLogger(__name__)
 
@@ -121,34 +126,60 @@ def case_of(call: AttentionCall) -> dict[str, tables.Value]:
         mask = "window"
     else:
         mask = "full" if call.spec.right is None else "causal"
+    (B, T, N, _), S = call.q.shape, call.k.shape[1]
     return {
         "dtype": call.q.dtype.name,
         "head_width": call.q.shape[3],
         "value_width": call.v.shape[3],
         "mask": mask,
         "packed": call.masks.q_segment_ids is not None,
-        "group": call.q.shape[2] // call.k.shape[2],
-        "q_length": call.q.shape[1],
-        "kv_length": call.k.shape[1],
+        "whole": T % 8 == 0 and S % 8 == 0,  # others are copied to such lengths first
+        "group": N // call.k.shape[2],
+        "q_length": T,
+        "kv_length": S,
+        "heads": B * N,
+        "window": S if call.spec.left is None else min(call.spec.left + 1, S),
     }
 
 
 def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
-    """Implementations measured at the case nearest to this one, fastest first.
+    """Implementations measured at the cases nearest to this one, fastest first.
 
-    Widths, dtype and mask must be the same; lengths and the heads' ratio count by their logarithms.
-    Times of different cases do not compare, so that only one case is ranked.
+    Widths, dtype and mask must be the same; sizes count by their logarithms. Times of different
+    cases do not compare: counted is how much slower than a case's fastest each one was, on average.
+
+    Raises:
+        TableError: rows with other fields than ``case_of`` has.
     """
-    rows = [row for row in table.rows if all(dict(row.case)[name] == case[name] for name in _EXACT)]
-    if not rows:
-        return []
-    nearest = min((row.case for row in rows), key=lambda other: _distance(dict(other), case))
-    times = {dict(row.choice)["implementation"]: row.ms for row in rows if row.case == nearest}
-    return [str(name) for name in sorted(times, key=times.__getitem__) if name in UNMEASURED]
+    measured: dict[tuple[tuple[str, tables.Value], ...], dict[str, float]] = {}
+    for row in table.rows:
+        other = dict(row.case)
+        if other.keys() != case.keys():
+            raise tables.TableError(
+                f"a table of attention has cases of {', '.join(other)}, where "
+                f"{', '.join(sorted(case))} are expected; measure again"
+            )
+        if all(other[name] == case[name] for name in _EXACT):
+            measured.setdefault(row.case, {})[str(dict(row.choice)["implementation"])] = row.ms
+    apart = {other: _distance(dict(other), case) for other in measured}
+    nearest = sorted(apart, key=apart.__getitem__)[:NEIGHBOURS]
+    means = {}
+    for name in measured[nearest[0]] if nearest else ():
+        weights = {
+            other: 1.0 / (LEAST_DISTANCE + apart[other])
+            for other in nearest
+            if name in measured[other]
+        }
+        lost = (
+            weight * math.log(measured[other][name] / min(measured[other].values()))
+            for other, weight in weights.items()
+        )
+        means[name] = sum(lost) / sum(weights.values())
+    return [name for name in sorted(means, key=means.__getitem__) if name in UNMEASURED]
 
 
 def _distance(a: dict[str, tables.Value], b: dict[str, tables.Value]) -> float:
-    return sum(abs(_log2(a[name]) - _log2(b[name])) for name in _NEAR)
+    return sum(worth * abs(_log2(a[name]) - _log2(b[name])) for name, worth in _NEAR.items())
 
 
 def _log2(value: tables.Value) -> float:

@@ -4,12 +4,14 @@ Dims: R row, C column, A row or part of a row in a warpgroup, M column of a part
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.rows.formula import Formula, Load, Parts, add, to_columns
+from pallas_kernels.rows.formula import Again, Formula, Load, Parts, add, to_columns
 
 type RowArrays = tuple[jax.Array, ...]
 
@@ -54,6 +56,8 @@ def forward(norm: NormForm) -> Formula:
         fold=fold, merge=_merge if norm.centered else add, join=join, finish=finish,
         num_numbers=2 if norm.centered else 1,
         num_results=2 if norm.residual else 1,
+        neutral=None if norm.centered else (0.0, 0.0),
+        apart=_centered_in_two_turns(norm, finish) if norm.centered and not norm.residual else None,
     )  # fmt: skip
 
 
@@ -107,7 +111,66 @@ def backward(norm: NormForm) -> Formula:
         fold=fold, merge=_merge if norm.centered else add, join=join, finish=finish,
         num_numbers=4 if norm.centered else 2,
         num_sums=2 if norm.biased else 1,
+        neutral=None if norm.centered else (0.0, 0.0, 0.0),
+        apart=_gradient_in_two_turns(norm, finish) if norm.centered else None,
     )  # fmt: skip
+
+
+def _centered_in_two_turns(norm: NormForm, finish: Callable[..., Any]) -> Formula:
+    """LayerNorm by the mean first and then the squares about it: sums, to which 0 adds nothing."""
+    per_column = 1.0 / norm.columns
+
+    def root_of(parts: Parts, square_P: jax.Array):
+        return (lax.rsqrt(parts.sum(square_P) * per_column + norm.epsilon),)
+
+    def squares(load: Load, vector: Load, totals: list[jax.Array]):
+        del vector
+        apart = load(0) - totals[0]
+        return (jnp.sum(apart * apart, axis=1),)
+
+    return Formula(
+        fold=lambda load, vector: (jnp.sum(load(0), axis=1),),
+        merge=add,
+        join=lambda parts, x_P: (parts.sum(x_P) * per_column,),
+        finish=finish,
+        num_numbers=1,
+        again=Again(fold=squares, merge=_add, join=root_of, num_numbers=1),
+        neutral=(0.0,),
+    )
+
+
+def _gradient_in_two_turns(norm: NormForm, finish: Callable[..., Any]) -> Formula:
+    """``backward`` of LayerNorm, likewise."""
+    per_column = 1.0 / norm.columns
+
+    def fold(load: Load, vector: Load):
+        return jnp.sum(load(0), axis=1), jnp.sum(load(1) * vector(0), axis=1)
+
+    def join(parts: Parts, x_P: jax.Array, g_P: jax.Array):
+        return parts.sum(x_P) * per_column, parts.sum(g_P) * per_column
+
+    def fold_again(load: Load, vector: Load, totals: list[jax.Array]):
+        apart = load(0) - totals[0]
+        return jnp.sum(apart * apart, axis=1), jnp.sum(load(1) * vector(0) * apart, axis=1)
+
+    def join_again(parts: Parts, square_P: jax.Array, dot_P: jax.Array):
+        root = lax.rsqrt(parts.sum(square_P) * per_column + norm.epsilon)
+        return root, parts.sum(dot_P) * root * root * root * per_column
+
+    def finish_in_order(load: Load, vector: Load, totals: list[jax.Array]):
+        mean, mean_g, root, slope = totals
+        return finish(load, vector, [mean, root, slope, mean_g * root])
+
+    return Formula(
+        fold=fold, merge=add, join=join, finish=finish_in_order, num_numbers=2,
+        num_sums=2 if norm.biased else 1,
+        again=Again(fold=fold_again, merge=_add, join=join_again, num_numbers=2),
+        neutral=(0.0, 0.0, 0.0),
+    )  # fmt: skip
+
+
+def _add(numbers_A: RowArrays, more_A: RowArrays) -> RowArrays:
+    return tuple(map(jnp.add, numbers_A, more_A))
 
 
 def _spread_of(norm: NormForm, x: jax.Array) -> tuple[jax.Array, ...]:

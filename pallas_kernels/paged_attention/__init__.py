@@ -2,4 +2,5 @@
 
 from .api import PagedImplementation as PagedImplementation
 from .api import paged_attention as paged_attention
+from .append import append_heads as append_heads
 from .append import append_to_pages as append_to_pages

@@ -1,13 +1,19 @@
-"""New keys and values into pages, keys rotated on their way.
+"""New keys and values into pages, keys (and a packed product's queries) rotated on their way.
 
 Dims: B row, T new token, K kv heads, H key width, V value width, P page of the pool, S slot of a
 page, M page of a row, R rotated pair.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common.errors import InputError
+from pallas_kernels.common.errors import InputError, UnsupportedError
+
+from .hopper import append_heads_hopper, unsupported_append
+
+type AppendImplementation = Literal["auto", "hopper", "xla"]
 
 
 def append_to_pages(
@@ -75,6 +81,69 @@ def append_to_pages(
     if v_new is None or v_pages is None:
         return k_pages, None
     return k_pages, appended(v_pages, v_new)
+
+
+def append_heads(
+    heads: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_tables: jax.Array,
+    positions: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    *,
+    implementation: AppendImplementation = "auto",
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries of a packed product, and the pools with its keys, rotated, and values.
+
+    ``append_to_pages`` of a layer's one product of queries, keys and values: on a Hopper GPU one
+    kernel, which writes into the pools where they are donated. It has no gradient.
+
+    Args:
+        heads: [B, T, N + 2 K, H]: heads of queries, then of keys, then of values.
+        k_pages, v_pages: [P, S, K, H].
+        page_tables: int32 [B, M]; below 0 where a row has no page.
+        positions: int32 [B, T]. A token below 0, or where its row has no page, leaves nothing; its
+            query means nothing.
+        rope: cos and sin, float32 [B or 1, T, R]; pairs as in ``append_to_pages``.
+        implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns which all
+            turn), "xla", or "auto", which takes hopper where it can.
+
+    Returns:
+        Queries [B, T, N, H], ``k_pages`` and ``v_pages``.
+
+    Raises:
+        InputError: shapes that disagree, or an unknown implementation.
+        UnsupportedError: the kernel is named and cannot take this call.
+
+    Examples:
+        >>> heads, pool = jnp.ones((1, 1, 4, 4)), jnp.zeros((2, 2, 1, 4))
+        >>> rope = jnp.ones((1, 1, 2)), jnp.zeros((1, 1, 2))
+        >>> tables, positions = jnp.array([[1]]), jnp.array([[1]])
+        >>> q, k, _ = pallas_kernels.append_heads(heads, pool, pool, tables, positions, rope)
+        >>> q.shape, k[..., 0, 0].tolist()
+        ((1, 1, 2, 4), [[0.0, 0.0], [0.0, 1.0]])
+    """
+    num_kv_heads = k_pages.shape[2]
+    num_q_heads = heads.shape[2] - 2 * num_kv_heads
+    if num_q_heads < 1 or k_pages.shape != v_pages.shape or heads.shape[3] != k_pages.shape[3]:
+        raise InputError(
+            f"heads {heads.shape} and pages {k_pages.shape}, {v_pages.shape}: [B, T, N + 2 K, H] "
+            "go into pools [P, S, K, H]"
+        )
+    if implementation not in ("auto", "hopper", "xla"):
+        raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
+    reason = "" if implementation == "xla" else unsupported_append(heads, k_pages, rope)
+    if implementation == "hopper" and reason:
+        raise UnsupportedError(f"implementation='hopper' cannot append: {reason}; xla can")
+    if implementation != "xla" and not reason:
+        return append_heads_hopper(heads, k_pages, v_pages, page_tables, positions, rope)
+    q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)
+    cos, sin = (jnp.broadcast_to(x, (*positions.shape, x.shape[-1])) for x in rope)
+    k_pages, v_out = append_to_pages(
+        k, v, k_pages, v_pages, page_tables, positions, rope=(cos, sin)
+    )
+    assert v_out is not None, "values were given"
+    return _turned(q, cos, sin), k_pages, v_out
 
 
 def _turned(x_BTKH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:

@@ -6,8 +6,9 @@ import jax
 
 from .blocks import block_rows
 from .choice import config_for
-from .config import Blocks, RowConfig, Stream, Wide
+from .config import Blocks, Odd, RowConfig, Stream, Wide
 from .formula import Formula, RowCall
+from .odd import odd_rows
 from .stream import stream_rows
 from .twice import twice_rows
 from .wide import wide_rows
@@ -42,4 +43,6 @@ def apply_rows(
         return wide_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
     if isinstance(config, Stream):
         return stream_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
+    if isinstance(config, Odd):
+        return odd_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)
     return twice_rows(formula, inputs_RC, config=config, vectors_C=vectors_C)

@@ -1,15 +1,17 @@
 """Which way suits rows of a length on a Hopper GPU, and which tiles."""
 
 import dataclasses
+import math
 
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.hopper.machine import LANES, SMEM_BYTES, WARPS
+from pallas_kernels.hopper.machine import LANES, NUM_PROCESSORS, SMEM_BYTES, WARPS
 
 from .config import (
     LONGEST_IN_BLOCK,
     LONGEST_ROW,
     LONGEST_WHOLE_ROW,
     Blocks,
+    Odd,
     RowConfig,
     Stream,
     Twice,
@@ -41,8 +43,39 @@ MOST_TILES = 16
 """Of a part, that are written out one after another."""
 
 
+SMEM_PROCESSOR_BYTES, SMEM_BLOCK_BYTES = 228 * 1024, 1024
+"""Shared memory of a multiprocessor, and what it takes for itself of each block's."""
+
+RESERVED_BYTES = 1024
+"""For the compiler, beside what ``smem`` counts."""
+
+ODD_WARPGROUPS = (1, 2, 4, 8)
+MOST_KEPT = 40
+"""Columns of all inputs that a thread of ``odd`` keeps in registers."""
+MOST_KEPT_BY_FOUR = 24
+"""Instead, where four warpgroups share a row: with 40, softmax of 19,999 columns had 42% of a
+copy's rate, in shared memory 69 to 74%."""
+MOST_KEPT_BESIDE_SUMS = 16
+"""Of one input, if there are sums."""
+
+
 def config_for(rows: int, call: RowCall) -> RowConfig:
-    """Tiles for rows of a dtype of 16 or 32 bits.
+    """Tiles for rows of a dtype of 16 or 32 bits: by the copy engine, or straight from memory.
+
+    Raises:
+        UnsupportedError: there are none.
+    """
+    try:
+        return _even(rows, call)
+    except UnsupportedError:
+        config = _odd(call) if rows else None
+        if config is None:
+            raise
+        return config
+
+
+def _even(rows: int, call: RowCall) -> RowConfig:
+    """Tiles that divide a row.
 
     Columns: multiples of 32 to 1024, where rows come in fours; of 128 to 4096, and to 8192 where
     nothing is streamed; of 256 to 8192; of 2048 to 262,144.
@@ -90,6 +123,54 @@ def config_for(rows: int, call: RowCall) -> RowConfig:
         config = dataclasses.replace(config, num_warpgroups=config.num_warpgroups - group)
         streamed = _with_stages(config, call)
     return streamed
+
+
+def _odd(call: RowCall) -> Odd | None:
+    """Tiles of which the last overlaps: in registers, or in the memory of half a multiprocessor.
+
+    For formulas that can leave columns out, of 128 columns on. None if there are none.
+    """
+    fits = call.has_neutral and not call.num_masks and call.over_inputs
+    if not fits or not WARPS * LANES <= call.columns <= LONGEST_ROW:
+        return None
+    most = MOST_KEPT // call.num_inputs
+    if call.num_sums:
+        most = MOST_KEPT_BESIDE_SUMS // call.num_sums
+    for warpgroups in ODD_WARPGROUPS:
+        if warpgroups > 2 and not call.num_sums:
+            most = min(most, MOST_KEPT_BY_FOUR // call.num_inputs)
+        config = _odd_tiles(call, warpgroups, most_in_turn=most)
+        if config.tiles * config.tile // LANES <= most and (warpgroups < 8 or call.num_sums):
+            blocks = max(1, 4 // warpgroups)
+            return dataclasses.replace(config, most_workers=blocks * NUM_PROCESSORS)
+    if call.num_sums:
+        return None
+    for share, warpgroups in ((2, 4), (1, 8)):
+        config = _odd_tiles(call, warpgroups, most_in_turn=16 // call.num_inputs)
+        slot = warpgroups * config.columns * call.num_inputs * call.itemsize
+        room = SMEM_PROCESSOR_BYTES // share - SMEM_BLOCK_BYTES
+        for in_memory in range(min(config.tiles, room // slot), 0, -1):
+            kept = dataclasses.replace(config, in_memory=in_memory)
+            if smem_bytes(kept, call) + RESERVED_BYTES <= room:
+                if share == 1 or in_memory == config.tiles:
+                    return kept
+                break
+    raise AssertionError("what does not fit is read again")
+
+
+def _odd_tiles(call: RowCall, warpgroups: int, *, most_in_turn: int) -> Odd:
+    """The tiles that reach beyond a row the least, of so many columns a thread at most."""
+    vector = math.gcd(call.columns, 16 // call.itemsize)
+    while WARPS * LANES * vector > call.columns:
+        vector //= 2
+
+    def tiled(turns: int) -> Odd:
+        tile = LANES * vector * turns
+        tiles = -(-call.columns // (warpgroups * WARPS * tile))
+        return Odd(warpgroups=warpgroups, tile=tile, tiles=tiles, vector=vector)
+
+    most = max(1, min(most_in_turn // vector, call.columns // (WARPS * LANES * vector)))
+    return min(map(tiled, range(most, 0, -1)), key=lambda c: c.tiles * c.tile)
 
 
 def _with_stages(config: Stream, call: RowCall) -> Stream | None:

@@ -118,4 +118,22 @@ class Twice:
         return NUM_CLUSTERS[self.cluster]
 
 
-type RowConfig = Blocks | Stream | Wide | Twice
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Odd:
+    """A row to a block, whose warpgroups take its tiles in turn, the last one overlapping."""
+
+    warpgroups: int = 1
+    tile: int = 512  # columns of a warp's part of a tile
+    tiles: int = 1  # of a warpgroup; of a row, ``warpgroups`` times as many or some fewer
+    vector: int = 1  # columns that a thread holds side by side: they divide a row
+    in_memory: int = 0  # the last tiles that stay in shared memory; if none, all in registers
+    most_workers: int = NUM_PROCESSORS  # blocks, where sums go from row to row
+    interpretable: bool = False  # avoids what the interpreter lacks, references of another shape
+
+    @property
+    def columns(self) -> int:
+        """Columns of a tile, at most those of a row."""
+        return WARPS * self.tile
+
+
+type RowConfig = Blocks | Stream | Wide | Twice | Odd

@@ -83,6 +83,11 @@ class Formula:
     """Its totals follow the first in ``finish``."""
     first_dtype: jnp.dtype | None = None
     """Of the first result; the others', and by default this one's, is the inputs'."""
+    neutral: tuple[float, ...] | None = None
+    """What each input would be in columns that do not count in ``fold``; None if nothing serves. In
+    a second turn it is the first total for the first input."""
+    apart: "Formula | None" = None
+    """Computes the same and has ``neutral``, where this one has not."""
     num_row_results: int = 0
     """How many of the last totals are results as well, fp32 [R], after the others."""
 
@@ -109,6 +114,7 @@ class RowCall:
     num_sums: int = 0  # arrays of [columns] that it sums over rows, fp32
     num_turns: int = 1  # over a row, before it is finished
     over_inputs: bool = True  # results fit where inputs were
+    has_neutral: bool = False  # columns can be left out of ``Formula.fold``
 
     @classmethod
     def of(
@@ -123,6 +129,7 @@ class RowCall:
             num_numbers=formula.num_numbers, num_sums=formula.num_sums,
             num_turns=formula.num_turns,
             over_inputs=formula.first_dtype is None and not formula.num_row_results,
+            has_neutral=(formula.apart or formula).neutral is not None,
         )  # fmt: skip
         assert dtypes == list(call.dtypes), f"{dtypes} are not of one dtype and then masks"
         return call

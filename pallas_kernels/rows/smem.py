@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels.hopper.machine import WARPS
 from pallas_kernels.hopper.mosaic import plgpu
 
-from .config import Stream, Twice, Wide
+from .config import Odd, Stream, Twice, Wide
 from .formula import RowCall
 
 ALIGNMENT = 1024  # where Pallas starts each buffer, the compiler's own for reductions too
@@ -21,15 +21,17 @@ REDUCTION_BYTES = 256  # what kernels whose blocks exchange give the compiler
 TURNS = 4  # exchanges that may overlap: one is still read while the second next is written
 
 
-def smem_bytes(config: Stream | Wide | Twice, call: RowCall) -> int:
+def smem_bytes(config: Stream | Wide | Twice | Odd, call: RowCall) -> int:
     """What a block allocates: no kernel may ask for more than ``machine.SMEM_BYTES``."""
     total = 0 if isinstance(config, Stream) else _aligned(REDUCTION_BYTES)
     if isinstance(config, Stream):
         scratch = stream_scratch(config, call)
     elif isinstance(config, Wide):
         scratch = wide_scratch(config, call)
-    else:
+    elif isinstance(config, Twice):
         scratch = twice_scratch(config, call)
+    else:
+        scratch = odd_scratch(config, call)
     for buffer in scratch.values():
         if isinstance(buffer, plgpu.Barrier | plgpu.ClusterBarrier):
             total += BARRIER_BYTES * math.prod(np.atleast_1d(buffer.num_barriers).tolist())
@@ -84,6 +86,19 @@ def wide_scratch(c: Wide, call: RowCall) -> dict[str, Any]:
 def twice_scratch(c: Twice, call: RowCall) -> dict[str, Any]:
     """Buffers and barriers of ``twice`` by name."""
     return _slots(c, (c.warpgroups, c.slots, WARPS, c.tile), call)
+
+
+def odd_scratch(c: Odd, call: RowCall) -> dict[str, Any]:
+    """Buffers and barriers of ``odd`` by name."""
+    buffers: dict[str, Any] = {}
+    if c.in_memory:
+        shape = (c.warpgroups, c.in_memory, WARPS, c.tile)
+        for j in range(call.num_inputs):
+            buffers[f"held{j}"] = plgpu.SMEM(shape, call.dtype)
+    num_parts = c.warpgroups * WARPS
+    buffers["numbers"] = plgpu.SMEM((TURNS, call.num_numbers, num_parts), jnp.float32)
+    buffers["exchanged"] = plgpu.Barrier(num_arrivals=c.warpgroups, num_barriers=2)
+    return buffers
 
 
 def _slots(c: Wide | Twice, shape: tuple[int, ...], call: RowCall) -> dict[str, Any]:

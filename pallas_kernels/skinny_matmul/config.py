@@ -15,11 +15,17 @@ RESERVE = 2 * 1024  # barriers
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class SkinnyConfig:
-    """A block has so many columns of the weight, all of K, and all rows."""
+    """A block has so many columns of the weight, all of K or a part, and all rows."""
 
     tile_n: int = 64
     depth: int = 64  # of K, in a tile
     cluster: int = 1  # blocks that share each copy of x's tiles
+    splits: int = 1  # parts of K; above 1 sums leave in fp32, and whoever reads them adds them
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of a sum on its way out."""
+        return 4 if self.splits > 1 else 2
 
     def stage_bytes(self, M: int) -> int:
         """Shared memory of a tile of x and one of the weight."""
@@ -27,7 +33,7 @@ class SkinnyConfig:
 
     def num_stages(self, M: int, *, swiglu: bool) -> int:
         """Tiles in a ring, beside results on their way out: what shared memory has room for."""
-        out = 2 * num_groups(M) * ROWS * self.tile_n // (2 if swiglu else 1)
+        out = self.out_bytes * num_groups(M) * ROWS * self.tile_n // (2 if swiglu else 1)
         return min((SMEM_BYTES - RESERVE - out) // self.stage_bytes(M), MOST_STAGES)
 
     def unsupported(self, M: int, N: int, K: int, *, swiglu: bool) -> str | None:
@@ -37,8 +43,10 @@ class SkinnyConfig:
             return (
                 f"N={N} is no multiple of tiles of {self.tile_n}, or halves are under {WIDTHS[0]}"
             )
-        if self.depth not in DEPTHS or K % self.depth:
-            return f"K={K} is not a multiple of {self.depth}"
+        if self.depth not in DEPTHS or K % (self.depth * self.splits):
+            return f"K={K} is not a multiple of {self.splits} times {self.depth}"
+        if self.splits > 1 and (swiglu or self.cluster > 1):
+            return "parts of K are of plain products, without shared copies"
         if num_groups(M) > 2 and self.tile_n > 128:
             return f"{M} rows by {self.tile_n} columns are too many registers"
         if self.cluster > 1 and (M % (8 * self.cluster) or N // self.tile_n % self.cluster):

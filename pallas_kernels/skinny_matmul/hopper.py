@@ -1,10 +1,12 @@
 """Matmuls of a few rows on a Hopper GPU: the weight is read once, at the memory's rate.
 
 A block has some columns of the weight and all rows of x: one warpgroup fills a ring with tiles of
-both, others multiply 64 rows each. Nothing is split over K, so results leave rounded once and sums
-are of one order. Tiles of x come out of L2 once for each cluster, whose blocks share the copies.
+both, others multiply 64 rows each. Where columns are too few for all multiprocessors, K is split:
+parts leave in fp32, and XLA adds them in the operation that reads the product. Results are rounded
+once either way. Tiles of x come out of L2 once for each cluster, whose blocks share the copies.
 
-Dims: M row, K contracted, N column of the weight, F column of the result of a gated product.
+Dims: M row, K contracted, N column of the weight, F column of the result of a gated product, P part
+of K.
 """
 
 import dataclasses
@@ -56,14 +58,22 @@ def skinny_matmul_hopper(
         UnsupportedError: tiles that do not fit the call.
     """
     (M, K), N = x_MK.shape, w_KN.shape[1]
-    x_MK = jnp.pad(x_MK, ((0, padded(M) - M), (0, 0)))
     config = config or config_for(padded(M), N, K, swiglu=swiglu)
     assert config is not None, "unsupported"
     reason = config.unsupported(padded(M), N, K, swiglu=swiglu)
     if reason is not None:
         raise UnsupportedError(f"{config} for {M} rows, K={K}, N={N}: {reason}")
-    kernel = _SkinnyKernel(c=config, M=padded(M), K=K, N=N, dtype=x_MK.dtype, swiglu=swiglu)
-    return kernel.result(x_MK, w_KN)[:M]
+    rows = M
+    if M > ROW_MULTIPLE:  # copies may go beyond the last row of a single tile of rows only
+        rows = padded(M)
+        x_MK = jnp.pad(x_MK, ((0, rows - M), (0, 0)))
+    kernel = _SkinnyKernel(
+        c=config, M=padded(M), rows=rows, K=K, N=N, dtype=x_MK.dtype, swiglu=swiglu
+    )
+    result = kernel.result(x_MK, w_KN)
+    if config.splits > 1:
+        result = jnp.sum(result, axis=0).astype(x_MK.dtype)
+    return result[:M]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +81,8 @@ class _SkinnyKernel:
     """The kernel of one call; methods are its phases, written once per trace."""
 
     c: SkinnyConfig
-    M: int
+    M: int  # with those that tiles ask for: they are read as zeros, and not written
+    rows: int
     K: int
     N: int
     dtype: jnp.dtype
@@ -94,21 +105,23 @@ class _SkinnyKernel:
 
     @property
     def num_steps(self) -> int:
-        """Tiles of K."""
-        return self.K // self.c.depth
+        """Tiles of a part of K."""
+        return self.K // self.c.depth // self.c.splits
 
     def result(self, x_MK: jax.Array, w_KN: jax.Array) -> jax.Array:
-        """[M, N], or [M, F]."""
+        """[M, N], or [M, F]; fp32 [P, M, N] where K is split."""
         c = self.c
-        shape = (self.M, self.N // self.parts)
+        shape, dtype = (self.rows, self.N // self.parts), self.dtype
+        if c.splits > 1:
+            shape, dtype = (c.splits, *shape), jnp.dtype("float32")
         return launch(
             self.run,
             operands={"x": x_MK, "w": w_KN},
-            results={"out": jax.ShapeDtypeStruct(shape, self.dtype)},
+            results={"out": jax.ShapeDtypeStruct(shape, dtype)},
             scratch=self.scratch(),
             num_threads=num_groups(self.M) + 1,
-            grid=(self.N // c.tile_n // c.cluster,),
-            grid_names=("block",),
+            grid=(self.N // c.tile_n // c.cluster, c.splits),
+            grid_names=("block", "part"),
             cluster=(c.cluster,),
             cluster_names=("cluster",),
             compiler_params=plgpu.CompilerParams(
@@ -128,7 +141,13 @@ class _SkinnyKernel:
             "w": plgpu.SMEM(
                 (self.num_stages, self.parts, c.depth, self.part_n), self.dtype, transforms=wide
             ),
-            "out": plgpu.SMEM((groups * ROWS, self.part_n), self.dtype, transforms=wide),
+            "out": plgpu.SMEM(
+                (groups * ROWS, self.part_n),
+                self.dtype if c.splits == 1 else jnp.float32,
+                transforms=tiled(
+                    swizzle_bytes(self.part_n, itemsize=c.out_bytes), itemsize=c.out_bytes
+                ),
+            ),
             "full": plgpu.Barrier(num_arrivals=1 + self.parts, num_barriers=self.num_stages),
             "empty": empty(num_arrivals=groups, num_barriers=self.num_stages),
         }
@@ -142,6 +161,10 @@ class _SkinnyKernel:
             pl.when(wg == group)(functools.partial(self.compute, gmem, smem, block, group))
         pl.when(wg == groups)(functools.partial(self.load, gmem, smem, block))
 
+    def all_rows(self, first: int, count: int) -> Any:
+        """A slice beyond the last row, of which the copy engine reads zeros and writes nothing."""
+        return pl.ds(first + 0 * lax.axis_index("block"), count)
+
     def load(self, gmem, smem, block) -> None:
         """Fills the ring."""
         c = self.c
@@ -149,14 +172,16 @@ class _SkinnyKernel:
 
         def step(i, _):
             slot = lax.rem(i, self.num_stages)
-            depth = pl.ds(i * c.depth, c.depth)
+            depth = pl.ds((lax.axis_index("part") * self.num_steps + i) * c.depth, c.depth)
             plgpu.barrier_wait(smem.empty.at[slot])
             full = smem.full.at[slot]
             for part in range(self.parts):
                 columns = pl.ds(part * (self.N // self.parts) + block * self.part_n, self.part_n)
                 plgpu.copy_gmem_to_smem(gmem.w.at[depth, columns], smem.w.at[slot, part], full)
             plgpu.copy_gmem_to_smem(
-                gmem.x.at[:, depth], smem.x.at[slot, pl.ds(0, self.M)], full,
+                gmem.x.at[self.all_rows(0, self.M), depth],
+                smem.x.at[slot, pl.ds(0, self.M)],
+                full,
                 collective_axes=sharing,
             )  # fmt: skip
 
@@ -195,11 +220,12 @@ class _SkinnyKernel:
         if self.swiglu:
             gate, up = sums
             total = gate / (1.0 + jnp.exp(-gate)) * up
-        smem.out[rows] = total.astype(self.dtype)
+        smem.out[rows] = total.astype(smem.out.dtype)
         plgpu.commit_smem()
         count = min(ROWS, self.M - first)
         columns = pl.ds(block * self.part_n, self.part_n)
+        out = gmem.out if self.c.splits == 1 else gmem.out.at[lax.axis_index("part")]
         plgpu.copy_smem_to_gmem(
-            smem.out.at[pl.ds(first, count)], gmem.out.at[pl.ds(first, count), columns]
+            smem.out.at[pl.ds(first, count)], out.at[self.all_rows(first, count), columns]
         )
         plgpu.wait_smem_to_gmem(0)

@@ -70,7 +70,9 @@ def forward(*, log: bool, masked: bool) -> Formula:
         y = jnp.exp(apart) * total
         return (jnp.where(load(1) != 0.0, y, 0.0) if masked else y,), ()
 
-    return Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=2)
+    return Formula(
+        fold=fold, merge=merge, join=join, finish=finish, num_numbers=2, neutral=(-jnp.inf, 0.0)
+    )  # fmt: skip
 
 
 def softmax_gradient(
@@ -94,7 +96,9 @@ def gradient() -> Formula:
         del vector
         return (load(0) * (load(1) - totals[0]),), ()
 
-    return Formula(fold=fold, merge=add, join=join, finish=finish, num_numbers=1)
+    return Formula(
+        fold=fold, merge=add, join=join, finish=finish, num_numbers=1, neutral=(0.0, 0.0)
+    )  # fmt: skip
 
 
 def log_softmax_gradient(
@@ -123,4 +127,6 @@ def log_gradient() -> Formula:
         del vector
         return (load(1) - jnp.exp(load(0) - totals[0]) * totals[1],), ()
 
-    return Formula(fold=fold, merge=merge, join=join, finish=finish, num_numbers=3)
+    return Formula(
+        fold=fold, merge=merge, join=join, finish=finish, num_numbers=3, neutral=(-jnp.inf, 0.0)
+    )  # fmt: skip

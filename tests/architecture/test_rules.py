@@ -4,6 +4,7 @@ import ast
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -66,6 +67,15 @@ def tracked_files() -> list[pathlib.Path]:
     )
     paths = [ROOT / line for line in listing.stdout.split("\0") if line]
     return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.mark.parametrize(
+    "folder", ["experiments", "experiments/examples", "experiments/bench", "tools"]
+)
+def test_scripts_hide_no_standard_module(folder):
+    """Python puts a script's folder first on its path: a neighbour named ``copy`` broke JAX."""
+    names = {path.stem for path in (ROOT / folder).iterdir()}
+    assert not names & set(sys.stdlib_module_names)
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="what is tracked is known to git only")

@@ -27,9 +27,11 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         __name__,
-        *(f"jaxinfra.cli.{name}" for name in ("train", "evaluate", "generate")),
-        # What drawing the loss imports at the end of a run.
+        *(f"jaxinfra.cli.{name}" for name in ("train_job", "evaluate", "generate")),
+        # What a run imports late: to lower its step, to show it, and to draw its loss.
+        *("jaxlib.mlir.dialects.mhlo", "rich.live", "jaxinfra.training.loss_picture"),
         *("matplotlib.figure", "matplotlib.backends.backend_agg"),
+        *(f"PIL.{name}ImagePlugin" for name in ("Bmp", "Gif", "Jpeg", "Png", "Ppm")),
     ]
 )
 # Generous: these tests share two cores with others.

@@ -30,22 +30,29 @@ BATCHES = "jaxinfra.data.packing:PackedWindows.batch"
 STEP = "jaxinfra.training.loop:same_program"
 
 
-def train(bench: Bench, name: str, *, devices: int, faults: list[dict], **settings) -> Ended:
+# Of whose copies three outvote one. All runs have as many: they share their programs.
+DEVICES = 4
+
+
+def started(bench: Bench, name: str, *, faults: list[dict], **settings) -> Ended:
     environment = {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}",
         VARIABLE: json.dumps(faults),
     }
-    arguments = [*bench.new(name, **SETTINGS, **settings), "--mesh", f"replica={devices}"]
-    ended = bench.run(arguments, environment=environment)
+    arguments = [*bench.new(name, **SETTINGS, **settings), "--mesh", f"replica={DEVICES}"]
+    return bench.run(arguments, environment=environment)
+
+
+def train(bench: Bench, name: str, *, faults: list[dict], **settings) -> Ended:
+    ended = started(bench, name, faults=faults, **settings)
     assert ended.code == 0, ended
     return ended
 
 
 @pytest.fixture(scope="module")
-def undisturbed(shared) -> dict[int, Path]:
-    for devices in (2, 4):
-        train(shared, f"undisturbed{devices}", devices=devices, faults=[])
-    return {devices: shared / f"undisturbed{devices}" for devices in (2, 4)}
+def undisturbed(shared) -> Path:
+    train(shared, "undisturbed", faults=[])
+    return shared / "undisturbed"
 
 
 def samples_of(step: int) -> list[int]:
@@ -55,7 +62,7 @@ def samples_of(step: int) -> list[int]:
 @pytest.fixture(scope="module")
 def excluded(shared) -> Path:
     """A run that never trains on the batch of step 10."""
-    train(shared, "excluded", devices=2, faults=[], reliability__exclude_steps="[10]")
+    train(shared, "excluded", faults=[], reliability__exclude_steps="[10]")
     return shared / "excluded"
 
 
@@ -69,7 +76,7 @@ def assert_like_excluded(run: Path, excluded: Path) -> None:
 def test_what_is_not_finite_is_skipped_and_located(bench, excluded):
     action = "jaxinfra.gym.corruption:poison_weights"
     fault = {"target": BATCHES, "samples": samples_of(10)[-1:], "action": action}
-    train(bench, "run", devices=2, faults=[fault])
+    train(bench, "run", faults=[fault])
     (found,) = incidents(bench / "run", "not finite")
     assert (found["step"], found["ranks"], found["cause"]) == (10, [0], "batch")
     assert found["tensors"][0].startswith("layer 0: blocks/0/")
@@ -79,7 +86,7 @@ def test_what_is_not_finite_is_skipped_and_located(bench, excluded):
 def test_a_bad_batch_is_found_and_left_out(bench, excluded):
     action = "jaxinfra.gym.corruption:poison_targets"
     fault = {"target": BATCHES, "samples": samples_of(10)[:1], "action": action, "token": 299}
-    train(bench, "run", devices=2, faults=[fault], **SPIKE)
+    train(bench, "run", faults=[fault], **SPIKE)
     (found,) = incidents(bench / "run", "batch excluded")
     assert (found["step"], found["samples"]) == (10, [72, 79])
     assert len(incidents(bench / "run", "went back")) == 2, "to see it again, and to leave it out"
@@ -111,34 +118,29 @@ def explained(run: Path) -> None:
 def test_a_fault_that_passes_is_told_from_a_bad_batch(bench, undisturbed):
     fault = {"target": STEP, "action": "jaxinfra.gym.corruption:poisoning_step", "at": 10}
     fault |= {"token": 299}
-    train(bench, "run", devices=2, faults=[fault], **SPIKE)
+    train(bench, "run", faults=[fault], **SPIKE)
     (found,) = incidents(bench / "run", "transient fault")
     assert found["step"] == 10
     assert not incidents(bench / "run", "batch excluded")
-    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed[2], STEPS)
-    assert without_times(bench / "run") == without_times(undisturbed[2])
+    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed, STEPS)
+    assert without_times(bench / "run") == without_times(undisturbed)
 
 
 def test_a_flipped_weight_is_voted_out(bench, undisturbed):
     fault = {"target": STEP, "action": "jaxinfra.gym.corruption:flipping_step", "at": 5}
-    ended = train(bench, "run", devices=4, faults=[fault | {"devices": [2]}])
+    ended = train(bench, "run", faults=[fault | {"devices": [2]}])
     (back,) = incidents(bench / "run", "went back")
     assert back["step"] == 6
     assert "on TFRT_CPU_2" in back["text"] or "cpu:2" in back["text"], back
     assert "is not what the other copies are" in back["text"]
     assert len(incidents(bench / "run", "transient fault")) == 1
     assert "TRANSIENT FAULT" in ended.stdout
-    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed[4], STEPS)
+    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed, STEPS)
 
 
 def test_a_fault_that_stays_ends_the_run_and_names_the_device(bench):
     flip = {"target": STEP, "action": "jaxinfra.gym.corruption:always_flipping_step"}
-    environment = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        VARIABLE: json.dumps([flip | {"devices": [1]}]),
-    }
-    arguments = [*bench.new("run", **SETTINGS), "--mesh", "replica=4"]
-    ended = bench.run(arguments, environment=environment)
+    ended = started(bench, "run", faults=[flip | {"devices": [1]}])
     assert ended.code == 1
     (line,) = ended.lines()
     assert "the fault is persistent" in line

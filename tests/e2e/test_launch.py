@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+from e2e import processes
 
 from jaxinfra.cli.main import main
 from jaxinfra.gym import damage, deaths, serving, wrong_or_slow
@@ -34,9 +35,8 @@ def test_two_processes_are_one_with_two_devices_to_the_last_bit(arena):
     """A sum of two numbers has one rounding, whoever adds them: nothing may differ."""
     two = arena.reference()
     words = [*arena.settings(), "--run", str(arena.place / "alone")]
-    with arena.start(words, run="alone", environment=TWO_DEVICES) as job:
-        ended = job.end()
-    assert ended.code == 0, ended.said
+    ended = processes.run(*words, log=arena.place / "alone", environment=TWO_DEVICES)
+    assert ended.code == 0, ended
     alone = arena.place / "alone"
     assert values(two) == values(alone)
     assert state_sums(two, 12) == state_sums(alone, 12)

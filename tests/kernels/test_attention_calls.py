@@ -141,6 +141,15 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     assert dispatch.rank(table, case) == ["xla", "cudnn"]
     assert dispatch.rank(table, case | {"q_length": 2048, "kv_length": 2048}) == ["cudnn"]
     assert dispatch.rank(table, case | {"mask": "window"}) == []
+    # One odd measurement among neighbours that agree does not count alone.
+    near = [row(length, "cudnn", 2.0) for length in (1024, 1100, 1200)]
+    near += [row(1024, "xla", 1.9), row(1100, "xla", 3.0), row(1200, "xla", 3.0)]
+    between = case | {"q_length": 1050, "kv_length": 1050}
+    assert dispatch.rank(table.with_rows(near), between) == ["cudnn", "xla"]
+    older = dict(case)
+    del older["heads"]
+    with pytest.raises(tables.TableError, match=r"heads.*measure again"):
+        dispatch.rank(table, older)
     tables.save(table, tmp_path / "flash_attention" / "dispatch-cpu.json")
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     call = make_call()

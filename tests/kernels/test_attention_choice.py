@@ -14,6 +14,7 @@ from pallas_kernels.flash_attention import (
     AttentionSpec,
     dispatch,
 )
+from pallas_kernels.flash_attention.hopper import config
 from pallas_kernels.flash_attention.spec import AttentionCall
 from tests.kernels.attention_workloads import WORKLOADS, AttentionWorkload
 
@@ -121,3 +122,25 @@ def test_a_kernel_lowers_to_cuda(name):
 def test_every_workload_lowers_to_cuda(workload):
     lower(workload, gradient=False)
     lower(workload, gradient=True)
+
+
+@pytest.mark.parametrize(
+    ("S", "causal", "options", "wanted"),
+    [
+        (512, True, {}, [" short causal", " short"]),
+        (1024, False, {}, [" short"]),
+        (2048, True, {}, [" short"]),
+        (2048, False, {}, []),
+        (4096, True, {}, []),
+        (512, True, {"left": 100}, []),  # a window: not measured
+    ],
+)
+def test_short_sequences_have_tiles_of_their_own(S, causal, options, wanted):
+    spec = AttentionSpec(scale=0.1, right=0 if causal else None, **options)
+    endings = config.short_endings(spec, AttentionMasks(), S)
+    assert endings == wanted
+    packed = AttentionMasks(q_segment_ids=jnp.zeros((1, S)), kv_segment_ids=jnp.zeros((1, S)))
+    assert config.short_endings(spec, packed, S) == []
+    found = config.forward_config(64, 64, endings)
+    assert found.persistent == bool(wanted)
+    assert config.forward_config(256, 256, endings) == config.forward_config(256, 256)

@@ -165,9 +165,10 @@ def shapes(H, T=2048, B=2, N=8, K=2):
     return jax.eval_shape(quantize_fp8, q, k, k)
 
 
-LOWERED = [(128, 2048, {}), (64, 1999, {"is_causal": True})]
+# The wider of two, with a mask and a tile that is not whole.
+LOWERED = [(128, 1999, {"is_causal": True})]
 OTHERS = [(64, 2048, {"local_window_size": (99, 0)}), (128, 1999, {"local_window_size": (99, 0)}),
-          (64, 2048, {}), (128, 1999, {"is_causal": True}), (128, 300, {}),
+          (64, 2048, {}), (128, 2048, {}), (64, 1999, {"is_causal": True}), (128, 300, {}),
           (64, 300, {}), (64, 40, {})]  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """From measured rows to the table that "auto" follows."""
 
 import dataclasses
+import json
+import pathlib
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 from pallas_kernels.flash_attention.spec import AttentionCall, AttentionMasks
 
+RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
 CASE = attention.Case(B=2, T=1024, N=8, K=2, H=64, Hv=64, causal=True)
 PACKED = dataclasses.replace(CASE, packed=True)
 TIMES = {
@@ -64,6 +67,14 @@ def test_auto_follows_the_table(result, tmp_path, monkeypatch):
     tables._find.cache_clear()
     assert chosen(CASE) == "hopper"
     tables._find.cache_clear()
+
+
+def test_the_shipped_table_is_what_was_measured():
+    files = (RESULTS / f"attention-{name}h200.json" for name in ("", "sweep-"))
+    made = attention_table.table_of(*(json.loads(path.read_text()) for path in files))
+    shipped = tables.load(dispatch.TUNED / f"dispatch-{device.H200.slug}.json")
+    assert set(made.rows) == set(shipped.rows)
+    assert dict(made.environment) == dict(shipped.environment)
 
 
 def test_a_partial_measurement_makes_no_table(result):

@@ -108,7 +108,8 @@ def gated_gradient(x, w, d, sizes):
 @pytest.mark.parametrize(
     ("f", "shape", "dtype"),
     [
-        (gradient, (65536, 2048, 1536, 64), "bfloat16"),
+        # The kernels of both others.
+        pytest.param(gradient, (65536, 2048, 1536, 64), "bfloat16", marks=pytest.mark.slow),
         (gradient, (13, 128, 1408, 3), "float16"),
         (gated_gradient, (65536, 2048, 768, 128), "bfloat16"),
     ],

@@ -17,8 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.flash_attention import hopper
 from pallas_kernels.flash_attention.hopper import (
+    backward_block,
     backward_by_columns,
     backward_by_keys,
+    forward_block,
     query_gradient,
     tiles,
     token_ids,
@@ -189,6 +191,30 @@ def test_backward_with_a_warpgroup_for_dq_is_the_oracle(case):
         assert relative(gradient, want[name]) < BF16_ERROR, name
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.parametrize("num_warpgroups", [2, 3])
+@pytest.mark.parametrize("case", [THOROUGH[1], THOROUGH[2], QUICK[1]], ids=str)
+def test_persistent_forward_is_the_oracle(case, num_warpgroups, monkeypatch):
+    """Three blocks, which take several tiles each, of different lengths."""
+    monkeypatch.setattr(forward_block, "NUM_PROCESSORS", 3)
+    q, k, v, _, _ = case.arrays()
+    config = ForwardConfig(block_kv=64, num_warpgroups=num_warpgroups, persistent=True)
+    f = functools.partial(hopper.forward, spec=case.spec, config=config, interpretable=True)
+    out, _ = jax.jit(f)(q, k, v, case.masks())
+    assert relative(out, case.oracle()["out"]) < BF16_ERROR
+
+
+@pytest.mark.parametrize(
+    ("B", "S", "N", "K", "parts"),
+    [(1, 26368, 8, 1, 2), (10, 512, 16, 2, 8), (4, 4096, 32, 8, 1), (1, 128, 12, 4, 3)],
+)
+def test_query_heads_get_blocks_of_their_own_where_key_tiles_are_few(B, S, N, K, parts):
+    g = Geometry(B=B, T=S, S=S, N=N, K=K, H=64, Hv=64)
+    split, found = backward_block.split_heads(g, 128)
+    assert (found, split.K, split.group) == (parts, K * parts, N // K // parts)
+
+
 @pytest.mark.parametrize(("B", "K", "S"), [(4, 32, 2048), (1, 12, 3000), (3, 7, 40), (1, 1, 99999)])
 def test_backward_blocks_visit_every_key_tile_once(B, K, S):
     g = Geometry(B=B, T=8, S=S, N=K, K=K, H=64, Hv=64)
@@ -207,6 +233,7 @@ def test_backward_blocks_visit_every_key_tile_once(B, K, S):
         Case(T=136, H=256, right=0),
         Case(T=200, H=192, right=0, left=50, segments=True),
         Case(T=136, H=256, right=0, cap=5.0),
+        Case(T=136, H=192, Hv=128, right=0),
     ],
     ids=str,
 )
@@ -217,7 +244,10 @@ def test_backward_of_wide_heads_is_the_oracle(case, form):
         assert relative(gradient, want[name]) < BF16_ERROR, name
 
 
-WIDTHS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+WIDTHS = [
+    (64, 64), (72, 72), (80, 80), (96, 96), (112, 112), (128, 128), (160, 160), (192, 128),
+    (192, 192), (256, 256),
+]  # fmt: skip
 SPECS = {
     "full": {},
     "causal": {"right": 0},
@@ -237,12 +267,12 @@ def lowers(f, *args):
     assert "mosaic_gpu" in text
 
 
-# By default every kind of width with one mask (80 and 192 tile as their neighbours do), and every
+# By default every kind of width with one mask (others tile as their neighbours do), and every
 # mask with the width of most models, forward. The backward pass of these widths is lowered with
 # documents below; here the other masks, and the two kernels of the deterministic one at the least
 # width, at most models' and at the greatest.
 ALL_MASKS_AT = (128, 128)
-LIKE_ANOTHER = {(80, 80), (192, 192)}
+LIKE_ANOTHER = {(72, 72), (80, 80), (112, 112), (160, 160), (192, 192)}
 QUICK_BACKWARD = {
     (ALL_MASKS_AT, "full", False),
     (ALL_MASKS_AT, "capped", False),
@@ -317,7 +347,7 @@ def test_backward_of_packed_documents_fits_shared_memory(widths):
 @pytest.mark.parametrize(
     ("widths", "masks", "spec", "words"),
     [
-        ((72, 72), {}, {}, "72/72"),
+        ((88, 88), {}, {}, "88/88"),
         ((128, 64), {}, {}, "128/64"),
         ((64, 64), {"bias": jnp.zeros((1, 1, 8, 8))}, {}, "bias"),
         ((64, 64), {}, {"scale": -1.0}, "scale=-1.0"),

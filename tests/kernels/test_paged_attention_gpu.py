@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import paged_attention
+from pallas_kernels import append_heads, paged_attention
 from pallas_kernels.common import device
 from tests.kernels import paged_cases as cases
+from tests.kernels import test_append_heads as appended
 from tests.kernels.test_paged_attention import run
 from tests.tolerance import assert_within_rounding
 
@@ -62,3 +63,20 @@ def test_other_lengths_compile_nothing():
         want = cases.expected(case, (*arguments[:4], np.asarray(other)), {})
         assert_within_rounding(step(other), want)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"T": 1, "N": 32, "K": 8}, {"H": 128, "N": 32, "K": 8}, {"H": 256, "dtype": "float16"}],
+    ids=str,
+)
+def test_heads_are_appended_in_place(case):
+    arguments = appended.operands(**case)
+    want_q, want_k, want_v = appended.definition(*arguments)
+    heads, k, v, *rest = arguments
+    append = jax.jit(append_heads, static_argnames="implementation", donate_argnums=(1, 2))
+    q, k, v = append(heads, jnp.copy(k), jnp.copy(v), *rest, implementation="hopper")
+    is_there = arguments[4] >= 0
+    assert_within_rounding(q[is_there], want_q[is_there])
+    assert_within_rounding(k, want_k)
+    np.testing.assert_array_equal(np.asarray(v, np.float64), want_v)

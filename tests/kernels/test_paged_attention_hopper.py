@@ -34,7 +34,10 @@ def kernels_of(case):
 
     def parts(call):
         layout = QueryLayout.of(call)
-        config = dataclasses.replace(config_for(layout), num_blocks=2, num_workers=1)
+        queries = 2 if case.name == "everything" else 1
+        config = dataclasses.replace(
+            config_for(layout), num_blocks=2, num_workers=1, num_queries=queries
+        )
         return call, layout, config, plan_pages(call, layout, config)
 
     def attend(arguments, arrays):

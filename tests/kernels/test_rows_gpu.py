@@ -38,6 +38,23 @@ def test_softmax(columns, f):
     assert_within_rounding(got, softmaxes.exact(x, d_y, f=f))
 
 
+# In registers, of one to eight warpgroups, in shared memory, and partly read again.
+@pytest.mark.parametrize("columns", [130, 1001, 5000, 11008, 50257, 100003, 262143])
+@pytest.mark.parametrize("f", [softmax, log_softmax])
+def test_softmax_of_odd_rows(columns, f):
+    x, d_y = softmaxes.inputs((num_rows(columns), columns))
+    got = softmaxes.evaluate(x, d_y, f=f, implementation="hopper")
+    assert_within_rounding(got, softmaxes.exact(x, d_y, f=f))
+
+
+@pytest.mark.parametrize("columns", [130, 1001, 5000, 7777])
+@pytest.mark.parametrize("form", norms.FORMS[:3], ids=norms.NAMES[:3])
+def test_norm_and_gradient_of_odd_rows(columns, form):
+    case = norms.inputs((700, columns))
+    got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
 # Of each way through the GPU; fp32 rows take twice the memory.
 @pytest.mark.parametrize("columns", [128, 4096, 32768, 262144])
 @pytest.mark.parametrize("f", [softmax, log_softmax])

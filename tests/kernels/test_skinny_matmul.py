@@ -21,6 +21,7 @@ CASES = {
     "few rows": ((5, 256, 64), False, SkinnyConfig()),
     "gated, two groups": ((72, 256, 128), True, SkinnyConfig()),
     "shared copies": ((64, 192, 128), False, SkinnyConfig(cluster=2)),
+    "parts of K": ((24, 512, 64), False, SkinnyConfig(splits=4)),
     "deep, narrow": ((16, 384, 32), False, SkinnyConfig(tile_n=32, depth=128)),
 }
 
@@ -95,9 +96,10 @@ def test_auto_takes_what_was_measured_to_be_faster():
     with device.compiling_for(device.H200):
         gated = measured_config(128, 28_672, 4096, swiglu=True)
         assert gated == SkinnyConfig(tile_n=256)
-        # Long products are better split over K, as XLA splits them; so far from a measured size
-        # nothing is known.
-        assert measured_config(64, 4096, 14_336, swiglu=False) is None
+        down = measured_config(64, 4096, 14_336, swiglu=False)
+        assert down == SkinnyConfig(depth=128, splits=2)
+        # With 128 rows XLA is as fast; so far from a measured size nothing is known.
+        assert measured_config(128, 4096, 14_336, swiglu=False) is None
         assert measured_config(64, 512, 512, swiglu=False) is None
 
 

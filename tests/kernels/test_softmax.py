@@ -18,7 +18,14 @@ from pallas_kernels.rows.config import Stream, Twice, Wide
 from pallas_kernels.rows.dispatch import BARS, DTYPES
 from pallas_kernels.softmax import api, hopper
 from pallas_kernels.softmax.workloads import WORKLOADS, RowWorkload, arrays
-from tests.kernels.row_cases import REFUSALS, interpreted_hopper, num_kernels, table, wide
+from tests.kernels.row_cases import (
+    REFUSALS,
+    interpreted_hopper,
+    num_chosen,
+    num_kernels,
+    table,
+    wide,
+)
 from tests.rounding import Rounded, stored
 from tests.seeds import seeded
 from tests.tolerance import assert_within_rounding
@@ -231,7 +238,18 @@ def test_portable_forms_are_the_formula(dtype, f, implementation):
     assert_within_rounding(got, exact(x, d_y, f=f))
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.name)
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(
+            each,
+            # ``test_rows_choice`` lowers rows of this length.
+            marks=[pytest.mark.slow] * (each.columns == 131072),
+            id=each.name,
+        )
+        for each in WORKLOADS
+    ],
+)
 def test_lowers(workload):
     x = jax.ShapeDtypeStruct((workload.rows, workload.columns), jnp.bfloat16)
 
@@ -294,8 +312,8 @@ def test_auto_follows_the_table(monkeypatch, tmp_path, shape, num):
     tables.save(table("softmax", "softmax", MEASURED), tmp_path / "dispatch-nvidia-h200.json")
     monkeypatch.setattr(api, "TUNED", tmp_path)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == num
-    assert num_kernels(lambda x: softmax(x), x) == 0
+    assert num_chosen(lambda x, d_y: evaluate(x, d_y), x, x) == num
+    assert num_chosen(lambda x: softmax(x), x) == 0
 
 
 def test_auto_takes_no_dtype_that_was_not_measured(monkeypatch, tmp_path):
@@ -303,19 +321,19 @@ def test_auto_takes_no_dtype_that_was_not_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(api, "TUNED", tmp_path)
     for dtype, num in ((jnp.bfloat16, 1), (jnp.float16, 0), (jnp.float32, 0)):
         x = jax.ShapeDtypeStruct((4096, 2048), dtype)
-        assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == num
+        assert num_chosen(lambda x, d_y: evaluate(x, d_y), x, x) == num
 
 
 def test_auto_without_a_table(monkeypatch, tmp_path):
     monkeypatch.setattr(api, "TUNED", tmp_path)
     x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16)
-    assert num_kernels(lambda x, d_y: evaluate(x, d_y), x, x) == 0
+    assert num_chosen(lambda x, d_y: evaluate(x, d_y), x, x) == 0
 
 
 def test_the_shipped_table():
     def num(rows, columns, f, *others):
         x = jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16)
-        return num_kernels(f, x, x, *others)
+        return num_chosen(f, x, x, *others)
 
     for rows, columns in ((32768, 4096), (8192, 32768), (4096, 131072)):
         assert num(rows, columns, lambda x, d_y: evaluate(x, d_y)) == 2

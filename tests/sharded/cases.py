@@ -28,7 +28,7 @@ from jaxinfra.config.model import (
 from jaxinfra.config.optimizer import OptimizerConfig
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
 from jaxinfra.config.rope import RopeConfig, RopePairs
-from jaxinfra.config.run import ContextMethod, Remat, TrainingConfig
+from jaxinfra.config.run import ContextMethod, KeptValues, Remat, TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.models.definition import ModelDefinition, define_model
 from jaxinfra.numerics.loss_scale import initial_loss_scale
@@ -232,6 +232,7 @@ def build(
     precision: PrecisionConfig | None = None,
     optimizer_config: OptimizerConfig = OPTIMIZER,
     remat: Remat = Remat.NONE,
+    kept: tuple[KeptValues, ...] = (),
     unroll: int = 1,
     accumulation: int = 1,
     z_loss: float = 0.0,
@@ -253,6 +254,7 @@ def build(
         context_method=context_method,
         keep_gathered=bool(sharding and sharding.keep_gathered),
         remat=remat,
+        kept=kept,
         unroll=unroll,
     )
     model = define_model(config, execution)

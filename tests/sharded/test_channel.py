@@ -172,15 +172,19 @@ def test_what_is_emitted_is_used():
     assert np.all(one["losses"][0]["router_z"] > 0)
 
 
+# All axes that divide a layer at once; each by itself, which says where a fault is, is slow.
 CASES = {
-    "fsdp": Case(mesh=MeshConfig(fsdp=2), accumulation=2),
-    "tensor": Case(mesh=MeshConfig(tensor=2), remat=Remat.DOTS),
-    "context": Case(mesh=MeshConfig(context=2)),
+    "fsdp, tensor and context": Case(
+        mesh=MeshConfig(fsdp=2, tensor=2, context=2), accumulation=2, remat=Remat.DOTS
+    ),
     "interleaved": Case(
         mesh=MeshConfig(pipe=2), accumulation=4, schedule=INTERLEAVED, remat=Remat.DOTS
     ),
 }
 MORE = {
+    "fsdp": Case(mesh=MeshConfig(fsdp=2), accumulation=2),
+    "tensor": Case(mesh=MeshConfig(tensor=2), remat=Remat.DOTS),
+    "context": Case(mesh=MeshConfig(context=2)),
     "accumulated": Case(accumulation=2),
     "1f1b": Case(mesh=MeshConfig(pipe=2), accumulation=4),
     "replicas": Case(mesh=MeshConfig(replica=2), accumulation=2),

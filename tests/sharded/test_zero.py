@@ -18,7 +18,7 @@ from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.parallel.place import path_name
 from jaxinfra.parallel.program import Collective, collectives
-from tests.sharded.cases import Built, build, gpt_like, llama_like, packed_batch
+from tests.sharded.cases import Built, build, gpt_like, gradients_of, llama_like, packed_batch
 
 ACCUMULATIONS = [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))]
 ITEM = 4  # bytes of an fp32 parameter, gradient or moment
@@ -251,6 +251,27 @@ def test_kept_weights_are_gathered_once():
     scales = (2 * llama_like().num_layers + 1) * llama_like().model_dim
     elements = sum(math.prod(each.shape) * each.times for each in matrices)
     assert elements == 2 * (num_parameters() - table - scales), "once a micro-batch"
+
+
+def test_kept_weights_leave_gradients_in_fp32():
+    """In bf16 the step is that which gathers twice, to the bit, and no gradient is rounded to what
+    weights are multiplied in.
+    """
+    found = []
+    for keep in (False, True):
+        case = build(
+            llama_like(),
+            mesh=MeshConfig(fsdp=4),
+            sharding=ShardingConfig(keep_gathered=keep),
+            policy=PolicyName.BF16,
+            remat=Remat.DOTS,
+            batch_size=16,
+        )
+        state, metrics = case.step(case.state(), packed_batch(rows=16))
+        found.append(jax.device_get((metrics.loss, gradients_of(state))))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    weight = np.asarray(found[1][1]["blocks"][0]["mlp"]["up"]["weight"])
+    assert (weight.astype(jnp.bfloat16).astype(np.float32) != weight).mean() > 0.9
 
 
 def test_what_the_specs_say():

@@ -21,6 +21,7 @@ from jaxinfra.config.precision import (
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.numerics.policy import policy_of, unquantized
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.fp8 import QUANTIZED
 from jaxinfra.ops.fp8_operands import (
     ONE_DEVICE,
     SAMPLED_ROWS,
@@ -185,6 +186,23 @@ def test_delayed_scales_come_from_the_steps_before():
     np.testing.assert_allclose(emitted[0, -1], share, rtol=1e-5)
     after = next_history(history, emitted)
     np.testing.assert_allclose(after[0, :2], [np.abs(np.asarray(x, float)).max(), 0.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", [Fp8Scaling.TENSOR, Fp8Scaling.BLOCKS])
+def test_what_is_kept_for_the_backward_pass_is_what_was_quantized(scaling):
+    """``jax.checkpoint`` would make infinities of 8-bit floats above 240."""
+    x, weight, cotangent = (jnp.asarray(each) for each in arrays())
+    recipe = recipe_of(Fp8Matmuls(scaling=scaling))
+
+    def loss(x, weight):
+        return jnp.vdot(multiply(SPEC, x, weight, recipe=recipe), cotangent)
+
+    kept = jax.checkpoint(
+        loss, policy=jax.checkpoint_policies.save_only_these_names(QUANTIZED), prevent_cse=False
+    )
+    both = [jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, weight) for f in (loss, kept)]
+    for plain, with_names in zip(*(jax.tree.leaves(each) for each in both), strict=True):
+        np.testing.assert_array_equal(np.asarray(plain), np.asarray(with_names))
 
 
 def test_what_is_no_matmul_is_refused():

@@ -1,12 +1,14 @@
 """Layers without a loop compute what ``jax.lax.scan`` does."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
-from jaxinfra.models.layer_loop import one_by_one
+from jaxinfra.models.layer_loop import one_by_one, take_apart, take_in_place
 from tests.sharded.cases import build, gradients_of, packed_batch
 from tests.sharded.test_experts import model
 
@@ -39,10 +41,12 @@ def test_values_and_gradients_of_a_scan():
     def loop(*args):
         return jax.lax.scan(*args)
 
-    def alone(*args):
-        return one_by_one(*args, count=COUNT)
+    def alone(step, *args, take=take_in_place):
+        return one_by_one([step] * COUNT, *args, take=take)
 
-    chex.assert_trees_all_close(results(alone), results(loop), rtol=1e-6)
+    for take in (take_in_place, take_apart):
+        one = functools.partial(alone, take=take)
+        chex.assert_trees_all_close(results(one), results(loop), rtol=1e-6)
 
 
 ROUNDED = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=WeightGradients.COMPUTE)

@@ -71,24 +71,29 @@ def drawn(config: ModelConfig):
     return jax.device_get(draw(jax.random.key(0)))
 
 
-def jitted(function):
-    return jax.jit(function, compiler_options=COMPILER_OPTIONS)
+def jitted(function, compiler_options=COMPILER_OPTIONS):
+    return jax.jit(function, compiler_options=compiler_options)
 
 
 @functools.cache
-def forward(config: ModelConfig, implementation: AttentionImplementation):
+def forward(config: ModelConfig, implementation: AttentionImplementation, to_the_bit: bool):
     model = define_model(config, execution_on(attention=implementation))
 
     def logits(parameters, tokens, **batch):
         return model.bind(parameters)(tokens, **batch)
 
-    return jitted(logits)
+    return jitted(logits, ALIKE_TO_THE_BIT if to_the_bit else COMPILER_OPTIONS)
 
 
-def decoder(config: ModelConfig, implementation=AttentionImplementation.XLA, parameters=None):
+def decoder(
+    config: ModelConfig,
+    implementation=AttentionImplementation.XLA,
+    parameters=None,
+    to_the_bit=False,
+):
     """(tokens, segment_ids=, positions=) to logits."""
     parameters = drawn(config) if parameters is None else parameters
-    return functools.partial(forward(config, implementation), parameters)
+    return functools.partial(forward(config, implementation, to_the_bit), parameters)
 
 
 @pytest.mark.parametrize(("make", "implementation"), MODELS_ON_CPU)
@@ -204,7 +209,7 @@ def test_scan_over_layers_is_a_loop():
     """Four layers scanned one at a time, in pairs, and unrolled into one repetition."""
     config = llama_like().with_layers(4)
     tokens = packed_batch(rows=2).tokens
-    scanned = decoder(config)(tokens)
+    scanned = decoder(config, to_the_bit=True)(tokens)
     for pattern in (2, 4):
         stacks = drawn(config)["blocks"][0]
         blocks = {
@@ -216,6 +221,7 @@ def test_scan_over_layers_is_a_loop():
                 config, stacks=stacked(*config.blocks * pattern, num_layers=config.num_layers)
             ),
             parameters={**drawn(config), "blocks": blocks},
+            to_the_bit=True,
         )
         np.testing.assert_array_equal(unrolled(tokens), scanned)
 

@@ -216,10 +216,15 @@ def test_plan_json_has_the_promised_keys():
         assert values[key] >= 0
 
 
-def test_search_over_2048_devices_takes_seconds_and_ranks():
+@pytest.mark.parametrize(
+    ("devices", "batch", "bound_s"),
+    # 2 and 8 on an idle core; a busy one counts more.
+    [(512, 512, 8), pytest.param(2048, 8192, 20, marks=pytest.mark.slow)],
+)
+def test_search_takes_seconds_and_ranks(devices, batch, bound_s):
     start = time.process_time()
-    found = search(find_model("moe_1t"), Question(devices=2048, length=4096, batch=8192), H100)
-    assert time.process_time() - start < 20  # 8 on an idle core; a busy one counts more
+    found = search(find_model("moe_1t"), Question(devices=devices, length=4096, batch=batch), H100)
+    assert time.process_time() - start < bound_s
     assert found.best.fits
     assert all(plan.time.total_s >= found.best.time.total_s for plan, _ in found.runners_up)
     assert all("takes" in why for _, why in found.runners_up)

@@ -16,6 +16,7 @@ from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.training.recompute import (
     CHEAPEST_FIRST,
     FREE_SHARE,
+    GatherChoice,
     budget_bytes,
     choose_remat,
     step_bytes,
@@ -37,7 +38,7 @@ def small_run(**training):
 
 
 def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
-    assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO}
+    assert set(CHEAPEST_FIRST) == set(Remat) - {Remat.AUTO, Remat.OPTIMAL, Remat.CHOSEN}
     keeps_all = step_bytes(lower_step(make_job(small_run(remat=Remat.NONE))).compile())
     config = small_run(remat=Remat.AUTO, memory_budget_gib=(keeps_all - 1) / 2**30)
     job = make_job(config)
@@ -47,6 +48,33 @@ def test_the_job_takes_the_first_policy_whose_compiled_step_fits():
     assert job.choice.needs[Remat.DOTS] < keeps_all == job.choice.needs[Remat.NONE]
     assert list(job.choice.needs) == [Remat.NONE, Remat.DOTS]
     assert "remat=dots: a step needs" in describe_job(job)
+
+
+@pytest.mark.slow
+def test_gathered_weights_stay_where_the_step_then_fits():
+    """The config names neither, so that the run may go on with other devices."""
+    job = make_job(over_fsdp(remat=Remat.AUTO, memory_budget_gib=1.0))
+    assert job.gathers is not None
+    assert job.gathers.keeps
+    assert job.model.execution.gather is not None
+    assert job.config.sharding.keep_gathered is None
+    assert job.config.training.remat is Remat.NONE
+    assert "gathered weights stay for the backward pass: a step needs" in describe_job(job)
+    assert job.gathers.needs_bytes == step_bytes(lower_step(job).compile())
+
+
+def over_fsdp(**training):
+    return dataclasses.replace(small_run(batch_size=8, **training), mesh=MeshConfig(fsdp=8))
+
+
+def test_weights_are_gathered_again_where_they_do_not_fit_or_nobody_knows():
+    choice = GatherChoice(needs_bytes=2**30 + 1, budget_bytes=2**30)
+    assert not choice.keeps
+    said = "weights are gathered again: to stay, a step would need 1.00 GiB of a budget of 1.00 GiB"
+    assert choice.describe() == said
+    job = make_job(over_fsdp())  # no device here says how much memory it has
+    assert job.gathers is None
+    assert job.model.execution.gather is None
 
 
 def test_none_fits():
@@ -72,7 +100,7 @@ def test_the_budget_is_what_the_device_has_or_what_is_given():
 
 @pytest.mark.parametrize(("remat", "gib"), [(Remat.DOTS, 10.0), (Remat.AUTO, 0.0)])
 def test_a_budget_without_a_use_is_refused(remat, gib):
-    with pytest.raises(ConfigError, match=r"only remat=auto chooses by it"):
+    with pytest.raises(ConfigError, match=r"only remat=auto and optimal choose by it"):
         small_run(remat=remat, memory_budget_gib=gib)
 
 

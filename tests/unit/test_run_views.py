@@ -1,5 +1,6 @@
 """A run directory is shown as it stands, in a terminal, as a page and beside others."""
 
+import dataclasses
 import json
 import re
 
@@ -9,6 +10,7 @@ from jaxinfra.checkpoint.run_directory import RunDirectory
 from jaxinfra.cli.main import main
 from jaxinfra.config import codec
 from jaxinfra.config.presets import run_preset
+from jaxinfra.diagnostics.run_page import draw_curves
 from jaxinfra.diagnostics.run_view import differing_settings, read_view
 from jaxinfra.reliability.incidents import record_incident
 
@@ -55,6 +57,19 @@ def test_the_page_holds_everything_in_one_file(runs, capsys):
     assert "rank 1 &lt;is&gt; slow" in page
     assert "learning_rate" in page
     assert "report.html" in capsys.readouterr().out
+
+
+def test_a_curve_of_pairs_says_what_its_loss_is_of(runs):
+    """Beside one of text both are named."""
+    text, pairs = (read_view(each) for each in runs)
+    records = [each | {"preferences/accuracy": 0.5} for each in pairs.records]
+    pairs = dataclasses.replace(pairs, records=records)
+    labels = [draw_curves(views).axes[0].get_ylabel() for views in ([text], [pairs], [text, pairs])]
+    assert labels == [
+        "loss, nats per token (points: held-out)",
+        "loss, per pair (points: held-out)",
+        "loss, nats per token and per pair (points: held-out)",
+    ]
 
 
 def test_runs_are_compared_and_watched(runs, capsys, tmp_path):

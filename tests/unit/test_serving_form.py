@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -55,6 +56,18 @@ def test_every_layer_has_arrays_of_its_own(forms):
         arrays["blocks/4/attention_norm/scale"][0],
         parameters["blocks"][2]["attention_norm"]["scale"][0],
     )
+
+
+def test_stacks_are_freed_as_they_are_cut(forms):
+    """The same values; of what was given only that is left which is used as it is."""
+    _, parameters, served = forms
+    want = by_path(serving_parameters(served, CONFIG, parameters))
+    given = jax.tree.map(jnp.copy, parameters)
+    got = by_path(serving_parameters(served, CONFIG, given, consumes=True))
+    for path, value in want.items():
+        np.testing.assert_array_equal(got[path], value)
+    for path, value in by_path(given).items():
+        assert value.is_deleted() == path.startswith("blocks/"), path
 
 
 def test_logits_are_within_rounding(forms):

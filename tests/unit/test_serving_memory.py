@@ -1,14 +1,17 @@
 """An engine's memory: its roles are all of its largest program, and a remedy, applied, fits."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import jax
 import pytest
+import tokenizers
 
 from jaxinfra.cli.main import main
 from jaxinfra.cli.out_of_memory import explain_serving_out_of_memory
 from jaxinfra.config.precision import PolicyName
+from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.diagnostics.memory.report import report_memory
 from jaxinfra.diagnostics.memory.roles import CACHES, WEIGHTS
 from jaxinfra.diagnostics.memory.serving import (
@@ -16,10 +19,17 @@ from jaxinfra.diagnostics.memory.serving import (
     serving_memory,
     serving_remedies,
 )
-from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.models.definition import by_path
+from jaxinfra.models.hf import to_hf_config
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.load import LoadedModel
+from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
+from jaxinfra.serving.quantize.recipes import quantization_recipe
 from jaxinfra.training.recompute import step_bytes
-from tests.engine_models import CONFIG, DEFINITION, OPTIONS, parameters
+from jaxinfra.weights.load_pretrained import load_pretrained, pretrained_shapes
+from jaxinfra.weights.parameter_sources import LiveParameters
+from tests.engine_models import CONFIG, DEFINITION, OPTIONS, POISON, parameters
 
 CASE = ServingCase(model=CONFIG, policy=POLICIES[PolicyName.FP32], engine=OPTIONS)
 
@@ -37,6 +47,61 @@ def test_a_program_of_shapes_alone_has_its_roles():
     assert sum(report.by_role().values()) == report.total_bytes
     pages = 2 * 2 * 2 * 8 * 4 * OPTIONS.page_size * OPTIONS.num_pages
     assert report.by_role()[CACHES] == pages
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """A directory of the model in 4 bits."""
+    values = parameters()
+    values["embedding"]["table"] = values["embedding"]["table"].at[POISON].set(0.0)
+    place = tmp_path_factory.mktemp("model")
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(place / "tokenizer.json"))
+    model = SourceModel(
+        definition=DEFINITION,
+        source=LiveParameters(arrays=by_path(values)),
+        hf=to_hf_config(CONFIG),
+        tokenizer_directory=place,
+    )
+    quantize_model(model, place / "out", quantization_recipe("rtn-int4", group=32), ids_BT=None)
+    return place / "out"
+
+
+def test_shapes_of_a_directory_are_those_of_what_is_loaded(quantized):
+    """Packed weights and plain ones, their dtypes and places; nothing but headers is read."""
+    shapes, loaded = pretrained_shapes(quantized), load_pretrained(quantized, keep_packed=True)
+    told, held = (jax.tree.leaves(each.parameters) for each in (shapes, loaded))
+    assert jax.tree.structure(shapes.parameters) == jax.tree.structure(loaded.parameters)
+    assert [(x.shape, x.dtype, x.sharding) for x in told] == [
+        (x.shape, x.dtype, x.sharding) for x in held
+    ]
+    assert any(x.dtype.name == "uint8" for x in told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_straight", [False, True])
+def test_an_engine_of_weights_in_4_bits_compiles_what_was_predicted(quantized, is_straight):
+    shapes = pretrained_shapes(quantized)
+    policy = shapes.definition.execution.policy
+    case = ServingCase(
+        model=shapes.definition.config,
+        policy=policy,
+        engine=OPTIONS,
+        is_straight=is_straight,
+        weights=shapes.parameters,
+    )
+    needs = serving_memory(case)
+    model = load_pretrained(quantized, keep_packed=True)
+    loaded = LoadedModel(
+        definition=model.definition,
+        parameters=model.parameters,
+        tokenizer=bytes_tokenizer(),
+        config=None,
+        step=None,
+    )
+    engine = Engine(loaded.serving_decoder(is_straight=is_straight), options=OPTIONS)
+    assert step_bytes(engine.runner.lowered(needs.program).compile()) == needs.bytes
+    plain = dataclasses.replace(case, weights=None, policy=held_as_computed(policy))
+    assert needs.report.by_role()[WEIGHTS] < serving_memory(plain).report.by_role()[WEIGHTS]
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jaxinfra.config.precision import LossScaling, PolicyName, PrecisionConfig
-from jaxinfra.training.gradients import make_evaluation_step, split_batch
+from jaxinfra.training import gradients
+from jaxinfra.training.gradients import batch_loss, make_evaluation_step, split_batch
 from tests.sharded import oracle
 from tests.sharded.cases import (
     COMPILER_OPTIONS,
@@ -116,6 +117,20 @@ def test_donated_state_is_updated_in_place():
     chex.assert_trees_all_equal(
         where, jax.tree.map(lambda leaf: leaf.unsafe_buffer_pointer(), after.parameters)
     )
+
+
+def test_micro_batches_are_traced_once(monkeypatch):
+    """The loop's sums get their shapes from the trace that becomes its body."""
+    traces = []
+
+    def traced(*args, **options):
+        traces.append(args)
+        return batch_loss(*args, **options)
+
+    monkeypatch.setattr(gradients, "batch_loss", traced)
+    built = build(CONFIG, accumulation=2)
+    built.step.trace(jax.eval_shape(built.initialize), packed_batch())
+    assert len(traces) == 1
 
 
 def test_a_run_traces_its_step_once():

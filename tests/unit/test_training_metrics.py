@@ -10,7 +10,7 @@ import pytest
 from jaxinfra.core.json_lines import read_json_lines
 from jaxinfra.layers.passes import Sums
 from jaxinfra.training.loads_picture import draw_loads
-from jaxinfra.training.loss_picture import draw_loss
+from jaxinfra.training.loss_picture import draw_loss, loss_unit
 from jaxinfra.training.metrics import MetricsLog, finite
 from jaxinfra.training.step import StepMetrics, step_record
 
@@ -129,6 +129,11 @@ def test_picture_with_gaps(tmp_path):
     records = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     draw_loss([*records, {"step": 6, "heldout_loss": 3.2}], tmp_path / "loss.png")
     assert matplotlib.image.imread(tmp_path / "loss.png").std() > 0.05
+
+
+def test_losses_of_pairs_are_not_called_nats_per_token():
+    assert loss_unit([{"step": 1, "loss": 5.0}]) == "nats per token"
+    assert loss_unit([{"step": 1, "loss": 0.7, "preferences/accuracy": 0.5}]) == "per pair"
 
 
 def test_picture_of_nothing_finite(tmp_path):

@@ -106,10 +106,6 @@ def test_placement_table_of_each_stage(zero, shards):
         (["sharding.keep_gathered=true"], "with fsdp=1, zero=3 none are"),
         (["sharding.keep_gathered=true", "mesh.fsdp=2", "sharding.zero=2"], "zero=2 none are"),
         (["sharding.keep_gathered=true", "mesh.fsdp=2", "mesh.pipe=2"], "in flight with pipe=2"),
-        (
-            ["sharding.keep_gathered=true", "mesh.fsdp=2", "precision.policy=bf16"],
-            "say so with --set precision.weight_gradients=compute",
-        ),
     ],
 )
 def test_sharding_that_shards_nothing_is_refused(settings, said):

@@ -288,7 +288,7 @@ def _others(answers: Answers, gpu: int) -> Iterator[Finding]:
         yield not_known(f"gpu {gpu}: processes", "not told", rule=rule)
         return
     others = [each for each in processes if each["pid"] != os.getpid()]
-    shown = [f"{each['pid']} ({(each['usedGpuMemory'] or 0) / 2**30:.1f} GiB)" for each in others]
+    shown = [f"{each['pid']} ({_held(each['usedGpuMemory'])})" for each in others]
     yield judged(
         f"gpu {gpu}: processes",
         ", ".join(shown) or "none",
@@ -296,6 +296,12 @@ def _others(answers: Answers, gpu: int) -> Iterator[Finding]:
         rule=rule,
         remedy="end them, or name other GPUs in CUDA_VISIBLE_DEVICES",
     )
+
+
+def _held(used: int | None) -> str:
+    if used is None:  # in containers the driver may not tell
+        return "memory not told"
+    return f"{used / 2**30:.1f} GiB" if used >= 2**30 else f"{used / 2**20:.0f} MiB"
 
 
 def driver_findings(answers: Answers) -> list[Finding]:

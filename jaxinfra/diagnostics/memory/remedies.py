@@ -148,7 +148,7 @@ def _option(path: str, value: object) -> tuple[str, ...]:
 
 def fixed_remat(config: RunConfig) -> RunConfig:
     """The config with a policy of recomputation that is named, for ``auto`` the strongest."""
-    if config.training.remat is not Remat.AUTO:
+    if not config.training.remat.is_open:
         return config
     named = dataclasses.replace(config.training, remat=Remat.FULL, memory_budget_gib=None)
     return dataclasses.replace(config, training=named)

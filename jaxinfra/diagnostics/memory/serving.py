@@ -5,6 +5,7 @@ largest program's total. The programs that may be largest are compiled for shape
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,12 +17,13 @@ from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.axes import MeshAxis
-from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.core.errors import JaxinfraError, UnsupportedError
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.roles import CACHES
-from jaxinfra.models.definition import define_model, merged
-from jaxinfra.models.serving_form import serving_form
+from jaxinfra.models.definition import ModelDefinition, Parameters, define_model, merged
+from jaxinfra.models.serving_form import can_pack, serving_form, serving_parameters
 from jaxinfra.numerics.policy import POLICIES, Policy
+from jaxinfra.ops.quantized import QuantizedWeight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import SchedulerLimits
@@ -41,6 +43,9 @@ class ServingCase:
     mesh: MeshConfig = MeshConfig()
     num_ids: int | None = None  # ids that may be drawn; None: all
     is_straight: bool = False  # in the form of GPUs: layer by layer, projections packed
+    # As they are loaded: shapes, or arrays, some of them in few bits. None: all in the policy's
+    # dtype.
+    weights: Parameters | None = None
 
     @property
     def limits(self) -> SchedulerLimits:
@@ -48,31 +53,54 @@ class ServingCase:
         long_context = original_context(self.model)
         return self.engine.limits(self.model, long_context=long_context, has_draft=False)
 
-    def runner(self) -> ModelRunner:
-        """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
+    @property
+    def form(self) -> ModelDefinition:
+        """The model as the engine runs it."""
         placement = serving_placement(self.model, self.mesh)
         kept: dict[str, Any] = {"policy": self.policy, "cache_format": self.cache}
         execution = execution_on(placement, **kept)
         form = define_model(self.model, execution)
-        if self.is_straight:
-            packed = self.mesh.tensor == 1
-            execution = execution_on(placement, **kept, packed=packed)
-            form = serving_form(form, execution)
-        shapes = merged(form.shapes, form.state_shapes)
-        places = merged(placement.parameters(form), placement.model_state(form))
-        abstract = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-            shapes,
-            places,
-        )
-        drafts = self.engine.num_drafts
+        if not self.is_straight:
+            return form
+        packed = self.mesh.tensor == 1 and (self.weights is None or can_pack(self.weights))
+        return serving_form(form, execution_on(placement, **kept, packed=packed))
+
+    def runner(self) -> ModelRunner:
+        """Its programs, for arrays that are not there; raises ConfigError where it cannot be."""
+        form, drafts = self.form, self.engine.num_drafts
         return ModelRunner(
-            form.bind(abstract),
+            form.bind(self._abstract(form)),
             self.limits,
             num_ids=self.num_ids or self.model.vocab_size,
             verify_length=1 + drafts if drafts else None,
             allocates=False,
         )
+
+    def _abstract(self, form: ModelDefinition) -> Parameters:
+        """Shapes and shardings of all weights as the engine holds them."""
+        placement = serving_placement(self.model, self.mesh)
+        if self.weights is None or not _in_few_bits(self.weights):
+            places = merged(placement.parameters(form), placement.model_state(form))
+            return jax.tree.map(_placed, merged(form.shapes, form.state_shapes), places)
+        if self.mesh.num_devices > 1:
+            raise UnsupportedError(
+                f"the memory of weights in few bits on {self.mesh.num_devices} devices is not "
+                "known before they are loaded; leave --mesh out for that of one device"
+            )
+        held = self.weights
+        if self.is_straight:
+            made = functools.partial(serving_parameters, form, self.model)
+            held = jax.eval_shape(made, self.weights)
+        return jax.tree.map(lambda leaf: _placed(leaf, placement.replicated), held)
+
+
+def _in_few_bits(weights: Parameters) -> bool:
+    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    return any(isinstance(leaf, QuantizedWeight) for leaf in leaves)
+
+
+def _placed(leaf: Any, place: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +229,7 @@ def _changes_of(
         form = CacheFormat.INT8
         yield ("--cache", form.value), dataclasses.replace(case, cache=form)
     if case.policy == POLICIES[PolicyName.FP32]:
-        smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16])
+        smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16], weights=None)
         yield ("--policy", "bf16"), smaller
     tensor = 2 * case.mesh.tensor
     if tensor * case.mesh.num_devices // case.mesh.tensor <= jax.local_device_count():

@@ -13,6 +13,7 @@ from jaxinfra.data.tokenizer import Tokenizer
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.detokenize import TextStream
+from jaxinfra.serving.engine.drawn import Drawn
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import StepPlan
@@ -23,7 +24,7 @@ from jaxinfra.serving.engine.requests import (
     RequestStream,
     TokenScore,
 )
-from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, Drawn, ModelRunner
+from jaxinfra.serving.engine.runner import MOST_BIASES, Dispatched, ModelRunner
 from jaxinfra.serving.engine.scheduler import Scheduler
 from jaxinfra.serving.generate import original_context
 from jaxinfra.serving.load import LoadedModel
@@ -129,19 +130,21 @@ class Engine:
         options: EngineOptions | None = None,
         draft: LoadedModel | None = None,
         bank: AdapterBank | None = None,
+        consumes: bool = False,
     ) -> Self:
         """An engine of a loaded model in the form that serves fastest, with its tokenizer.
 
         Args:
+            consumes: the models are not used otherwise, so their weights are not held twice.
             bank: adapters that requests may name; projections are not packed then.
         """
         return cls(
-            model.serving_decoder() if bank is None else bank.added_to(model),
+            model.serving_decoder(consumes=consumes) if bank is None else bank.added_to(model),
             adapters=() if bank is None else bank.names,
             tokenizer=model.tokenizer,
             num_ids=min(model.tokenizer.vocab_size, model.definition.config.vocab_size),
             options=options,
-            draft=None if draft is None else draft.serving_decoder(),
+            draft=None if draft is None else draft.serving_decoder(consumes=consumes),
         )
 
     @property

@@ -47,10 +47,10 @@ class EngineOptions:
         """The limits for a model."""
         positions = min(config.max_positions, self.max_context or config.max_positions)
         pages = -(-positions // self.page_size)
+        # Padding to the next size costs nothing as long as weights are most of what a step reads.
         sizes = [1]
-        while sizes[-1] * 4 < self.max_running:
-            sizes.append(sizes[-1] * 4)
-        sizes = sorted({*sizes, self.max_running})
+        while sizes[-1] < self.max_running:
+            sizes.append(min(self.max_running, sizes[-1] * (4 if sizes[-1] < 64 else 2)))
         return SchedulerLimits(
             num_pages=1 + self.max_running * pages if self.num_pages is None else self.num_pages,
             page_size=self.page_size,
@@ -64,3 +64,15 @@ class EngineOptions:
             long_context=long_context,
             num_drafts=self.num_drafts if has_draft else 0,
         )
+
+
+def options_on(platform: str) -> EngineOptions:
+    """Defaults of a server on this platform, as JAX names it.
+
+    On a GPU: chunks long enough for its matmuls, and pages as its kernels read them.
+    """
+    if platform != "gpu":
+        return EngineOptions()
+    return EngineOptions(
+        max_running=64, page_size=64, max_step_tokens=4096 + 64, chunk_sizes=(64, 256, 1024)
+    )

@@ -8,7 +8,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Shaped, UInt32
 
@@ -18,12 +17,13 @@ from jaxinfra.layers.cache import PagedCache
 from jaxinfra.layers.execution import Execution
 from jaxinfra.models.adapter_bank import with_chosen
 from jaxinfra.models.decoder import Decoder
+from jaxinfra.serving.engine.inputs import RowInputs
+from jaxinfra.serving.engine.weights import Weights
 from jaxinfra.serving.sampling import (
     MOST_LOGPROBS,
     NO_TOKEN,
     LogProbabilities,
     SamplingNeeds,
-    SamplingRows,
     log_probabilities,
     sample,
 )
@@ -49,15 +49,6 @@ class ProgramConfig:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """Parameters of the model, and of the one that drafts."""
-
-    model: nnx.State
-    draft: nnx.State | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceState:
     """What stays on the device between steps; a step consumes it."""
 
@@ -66,27 +57,6 @@ class DeviceState:
     last_S: Int[Array, "S"]  # the token that each request drew last
     masks_SW: UInt32[Array, "S W"]  # which ids a request's structure allows next
     history: TokenHistory  # of each slot, as far as its request has penalties
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class RowInputs:
-    """What the host says of the rows of a call. A row without tokens is padding."""
-
-    ids_BT: np.ndarray  # int32; below 0: what the device drew last for the row's slot
-    slots_B: np.ndarray  # int32; beyond the last slot: padding
-    starts_B: np.ndarray  # int32, position of the first token
-    counts_B: np.ndarray  # int32
-    contexts_B: np.ndarray  # int32, tokens that the row has come to
-    tables_BM: np.ndarray  # int32, its pages; 0 where it has none
-    seeds_B: np.ndarray  # uint32
-    choices_B: np.ndarray  # int32
-    key_positions_B: np.ndarray  # int32, tokens before the first draw: tells a request's apart
-    draws_B: np.ndarray  # bool: the draw counts
-    is_masked_B: np.ndarray  # bool: the slot's mask holds
-    adapters_B: np.ndarray  # int32, of the model's bank; 0: none
-    is_counted_B: np.ndarray  # bool: the token was drawn, and is not in the slot's history yet
-    sampling: SamplingRows
 
 
 def empty_pools(
@@ -164,7 +134,7 @@ def _taken_in(
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=is_fresh)
     state = dataclasses.replace(state, pools=pools)
     if config.draft is not None:
-        draft = nnx.merge(config.draft, weights.draft)
+        draft = weights.drafting(config.draft)
         drafts = state.draft_pools
         _, drafts = _run(draft, drafts, ids_BT, positions_BT, rows, is_fresh=is_fresh)
         state = dataclasses.replace(state, draft_pools=drafts)
@@ -234,7 +204,7 @@ def verify(
     length = ids_BT.shape[1]
     draft_pools = state.draft_pools
     if config.draft is not None:
-        draft = nnx.merge(config.draft, weights.draft)
+        draft = weights.drafting(config.draft)
         ids_BT, draft_pools = _drafted(draft, draft_pools, ids_BT[:, 0], rows, length, config)
     positions_BT = _positions(rows, length)
     x_BTD, pools = _run(model, state.pools, ids_BT, positions_BT, rows, is_fresh=False)
@@ -297,8 +267,8 @@ def begin_history(
 
 
 def _model(weights: Weights, rows: RowInputs, config: ProgramConfig) -> Decoder:
-    chosen_B = jnp.asarray(rows.adapters_B)
-    return nnx.merge(config.graphdef, with_chosen(weights.model, chosen_B))
+    chosen_B = rows.adapters_B
+    return nnx.merge(config.graphdef, with_chosen(weights.model.state, chosen_B))
 
 
 def _known_ids(state: DeviceState, rows: RowInputs) -> jax.Array:
@@ -327,7 +297,7 @@ def _run(
         PagedCache(arrays=pool, tables_BM=tables_BM, is_empty=is_fresh, format=form)
         for pool in pools
     )
-    contexts_B = jnp.asarray(rows.contexts_B)
+    contexts_B = rows.contexts_B
     out = model.run(ids_BT, positions=positions_BT, cache=cache, contexts=contexts_B)
     stored = tuple(
         _placed(each.arrays, block.mixer, model.execution)
@@ -384,8 +354,8 @@ def _keys(rows: RowInputs, *, offset: jax.Array | int) -> jax.Array:
     def key(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), choice), position)
 
-    positions_B = jnp.asarray(rows.key_positions_B) + offset
-    return jax.vmap(key)(jnp.asarray(rows.seeds_B), jnp.asarray(rows.choices_B), positions_B)
+    positions_B = rows.key_positions_B + offset
+    return jax.vmap(key)(rows.seeds_B, rows.choices_B, positions_B)
 
 
 def _placed(

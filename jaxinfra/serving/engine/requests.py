@@ -104,6 +104,10 @@ class RequestStream:
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
     is_over: bool = False
+    is_plain: bool = dataclasses.field(init=False)  # as the request
+
+    def __post_init__(self) -> None:
+        self.is_plain = self.request.is_plain
 
     @property
     def can_be_drafted(self) -> bool:

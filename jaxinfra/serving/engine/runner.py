@@ -1,8 +1,10 @@
 """Runs planned steps on the device: a listed set of programs, compiled before the first request."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -14,16 +16,16 @@ from flax import nnx
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.serving.engine import programs
+from jaxinfra.serving.engine.drawn import Drawn, of_row
+from jaxinfra.serving.engine.inputs import RowInputs, RowNumbers
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.programs import (
     WORD_BITS,
     DeviceState,
     ProgramConfig,
-    RowInputs,
-    Weights,
 )
-from jaxinfra.serving.engine.requests import TokenScore
-from jaxinfra.serving.sampling import GREEDY, LogProbabilities, SamplingConfig, SamplingRows
+from jaxinfra.serving.engine.weights import NamedArrays, Weights
+from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
 from jaxinfra.serving.token_history import TokenHistory
 
 _PAGES_AT_ONCE = 8  # copied by a call
@@ -46,18 +48,6 @@ class ProgramKey:
     def __str__(self) -> str:
         kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
         return f"{self.name} {self.rows} x {self.length}{kind}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
-    """What a step drew for one row."""
-
-    row: PlannedRow
-    tokens: tuple[int, ...]  # after the first token, and after each draft
-    num_held: int  # drafts that are what was drawn
-    is_bad: bool  # its logits were not finite
-    score: TokenScore | None = None  # of the token, where it was asked for
-    prompt_scores: tuple[TokenScore, ...] = ()  # of the prompt's tokens after these
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,12 +90,17 @@ class ModelRunner:
         self._adapters = {name: place for place, name in enumerate((None, *adapters))}
         graphdef, parameters = nnx.split(model)
         draft_graphdef, draft_parameters = (None, None) if draft is None else nnx.split(draft)
-        self._weights = Weights(model=parameters, draft=draft_parameters)
+        self._weights = Weights(
+            model=NamedArrays.of(parameters),
+            draft=None if draft_parameters is None else NamedArrays.of(draft_parameters),
+        )
         self._config = ProgramConfig(graphdef=graphdef, num_ids=num_ids, draft=draft_graphdef)
         self._mask_words = -(-num_ids // WORD_BITS)
         self._verify_length = verify_length
         self._compiled: dict[ProgramKey, Callable[..., Any]] = {}
         self._histories: dict[int, tuple[int, int]] = {}  # by slot: request, and tokens it has
+        self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by slot
+        self._no_pages = np.zeros(limits.table_width, np.int32)
         self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
         self.num_compiled = 0
         self.num_late = 0  # compiled after ``warm_up``
@@ -154,18 +149,31 @@ class ModelRunner:
         history = ProgramKey(name="history", rows=1, length=limits.context)
         return (*keys, copy, history, ProgramKey(name="mask", rows=1))
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        keys: Sequence[ProgramKey] | None = None,
+    ) -> None:
         """Compiles every program.
 
         Args:
             progress: called with how many are compiled, and how many there are.
+            keys: of the programs, where not all are needed.
         """
-        keys = self.keys
-        for number, key in enumerate(keys, start=1):
-            if key not in self._compiled:
-                self._compile(key)
-            if progress is not None:
-                progress(number, len(keys))
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            # Programs are traced one after another, and compiled side by side meanwhile.
+            compiling = {
+                pool.submit(self.lowered(key).compile): key
+                for key in (self.keys if keys is None else keys)
+                if key not in self._compiled
+            }
+            done = concurrent.futures.as_completed(compiling)
+            for number, each in enumerate(done, start=1):
+                self._compiled[compiling[each]] = each.result()
+                self.num_compiled += 1
+                if progress is not None:
+                    progress(number, len(compiling))
         self.num_late = 0
 
     def dispatch(self, plan: StepPlan, masks: dict[int, np.ndarray]) -> Dispatched:
@@ -203,7 +211,7 @@ class ModelRunner:
             scores = [jax.tree.map(np.asarray, each) for each in told]
             for place, (row, drawn) in enumerate(zip(rows, values, strict=False)):
                 if row.draws or row.targets:
-                    result.append(_of_row(row, place, drawn, scores))
+                    result.append(of_row(row, place, drawn, scores))
         return result
 
     def _call(
@@ -213,7 +221,7 @@ class ModelRunner:
             name = "score"
         is_chunk = name == "step" and length > 1
         is_asked = any(row.stream.request.sampling.logprobs is not None for row in rows)
-        is_plain = all(row.stream.request.is_plain for row in rows)
+        is_plain = all(row.stream.is_plain for row in rows)
         key = ProgramKey(
             name=name,
             rows=self._limits.rows(len(rows)),
@@ -236,28 +244,43 @@ class ModelRunner:
     def _inputs(
         self, rows: Sequence[PlannedRow], key: ProgramKey, masks: dict[int, np.ndarray]
     ) -> RowInputs:
-        configs = tuple(row.stream.request.sampling for row in rows)
-        inputs = self._blank(key, self._sampling_rows(configs, key.rows))
+        sampling = self._sampling_rows([row.stream.request.sampling for row in rows], key.rows)
+        inputs = self._blank(key, sampling, [self._numbers(row, masks) for row in rows])
+        ids_BT, tables_BM = inputs.ids_BT, inputs.tables_BM
         for place, row in enumerate(rows):
-            request = row.stream.request
+            tables_BM[place] = self._table(row)
             if row.ids:
-                inputs.ids_BT[place, : len(row.ids)] = row.ids
+                ids_BT[place, : len(row.ids)] = row.ids
             else:
-                inputs.ids_BT[place, 0] = -1
-            inputs.slots_B[place] = row.slot
-            inputs.starts_B[place] = row.start
-            inputs.counts_B[place] = row.count
-            inputs.contexts_B[place] = row.context
-            inputs.tables_BM[place, : len(row.pages)] = row.pages
-            inputs.seeds_B[place] = request.seed & 0xFFFFFFFF
-            inputs.choices_B[place] = request.choice
-            inputs.key_positions_B[place] = row.start + row.count - row.num_drafts
-            inputs.draws_B[place] = row.draws
-            inputs.is_masked_B[place] = row.slot in masks
-            inputs.adapters_B[place] = self._adapters[request.adapter]
-            if request.sampling.is_penalized:
-                inputs.is_counted_B[place] = self._is_counted(row)
+                ids_BT[place, 0] = -1
         return inputs
+
+    def _numbers(self, row: PlannedRow, masks: dict[int, np.ndarray]) -> RowNumbers:
+        request = row.stream.request
+        return RowNumbers(
+            slot=row.slot,
+            start=row.start,
+            count=row.count,
+            context=row.context,
+            seed=request.seed & 0xFFFFFFFF,
+            choice=request.choice,
+            key_position=row.start + row.count - row.num_drafts,
+            draws=row.draws,
+            is_masked=row.slot in masks,
+            adapter=self._adapters[request.adapter],
+            is_counted=not row.stream.is_plain
+            and request.sampling.is_penalized
+            and self._is_counted(row),
+        )
+
+    def _table(self, row: PlannedRow) -> np.ndarray:
+        """A row's pages, int32 [M]; kept, as most steps find them as the step before did."""
+        pages, table_M = self._tables.get(row.slot, ((), self._no_pages))
+        if pages != row.pages:
+            table_M = self._no_pages.copy()
+            table_M[: len(row.pages)] = row.pages
+            self._tables[row.slot] = row.pages, table_M
+        return table_M
 
     def _is_counted(self, row: PlannedRow) -> bool:
         """Whether a row's token is new to its slot's history, which is begun here where need be."""
@@ -276,34 +299,26 @@ class ModelRunner:
         self._histories[row.slot] = (stream.number, known + is_new)
         return is_new
 
-    def _sampling_rows(self, configs: tuple[SamplingConfig, ...], size: int) -> SamplingRows:
-        """The settings on the device; kept, as most steps have the rows of the step before."""
+    def _sampling_rows(self, configs: Sequence[SamplingConfig], size: int) -> SamplingRows:
+        """The settings on the device; kept, as most steps have those of the step before."""
+        padded = (*configs, *[GREEDY] * (size - len(configs)))
         known = self._sampling.get(size)
-        if known is None or known[0] != configs:
-            padded = [*configs, *[GREEDY] * (size - len(configs))]
+        if known is None or known[0] != padded:
             rows = SamplingRows.of(padded, num_biases=MOST_BIASES)
-            known = self._sampling[size] = (configs, rows)
+            known = self._sampling[size] = (padded, rows)
         return known[1]
 
-    def _blank(self, key: ProgramKey, sampling: SamplingRows) -> RowInputs:
-        def zeros(kind: type, *dims: int) -> np.ndarray:
-            return np.zeros((key.rows, *dims), kind)
-
-        return RowInputs(
-            ids_BT=zeros(np.int32, key.length),
-            slots_B=zeros(np.int32) + np.int32(self._limits.max_running),
-            starts_B=zeros(np.int32),
-            counts_B=zeros(np.int32),
-            contexts_B=zeros(np.int32),
-            tables_BM=zeros(np.int32, self._limits.table_width),
-            seeds_B=zeros(np.uint32),
-            choices_B=zeros(np.int32),
-            key_positions_B=zeros(np.int32),
-            draws_B=zeros(np.bool_),
-            is_masked_B=zeros(np.bool_),
-            adapters_B=zeros(np.int32),
-            is_counted_B=zeros(np.bool_),
+    def _blank(
+        self, key: ProgramKey, sampling: SamplingRows, rows: Sequence[RowNumbers] = ()
+    ) -> RowInputs:
+        """Rows whose pages and ids are yet to be written, and padding."""
+        return RowInputs.of(
+            rows,
+            size=key.rows,
+            table_width=self._limits.table_width,
+            length=key.length,
             sampling=sampling,
+            padding=RowNumbers(slot=self._limits.max_running),
         )
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
@@ -358,41 +373,4 @@ def _shapes_of(lowered: jax.stages.Lowered) -> Any:
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         lowered.out_info,
         lowered.compile().output_shardings,
-    )
-
-
-def _of_row(
-    row: PlannedRow, place: int, drawn: np.ndarray, scores: list[LogProbabilities]
-) -> Drawn:
-    """What a call gave for one row.
-
-    Args:
-        scores: of the draws, and of the tokens that follow the row's; none where nobody asked.
-    """
-    held, *tokens = drawn.tolist() if drawn.ndim else (0, int(drawn))
-    asked, score, of_prompt = row.stream.request.sampling.logprobs, None, ()
-    if asked is not None and row.draws:
-        score = _score(scores[0], place, asked)
-    if asked is not None and row.targets and len(scores) > 1:
-        of_prompt = tuple(_score(scores[1], at, asked) for at in range(len(row.targets)))
-    return Drawn(
-        row=row,
-        tokens=tuple(tokens) if row.draws else (),
-        num_held=held,
-        is_bad=held < 0 or tokens[0] < 0,
-        score=score,
-        prompt_scores=of_prompt,
-    )
-
-
-def _score(scores: LogProbabilities, place: int, number: int) -> TokenScore:
-    return TokenScore(
-        logprob=float(scores.chosen_B[place]),
-        top=tuple(
-            zip(
-                scores.top_ids_BK[place, :number].tolist(),
-                scores.top_BK[place, :number].tolist(),
-                strict=True,
-            )
-        ),
     )

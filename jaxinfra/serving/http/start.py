@@ -47,6 +47,7 @@ def serve(
         EngineFailedError: the engine failed.
 
     Args:
+        model: taken over; its weights are the engine's from here on.
         draft: a smaller model of the same tokenizer, which proposes tokens.
         bank: adapters that clients may name in place of the model.
         say: told what happens, in lines.
@@ -56,7 +57,7 @@ def serve(
             f"adapter {options.name!r} has the model's name, and clients could not tell them "
             "apart; name one of them otherwise (--name)"
         )
-    engine = Engine.of(model, options=options.engine, draft=draft, bank=bank)
+    engine = Engine.of(model, options=options.engine, draft=draft, bank=bank, consumes=True)
     running = EngineThread(engine, max_open=options.max_open)
     service = Service(model, running, path=options.path, name=options.name, limits=options.limits)
     app = application(service, api_key=options.server.api_key)

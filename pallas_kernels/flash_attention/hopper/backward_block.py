@@ -4,6 +4,7 @@ Dims: B batch, T query position, S key position, N query heads, K key/value head
 query and key, Hv head width of value.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,12 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.spec import BackwardOperands
+from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E
 
 from .kernel import AttentionKernel
-from .tiles import TileRange, geometry_of, key_tile_of, pad_rows, query_tiles
+from .tiles import Geometry, TileRange, geometry_of, key_tile_of, pad_rows, query_tiles
 from .token_ids import token_ids
+
+LEAST_BLOCKS = 3 * NUM_PROCESSORS
 
 
 def kernel_operands(
@@ -54,8 +58,18 @@ def row_statistics(o: BackwardOperands, padded: int) -> tuple[jax.Array, jax.Arr
     return jnp.pad(lse2, pad, constant_values=jnp.inf), jnp.pad(delta, pad)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedKernel(AttentionKernel):
-    """A kernel whose blocks own key tiles and add to dQ in global memory."""
+    """A kernel whose blocks own key tiles and add to dQ in global memory.
+
+    ``g.K`` counts a key/value head once for each part of its query heads that has own blocks.
+    """
+
+    parts: int = 1
+
+    def shared(self, kv_head: jax.Array) -> jax.Array:
+        """The key/value head that a part of one reads."""
+        return lax.div(kv_head, self.parts) if self.parts > 1 else kv_head
 
     def place(self, gmem) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
         """Batch entry, key/value head and key tile of this block, and the query tiles it visits."""
@@ -87,13 +101,38 @@ class FusedKernel(AttentionKernel):
         dq = jax.new_ref(jnp.full((*copies, *q.shape), zero, jnp.float32))
         found = self.launch(
             {**operands, "dq": dq},
-            {"dk": jax.typeof(k), "dv": jax.typeof(v)},  # as they vary inside shard_map, too
+            {"dk": self.of_parts(k), "dv": self.of_parts(v)},
             num_tiles=self.num_k_tiles * g.B * g.K,
             num_threads=num_threads,
         )
         total = dq[...].sum(axis=0) if self.interpretable else dq[...]
         return (
             (total[:, : g.T] * self.spec.scale).astype(q.dtype),
-            found["dk"][:, : g.S],
-            found["dv"][:, : g.S],
+            self.summed(found["dk"][:, : g.S]),
+            self.summed(found["dv"][:, : g.S]),
         )
+
+    def of_parts(self, x: jax.Array) -> jax.core.ShapedArray:
+        """A gradient of keys or values for each part, varying inside shard_map as x does."""
+        like = jax.typeof(x)
+        return like.update(shape=(*x.shape[:2], self.g.K, x.shape[3]))
+
+    def summed(self, gradient: jax.Array) -> jax.Array:
+        """[B, S, K parts, H] to [B, S, K, H]."""
+        if self.parts == 1:
+            return gradient
+        B, S, _, width = gradient.shape
+        whole = gradient.reshape(B, S, -1, self.parts, width).astype(jnp.float32).sum(axis=3)
+        return whole.astype(self.dtype)
+
+
+def split_heads(g: Geometry, kv_tile: int) -> tuple[Geometry, int]:
+    """Parts of the query heads that share keys, and the geometry in which each has own blocks.
+
+    With few key tiles, multiprocessors would be left without a block, or a block without others
+    that even out how long its keys are seen under a causal mask.
+    """
+    blocks = g.B * g.K * -(-g.S // kv_tile)
+    divisors = [n for n in range(1, g.group + 1) if g.group % n == 0]
+    parts = next((n for n in divisors if n * blocks >= LEAST_BLOCKS), g.group)
+    return dataclasses.replace(g, K=g.K * parts), parts

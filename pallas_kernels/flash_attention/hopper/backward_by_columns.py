@@ -1,9 +1,10 @@
 """Fused flash attention backward for heads wider than 128, split over columns instead of keys.
 
-Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width.
+Dims: B batch, T query position, S key position, N query heads, K key/value heads, H head width of
+query and key, Hv head width of value.
 
 Gradients of 64 keys by 256 columns fill the registers of two warpgroups, so both work on the same
-64 keys: each owns half the columns of dK, dV and dQ. Warpgroup 0 computes the scores and P,
+64 keys: each owns half the columns of dK, of dV and of dQ. Warpgroup 0 computes the scores and P,
 warpgroup 1 computes dO V' and dS; each hands its result to the other through shared memory.
 """
 
@@ -16,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
+from pallas_kernels.hopper.machine import SMEM_BYTES
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import (
     LOG2E,
@@ -27,21 +29,26 @@ from pallas_kernels.hopper.tile import (
     tiled,
 )
 
-from .backward_block import FusedKernel, kernel_operands
+from .backward_block import FusedKernel, kernel_operands, split_heads
+from .config import BARRIER_BYTES
 from .tiles import TileRange, geometry_of
 
 KEYS = QUERIES = 64
 NUM_STAGES = 2
-DQ_COLUMNS = 32  # of dQ that leave at a time: more do not fit in shared memory
+LEAST_DQ_COLUMNS = 32  # of dQ that leave at a time, where more do not fit in shared memory
 
 
 def backward(
     operands: BackwardOperands, *, spec: AttentionSpec, interpretable: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As ``backward_by_keys.backward``, for equal widths of 192 or 256."""
+    """As ``backward_by_keys.backward``, for widths above 128, of values perhaps a smaller one.
+
+    Half of each width must be a multiple of 32.
+    """
+    g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
     kernel = _ByColumns(
-        g=geometry_of(operands.q, operands.v), spec=spec, dtype=operands.q.dtype,
+        g=g, parts=parts, spec=spec, dtype=operands.q.dtype,
         q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays, interpretable=interpretable,
     )  # fmt: skip
     return kernel.gradients(arrays, num_threads=3)  # two compute, one loads
@@ -53,25 +60,49 @@ class _ByColumns(FusedKernel):
 
     @property
     def half(self) -> int:
-        """Columns of a warpgroup."""
+        """Columns of a warpgroup, of queries and keys."""
         return self.g.H // 2
+
+    @property
+    def half_values(self) -> int:
+        """Columns of a warpgroup, of values."""
+        return self.g.Hv // 2
+
+    @property
+    def in_registers(self) -> bool:
+        """Whether products take P and dS from the registers of who has them, if they have room."""
+        return self.half < 128 and not self.interpretable
 
     @property
     def chunk(self) -> int:
         """Columns of dQ in registers at a time."""
         return self.half if self.half < 128 else 64
 
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that leave at a time: a chunk where shared memory has room for it."""
+        return self.chunk if self.smem_bytes(self.chunk) <= SMEM_BYTES else LEAST_DQ_COLUMNS
+
+    def smem_bytes(self, dq_columns: int) -> int:
+        """Shared memory of a block that sends so many columns of dQ at a time."""
+        operands = (1 + NUM_STAGES) * 64 * (self.g.H + self.g.Hv) + 2 * KEYS * QUERIES
+        rows = 2 * NUM_STAGES * QUERIES + (NUM_STAGES + 1) * QUERIES  # statistics and ids
+        return 2 * operands + 4 * rows + 4 * 2 * QUERIES * dq_columns + BARRIER_BYTES
+
     def scratch(self) -> dict:
-        tile = tiled(swizzle_bytes(self.half))
+        g = self.g
+        # One swizzle for both operands of a product, and so for all.
+        tile = tiled(swizzle_bytes(self.half, self.half_values))
         buffers = {
-            # First index: what warpgroup 0 and what warpgroup 1 multiply.
-            "kv": plgpu.SMEM((2, KEYS, self.g.H), self.dtype, transforms=tile),
-            "qdo": plgpu.SMEM((2, NUM_STAGES, QUERIES, self.g.H), self.dtype, transforms=tile),
+            "k": plgpu.SMEM((KEYS, g.H), self.dtype, transforms=tile),
+            "v": plgpu.SMEM((KEYS, g.Hv), self.dtype, transforms=tile),
+            "q": plgpu.SMEM((NUM_STAGES, QUERIES, g.H), self.dtype, transforms=tile),
+            "do": plgpu.SMEM((NUM_STAGES, QUERIES, g.Hv), self.dtype, transforms=tile),
             "rows": plgpu.SMEM((2, NUM_STAGES, QUERIES), jnp.float32),
             "p": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
             "ds": plgpu.SMEM((KEYS, QUERIES), self.dtype, transforms=tile),
             "dq": plgpu.SMEM(
-                (2, QUERIES, DQ_COLUMNS), jnp.float32, transforms=tiled(128, itemsize=4)
+                (2, QUERIES, self.dq_columns), jnp.float32, transforms=tiled(128, itemsize=4)
             ),
             "kv_full": plgpu.Barrier(num_arrivals=3 if self.segmented else 2),
             "full": plgpu.Barrier(num_arrivals=5 if self.segmented else 4, num_barriers=NUM_STAGES),
@@ -108,8 +139,8 @@ class _ByColumns(FusedKernel):
         """Keys and values once, then the queries of each head of the group into the ring."""
         g = self.g
         keys = pl.ds(k0, KEYS)
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.kv.at[0], smem.kv_full)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.kv.at[1], smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, self.shared(kv_head)], smem.k, smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, self.shared(kv_head)], smem.v, smem.kv_full)
         if self.segmented:
             plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.ids.at[NUM_STAGES], smem.kv_full)
         per_head = jnp.maximum(queries.hi - queries.lo, 1)
@@ -122,8 +153,9 @@ class _ByColumns(FusedKernel):
             rows = pl.ds(i * QUERIES, QUERIES)
             full = smem.full.at[slot]
             plgpu.barrier_wait(smem.empty.at[slot])
-            for kind, (matrix, row) in enumerate(((gmem.q, gmem.lse), (gmem.do, gmem.delta))):
-                plgpu.copy_gmem_to_smem(matrix.at[b, rows, n], smem.qdo.at[kind, slot], full)
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[slot], full)
+            plgpu.copy_gmem_to_smem(gmem.do.at[b, rows, n], smem.do.at[slot], full)
+            for kind, row in enumerate((gmem.lse, gmem.delta)):
                 plgpu.copy_gmem_to_smem(row.at[b, n, rows], smem.rows.at[kind, slot], full)
             if self.segmented:
                 plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.ids.at[slot], full)
@@ -134,28 +166,35 @@ class _ByColumns(FusedKernel):
 
     def compute(self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange) -> None:
         """Half the columns of 64 keys: dK and dV over all queries, then out."""
-        mine = pl.ds(wg * self.half, self.half)
         for i in range(NUM_STAGES):
             plgpu.barrier_arrive(smem.empty.at[i])
         plgpu.barrier_wait(smem.kv_full)
         dk, dv = pl.run_scoped(
             functools.partial(self.accumulate, gmem, smem, wg, b, kv_head, k_tile, queries),
             plgpu.ACC((KEYS, self.half), jnp.float32),
-            plgpu.ACC((KEYS, self.half), jnp.float32),
+            plgpu.ACC((KEYS, self.half_values), jnp.float32),
         )
         # K and V are read no more: the gradients take their space, and go out in one piece each.
         plgpu.barrier_arrive(smem.done)
         plgpu.barrier_wait(smem.done)
-        smem.kv[0, :, mine] = (dk * self.spec.scale).astype(self.dtype)
-        smem.kv[1, :, mine] = dv.astype(self.dtype)
+        smem.k[:, self.mine(wg)] = (dk * self.spec.scale).astype(self.dtype)
+        smem.v[:, self.my_values(wg)] = dv.astype(self.dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.done)
         plgpu.barrier_wait(smem.done)
         rows = pl.ds(k_tile * KEYS, KEYS)
 
-        gradient = (gmem.dk, gmem.dv)[wg]
-        plgpu.copy_smem_to_gmem(smem.kv.at[wg], gradient.at[b, rows, kv_head])
+        whole, gradient = ((smem.k, gmem.dk), (smem.v, gmem.dv))[wg]
+        plgpu.copy_smem_to_gmem(whole, gradient.at[b, rows, kv_head])
         plgpu.wait_smem_to_gmem(0)
+
+    def mine(self, wg: int):
+        """A warpgroup's columns of queries and keys."""
+        return pl.ds(wg * self.half, self.half)
+
+    def my_values(self, wg: int):
+        """A warpgroup's columns of values."""
+        return pl.ds(wg * self.half_values, self.half_values)
 
     def accumulate(
         self, gmem, smem, wg: int, b, kv_head, k_tile, queries: TileRange, dk_acc, dv_acc
@@ -163,39 +202,44 @@ class _ByColumns(FusedKernel):
         """The loop over heads of the group and query tiles, from the last: under a causal mask the
         blocks of a head then read the same tiles at the same time.
         """
-        mine = pl.ds(wg * self.half, self.half)
         per_head = queries.hi - queries.lo
 
         def first_product(slot, meanwhile=_nothing):
             """Scores in warpgroup 0, dO V' in warpgroup 1; both keys by queries."""
             plgpu.barrier_wait(smem.full.at[slot])
-            right = smem.qdo.at[wg, slot].transpose((1, 0))
-            return _product((KEYS, QUERIES), smem.kv.at[wg], right, meanwhile)
+            left, right = ((smem.k, smem.q), (smem.v, smem.do))[wg]
+            right = right.at[slot].transpose((1, 0))
+            return _product((KEYS, QUERIES), left, right, meanwhile)
 
         def step(before, x, head):
             it, i = head * per_head + before, queries.hi - 1 - before
             slot = lax.rem(it, NUM_STAGES)
             row = plgpu.load(smem.rows.at[wg, slot], layout=column_layout())
-
+            do_smem = smem.do.at[slot, :, self.my_values(wg)]
             if wg == 0:
-                self.write_p(smem, slot, x, row, i, k_tile, queries)
+                p = self.write_p(smem, slot, x, row, i, k_tile, queries)
             else:
                 plgpu.barrier_wait(smem.p_ready)
-            plgpu.wgmma(dv_acc, smem.p, smem.qdo.at[1, slot, :, mine])
+                p = plgpu.load(smem.p, layout=tile_layout())
+            plgpu.wgmma(dv_acc, p if self.in_registers else smem.p, do_smem)
+            left = smem.ds  # of dK
             if wg == 1:
-                smem.ds[...] = self.score_gradient(smem, slot, x, row).astype(self.dtype)
+                ds = self.score_gradient(smem, slot, p, x, row).astype(self.dtype)
+                smem.ds[...] = ds
                 plgpu.commit_smem()
-            plgpu.wgmma_wait(0)
+                left = ds if self.in_registers else left
+            if not self.in_registers:
+                plgpu.wgmma_wait(0)
             if wg == 0:
                 plgpu.barrier_wait(smem.ds_ready)
             else:
                 plgpu.barrier_arrive(smem.ds_ready)  # and P may be overwritten
-            plgpu.wgmma(dk_acc, smem.ds, smem.qdo.at[0, slot, :, mine])
+            plgpu.wgmma(dk_acc, left, smem.q.at[slot, :, self.mine(wg)])
             n = kv_head * self.g.group + head
             leave = _nothing
             for start in range(wg * self.half, (wg + 1) * self.half, self.chunk):
                 # A part of dQ leaves while the next is computed, the last one with the next tile.
-                right = smem.kv.at[0, :, pl.ds(start, self.chunk)]
+                right = smem.k.at[:, pl.ds(start, self.chunk)]
                 shape = (QUERIES, self.chunk)
                 dq = _product(shape, smem.ds.transpose((1, 0)), right, leave)
                 leave = functools.partial(
@@ -214,8 +258,8 @@ class _ByColumns(FusedKernel):
             plgpu.wgmma_accumulator_load(dv_acc, wait_n=0),
         )
 
-    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> None:
-        """P into shared memory, for both warpgroups."""
+    def write_p(self, smem, slot, s, lse, i, k_tile, queries: TileRange) -> jax.Array:
+        """P into shared memory, for both warpgroups, and here."""
         if self.spec.logit_soft_cap is None:
             s = s * (self.spec.scale * LOG2E)
         else:
@@ -224,13 +268,15 @@ class _ByColumns(FusedKernel):
         if self.masked:
             mask = functools.partial(self.mask, smem, slot, i, k_tile)
             p = lax.cond(queries.is_whole(i), lambda p: p, mask, p)
-        smem.p[...] = p.astype(self.dtype)
+        p = p.astype(self.dtype)
+        smem.p[...] = p
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.p_ready)
+        return p
 
-    def score_gradient(self, smem, slot, dp, delta):
+    def score_gradient(self, smem, slot, p, dp, delta):
         """dS = P (dP - delta), through the soft cap if there is one."""
-        p = plgpu.load(smem.p, layout=tile_layout()).astype(jnp.float32)
+        p = p.astype(jnp.float32)
         ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
         cap = self.spec.logit_soft_cap
         if cap is None:
@@ -255,11 +301,12 @@ class _ByColumns(FusedKernel):
 
     def add_to_dq(self, gmem, smem, wg: int, dq, b, n, i, k_tile, column: int) -> None:
         """``chunk`` columns of a tile's dQ, into the float32 sum in global memory."""
-        for start in range(0, self.chunk, DQ_COLUMNS):
+        width = self.dq_columns
+        for start in range(0, self.chunk, width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            smem.dq[wg] = lax.slice(dq, (0, start), (QUERIES, start + DQ_COLUMNS))
+            smem.dq[wg] = lax.slice(dq, (0, start), (QUERIES, start + width))
             plgpu.commit_smem()
-            index = (b, pl.ds(i * QUERIES, QUERIES), n, pl.ds(column + start, DQ_COLUMNS))
+            index = (b, pl.ds(i * QUERIES, QUERIES), n, pl.ds(column + start, width))
             self.send_dq(smem.dq.at[wg], gmem, k_tile, index)
 
 

@@ -27,7 +27,7 @@ from pallas_kernels.flash_attention.spec import AttentionSpec, BackwardOperands
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import column_layout, row_layout, swizzle_bytes, tile_layout, tiled
 
-from .backward_block import FusedKernel, kernel_operands
+from .backward_block import FusedKernel, kernel_operands, split_heads
 from .config import BACKWARD_KEYS as KEYS
 from .config import BACKWARD_QUERIES as QUERIES
 from .config import NUM_DS, BackwardConfig
@@ -53,9 +53,10 @@ def backward(
         interpretable: avoids what the interpreter lacks: matmul operands in registers and copies
             that add. dQ is then summed over key tiles afterwards.
     """
+    g, parts = split_heads(geometry_of(operands.q, operands.v), KEYS)
     arrays = kernel_operands(operands, q_tile=QUERIES, kv_tile=KEYS, by_keys=True)
     kernel = _ByKeys(
-        g=geometry_of(operands.q, operands.v), spec=spec, c=config,
+        g=g, parts=parts, spec=spec, c=config,
         dtype=operands.q.dtype, q_tile=QUERIES, kv_tile=KEYS, segmented="ranges" in arrays,
         interpretable=interpretable,
     )  # fmt: skip
@@ -143,8 +144,8 @@ class _ByKeys(FusedKernel):
         """Keys and values once, then the queries of each head of the group into the ring."""
         g, c = self.g, self.c
         keys = pl.ds(k_tile * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_full)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, self.shared(kv_head)], smem.k, smem.kv_full)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, self.shared(kv_head)], smem.v, smem.kv_full)
         if self.segmented:
             plgpu.copy_gmem_to_smem(gmem.kv_ids.at[b, keys], smem.kv_ids, smem.kv_full)
         per_head = queries.hi - queries.lo

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,11 @@ from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.machine import SMEM_BYTES
 
 DTYPES = (jnp.bfloat16, jnp.float16)
-WIDTHS = ("64/64", "80/80", "96/96", "128/128", "192/128", "192/192", "256/256")
+WIDTHS = (
+    "64/64", "72/72", "80/80", "96/96", "112/112", "128/128", "160/160", "192/128", "192/192",
+    "256/256",
+)  # fmt: skip
+FORWARD_WIDTH = 16  # the forward's widths are multiples of it, the K of a matmul
 BARRIER_BYTES = 1024  # the most that a kernel's barriers take
 
 BACKWARD_KEYS, BACKWARD_QUERIES = 128, 64  # a tile of the backward up to 128 wide
@@ -28,6 +33,7 @@ class BlockTiles:
     num_stages: int = 2  # K and V tiles in flight
     overlap: bool = True  # keeps the softmax under the value product of the tile before
     ping_pong: bool = True  # warpgroups take turns at the tensor cores
+    persistent: bool = False  # a block for each multiprocessor, which takes many tiles
 
     @property
     def block_q(self) -> int:
@@ -104,7 +110,12 @@ TUNED: TunedConfigs[TileConfig] = TunedConfigs(
     folder=pathlib.Path(__file__).parents[1] / "tuned",
     kinds={"forward": ForwardConfig, "backward": BackwardConfig, "fp8": Fp8Config},
 )
-"""A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``."""
+"""A key is the head widths of query and value as "128/128", perhaps with ``UNGROUPED``, ``SHORT``
+or ``SHORT_CAUSAL``."""
+SHORT, SHORT_CAUSAL = " short", " short causal"
+"""End the key of a forward whose query tiles see few keys."""
+SHORT_KEYS, SHORT_CAUSAL_KEYS = 1024, 512
+"""The most that they see on average."""
 UNGROUPED = " ungrouped"
 """Ends the key of a backward with as many key/value heads as query heads."""
 
@@ -145,11 +156,32 @@ def exceeds_shared_memory(config: TileConfig, head_dim: int, value_dim: int) -> 
     return f"{config} takes {used} bytes of shared memory, and a block has {SMEM_BYTES}"
 
 
-def forward_config(head_dim: int, value_dim: int) -> ForwardConfig:
-    """The fastest tiles measured for this pair of widths."""
-    config = TUNED.fastest("forward", f"{head_dim}/{value_dim}")
+def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -> ForwardConfig:
+    """The fastest tiles measured for this pair of widths.
+
+    Args:
+        head_dim, value_dim: widths.
+        endings: of ``short_endings``; the first that the table has counts.
+    """
+    widths = f"{head_dim}/{value_dim}"
+    found = (TUNED.fastest("forward", widths + ending) for ending in (*endings, ""))
+    config = next((config for config in found if config is not None), None)
     assert isinstance(config, ForwardConfig)
     return config
+
+
+def short_endings(spec: AttentionSpec, masks: AttentionMasks, S: int) -> list[str]:
+    """Endings of keys for S keys, if a query tile sees few of them.
+
+    It is done so soon that what comes before and after its loop counts, which a persistent block
+    does beside the next. Documents and windows, short in long sequences, were not measured so.
+    """
+    if spec.left is not None or masks.arrays().keys() - {"sinks"}:
+        return []
+    causal = spec.right is not None
+    seen = S // 2 if causal else S
+    short = [SHORT] if seen <= SHORT_KEYS else []
+    return [SHORT_CAUSAL, *short] if causal and seen <= SHORT_CAUSAL_KEYS else short
 
 
 def fp8_config(head_dim: int, value_dim: int) -> Fp8Config:

@@ -93,7 +93,8 @@ class ForwardBlock(AttentionKernel):
         return {
             "lse": plgpu.SMEM((c.num_warpgroups, 64), jnp.float32),
             "pin": plgpu.SMEM((c.num_warpgroups, 64, 8), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=c.num_warpgroups * copies),
+            "q_full": plgpu.Barrier(num_arrivals=copies, num_barriers=c.num_warpgroups),
+            "q_empty": plgpu.Barrier(num_barriers=c.num_warpgroups),
             "k_full": ring(num_arrivals=copies),
             "v_full": ring(),
             "k_empty": ring(num_arrivals=c.num_warpgroups),
@@ -114,31 +115,69 @@ class ForwardBlock(AttentionKernel):
             "out": jax.ShapeDtypeStruct((g.B, padded_queries, g.N, g.Hv), self.dtype),
             "lse": jax.ShapeDtypeStruct((g.B, g.N, self.num_q_tiles * self.q_tile), jnp.float32),
         }
-        found = self.launch_by_queries(operands, results, num_threads=self.c.num_warpgroups + 1)
+        found = self.launch(
+            operands,
+            results,
+            num_tiles=min(NUM_PROCESSORS, self.num_tiles) if self.c.persistent else self.num_tiles,
+            num_threads=self.c.num_warpgroups + 1,
+        )
         return found["out"][:, : g.T], found["lse"][:, :, : g.T].swapaxes(1, 2)
 
     def run(self, gmem, smem) -> None:
-        """One block: its tile's coordinates, then a role for each warpgroup."""
-        g, c = self.g, self.c
-        wg, (head, q_tile) = lax.axis_index("wg"), self.tile_of(lax.axis_index("tile"))
-        b, n = lax.div(head, g.N), lax.rem(head, g.N)
-        q0 = q_tile * c.block_q
-        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv)
-        if self.segmented:
-            keys = keys.meet(gmem.ranges, b, q_tile)
-        keys = keys.ordered(at_least_one=True)
+        """One block: a role for each warpgroup, and for its tiles one after another."""
+        c, wg = self.c, lax.axis_index("wg")
+
+        def every_tile(work: Callable[..., None]) -> None:
+            """``work(b, n, q0, keys)`` of this block's tiles."""
+            block = lax.axis_index("tile")
+            if not c.persistent:
+                work(*self.place(gmem, block))
+                return
+            workers = min(NUM_PROCESSORS, self.num_tiles)
+            count = lax.div(self.num_tiles - block + (workers - 1), workers)
+
+            def step(i, _):
+                work(*self.place(gmem, block + i * workers))
+
+            lax.fori_loop(0, count, step, None)
 
         @pl.when(wg < c.num_warpgroups)
         def _():
             plgpu.set_max_registers(240 if c.num_warpgroups == 2 else 160, action="increase")
-            self.compute(gmem, smem, b, n, q0, keys)
+            for slot in range(c.num_stages):
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+                plgpu.barrier_arrive(smem.v_empty.at[slot])
+            plgpu.barrier_arrive(smem.q_empty.at[wg])
+            if c.ping_pong:  # the first turn, and at the end whose it would be
+                pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
+            every_tile(functools.partial(self.compute, gmem, smem))
+            if c.ping_pong:
+                pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
 
         @pl.when(wg == c.num_warpgroups)
         def _():
             # 2 * 240 + 24 and 3 * 160 + 32 registers a thread is what a multiprocessor has: asking
             # for more does not fail, it waits for ever.
             plgpu.set_max_registers(24 if c.num_warpgroups == 2 else 32, action="decrease")
-            self.load(gmem, smem, b, n, q0, keys)
+            every_tile(functools.partial(self.load, gmem, smem))
+            if not self.interpretable and not c.persistent:  # the interpreter knows no prefetch
+                self.prefetch(gmem, lax.axis_index("tile") + NUM_PROCESSORS)
+            for slot in range(c.num_stages):
+                plgpu.barrier_wait(smem.k_empty.at[slot])
+                plgpu.barrier_wait(smem.v_empty.at[slot])
+            for w in range(c.num_warpgroups):
+                plgpu.barrier_wait(smem.q_empty.at[w])
+
+    def place(self, gmem, block) -> tuple[jax.Array, jax.Array, jax.Array, TileRange]:
+        """Batch entry, head and first query of a tile, and the key tiles that it visits."""
+        g, c = self.g, self.c
+        head, q_tile = self.tile_of(block)
+        b, n = lax.div(head, g.N), lax.rem(head, g.N)
+        q0 = q_tile * c.block_q
+        keys = key_tiles(self.spec, g, q0, c.block_q, c.block_kv)
+        if self.segmented:
+            keys = keys.meet(gmem.ranges, b, q_tile)
+        return b, n, q0, keys.ordered(at_least_one=True)
 
     def tile_of(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Head, of all batch entries', and query tile of a block.
@@ -152,25 +191,25 @@ class ForwardBlock(AttentionKernel):
         return head, self.num_q_tiles - 1 - lax.div(in_wave, wave)
 
     def load(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
-        """Queries once, then keys and values into the ring, as compute warpgroups empty it."""
+        """Keys and values into the ring, as compute warpgroups empty it, and the queries after the
+        first keys, for which they must be done with those before.
+        """
         c = self.c
         kv_head = lax.div(n, self.g.group)
-        for w in range(c.num_warpgroups):
-            self.copy_queries(gmem, smem, b, n, q0 + 64 * w, w)
 
-        def step(i, _):
+        def copy(i, *, first=False):
             slot, tile = lax.rem(i, c.num_stages), keys.hi - 1 - i
             plgpu.barrier_wait(smem.k_empty.at[slot])
             self.copy_keys(gmem, smem, b, kv_head, tile, i)
+            if first:
+                for w in range(c.num_warpgroups):
+                    plgpu.barrier_wait(smem.q_empty.at[w])
+                    self.copy_queries(gmem, smem, b, n, q0 + 64 * w, w)
             plgpu.barrier_wait(smem.v_empty.at[slot])
             self.copy_values(gmem, smem, b, kv_head, tile, i)
 
-        lax.fori_loop(0, keys.hi - keys.lo, step, None)
-        if not self.interpretable:  # the interpreter knows no prefetch
-            self.prefetch(gmem, lax.axis_index("tile") + NUM_PROCESSORS)
-        for slot in range(c.num_stages):
-            plgpu.barrier_wait(smem.k_empty.at[slot])
-            plgpu.barrier_wait(smem.v_empty.at[slot])
+        copy(jnp.int32(0), first=True)
+        lax.fori_loop(1, keys.hi - keys.lo, lambda i, _: copy(i), None)
 
     def prefetch(self, gmem, block: jax.Array) -> None:
         """Into L2, what a later block reads first; by its positions, for ids would be waited for.
@@ -180,7 +219,7 @@ class ForwardBlock(AttentionKernel):
         number of multiprocessors it comes early or late.
         """
         g, c = self.g, self.c
-        count = g.B * g.N * self.num_q_tiles
+        count = self.num_tiles
         there = block < count
         head, q_tile = self.tile_of(jnp.minimum(block, count - 1))
         b, n, q0 = lax.div(head, g.N), lax.rem(head, g.N), q_tile * c.block_q
@@ -192,7 +231,7 @@ class ForwardBlock(AttentionKernel):
 
     def compute(self, gmem, smem, b, n, q0, keys: TileRange) -> None:
         """64 queries of a warpgroup: attention over all key tiles, then out and logsumexp."""
-        wg = lax.axis_index("wg")
+        c, wg = self.c, lax.axis_index("wg")
         row0 = q0 + 64 * wg
 
         def attend():
@@ -204,7 +243,8 @@ class ForwardBlock(AttentionKernel):
                 plgpu.ACC((64, self.g.Hv), jnp.float32),
             )
 
-        o, peak, total = self.with_turns(smem, attend)
+        plgpu.barrier_wait(smem.q_full.at[wg])
+        o, peak, total = attend()
         factor, peak, total = self.normalized(gmem, b, n, peak, total.sum(axis=1))
         out_smem = self.out_buffer(smem, wg)
         out_smem[...] = (o * lax.broadcast_in_dim(factor, o.shape, [0])).astype(self.dtype)
@@ -213,22 +253,8 @@ class ForwardBlock(AttentionKernel):
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out_smem, gmem.out.at[b, pl.ds(row0, 64), n])
         plgpu.copy_smem_to_gmem(smem.lse.at[wg], gmem.lse.at[b, n, pl.ds(row0, 64)])
-        plgpu.wait_smem_to_gmem(0)
-
-    def with_turns(self, smem, attend: Callable[[], Any]) -> Any:
-        """``attend`` when the queries are there, every slot free, and the first turn given."""
-        c = self.c
-        wg = lax.axis_index("wg")
-        for slot in range(c.num_stages):
-            plgpu.barrier_arrive(smem.k_empty.at[slot])
-            plgpu.barrier_arrive(smem.v_empty.at[slot])
-        if c.ping_pong:
-            pl.when(wg == c.num_warpgroups - 1)(lambda: plgpu.barrier_arrive(smem.turn.at[0]))
-        plgpu.barrier_wait(smem.q_full)
-        result = attend()
-        if c.ping_pong:
-            pl.when(wg == 0)(lambda: plgpu.barrier_wait(smem.turn.at[0]))
-        return result
+        plgpu.wait_smem_to_gmem(0, wait_read_only=c.persistent)
+        plgpu.barrier_arrive(smem.q_empty.at[wg])
 
     def attend(self, smem, row0, keys: TileRange, product: ValueSum | StagedValueSum):
         """The loop over key tiles: unnormalized output, row maxima and row sums (of 8 columns)."""

@@ -15,9 +15,17 @@ from pallas_kernels.flash_attention.spec import AttentionMasks, AttentionSpec
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.tile import LOG2E, row_layout, sum_strips, swizzle_bytes, tiled
 
-from .config import ForwardConfig, exceeds_shared_memory, forward_config, refuse, unsupported
+from .config import (
+    FORWARD_WIDTH,
+    ForwardConfig,
+    exceeds_shared_memory,
+    forward_config,
+    refuse,
+    short_endings,
+    unsupported,
+)
 from .forward_block import ForwardBlock
-from .tiles import geometry_of, pad_rows
+from .tiles import geometry_of, pad_rows, pad_width
 from .token_ids import token_ids
 from .value_sum import ValueSum
 
@@ -52,7 +60,11 @@ def forward(
         UnsupportedError: ``unsupported`` has a reason, or the tiles exceed shared memory.
     """
     refuse(unsupported(spec, masks, q, k, v))
-    config = config or forward_config(q.shape[3], v.shape[3])
+    Hv = v.shape[3]
+    q, k, v = (pad_width(x, FORWARD_WIDTH) for x in (q, k, v))
+    config = config or forward_config(
+        q.shape[3], v.shape[3], short_endings(spec, masks, k.shape[1])
+    )
     refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
     g = geometry_of(q, v)
     q, k, v = (pad_rows(x) for x in (q, k, v))
@@ -64,7 +76,8 @@ def forward(
         g=g, spec=spec, c=config, dtype=q.dtype, q_tile=config.block_q, kv_tile=config.block_kv,
         segmented=bool(ids), sinks=masks.sinks is not None, interpretable=interpretable,
     )  # fmt: skip
-    return kernel.attend_all(operands, padded_queries=q.shape[1])
+    out, lse = kernel.attend_all(operands, padded_queries=q.shape[1])
+    return out[..., :Hv], lse
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +121,9 @@ class _Forward(ForwardBlock):
         """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
         rows = pl.ds(row0, 64)
         q_smem = smem.q_out[0].at[w, pl.ds(0, 64)]
-        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full)
+        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], q_smem, smem.q_full.at[w])
         if self.segmented:
-            plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full)
+            plgpu.copy_gmem_to_smem(gmem.q_ids.at[b, rows], smem.q_ids.at[w], smem.q_full.at[w])
 
     def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
         """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""

@@ -159,8 +159,8 @@ class _Fp8Forward(ForwardBlock):
     def copy_queries(self, gmem, smem, b, n, row0, w) -> None:
         """Starts the copies for 64 queries of warpgroup ``w``, which arrive at ``q_full``."""
         rows = pl.ds(row0, 64)
-        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[w], smem.q_full)
-        plgpu.copy_gmem_to_smem(gmem.q_scale.at[b, n, rows], smem.q_scale.at[w], smem.q_full)
+        plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, n], smem.q.at[w], smem.q_full.at[w])
+        plgpu.copy_gmem_to_smem(gmem.q_scale.at[b, n, rows], smem.q_scale.at[w], smem.q_full.at[w])
 
     def copy_keys(self, gmem, smem, b, kv_head, tile, i) -> None:
         """Starts the copies of key tile ``tile``, the i-th visited, which arrive at ``k_full``."""

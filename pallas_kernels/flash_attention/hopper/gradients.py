@@ -17,9 +17,11 @@ from pallas_kernels.flash_attention.spec import (
 
 from . import backward_by_columns, backward_by_keys, query_gradient
 from .config import BackwardConfig, backward_config, exceeds_shared_memory, refuse, unsupported
+from .tiles import pad_width
 
 WIDEST_BY_KEYS = 128  # wider heads are split over columns
-PADDED = {80: 96}  # its halves must be whole swizzle atoms
+HALVES = 2 * 32
+"""Widths that are split over columns are multiples of it: halves must be whole swizzle atoms."""
 
 
 def backward(
@@ -43,26 +45,23 @@ def backward(
     o = operands
     refuse(unsupported(spec, o.masks, o.q, o.k, o.v))
     H, Hv = o.q.shape[3], o.v.shape[3]
-    width = PADDED.get(H, max(H, Hv))
-    q, k, v, out, d_out = (_pad_width(x, width) for x in (o.q, o.k, o.v, o.out, o.d_out))
+    by_columns = max(H, Hv) > WIDEST_BY_KEYS
+    step = HALVES if by_columns else HALVES // 2
+    q, k, v, out, d_out = (pad_width(x, step) for x in (o.q, o.k, o.v, o.out, o.d_out))
     wide = dataclasses.replace(o, q=q, k=k, v=v, out=out, d_out=d_out)
-    if width > WIDEST_BY_KEYS:
+    if by_columns:
         dq, dk, dv = backward_by_columns.backward(wide, spec=spec)
     else:
-        config = config or backward_config(width, width, o.q.shape[2] // o.k.shape[2])
-        config.check(width)
-        refuse(exceeds_shared_memory(config, width, width))
+        widths = q.shape[3], v.shape[3]
+        config = config or backward_config(*widths, o.q.shape[2] // o.k.shape[2])
+        config.check(widths[0])
+        refuse(exceeds_shared_memory(config, *widths))
         dq, dk, dv = backward_by_keys.backward(wide, spec=spec, config=config)
     if deterministic:
         # Their dK and dV are summed in a fixed order, dQ is not.
         dq = query_gradient.query_gradient(wide, spec=spec)
     d_sinks = None if o.masks.sinks is None else sink_gradient(o)
     return AttentionGradients(dq[..., :H], dk[..., :H], dv[..., :Hv], d_sinks)
-
-
-def _pad_width(x: jax.Array, width: int) -> jax.Array:
-    """Zero columns at the end: they change no score and their gradients are dropped."""
-    return x if x.shape[3] == width else jnp.pad(x, ((0, 0),) * 3 + ((0, width - x.shape[3]),))
 
 
 def sink_gradient(o: BackwardOperands) -> jax.Array:

@@ -37,6 +37,11 @@ class AttentionKernel:
         return -(-self.g.T // self.q_tile)
 
     @property
+    def num_tiles(self) -> int:
+        """Query tiles of all heads."""
+        return self.g.B * self.g.N * self.num_q_tiles
+
+    @property
     def num_k_tiles(self) -> int:
         """Key tiles of a head."""
         return -(-self.g.S // self.kv_tile)
@@ -79,8 +84,7 @@ class AttentionKernel:
         self, operands: dict[str, Any], results: dict[str, Any], *, num_threads: int
     ) -> dict[str, jax.Array]:
         """Runs a block for each query tile of each head."""
-        num_tiles = self.g.B * self.g.N * self.num_q_tiles
-        return self.launch(operands, results, num_tiles=num_tiles, num_threads=num_threads)
+        return self.launch(operands, results, num_tiles=self.num_tiles, num_threads=num_threads)
 
     def probabilities(self, s, lse, *, lse_dim: int):
         """P from scores before their scale; and the soft cap's derivative, None without one."""

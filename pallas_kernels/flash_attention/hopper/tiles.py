@@ -52,6 +52,15 @@ def pad_rows(x: jax.Array) -> jax.Array:
     return x if x.shape[1] % 8 == 0 else jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
 
 
+def pad_width(x: jax.Array, multiple: int) -> jax.Array:
+    """x [B, T, N, H] with H a multiple of a number, by zeros at the end.
+
+    They change no score, and what they come to in results is cut off.
+    """
+    missing = -x.shape[3] % multiple
+    return jnp.pad(x, ((0, 0),) * 3 + ((0, missing),)) if missing else x
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class TileRange:
     """Inner tiles lo..hi to visit, of which full_lo..full_hi need no mask."""

@@ -1,5 +1,7 @@
 """Paged attention for Hopper GPUs: a balanced plan, a kernel that reads pages, one that merges."""
 
+from .append_heads import append_heads_hopper as append_heads_hopper
+from .append_heads import unsupported_append as unsupported_append
 from .forward import paged_attention_hopper as paged_attention_hopper
 from .forward import unsupported as unsupported
 from .plan import plan_pages as plan_pages

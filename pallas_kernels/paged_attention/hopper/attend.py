@@ -120,15 +120,17 @@ class _AttendPages:
         def tiles(*shape: int):
             return plgpu.SMEM(shape, self.dtype, transforms=tiled(swizzle_bytes(shape[-1])))
 
+        # As large as the queries whose place it takes, so that no worker's lies in another's.
         staged = plgpu.SMEM(
-            (compute_groups, ROWS, self.out_width),
+            (c.num_workers * c.num_queries, ROWS * g.H // (2 * self.out_width), self.out_width),
             jnp.float32,
             transforms=tiled(swizzle_bytes(self.out_width, itemsize=4), itemsize=4),
         )
         ring = functools.partial(plgpu.Barrier, num_barriers=slots)
-        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers)
+        each = functools.partial(plgpu.Barrier, num_barriers=c.num_workers * c.num_queries)
+        read = plgpu.Barrier(num_arrivals=c.value_parts, num_barriers=c.num_workers)
         buffers = {
-            "q_out": plgpu.RefUnion(tiles(c.num_workers, ROWS, g.H), staged),
+            "q_out": plgpu.RefUnion(tiles(c.num_workers * c.num_queries, ROWS, g.H), staged),
             "k": tiles(slots, c.block_kv, g.H),
         }
         if not g.latent:
@@ -139,7 +141,7 @@ class _AttendPages:
             "lse": plgpu.SMEM((c.num_workers, ROWS), jnp.float32),
             "q_full": each(num_arrivals=g.tokens),
             "q_empty": each(num_arrivals=c.value_parts),
-            "q_read": each(num_arrivals=c.value_parts),
+            "q_read": read,
             "k_full": ring(num_arrivals=self.pages_per_tile),
             "k_empty": ring(num_arrivals=c.value_parts),
         }
@@ -169,20 +171,25 @@ class _AttendPages:
             self.load(gmem, smem, wg - num_compute)
 
     def each_segment(self, gmem, worker, body) -> None:
-        """Calls ``body(segment, tiles done)`` for this worker's segments in order."""
+        """Calls ``body(segment, tiles done, its queries' place)`` for this worker's segments."""
         number = lax.axis_index("block") * self.c.num_workers + worker
         line = TileLine(
             g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
             ragged_queries=self.ragged_queries,
         )  # fmt: skip
-        line.walk(gmem, number, body)
+        queries = self.c.num_queries
+
+        def placed(segment, done, nth) -> None:
+            body(segment, done, worker * queries + lax.rem(nth, queries))
+
+        line.walk(gmem, number, placed)
 
     def load(self, gmem, smem, worker) -> None:
         """Fills the ring of a worker."""
         g, c = self.g, self.c
 
-        def segment(seg: Segment, done):
-            plgpu.barrier_wait(smem.q_empty.at[worker])
+        def segment(seg: Segment, done, mine):
+            plgpu.barrier_wait(smem.q_empty.at[mine])
             head0 = lax.div(seg.head * g.group, 8) * 8
             token0 = lax.div(seg.tile, g.tiles_per_token) * g.tokens
             if g.tiles_per_token > 1:
@@ -192,8 +199,8 @@ class _AttendPages:
                 token = jnp.minimum(token0 + t, g.T - 1)
                 plgpu.copy_gmem_to_smem(
                     gmem.q.at[seg.row, token, pl.ds(head0, rows)],
-                    smem.q_out[0].at[worker, pl.ds(t * g.span, rows)],
-                    smem.q_full.at[worker],
+                    smem.q_out[0].at[mine, pl.ds(t * g.span, rows)],
+                    smem.q_full.at[mine],
                 )
 
             def step(i, _):
@@ -208,7 +215,8 @@ class _AttendPages:
             lax.fori_loop(0, seg.count, step, None)
 
         self.each_segment(gmem, worker, segment)
-        plgpu.barrier_wait(smem.q_empty.at[worker])
+        for i in range(c.num_queries):
+            plgpu.barrier_wait(smem.q_empty.at[worker * c.num_queries + i])
         for i in range(c.num_stages):
             slot = worker * c.num_stages + i
             plgpu.barrier_wait(smem.k_empty.at[slot])
@@ -244,32 +252,33 @@ class _AttendPages:
     def compute(self, gmem, smem, worker, part: int) -> None:
         """Attention of a worker's segments."""
         c = self.c
-        plgpu.barrier_arrive(smem.q_empty.at[worker])
+        for i in range(c.num_queries):
+            plgpu.barrier_arrive(smem.q_empty.at[worker * c.num_queries + i])
         for i in range(c.num_stages):
             slot = worker * c.num_stages + i
             plgpu.barrier_arrive(smem.k_empty.at[slot])
             if not self.g.latent:
                 plgpu.barrier_arrive(smem.v_empty.at[slot])
 
-        def segment(seg: Segment, done):
-            plgpu.barrier_wait(smem.q_full.at[worker])
-            attend = functools.partial(self.attend, smem, worker, part, seg, done)
+        def segment(seg: Segment, done, mine):
+            plgpu.barrier_wait(smem.q_full.at[mine])
+            attend = functools.partial(self.attend, smem, worker, mine, part, seg, done)
             if self.interpretable:
                 o, peak, total = attend(None)
             else:
                 o, peak, total = pl.run_scoped(
                     attend, plgpu.ACC((ROWS, self.part_width), jnp.float32)
                 )
-            self.leave(gmem, smem, worker, part, seg, o, peak, total)
+            self.leave(gmem, smem, worker, mine, part, seg, o, peak, total)
 
         self.each_segment(gmem, worker, segment)
         plgpu.wait_smem_to_gmem(0)
 
-    def attend(self, smem, worker, part: int, seg: Segment, done, acc):
+    def attend(self, smem, worker, mine, part: int, seg: Segment, done, acc):
         """The loop over a segment's tiles: unnormalized output, row maxima, row sums."""
         c, key_start, key_stop = self.c, seg.extent.begin, seg.extent.end
         positions = positions_less_columns(seg, self.g)
-        q_smem = smem.q_out[0].at[worker]
+        q_smem = smem.q_out[0].at[mine]
         columns = pl.ds(part * self.part_width, self.part_width)
 
         def step(i, carry):
@@ -327,7 +336,7 @@ class _AttendPages:
         new = pl.run_scoped(product, plgpu.ACC((ROWS, self.part_width), jnp.float32))
         return [o[0] * lax.broadcast_in_dim(alpha, new.shape, [0]) + new]
 
-    def leave(self, gmem, smem, worker, part: int, seg: Segment, o, peak, total) -> None:
+    def leave(self, gmem, smem, worker, mine, part: int, seg: Segment, o, peak, total) -> None:
         """Normalizes a segment's result and copies it out."""
         g, c = self.g, self.c
         factor = jnp.where(total == 0.0, 0.0, 1.0 / total)
@@ -337,7 +346,7 @@ class _AttendPages:
         if c.value_parts > 1:  # the other may still multiply with the queries
             plgpu.barrier_arrive(smem.q_read.at[worker])
             plgpu.barrier_wait(smem.q_read.at[worker])
-        staged = smem.q_out[1].at[worker * c.value_parts + part]
+        staged = smem.q_out[1].at[mine, pl.ds(part * ROWS, ROWS)]
         for column in range(0, self.part_width, self.out_width):
             staged[...] = lax.slice(o, (0, column), (ROWS, column + self.out_width))
             plgpu.commit_smem()
@@ -348,4 +357,4 @@ class _AttendPages:
             if part == 0 and column == 0:
                 plgpu.copy_smem_to_gmem(smem.lse.at[worker], gmem.lse.at[seg.partial])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(smem.q_empty.at[worker])
+        plgpu.barrier_arrive(smem.q_empty.at[mine])

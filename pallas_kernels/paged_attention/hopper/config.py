@@ -24,6 +24,7 @@ class PagedConfig:
     block_kv: int = 64  # keys of a tile
     num_stages: int = 3  # tiles of keys, and of values, in flight for each worker
     num_workers: int = 2
+    num_queries: int = 1  # query tiles of a worker: of two, one comes while the other's part leaves
     value_parts: int = 1  # compute warpgroups of a worker, each with a part of the values' columns
     teams: bool = True  # workers side by side read the same pages, each for another kv head
     num_blocks: int = NUM_PROCESSORS
@@ -40,7 +41,7 @@ class PagedConfig:
         """Shared memory of a block, 16-bit operands."""
         values = 0 if layout.latent else layout.V
         ring = self.num_stages * self.block_kv * (layout.H + values)
-        per_worker = 2 * (ring + ROWS * layout.H) + 4 * ROWS
+        per_worker = 2 * (ring + self.num_queries * ROWS * layout.H) + 4 * ROWS
         return self.num_workers * per_worker + BARRIER_BYTES
 
 

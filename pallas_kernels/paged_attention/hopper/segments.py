@@ -38,7 +38,7 @@ class TileLine:
     ragged_queries: bool
 
     def walk(self, gmem, worker, body) -> None:
-        """Calls ``body(segment, tiles done)`` for the segments of a worker, of all blocks'."""
+        """Calls ``body(segment, tiles done, segments done)`` for a worker's, of all blocks'."""
         g, c = self.g, self.c
         members = c.team(g)
         head_blocks = g.K // members
@@ -47,12 +47,16 @@ class TileLine:
         start, stop = (piece_start(team + i, total, num_teams) for i in (0, 1))
 
         def tiles_of(entry):
+            if g.num_entries == 1:  # nothing to look up: a read less in a chain of them
+                return jnp.int32(0), lax.div(total, head_blocks)
             before = gmem.before[entry]
             return before, lax.div(gmem.before[entry + 1] - before, head_blocks)
 
         def step(carry):
-            s, at, done = carry
+            s, at, done, nth = carry
             entry, block = lax.div(s, head_blocks), lax.rem(s, head_blocks)
+            if g.num_entries == 1:
+                entry = jnp.int32(0)
             before, tiles = tiles_of(entry)
             lo = at - before - block * tiles
             count = jnp.minimum(tiles - lo, stop - at)
@@ -68,11 +72,13 @@ class TileLine:
                 first=lax.div(extent.begin, c.block_kv) + lo,
                 count=count,
             )
-            pl.when(count > 0)(lambda: body(segment, done))
-            return s + 1, at + count, done + count
+            pl.when(count > 0)(lambda: body(segment, done, nth))
+            return s + 1, at + count, done + count, nth + (count > 0).astype(jnp.int32)
 
-        entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
+        entry = jnp.int32(0)
+        if g.num_entries > 1:
+            entry = jnp.minimum(gmem.starts[team], g.num_entries - 1)
         before, tiles = tiles_of(entry)
         block = lax.div(start - before, jnp.maximum(tiles, 1))
-        carry = entry * head_blocks + block, start, jnp.int32(0)
+        carry = entry * head_blocks + block, start, jnp.int32(0), jnp.int32(0)
         lax.while_loop(lambda carry: carry[1] < stop, step, carry)

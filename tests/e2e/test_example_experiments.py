@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "experiments" / "copy"
+SCRIPTS = ROOT / "experiments" / "examples"
 SMALL = [
     "model.vocab_size=300",
     "model.model_dim=16",
@@ -34,7 +34,7 @@ FIGURES = {
 def run(module: str, *words: object, place: Path, devices: int = 1) -> str:
     env = {**os.environ, "XDG_CACHE_HOME": str(place / "cache")}
     env |= {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", f"experiments.copy.{module}", *map(str, words)]
+    command = [sys.executable, "-m", f"experiments.examples.{module}", *map(str, words)]
     done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -62,7 +62,7 @@ def test_an_experiment_is_a_page(path):
 def test_an_experiment_has_a_page(path):
     """Short, with what was printed and a picture; the lines it quotes are the script's."""
     page = (ROOT / "docs" / "experiments" / f"{path.stem}.md").read_text()
-    results = ROOT / "experiments" / "results" / "copied-experiments-cpu.json"
+    results = ROOT / "experiments" / "results" / "example-experiments-cpu.json"
     measured = json.loads(results.read_text())["experiments"][path.stem]
     assert len(page.splitlines()) <= 60
     assert f"```\n{measured['command']}\n" in page

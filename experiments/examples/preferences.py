@@ -1,6 +1,6 @@
 """Do pairs of answers teach a preference, with a reference model and without?
 
-    python -m experiments.copy.preferences --steps 30 --out runs/preferences
+    python -m experiments.examples.preferences --steps 30 --out runs/preferences
 
 Trains a model, then goes on from it three times on the same pairs of answers, an exact one before a
 vague one: with DPO (Rafailov et al. 2023), SimPO (Meng et al. 2024) and ORPO (Hong et al. 2024).

@@ -1,6 +1,6 @@
 """How many GPUs train an 8B model on 200 billion tokens within a week?
 
-    python -m experiments.copy.planning --days 7
+    python -m experiments.examples.planning --days 7
 
 Plans 32 to 512 H100s and stops at the first number that is fast enough. Nothing is run: a plan is
 arithmetic over the model's own parameters, and takes seconds. What to conclude: the last number of

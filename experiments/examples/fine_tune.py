@@ -1,6 +1,6 @@
 """Does a model learn my data by adapters alone?
 
-    python -m experiments.copy.fine_tune --steps 100 --out runs/fine-tune
+    python -m experiments.examples.fine_tune --steps 100 --out runs/fine-tune
 
 Starts from a trained model (one is trained here where none is named), freezes it, and trains
 adapters of rank 8 on other texts; prints the loss on these texts before and after. What to

@@ -1,7 +1,7 @@
 """Where does a step's time go?
 
-    python -m experiments.copy.explain_profile RUN    # trained with --profile 20:23
-    python -m experiments.copy.explain_profile        # the example that ships: four H200s
+    python -m experiments.examples.explain_profile RUN    # trained with --profile 20:23
+    python -m experiments.examples.explain_profile        # the example that ships: four H200s
 
 Reads a profile and prints what delays a step, the longest first. What to conclude: a collective
 counts only where nothing hides it, so its share is what a better overlap could win at most; "idle"

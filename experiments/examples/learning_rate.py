@@ -1,6 +1,6 @@
 """Which learning rate?
 
-    python -m experiments.copy.learning_rate --steps 200 --out runs/rates
+    python -m experiments.examples.learning_rate --steps 200 --out runs/rates
 
 A short run at the preset's rate, at a quarter and a half of it, at two and four times it. What to
 conclude: take the largest rate on the flat of the curve; short runs favour larger rates than long

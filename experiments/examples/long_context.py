@@ -1,6 +1,6 @@
 """Is a sequence over four devices the same run?
 
-    python -m experiments.copy.long_context --steps 20 --out runs/long
+    python -m experiments.examples.long_context --steps 20 --out runs/long
 
 One run on one device, one with its sequences split over ``context=4``: every device holds a
 quarter of the tokens, and keys travel round. What to conclude: losses agree to rounding, so the

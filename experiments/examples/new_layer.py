@@ -1,6 +1,6 @@
 """Is a running mean enough of a mixer?
 
-    python -m experiments.copy.new_layer --steps 200 --out runs/new-layer
+    python -m experiments.examples.new_layer --steps 200 --out runs/new-layer
 
 A layer of one's own takes the place of attention: a mean of what came before, with a learned decay
 per channel. What to conclude: the difference is what attention brings, with its parameters.

@@ -1,6 +1,6 @@
 """Do windows in every second layer cost quality?
 
-    python -m experiments.copy.ablation --steps 200 --out runs/ablation
+    python -m experiments.examples.ablation --steps 200 --out runs/ablation
 
 Two models that differ in one thing, three seeds each. What to conclude: where the error bars of
 the curves overlap, the difference is within what the seed decides; more seeds or steps may tell.

@@ -1,0 +1,149 @@
+"""The kernel that turns queries and keys and puts keys and values into pages, in place.
+
+One pass over the packed product of a layer, where the compiler makes four small ones: queries
+turned, keys turned, and a scatter for each pool. A block has four heads of one token, a warp each.
+
+Dims: A token of all rows, N query heads, K kv heads, H width, R turned pair, P page, S slot.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common import device
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import LANES, WARPS
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.rows.config import tile_layout
+
+from .forward import DTYPES
+
+
+def unsupported_append(heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Array, ...]) -> str:
+    """Why the kernel cannot take this call; empty if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+    if heads.dtype.name not in DTYPES or k_pages.dtype != heads.dtype:
+        return f"heads {heads.dtype} and pages {k_pages.dtype} are not one of {', '.join(DTYPES)}"
+    num_heads, width = heads.shape[-2:]
+    num_kv_heads = k_pages.shape[2]
+    if num_heads % WARPS or num_kv_heads % WARPS:
+        return f"{num_heads} heads, {num_kv_heads} of them keys', are not multiples of {WARPS}"
+    if 2 * rope[0].shape[-1] != width or width % (2 * LANES):
+        return f"{2 * rope[0].shape[-1]} of {width} columns turn; all must, in multiples of 64"
+    if width // 2 // LANES not in (1, 2, 4):
+        return f"heads of {width} columns are none of 64, 128, 256"
+    return ""
+
+
+def append_heads_hopper(
+    heads_BTNH: jax.Array,
+    k_PSKH: jax.Array,
+    v_PSKH: jax.Array,
+    tables_BM: jax.Array,
+    positions_BT: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As the portable form, of a call of which ``unsupported_append`` says nothing."""
+    batch, length, num_heads, width = heads_BTNH.shape
+    num_kv_heads = k_PSKH.shape[2]
+    tokens = batch * length
+    cos_AR, sin_AR = (
+        jnp.broadcast_to(x, (batch, length, width // 2)).reshape(tokens, -1) for x in rope
+    )
+    kernel = _AppendHeads(
+        N=num_heads - 2 * num_kv_heads, K=num_kv_heads, H=width, T=length, dtype=heads_BTNH.dtype
+    )
+    # References, which the kernel writes into: what it leaves is not copied.
+    k_ref, v_ref = jax.new_ref(k_PSKH), jax.new_ref(v_PSKH)
+    found = launch(
+        kernel.run,
+        operands={
+            "heads": heads_BTNH.reshape(tokens, num_heads, width), "cos": cos_AR, "sin": sin_AR,
+            "tables": tables_BM, "positions": positions_BT.reshape(tokens), "k": k_ref, "v": v_ref,
+        },
+        results={"q": jax.ShapeDtypeStruct((tokens, kernel.N, width), heads_BTNH.dtype)},
+        scratch={},
+        grid=(tokens, num_heads // WARPS),
+        grid_names=("token", "part"),
+        num_threads=1,
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )  # fmt: skip
+    q_BTNH = found["q"].reshape(batch, length, kernel.N, width)
+    return q_BTNH, jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _AppendHeads:
+    """The kernel of one call."""
+
+    N: int
+    K: int
+    H: int
+    T: int
+    dtype: jnp.dtype
+
+    def run(self, gmem, smem) -> None:
+        """One block: four heads of a token."""
+        del smem
+        token = lax.axis_index("token")
+        first = lax.axis_index("part") * WARPS
+        size, width = gmem.k.shape[1], gmem.tables.shape[1]
+        position = gmem.positions[token]
+        place = lax.div(jnp.maximum(position, 0), size)
+        page = gmem.tables[lax.div(token, self.T), jnp.minimum(place, width - 1)]
+        slot = lax.rem(jnp.maximum(position, 0), size)
+        is_kept = (position >= 0) & (place < width) & (page >= 0)
+        page = jnp.maximum(page, 0)
+        columns = [pl.ds(0, self.H // 2), pl.ds(self.H // 2, self.H // 2)]
+        halves = [
+            plgpu.load(
+                gmem.heads.at[token, pl.ds(first, WARPS), each],
+                layout=self.layout, optimized=False,
+            )
+            for each in columns
+        ]  # fmt: skip
+
+        def leave(turned: bool, write) -> None:
+            for each, half in zip(columns, self.turned(gmem, token, halves, turned), strict=True):
+                write(each, half)
+
+        def to_queries(each, half) -> None:
+            gmem.q[token, pl.ds(first, WARPS), each] = half
+
+        def to_pages(pages, before: int, each, half) -> None:
+            pages[page, slot, pl.ds(first - before, WARPS), each] = half
+
+        pl.when(first < self.N)(lambda: leave(True, to_queries))
+        is_key = (first >= self.N) & (first < self.N + self.K)
+        to_keys = functools.partial(to_pages, gmem.k, self.N)
+        pl.when(is_kept & is_key)(lambda: leave(True, to_keys))
+        is_value = first >= self.N + self.K
+        to_values = functools.partial(to_pages, gmem.v, self.N + self.K)
+        pl.when(is_kept & is_value)(lambda: leave(False, to_values))
+
+    @property
+    def layout(self):
+        """Four heads, one a warp."""
+        return tile_layout(self.H // 2 // LANES)
+
+    def turned(self, gmem, token, halves, is_turned: bool):
+        """Both halves of the heads, turned in fp32 or as they are."""
+        if not is_turned:
+            return halves
+        first, second = (half.astype(jnp.float32) for half in halves)
+        cos, sin = (
+            lax.broadcast_in_dim(
+                plgpu.load(x.at[token], layout=self.layout.reduce(0), optimized=False),
+                first.shape,
+                [1],
+            )
+            for x in (gmem.cos, gmem.sin)
+        )
+        pair = first * cos - second * sin, second * cos + first * sin
+        return [half.astype(self.dtype) for half in pair]

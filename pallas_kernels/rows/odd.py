@@ -1,0 +1,265 @@
+"""Rows of lengths that nothing divides, through a Hopper GPU: straight from and to global memory.
+
+Such rows begin anywhere, where the copy engine cannot: every thread reads and writes as many
+columns at once as divide the length, a single one if it must. The warpgroups of a row take its
+tiles in turn, and the last tile begins so early that it ends where the row does: the columns that
+it shares with the tile before count once, and are written twice, the same. What is read stays in
+registers, or in shared memory where only the thread that put it there looks; what fits in neither
+is read again. A row is a block, and the hardware runs several side by side: while one reduces,
+others load and store. With sums over rows a block goes from row to row.
+
+Dims: R row, C column, A part of a tile, a warp's, M column of a part, P warpgroup of a row.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPS
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.registers import write_registers
+
+from .config import Odd, lane_layout, tile_layout
+from .formula import Formula, Parts, RowCall, compiler_params, to_columns
+from .smem import REDUCTION_BYTES, TURNS, odd_scratch
+
+
+def odd_rows(
+    formula: Formula,
+    inputs_RC: Sequence[jax.Array],
+    *,
+    config: Odd,
+    vectors_C: Sequence[jax.Array] = (),
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Results and partial sums; arguments as in ``apply.apply_rows``."""
+    formula = formula.apart or formula
+    assert formula.neutral is not None, "columns that must not count have no value in this formula"
+    (num_rows, columns), dtype = inputs_RC[0].shape, inputs_RC[0].dtype
+    num_workers = min(config.most_workers, num_rows) if formula.num_sums else num_rows
+    sums = (num_workers, config.tiles, config.warpgroups, WARPS, config.tile)
+    found = launch(
+        functools.partial(_run, formula, config, (num_rows, num_workers, columns)),
+        operands={
+            "inputs": [x.reshape(-1) for x in inputs_RC],
+            "vectors": list(vectors_C),
+        },
+        results={
+            "results": [
+                jax.ShapeDtypeStruct((num_rows * columns,), each) for each in formula.dtypes(dtype)
+            ],
+            "sums": [jax.ShapeDtypeStruct(sums, jnp.float32)] * formula.num_sums,
+        },
+        scratch=odd_scratch(config, RowCall.of(formula, inputs_RC, vectors_C)),
+        grid=(num_workers,),
+        grid_names=("worker",),
+        num_threads=config.warpgroups,
+        compiler_params=compiler_params(dtype, REDUCTION_BYTES),
+    )
+    results = tuple(x.reshape(num_rows, columns) for x in found["results"])
+    return results, tuple(_whole(x, columns) for x in found["sums"])
+
+
+def _whole(sums_NTPAM: jax.Array, columns: int) -> jax.Array:
+    """Sums of tiles, T tiles of P warpgroups in order, as those of columns: [N, C]."""
+    tile = sums_NTPAM.shape[-2] * sums_NTPAM.shape[-1]
+    flat = sums_NTPAM.reshape(sums_NTPAM.shape[0], -1)
+    before = (-(-columns // tile) - 1) * tile
+    last = flat[:, before : before + tile]
+    return jnp.concatenate([flat[:, :before], last[:, tile - (columns - before) :]], axis=1)
+
+
+def _run(f: Formula, c: Odd, sizes: tuple[int, int, int], gmem, smem) -> None:
+    """One warpgroup: its rows, one after another."""
+    num_rows, num_workers, columns = sizes
+    worker = lax.axis_index("worker")
+    row = _Row(f, c, columns, gmem, smem)
+    if not f.num_sums:
+        row.work(worker, jnp.int32(0), ())
+        return
+    zero = plgpu.layout_cast(jnp.zeros((WARPS, c.tile), jnp.float32), tile_layout(c.vector))
+    count = lax.div(num_rows - worker + num_workers - 1, num_workers)
+
+    def step(i, sums):
+        return row.work(worker + i * num_workers, i, sums)
+
+    sums = lax.fori_loop(0, count, step, (zero,) * (f.num_sums * c.tiles))
+    for k, value in enumerate(sums):
+        i, j = divmod(k, f.num_sums)
+        write_registers(value, gmem.sums[j].at[worker, i, row.wg])
+
+
+class _Row:
+    """What a warpgroup does with one row; the methods are traced once."""
+
+    def __init__(self, f: Formula, c: Odd, columns: int, gmem, smem):
+        self.f, self.c, self.columns, self.gmem, self.smem = f, c, columns, gmem, smem
+        self.wg = lax.axis_index("wg")
+        self.layout = tile_layout(c.vector)
+        self.shape = (WARPS, c.tile)
+
+    def place(self, i):
+        """Where the i-th tile of this warpgroup begins, and its first column that counts."""
+        wanted = (i * self.c.warpgroups + self.wg) * self.c.columns
+        start = jnp.minimum(wanted, self.columns - self.c.columns)
+        start = pl.multiple_of(start, self.c.vector)
+        return start, wanted - start
+
+    def own(self, x, first, fill):
+        """x [A, M] in the columns from ``first`` on, ``fill`` before."""
+        warp, column = (
+            plgpu.broadcasted_iota(jnp.int32, self.shape, dim, layout=self.layout) for dim in (0, 1)
+        )
+        return jnp.where(warp * self.c.tile + column >= first, x, fill)
+
+    def read(self, ref, row, start):
+        """A tile [A, M] of a row."""
+        place = self.tile(ref, row, start)
+        if self.c.interpretable:
+            return place[...].reshape(self.shape)
+        return plgpu.load(place.reshape(self.shape), layout=self.layout, optimized=False)
+
+    def write(self, value, ref, row, start):
+        """A tile [A, M] of a row."""
+        place = self.tile(ref, row, start)
+        if self.c.interpretable:
+            place[...] = value.reshape(-1)
+        else:
+            write_registers(value, place.reshape(self.shape))
+
+    def tile(self, ref, row, start):
+        """The place of a tile in rows that lie one after another."""
+        start = pl.multiple_of(row * self.columns + start, self.c.vector)
+        return ref.at[pl.ds(start, self.c.columns)]
+
+    def vectors(self, start):
+        """Loads vectors of a tile."""
+        return lambda j: self.read(self.gmem.vectors[j], 0, start)
+
+    def fold(self, tiles, i, *, whole: bool, totals=()):
+        """The numbers of the i-th tile, given its inputs; of a second turn, given totals."""
+        start, first = self.place(i)
+        neutral = self.f.neutral
+        assert neutral is not None
+        if totals:  # the first is the mean, from which the mean is apart by nothing
+            neutral = (totals[0], *neutral[1:])
+
+        def load(j):
+            x = tiles[j].astype(jnp.float32)
+            return x if whole else self.own(x, first, neutral[j])
+
+        if totals:
+            assert self.f.again is not None
+            return self.f.again.fold(load, self.vectors(start), totals)
+        return self.f.fold(load, self.vectors(start))
+
+    def merge(self, i, numbers, more, totals=()):
+        """The numbers of i tiles and of one more."""
+        if totals:
+            assert self.f.again is not None
+            return self.f.again.merge(numbers, more)
+        return self.f.merge(i, self.c.tile, numbers, more)
+
+    def finish(self, tiles, row, i, totals):
+        """Writes the results of the i-th tile; what is summed over rows."""
+        start, first = self.place(i)
+        load = lambda j: tiles[j].astype(jnp.float32)  # noqa: E731
+        results, addends = self.f.finish(load, self.vectors(start), totals)
+        for out, result in zip(self.gmem.results, results, strict=True):
+            self.write(result.astype(out.dtype), out, row, start)
+        return [self.own(x, first, 0.0) for x in addends]
+
+    def work(self, row, turn, sums):
+        """One row; the sums with its own added."""
+        if self.c.in_memory:
+            return self.by_memory(row, turn)
+        c = self.c
+        tiles = [
+            [self.read(x, row, self.place(i)[0]) for x in self.gmem.inputs] for i in range(c.tiles)
+        ]
+
+        def numbers(totals=()):
+            found = ()
+            for i in range(c.tiles):
+                more = self.fold(tiles[i], i, whole=i < c.tiles - 1, totals=totals)
+                found = self.merge(i, found, more, totals) if i else more
+            return found
+
+        totals = self.together(turn, numbers)
+        added = []
+        for i in range(c.tiles):
+            added += self.finish(tiles[i], row, i, totals)
+        return tuple(a + b for a, b in zip(sums, added, strict=True))
+
+    def by_memory(self, row, turn):
+        """One row, of which the last tiles stay in shared memory; the others are read again, from
+        L2 as far as those of all rows at work fit there.
+        """
+        c, gmem, smem = self.c, self.gmem, self.smem
+        held = [getattr(smem, f"held{j}").at[self.wg] for j in range(len(gmem.inputs))]
+        again = c.tiles - c.in_memory  # tiles before those that stay
+
+        def read(i):
+            return [self.read(x, row, self.place(i)[0]) for x in gmem.inputs]
+
+        def kept(i):
+            refs = [ref.at[i - again] for ref in held]
+            return [plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs]
+
+        def look(i, *, stays, whole, totals):
+            tiles = kept(i) if totals and stays else read(i)
+            if stays and not totals:
+                for x, ref in zip(tiles, held, strict=True):
+                    write_registers(x, ref.at[i - again])
+            return self.fold(tiles, i, whole=whole, totals=totals)
+
+        def numbers(totals=()):
+            def merge(i, found, *, stays, whole=True):
+                more = look(i, stays=stays, whole=whole, totals=totals)
+                return self.merge(i, found, more, totals)
+
+            last = c.tiles - 1
+            found = look(jnp.int32(0), stays=again == 0, whole=last > 0, totals=totals)
+            found = lax.fori_loop(1, again, functools.partial(merge, stays=False), found)
+            stay = functools.partial(merge, stays=True)
+            found = lax.fori_loop(max(again, 1), last, stay, found)
+            return stay(jnp.int32(last), found, whole=False) if last else found
+
+        totals = self.together(turn, numbers)
+
+        def finish(i, _, tiles):
+            self.finish(tiles(i), row, i, totals)
+            return ()
+
+        lax.fori_loop(0, again, functools.partial(finish, tiles=read), ())
+        return lax.fori_loop(again, c.tiles, functools.partial(finish, tiles=kept), ())
+
+    def together(self, turn, numbers):
+        """Totals [A, M] of the row, from the numbers of all its warpgroups in each turn over it."""
+        f = self.f
+        found = f.join(Parts(whole=False), *self.exchange(turn * f.num_turns, numbers()))
+        totals = [to_columns(x, self.shape) for x in found]
+        if f.again is None:
+            return totals
+        more = self.exchange(turn * f.num_turns + 1, numbers(totals))
+        found = f.again.join(Parts(whole=False), *more)
+        return totals + [to_columns(x, self.shape) for x in found]
+
+    def exchange(self, turn, numbers):
+        """The numbers of all warps of the row, [P] each."""
+        c, smem = self.c, self.smem
+        slot, barrier = lax.rem(turn, TURNS), smem.exchanged.at[lax.rem(turn, 2)]
+        for j, number_A in enumerate(numbers):
+            smem.numbers[slot, j, pl.ds(self.wg * WARPS, WARPS)] = number_A
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+        layout = lane_layout(c.warpgroups * WARPS)
+        return [
+            plgpu.load(smem.numbers.at[slot, j], layout=layout, optimized=False)
+            for j in range(len(numbers))
+        ]

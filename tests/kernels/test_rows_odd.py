@@ -1,0 +1,139 @@
+"""Rows that nothing divides: the kernels in the interpreter, against float64, and their tiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.bench import memory_random
+from pallas_kernels import layer_norm, rms_norm, softmax
+from pallas_kernels.common import device
+from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.rows import apply
+from pallas_kernels.rows.choice import config_for
+from pallas_kernels.rows.config import Odd
+from pallas_kernels.rows.odd import _whole
+from pallas_kernels.rows.smem import REDUCTION_BYTES, smem_bytes
+from pallas_kernels.softmax import hopper
+from tests.kernels import test_norm as norms
+from tests.kernels.row_cases import interpreted_hopper, num_kernels
+from tests.kernels.test_rows_choice import calls
+from tests.kernels.test_softmax import exact_gradient, exact_softmax, inputs, wide
+from tests.rounding import Rounded
+from tests.tolerance import assert_within_rounding
+
+COLUMNS = 701
+FORMS = {
+    "registers": Odd(warpgroups=2, tile=64, tiles=2, most_workers=2, interpretable=True),
+    "memory": Odd(warpgroups=2, tile=32, tiles=3, in_memory=3, interpretable=True),
+    "read again": Odd(warpgroups=1, tile=32, tiles=6, in_memory=2, interpretable=True),
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(c, id=name, marks=[SLOW] * (name != "read again")) for name, c in FORMS.items()],
+)
+def test_softmaxes_are_no_worse_than_the_plain_form(config):
+    x, d_y = inputs((3, COLUMNS))
+    x = x.at[1, :400].set(-jnp.inf)
+    y = softmax(x, implementation="reference")
+    with interpreted_hopper():
+        got = (
+            hopper.softmax(x, config=config),
+            hopper.softmax_gradient(y, d_y, config=config),
+            hopper.log_softmax_gradient(x, d_y, config=config),
+        )
+    softmaxed, d = exact_softmax(x), Rounded(wide(d_y))
+    oracle = (
+        softmaxed,
+        exact_gradient(Rounded(wide(y)), d),
+        d - softmaxed * d.sum(axis=-1, keepdims=True),
+    )
+    assert_within_rounding(got, oracle)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"f": layer_norm},
+        pytest.param({"f": rms_norm}, marks=SLOW),
+        pytest.param({"f": rms_norm, "residual": True}, marks=SLOW),
+    ],
+    ids=["layer_norm", "rms_norm", "rms_norm+residual"],
+)
+def test_norms_are_no_worse_than_the_plain_form(monkeypatch, form):
+    """Two blocks for three rows: sums go from row to row, and from tile to column."""
+    monkeypatch.setattr(apply, "config_for", lambda *_: FORMS["registers"])
+    case = norms.inputs((3, COLUMNS))
+    with interpreted_hopper():
+        got = norms.evaluate(*case, **form, implementation="hopper")
+    assert_within_rounding(got, norms.exact(*case, **form))
+
+
+@pytest.mark.parametrize("columns", [128, 701, 1024, 1025])
+def test_sums_of_tiles_become_those_of_columns(columns):
+    """The last of 128 columns a tile overlaps: its first sums are 0, as the kernel leaves them."""
+    tiles = -(-columns // 128)
+    begin = [min(128 * i, columns - 128) for i in range(tiles)]
+    sums = np.zeros((2, tiles + 1, 1, 4, 32), np.float32)
+    for i, start in enumerate(begin):
+        value = np.arange(start, start + 128.0)
+        sums[:, i] = np.where(value >= 128 * i, value, 0.0).reshape(4, 32)
+    assert (np.asarray(_whole(jnp.asarray(sums), columns)) == np.arange(columns)).all()
+
+
+def test_every_odd_length_fits():
+    """A form for each call that can leave columns out, within shared memory."""
+    rng = np.random.default_rng(0)
+    lengths = (128, 129, 1000, 8193, 50257, 262143, *rng.integers(128, 262144, 10).tolist())
+    for columns in lengths:
+        for name, call in calls(columns).items():
+            try:
+                config = config_for(4096, call)
+            except UnsupportedError:
+                lacks = call.num_masks or not call.over_inputs or not call.has_neutral
+                assert call.num_sums or lacks, (columns, name)
+                continue
+            if isinstance(config, Odd):
+                assert smem_bytes(config, call) + REDUCTION_BYTES <= SMEM_BYTES, (columns, name)
+                reach = config.tiles * config.warpgroups * config.columns
+                assert config.columns <= columns <= reach, (columns, name)
+                assert columns % config.vector == 0
+
+
+@pytest.mark.parametrize("columns", [5001, pytest.param(100003, marks=SLOW)])
+def test_the_real_form_lowers(columns):
+    x = jax.ShapeDtypeStruct((8, columns), jnp.bfloat16)
+    assert num_kernels(functools.partial(softmax, implementation="hopper"), x) == 1
+
+
+def test_a_layer_norm_with_a_residual_is_refused():
+    x, vector = jax.ShapeDtypeStruct((8, 5001), jnp.bfloat16), jnp.ones(5001)
+    f = functools.partial(layer_norm, implementation="hopper")
+    with device.compiling_for(device.H200), pytest.raises(UnsupportedError, match="5001 columns"):
+        jax.eval_shape(lambda x: f(x, vector, vector, residual=x, epsilon=1e-5), x)
+
+
+def test_random_shapes_and_their_summary():
+    shapes = memory_random.drawn(40, 1)
+    assert shapes == memory_random.drawn(40, 1)
+    assert {name for _, names in shapes for name in names} == set(memory_random.MEASURED)
+    for workload, _ in shapes:
+        assert memory_random.SHORTEST <= workload.columns <= memory_random.LONGEST
+        size = 2 * workload.rows * workload.columns
+        assert 0.9 * memory_random.SMALLEST < size < 1.1 * memory_random.LARGEST
+    rows = [
+        {"name": "softmax 8x1001 hopper", "ms": 1.0, "of_copy": 0.9},
+        {"name": "softmax 8x1001 xla", "ms": 2.0, "of_copy": 0.45},
+        {"name": "rms_norm 8x1001 hopper", "ms": 1.0, "of_copy": 0.6},
+        {"name": "rms_norm 8x1001 xla", "ms": 1.02, "of_copy": 0.5},
+    ]
+    found = memory_random.summary(rows)
+    assert found["cases"]["softmax 8x1001"] == {"auto": "hopper", "of_copy": 0.9, "xla": 0.45}
+    assert found["cases"]["rms_norm 8x1001"]["auto"] == "xla"  # less than 1.03 times as fast
+    assert (found["held"], found["of"]) == (1, 2)

@@ -1,0 +1,66 @@
+"""The shapes that attention is swept over, and what is said of their times."""
+
+import pytest
+
+from experiments.bench import attention_sweep as sweep
+from experiments.bench import attention_table
+from pallas_kernels.common import device
+from pallas_kernels.flash_attention import dispatch
+
+ROW = {
+    "name": "b1 s4096 h8/2 d128/128 causal", "B": 1, "T": 4096, "N": 8, "K": 2, "H": 128,
+    "Hv": 128, "mask": "causal", "window": None, "auto": "hopper",
+    "ms": {"fwd": {"hopper": 1.0, "cudnn": 1.2}, "fwd+bwd": {"hopper": 4.0, "cudnn": 3.0}},
+}  # fmt: skip
+
+
+def test_drawn_shapes_repeat_and_stay_within_bounds():
+    shapes = sweep.draw(1, 200)
+    assert shapes[:50] == sweep.draw(1, 50)
+    assert shapes != sweep.draw(2, 200)
+    assert {(shape.H, shape.Hv) for shape in shapes} == set(sweep.WIDTHS)
+    assert {shape.mask for shape in shapes} == {"full", "causal", "window"}
+    for shape in shapes:
+        assert shape.flop <= sweep.LARGEST_FLOP, shape.name
+        assert shape.size <= sweep.POOL, shape.name
+        assert 128 <= shape.T <= 32768, shape.name
+        assert shape.N % shape.K == 0, shape.name
+        assert (shape.window or 0) < shape.T
+
+
+def test_flop_counts_what_is_seen():
+    shape = sweep.Shape(B=1, T=4, N=1, K=1, H=8, Hv=8, mask="full")
+    assert shape.flop == 2 * 16 * 16
+    causal = sweep.Shape(B=1, T=4, N=1, K=1, H=8, Hv=8, mask="causal")
+    assert causal.flop == 2 * 10 * 16  # 1 + 2 + 3 + 4 keys
+    window = sweep.Shape(B=1, T=4, N=1, K=1, H=8, Hv=8, mask="window", window=2)
+    assert window.flop == 2 * 7 * 16  # 1 + 2 + 2 + 2
+
+
+def test_a_row_is_its_shape_again_and_a_case_of_the_table():
+    shape = sweep.Shape.of(ROW)
+    assert shape.name == ROW["name"]
+    assert sweep.Shape.named(shape.name) == shape
+    for shape_of_mask in sweep.draw(3, 20):
+        assert sweep.Shape.named(shape_of_mask.name) == shape_of_mask
+    with pytest.raises(ValueError, match="not of the form"):
+        sweep.Shape.named("b1 s4096")
+    run = {
+        "device": device.H200.kind, "clocks": None, "command": "python -m x", "date": "2026-01-01",
+        "versions": {"jax": "0.11.2"},
+    }  # fmt: skip
+    table = attention_table.table_of({"runs": [run], "rows": [ROW]})
+    assert len(table.rows) == 2
+    assert dispatch.rank(table, dispatch.case_of(shape.call())) == ["cudnn", "hopper"]
+    other = {"runs": [run | {"device": "NVIDIA H100"}], "rows": []}
+    with pytest.raises(ValueError, match="differ in device"):
+        attention_table.table_of({"runs": [run], "rows": [ROW]}, other)
+
+
+def test_summary():
+    found = sweep.summary([ROW, {**ROW, "name": "short", "T": 512}])
+    assert found["fwd, auto over best"]["mean"] == 1.0
+    assert found["fwd+bwd, auto over best"]["least"] == 0.75
+    assert len(found["fwd+bwd, auto over best"]["under 0.95"]) == 2
+    long = found["fwd, ours over cuDNN, s >= 2048"]
+    assert (long["cases"], long["mean"]) == (1, 1.2)

@@ -1,0 +1,62 @@
+"""What programs are given at a step, and the shapes that they are listed for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfra.config.presets import MODELS
+from jaxinfra.serving.engine.inputs import RowInputs, RowNumbers
+from jaxinfra.serving.engine.options import EngineOptions, options_on
+from jaxinfra.serving.engine.weights import NamedArrays
+from jaxinfra.serving.sampling import GREEDY, SamplingRows
+
+
+def test_one_array_holds_what_was_said_of_the_rows():
+    said = RowNumbers(slot=3, start=7, count=2, context=9, seed=2**32 - 5, choice=1, draws=True)
+    padding = RowNumbers(slot=4)
+    sampling = SamplingRows.of([GREEDY] * 3)
+    rows = RowInputs.of([said], size=3, table_width=2, length=2, sampling=sampling, padding=padding)
+    rows.tables_BM[0], rows.ids_BT[0] = (5, 6), (-1, 8)
+
+    @jax.jit
+    def read(rows):
+        fields = (rows.slots_B, rows.starts_B, rows.counts_B, rows.contexts_B, rows.choices_B)
+        return fields, rows.seeds_B, rows.draws_B, rows.tables_BM, rows.ids_BT
+
+    fields, seeds, draws, tables, ids = read(rows)
+    assert [x.tolist() for x in fields] == [[3, 4, 4], [7, 0, 0], [2, 0, 0], [9, 0, 0], [1, 0, 0]]
+    assert seeds.dtype == jnp.uint32
+    assert seeds.tolist() == [2**32 - 5, 0, 0]
+    assert draws.tolist() == [True, False, False]
+    np.testing.assert_array_equal(tables, [[5, 6], [0, 0], [0, 0]])
+    np.testing.assert_array_equal(ids, [[-1, 8], [0, 0], [0, 0]])
+
+
+def test_named_arrays_are_the_state():
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    named = NamedArrays.of(state)
+    assert sorted(named.arrays) == ["bias/value", "kernel/value"]
+    again = jax.jit(lambda named: named.state)(named)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), again, state))
+
+
+def test_sizes_of_calls_are_few_and_reach_all_requests():
+    def sizes(options):
+        limits = options.limits(MODELS["tiny"](), long_context=None, has_draft=False)
+        return limits.row_sizes
+
+    assert sizes(EngineOptions(max_running=1)) == (1,)
+    assert sizes(EngineOptions(max_running=3)) == (1, 3)
+    assert sizes(EngineOptions(max_running=300, max_step_tokens=900)) == (
+        1,
+        4,
+        16,
+        64,
+        128,
+        256,
+        300,
+    )
+    assert sizes(options_on("gpu")) == (1, 4, 16, 64)
+    assert options_on("cpu") == EngineOptions()
