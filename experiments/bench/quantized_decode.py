@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.bench.decode import SAMPLINGS, Form, profile, step_of, timed
+from experiments.bench.decode import SAMPLINGS, Form, profile, repeatable, step_of, timed
 from experiments.bench.table import Table
 from jaxinfra.config.precision import PolicyName
 from jaxinfra.config.presets import MODELS
@@ -124,10 +124,12 @@ def main() -> None:
             }
             table.add(f"{args.preset} {shape[0]} x {shape[1]}, {name}", lambda row=row: row)
             if args.profile:
-                step, make = steps[name, shape].result(), states[name, shape]
+                make = states[name, shape]
                 table.add(
                     f"{args.preset} {shape[0]} x {shape[1]}, {name}, kernels",
-                    lambda step=step, form=form, make=make: profile(step, form, make, top=12),
+                    lambda form=form, make=make: profile(
+                        repeatable(form, jax.eval_shape(make), greedy), form, make, top=12
+                    ),
                 )
 
 

@@ -91,10 +91,10 @@ def serving_parameters(
     for stacks, each in cuts.items():
         stacked = [sources[path] for path in stacks]
         for cut in each:
-            part = _cut(stacked, cut.repetition, dim=cut.dim)
-            if isinstance(part, QuantizedWeight) and form.execution.swiglu is not None:
-                part = as_kernels_read(part)
-            result[cut.keys] = part
+            weight = _cut(stacked, cut.repetition, dim=cut.dim)
+            if isinstance(weight, QuantizedWeight) and form.execution.swiglu is not None:
+                weight = as_kernels_read(weight)
+            result[cut.keys] = weight
         if consumes:
             for leaf in jax.tree.leaves(stacked):
                 leaf.delete()

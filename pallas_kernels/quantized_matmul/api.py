@@ -42,7 +42,7 @@ def quantized_matmul(
         implementation: "hopper" (Mosaic GPU; rows of bfloat16 or float16 and a weight that
             ``arranged`` gave; of more than 256 rows the kernel only dequantizes), "xla", or
             "reference", which dequantizes the whole weight; "auto" takes hopper for an arranged
-            weight on a device where the kernel was measured (``tuned``; beyond 128 rows it only
+            weight on a device where the kernel was measured (``tuned``; beyond 64 rows it only
             dequantizes there), else xla.
         most_bytes: of the dequantized weight at a time. None: the whole, as on a mesh, whose
             devices have parts of it.

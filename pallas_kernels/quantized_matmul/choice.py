@@ -11,9 +11,9 @@ from .weight import QuantizedWeight
 
 OP, QUESTION = "quantized_matmul", "tiles"
 TUNED = pathlib.Path(__file__).parent / "tuned"
-MOST_ROWS_MEASURED = 128
-"""Beyond these rows the kernel reads and converts the weight so often that dequantizing it once, by
-a kernel, and a library's product take less."""
+MOST_ROWS_MEASURED = 64
+"""Beyond these rows the kernel reads and converts the weight again, which no GPU has timed; there
+the weight is dequantized once, by a kernel, and a library multiplies."""
 _FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 """Powers of two from the nearest measured size within which its tiles are taken."""
 
