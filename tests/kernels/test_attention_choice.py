@@ -133,6 +133,8 @@ def test_every_workload_lowers_to_cuda(workload):
         (2048, False, {}, []),
         (4096, True, {}, []),
         (512, True, {"left": 100}, []),  # a window: not measured
+        (500, True, {}, []),
+        (512, True, {"logit_soft_cap": 5.0}, []),
     ],
 )
 def test_short_sequences_have_tiles_of_their_own(S, causal, options, wanted):

@@ -174,9 +174,11 @@ def short_endings(spec: AttentionSpec, masks: AttentionMasks, S: int) -> list[st
     """Endings of keys for S keys, if a query tile sees few of them.
 
     It is done so soon that what comes before and after its loop counts, which a persistent block
-    does beside the next. Documents and windows, short in long sequences, were not measured so.
+    does beside the next. Only plain calls were measured so, of whole key tiles: no windows, which
+    are short in long sequences, no documents, sinks or soft cap.
     """
-    if spec.left is not None or masks.arrays().keys() - {"sinks"}:
+    plain = spec.left is None and spec.logit_soft_cap is None and not masks.arrays()
+    if not plain or S % 128:
         return []
     causal = spec.right is not None
     seen = S // 2 if causal else S
