@@ -129,6 +129,7 @@ def pretended(side: str, alive: weakref.WeakSet, fails_at: int) -> Program:
         put=lambda tokens, targets: (tokens, targets),
         advance=advance,
         temp_bytes=0,
+        need_bytes=0,
         compile_s=0.0,
     )
 
