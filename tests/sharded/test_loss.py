@@ -11,12 +11,12 @@ from jaxinfra.core.axes import BATCH, EMBED, SEQUENCE, VOCAB
 from jaxinfra.numerics.policy import POLICIES
 from jaxinfra.ops.cross_entropy import HOPPER_LEAST_IDS, kernel_on_one_device
 from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.parallel import loss as loss_on_meshes
 from jaxinfra.parallel.loss import cross_entropy_of_own_tokens, takes_own_tokens
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
 from jaxinfra.parallel.program import collectives
 from jaxinfra.parallel.rules import state_rules
-from jaxinfra.training import gradients
 from tests.rounding import Rounded
 from tests.seeds import seeded
 from tests.sharded.test_meshes import assert_as_one_device, run
@@ -132,6 +132,6 @@ def test_where_it_is_taken():
     ids=["accumulated", "zero 1", "context", "tensor"],
 )
 def test_a_step_with_it_equals_one_device(monkeypatch, case, mesh, how):
-    monkeypatch.setattr(gradients, "takes_own_tokens", lambda *_, **__: True)
+    monkeypatch.setattr(loss_on_meshes, "takes_own_tokens", lambda *_, **__: True)
     _, result = run(case, mesh, **how)
     assert_as_one_device(result[:3], case, what=f"{case} on {mesh}")

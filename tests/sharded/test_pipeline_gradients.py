@@ -5,6 +5,7 @@ The bound is that of rounding (``tests/sharded/oracle.py``).
 
 import dataclasses
 import itertools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.config.validate import validate
 from jaxinfra.core.errors import ConfigError, UnsupportedError
-from jaxinfra.training import gradients, pipeline_gradients
+from jaxinfra.parallel import loss as loss_on_meshes
 from jaxinfra.training.recompute import CHEAPEST_FIRST
 from tests.sharded.cases import gemma_like, gpt_like, llama_like, mla_like
 from tests.sharded.pipeline_cases import Case, alone, compiled, exact, loss_and_gradients
@@ -142,9 +143,10 @@ def test_sends_between_devices_of_a_stage_are_refused():
 @pytest.mark.parametrize("make", [llama_like, gpt_like])
 def test_the_last_stage_takes_the_loss_of_own_tokens(monkeypatch, make, mesh):
     """As a step without stages does on Hopper, where a kernel computes it."""
-    monkeypatch.setattr(pipeline_gradients, "LOSS_OF_OWN_TOKENS", True)
-    monkeypatch.setattr(gradients, "takes_own_tokens", lambda *_, **__: True)
+    taken = mock.Mock(return_value=True)
+    monkeypatch.setattr(loss_on_meshes, "takes_own_tokens", taken)
     check(Case(model=with_layers(make, 4), mesh=mesh, micro_batches=4))
+    assert taken.called
 
 
 @pytest.mark.slow
