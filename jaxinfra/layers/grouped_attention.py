@@ -107,7 +107,6 @@ class GroupedAttention(nnx.Module):
         q_BTNH = place(q_BTNH, (axes.BATCH, axes.SEQUENCE, axes.Q_HEADS, axes.HEAD))
         kv_dims = (axes.BATCH, axes.SEQUENCE, axes.KV_HEADS, axes.HEAD)
         k_BTKH, v_BTKH = place(k_BTKH, kv_dims), place(v_BTKH, kv_dims)
-        sinks_N = None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
         if cache is not None:
             cache = cache.append({"k": k_BTKH, "v": v_BTKH}, given.positions_BT)
             # Where tokens attend to each other before they are read back, as they will be read:
@@ -122,16 +121,10 @@ class GroupedAttention(nnx.Module):
                     v_BTKH,
                     config=self.config,
                     segment_ids_BT=given.segment_ids_BT,
-                    sinks_N=sinks_N,
+                    sinks_N=self._sinks(),
                 )
             else:
-                out_BTNH = self.execution.decode(
-                    q_BTNH,
-                    cache.view(),
-                    config=self.config,
-                    positions_BT=given.positions_BT,
-                    sinks_N=sinks_N,
-                )
+                out_BTNH = self._decoded(q_BTNH, given, cache)
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
 
     def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
@@ -149,16 +142,23 @@ class GroupedAttention(nnx.Module):
             return None
         q_BTNH, arrays = found
         cache = with_pages(cache, arrays)
-        sinks_N = None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
         with jax.named_scope("core"):
-            out_BTNH = self.execution.decode(
-                q_BTNH,
-                cache.view(),
-                config=self.config,
-                positions_BT=given.positions_BT,
-                sinks_N=sinks_N,
-            )
+            out_BTNH = self._decoded(q_BTNH, given, cache)
         return LayerOutput(x=self.out(out_BTNH), cache=cache)
+
+    def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: Cache) -> jax.Array:
+        """What queries find in a cache that holds their tokens."""
+        return self.execution.decode(
+            q_BTNH,
+            cache.view(),
+            config=self.config,
+            positions_BT=given.positions_BT,
+            sinks_N=self._sinks(),
+        )
+
+    def _sinks(self) -> jax.Array | None:
+        """[N], in the dtype of sums."""
+        return None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
 
     def _projected(
         self, x_BTD: jax.Array, heads_BTNH: jax.Array | None

@@ -7,6 +7,7 @@ understood is an error, because a table that is half read silently picks slow ke
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 from collections.abc import Iterable
@@ -129,6 +130,22 @@ def find(folder: pathlib.Path, op: str, question: str) -> Table | None:
         question: what the table answers, such as "forward" or "dispatch".
     """
     return _find(folder, op, question, device.target().slug, str(user_folder()))
+
+
+def octaves_apart(case: dict[str, Value], wanted: dict[str, int]) -> dict[str, float]:
+    """How many powers of two lie between a measured case's sizes and those of a call, by name."""
+    return {name: abs(math.log2(size / count(case[name]))) for name, size in wanted.items()}
+
+
+def count(value: Value) -> int:
+    """A size or number of tiles in a table.
+
+    Raises:
+        TableError: it is not a positive integer.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise TableError(f"a measured case or choice has {value!r} for a size; measure again")
+    return value
 
 
 def user_folder() -> pathlib.Path:

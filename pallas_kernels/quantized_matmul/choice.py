@@ -1,7 +1,6 @@
 """Who computes a call, as measured: the compiler, or the kernel with which tiles."""
 
 import functools
-import math
 import pathlib
 
 from pallas_kernels.common import device, tables
@@ -42,7 +41,7 @@ def _measured(shape: ProductShape, slug: str, folder: str) -> QuantizedConfig | 
         case = dict(row.case)
         if case["bits"] != shape.bits:
             continue
-        apart = {name: abs(math.log2(size / _count(case[name]))) for name, size in wanted.items()}
+        apart = tables.octaves_apart(case, wanted)
         if all(apart[name] <= _FARTHEST[name] for name in apart):
             found.append((sum(apart.values()), row.ms, _tiles(dict(row.choice))))
     for _, _, config in sorted(found, key=lambda each: each[:2]):
@@ -53,14 +52,8 @@ def _measured(shape: ProductShape, slug: str, folder: str) -> QuantizedConfig | 
 
 def _tiles(choice: dict[str, tables.Value]) -> QuantizedConfig:
     return QuantizedConfig(
-        tiles=_count(choice["tiles"]),
-        split=_count(choice["split"]),
-        groups=_count(choice["groups"]),
-        stages=_count(choice["stages"]),
+        tiles=tables.count(choice["tiles"]),
+        split=tables.count(choice["split"]),
+        groups=tables.count(choice["groups"]),
+        stages=tables.count(choice["stages"]),
     )
-
-
-def _count(value: tables.Value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise tables.TableError(f"a measured case or choice has {value!r} for a size")
-    return value

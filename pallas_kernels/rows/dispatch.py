@@ -101,7 +101,7 @@ def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
         other, name = dict(row.case), str(dict(row.choice)["implementation"])
         if any(other[exact] != fields[exact] for exact in ("form", "direction", "dtype")):
             continue
-        rows, columns = _count(other["rows"]), _count(other["columns"])
+        rows, columns = tables.count(other["rows"]), tables.count(other["columns"])
         call = dataclasses.replace(case.call, columns=columns)
         there = dataclasses.replace(case, rows=rows, call=call)
         if why_not_hopper(there) is not None or type(config_for(rows, call)) is not way:
@@ -116,12 +116,6 @@ def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
         return False
     nearest = times[min(times)]
     return {"hopper", "xla"} <= set(nearest) and (nearest["xla"] >= LEAST_GAIN * nearest["hopper"])
-
-
-def _count(value: tables.Value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise tables.TableError(f"a measured case has a count of {value!r}; measure again")
-    return value
 
 
 def check_input(op: str, x: jax.Array, axis: int = -1) -> None:

@@ -34,7 +34,7 @@ def _measured(M: int, N: int, K: int, swiglu: bool, slug: str, folder: str) -> S
         case = dict(row.case)
         if case["swiglu"] is not swiglu:
             continue
-        apart = {name: abs(math.log2(size / _count(case[name]))) for name, size in wanted.items()}
+        apart = tables.octaves_apart(case, wanted)
         if all(apart[name] <= _FARTHEST[name] for name in apart):
             found.setdefault((sum(apart.values()), row.case), []).append(row)
     if not found:
@@ -45,7 +45,9 @@ def _measured(M: int, N: int, K: int, swiglu: bool, slug: str, folder: str) -> S
         if choice.pop("implementation") == "xla":
             compiler_ms = row.ms
         else:
-            times[SkinnyConfig(**{name: _count(value) for name, value in choice.items()})] = row.ms
+            times[SkinnyConfig(**{name: tables.count(value) for name, value in choice.items()})] = (
+                row.ms
+            )
     for config in sorted(times, key=lambda config: times[config]):
         if compiler_ms == math.inf or compiler_ms < LEAST_GAIN * times[config]:
             return None
@@ -53,9 +55,3 @@ def _measured(M: int, N: int, K: int, swiglu: bool, slug: str, folder: str) -> S
             if each.unsupported(M, N, K, swiglu=swiglu) is None:
                 return each
     return config_for(M, N, K, swiglu=swiglu) if times else None
-
-
-def _count(value: tables.Value) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise tables.TableError(f"a measured case or choice has {value!r} for a size")
-    return value

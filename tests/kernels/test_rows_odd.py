@@ -17,12 +17,10 @@ from pallas_kernels.rows.choice import config_for
 from pallas_kernels.rows.config import Odd
 from pallas_kernels.rows.odd import _whole
 from pallas_kernels.rows.smem import REDUCTION_BYTES, smem_bytes
-from pallas_kernels.softmax import hopper
 from tests.kernels import test_norm as norms
 from tests.kernels.row_cases import interpreted_hopper, num_kernels
 from tests.kernels.test_rows_choice import calls
-from tests.kernels.test_softmax import exact_gradient, exact_softmax, inputs, wide
-from tests.rounding import Rounded
+from tests.kernels.test_softmax import check_softmaxes, inputs
 from tests.tolerance import assert_within_rounding
 
 COLUMNS = 701
@@ -41,20 +39,7 @@ SLOW = pytest.mark.slow
 def test_softmaxes_are_no_worse_than_the_plain_form(config):
     x, d_y = inputs((3, COLUMNS))
     x = x.at[1, :400].set(-jnp.inf)
-    y = softmax(x, implementation="reference")
-    with interpreted_hopper():
-        got = (
-            hopper.softmax(x, config=config),
-            hopper.softmax_gradient(y, d_y, config=config),
-            hopper.log_softmax_gradient(x, d_y, config=config),
-        )
-    softmaxed, d = exact_softmax(x), Rounded(wide(d_y))
-    oracle = (
-        softmaxed,
-        exact_gradient(Rounded(wide(y)), d),
-        d - softmaxed * d.sum(axis=-1, keepdims=True),
-    )
-    assert_within_rounding(got, oracle)
+    check_softmaxes(x, d_y, config)
 
 
 @pytest.mark.parametrize(
