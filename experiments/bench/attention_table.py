@@ -1,7 +1,7 @@
 """Makes the table that ``implementation="auto"`` of flash attention follows, from measured rows.
 
 python -m experiments.bench.attention_table experiments/results/attention-h200.json \\
-    experiments/results/attention-sweep-1-h200.json
+    experiments/results/attention-sweep-h200.json
 
 Files are those of ``experiments.bench.attention --time`` and of ``attention_sweep``; of a case that
 several have the last counts. Device and versions must be the same.
