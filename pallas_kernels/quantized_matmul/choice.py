@@ -18,12 +18,15 @@ _FARTHEST = {"rows": 1.0, "depth": 1.0, "columns": 1.0}
 
 
 def measured_config(shape: ProductShape) -> QuantizedConfig | None:
-    """Tiles of the nearest measured size, or the default ones; None where nothing was measured."""
+    """Tiles of the nearest measured size, or the default ones; None on a device without a table.
+
+    A table speaks for the device: sizes and formats far from its rows have the default tiles.
+    """
     return _measured(shape, device.target().slug, str(tables.user_folder()))
 
 
 def takes_kernel(weight: QuantizedWeight) -> bool:
-    """Whether a weight is better arranged on this device: where the kernel was measured."""
+    """Whether a weight is better arranged on this device: one that has a table, of any format."""
     if weight.format.activations is not None:
         return False  # 8-bit products with a weight in columns have not been timed
     return measured_config(ProductShape.of(1, weight)) is not None
