@@ -4,7 +4,7 @@ and what the backward pass reads. So it can be said what keeping a set of values
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -223,7 +223,7 @@ def _flops(equation: Any) -> float:
         return 2.0 * math.prod(outs[0].aval.shape) * equation.invars[0].aval.shape[-1]
     if _is_opaque(equation):
         return _kernel_flops(equation)
-    inner = [sum(map(_flops, each.eqns)) for each in _jaxprs(equation)]
+    inner = [sum(map(_flops, each.eqns)) for each in core.jaxprs_in_params(equation.params)]
     if not inner:
         return 0.0
     if name == "cond":
@@ -255,23 +255,14 @@ def _is_opaque(equation: Any) -> bool:
 def _has_kernel(equation: Any) -> bool:
     """Whether it is such a kernel, or a call or a branch with one."""
     return _is_opaque(equation) or any(
-        _has_kernel(each) for inner in _jaxprs(equation) for each in inner.eqns
+        _has_kernel(each) for inner in core.jaxprs_in_params(equation.params) for each in inner.eqns
     )
-
-
-def _jaxprs(equation: Any) -> Iterator[Any]:
-    for value in jax.tree.leaves(
-        equation.params, is_leaf=lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr")
-    ):
-        inner = getattr(value, "jaxpr", value)
-        if hasattr(inner, "eqns"):
-            yield inner
 
 
 def _with_attention(
     operations: list[BlockOperation], makers: Mapping[int, int], flops: float
 ) -> list[BlockOperation]:
-    """BlockOperations, of which the kernel that makes attention's result has its FLOPs."""
+    """The operations, of which the kernel that makes attention's result has its FLOPs."""
     found = list(operations)
     for each in operations:
         if each.name != ATTENTION:

@@ -18,8 +18,7 @@ MOST_NAMES = 14
 BINS = 4096
 """Parts of the room that bytes are counted in, rounded up."""
 MATMUL_SHARE = 0.72
-"""Of the peak of the tensor cores that matmuls of a training step reach (docs/step.md)."""
-ATTENTION_SHARE = 0.59
+"""Of the peak of the tensor cores that matmuls of a training step reach, and attention here too."""
 MEMORY_SHARE = 0.85
 """Of the memory's bandwidth that passes over it reach."""
 
