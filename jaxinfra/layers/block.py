@@ -89,9 +89,12 @@ class Block(nnx.Module):
         sandwich = config.norm_placement is NormPlacement.SANDWICH
         self.attention_post_norm = norm() if sandwich else None
         self.mlp_post_norm = norm() if sandwich else None
+        labels = []
         for path, module in nnx.iter_modules(self):
             if isinstance(module, Norm | Projection | Mlp):
                 module.label = ".".join(map(str, path))
+                labels.append(module.label)
+        self.labels = tuple(labels)
 
     def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
         """Runs both layers; dropout only where ``given`` has a key."""

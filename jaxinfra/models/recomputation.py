@@ -1,13 +1,13 @@
 """What a layer keeps for its backward pass: values by their names, all else is computed again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from jaxinfra.config.model import ModelConfig, Stack
 from jaxinfra.config.run import KeptValues, Remat
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.projection import GATHERED, HIDDEN, PROJECTION
 from jaxinfra.ops.attention import ATTENTION_NAMES, is_attention_result
@@ -77,6 +77,21 @@ def check_kept(config: ModelConfig, execution: Execution) -> None:
                 "of a loop, whose body is one program; name one set, or set training.unroll to "
                 "the layers"
             )
+
+
+def check_names(execution: Execution, labels: Iterable[str]) -> None:
+    """Raises ConfigError where what is kept is no value of the model's blocks.
+
+    Args:
+        labels: of values that have a name of their own in a block.
+    """
+    known = [*dict.fromkeys(labels), *_SAVED_NAMES[Remat.DOTS]]
+    for run in execution.kept:
+        for name in run.names:
+            if name not in known:
+                raise ConfigError(
+                    f"kept names {name!r}, no value of this model's blocks{nearest(name, known)}"
+                )
 
 
 def repeats_in_body(stack: Stack, unroll: int) -> int:

@@ -9,6 +9,7 @@ import random
 
 import chex
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import pytest
 
@@ -66,12 +67,8 @@ def traced(names):
 def _dots(jaxpr):
     for equation in jaxpr.eqns:
         yield equation.primitive.name == "dot_general"
-        for value in jax.tree.leaves(
-            equation.params, is_leaf=lambda node: hasattr(node, "eqns") or hasattr(node, "jaxpr")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _dots(inner)
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from _dots(inner)
 
 
 HEADS = ("attention.query", "attention.key", "attention.value")
@@ -187,6 +184,7 @@ CHOSEN = (
     KeptValues(layers=1, names=("attention_out",)),
     KeptValues(layers=1, names=("attention.query", "mlp.gate", "mlp")),
 )
+MISSPELT = (KeptValues(layers=2, names=("mlp.gates",)),)
 
 
 def test_a_config_records_what_was_chosen():
@@ -202,6 +200,7 @@ def test_a_config_records_what_was_chosen():
         ({"remat": Remat.DOTS, "kept": CHOSEN}, "named where remat=chosen"),
         ({"remat": Remat.CHOSEN, "kept": CHOSEN[:1]}, "values of 1 layers"),
         ({"remat": Remat.CHOSEN, "kept": CHOSEN, "unroll": 1}, "layers of a loop"),
+        ({"remat": Remat.CHOSEN, "kept": MISSPELT}, r"'mlp\.gates', .*mean 'mlp\.gate'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(training, why):
