@@ -29,10 +29,10 @@ import jax.stages
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.decode import copied
-from experiments.bench.environment import environment
 from experiments.bench.table import Table
+from experiments.bench.tuned_table import add_rows
 from pallas_kernels import quantized_matmul
-from pallas_kernels.common import device, tables
+from pallas_kernels.common import tables
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.quantized_matmul import (
     Activations,
@@ -271,27 +271,11 @@ def config_of(text: str) -> QuantizedConfig:
 
 def keep(folder: pathlib.Path, rows: list[tables.Row]) -> None:
     """Writes the table, of each case the two fastest tiles; its other cases as they were."""
-    facts = device.target()
-    path = folder / f"{QUESTION}-{facts.slug}.json"
-    told = environment()
-    told |= {name: str(value) for name, value in told.pop("versions").items()}
-    names = ("clocks", "command", "date", "jax", "jaxlib")
     best: dict[tuple, list[tables.Row]] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         best.setdefault(row.case, []).append(row)
-    fresh = tables.Table(
-        op=OP,
-        question=QUESTION,
-        device_kind=facts.kind,
-        environment=tuple(sorted((name, str(told[name])) for name in names)),
-        rows=(),
-    )
-    before = tables.load(path).rows if path.exists() else ()
-    cases = {row.case for row in rows}
-    kept = [row for row in before if row.case not in cases]
-    tables.save(
-        fresh.with_rows([*kept, *(row for each in best.values() for row in each[:2])]), path
-    )
+    fastest = [row for each in best.values() for row in each[:2]]
+    add_rows(folder, fastest, op=OP, question=QUESTION, without=best)
 
 
 if __name__ == "__main__":

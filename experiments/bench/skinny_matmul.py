@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from experiments.bench.decode import copied
-from experiments.bench.environment import environment
 from experiments.bench.table import Table
-from pallas_kernels.common import device, tables
+from experiments.bench.tuned_table import add_rows
+from pallas_kernels.common import tables
 from pallas_kernels.hopper.machine import NUM_PROCESSORS
 from pallas_kernels.skinny_matmul.choice import OP, QUESTION
 from pallas_kernels.skinny_matmul.config import DEPTHS, SkinnyConfig, config_for
@@ -172,25 +172,7 @@ def main() -> None:
             if "us" in row:
                 found.append(case.row(config, row["us"]))
     if args.tables is not None:
-        keep(args.tables, found)
-
-
-def keep(folder: pathlib.Path, rows: list[tables.Row]) -> None:
-    """Writes the table, its other rows as they were."""
-    facts = device.target()
-    path = folder / f"{QUESTION}-{facts.slug}.json"
-    told = environment()
-    told |= {name: str(value) for name, value in told.pop("versions").items()}
-    names = ("clocks", "command", "date", "jax", "jaxlib")
-    fresh = tables.Table(
-        op=OP,
-        question=QUESTION,
-        device_kind=facts.kind,
-        environment=tuple(sorted((name, str(told[name])) for name in names)),
-        rows=(),
-    )
-    before = tables.load(path).rows if path.exists() else ()
-    tables.save(fresh.with_rows([*before, *rows]), path)
+        add_rows(args.tables, found, op=OP, question=QUESTION)
 
 
 if __name__ == "__main__":
