@@ -139,10 +139,11 @@ def test_every_workload_lowers_to_cuda(workload):
 )
 def test_short_sequences_have_tiles_of_their_own(S, causal, options, wanted):
     spec = AttentionSpec(scale=0.1, right=0 if causal else None, **options)
-    endings = config.short_endings(spec, AttentionMasks(), S)
+    endings = config.short_endings(spec, AttentionMasks(), S, S)
     assert endings == wanted
+    assert config.short_endings(spec, AttentionMasks(), 128, S) == []  # of a prefix's keys
     packed = AttentionMasks(q_segment_ids=jnp.zeros((1, S)), kv_segment_ids=jnp.zeros((1, S)))
-    assert config.short_endings(spec, packed, S) == []
+    assert config.short_endings(spec, packed, S, S) == []
     found = config.forward_config(64, 64, endings)
     assert found.persistent == bool(wanted)
     assert config.forward_config(256, 256, endings) == config.forward_config(256, 256)

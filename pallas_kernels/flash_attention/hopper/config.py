@@ -170,15 +170,15 @@ def forward_config(head_dim: int, value_dim: int, endings: Sequence[str] = ()) -
     return config
 
 
-def short_endings(spec: AttentionSpec, masks: AttentionMasks, S: int) -> list[str]:
-    """Endings of keys for S keys, if a query tile sees few of them.
+def short_endings(spec: AttentionSpec, masks: AttentionMasks, T: int, S: int) -> list[str]:
+    """Endings of keys for T queries of S keys, if a query tile sees few of them.
 
     It is done so soon that what comes before and after its loop counts, which a persistent block
-    does beside the next. Only plain calls were measured so, of whole key tiles: no windows, which
-    are short in long sequences, no documents, sinks or soft cap.
+    does beside the next. Only plain calls were measured so, of as many queries as keys in whole
+    tiles: no windows, which are short in long sequences, no documents, sinks or soft cap.
     """
     plain = spec.left is None and spec.logit_soft_cap is None and not masks.arrays()
-    if not plain or S % 128:
+    if not plain or T != S or S % 128:
         return []
     causal = spec.right is not None
     seen = S // 2 if causal else S

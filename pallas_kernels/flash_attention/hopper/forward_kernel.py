@@ -63,7 +63,7 @@ def forward(
     Hv = v.shape[3]
     q, k, v = (pad_width(x, FORWARD_WIDTH) for x in (q, k, v))
     config = config or forward_config(
-        q.shape[3], v.shape[3], short_endings(spec, masks, k.shape[1])
+        q.shape[3], v.shape[3], short_endings(spec, masks, q.shape[1], k.shape[1])
     )
     refuse(exceeds_shared_memory(config, q.shape[3], v.shape[3]))
     g = geometry_of(q, v)
