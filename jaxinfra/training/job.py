@@ -333,13 +333,19 @@ def _fitting_job(
         )
 
     def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
-        return step_bytes(lower_step(with_policy(remat, kept)).compile())
+        return _need(with_policy(remat, kept))
 
     device = (devices or jax.local_devices())[0]
     limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
     full = with_policy(Remat.FULL)
     choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
     return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
+
+
+def _need(job: Job) -> int:
+    """Bytes of a device for the job's step, as the first process compiles it: all must agree."""
+    size = step_bytes(lower_step(job).compile())
+    return processes.on_first(lambda: size)
 
 
 def _gathering_job(
@@ -356,8 +362,7 @@ def _gathering_job(
     if not limit:
         return dataclasses.replace(job, config=named)
     kept = make_job(keeping(job.config, gathered=True), traceable=traceable)
-    needs = step_bytes(lower_step(kept).compile())
-    gathers = GatherChoice(needs_bytes=needs, budget_bytes=limit)
+    gathers = GatherChoice(needs_bytes=_need(kept), budget_bytes=limit)
     taken = kept if gathers.keeps else job
     return dataclasses.replace(taken, config=named, choice=job.choice, gathers=gathers)
 
