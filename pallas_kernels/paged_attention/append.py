@@ -130,6 +130,11 @@ def append_heads(
             f"heads {heads.shape} and pages {k_pages.shape}, {v_pages.shape}: [B, T, N + 2 K, H] "
             "go into pools [P, S, K, H]"
         )
+    if heads.shape[:2] != positions.shape or page_tables.shape[:1] != positions.shape[:1]:
+        raise InputError(
+            f"heads {heads.shape}, positions {positions.shape} and page_tables "
+            f"{page_tables.shape}: positions are [B, T] as heads begin, and tables [B, M]"
+        )
     if implementation not in ("auto", "hopper", "xla"):
         raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
     reason = "" if implementation == "xla" else unsupported_append(heads, k_pages, rope)

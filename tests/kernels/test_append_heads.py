@@ -79,6 +79,11 @@ def test_what_does_not_fit_is_refused():
     heads, k, v, *rest = operands()
     with pytest.raises(InputError, match="go into pools"):
         append_heads(heads[:, :, :8], k, v, *rest)
+    tables, positions, rope = rest
+    with pytest.raises(InputError, match=r"positions are \[B, T\]"):
+        append_heads(heads, k, v, tables, positions.T, rope)
+    with pytest.raises(InputError, match=r"tables \[B, M\]"):
+        append_heads(heads, k, v, tables[:2], positions, rope)
     with pytest.raises(InputError, match="triton"):
         append_heads(heads, k, v, *rest, implementation="triton")  # pyrefly: ignore[bad-argument-type]
     hopper = functools.partial(append_heads, implementation="hopper")
