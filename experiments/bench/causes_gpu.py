@@ -186,9 +186,10 @@ def main() -> None:
             say(f"{name} does not compile: {str(error).splitlines()[0]}")
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        for name, job in jobs.items():
-            pool.submit(compiled, name, lower_step(job))
+        waiting = [pool.submit(compiled, name, lower_step(job)) for name, job in jobs.items()]
         say("traced")
+    for each in waiting:
+        each.result()
     say(f"compiled {', '.join(sorted(steps))}")
     if args.compile_only:
         return

@@ -50,7 +50,11 @@ def fetch(path: pathlib.Path) -> Programs:
 
 
 def compile_in_processes(module: str, flags: list[str], processes: int) -> None:
-    """Runs a benchmark's ``--compile`` for each part of its shapes, all at once."""
+    """Runs a benchmark's ``--compile`` for each part of its shapes, all at once.
+
+    Raises:
+        RuntimeError: one of them failed, so that programs are missing.
+    """
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     children = [
         subprocess.Popen(
@@ -59,5 +63,6 @@ def compile_in_processes(module: str, flags: list[str], processes: int) -> None:
         )
         for i in range(processes)
     ]
-    for child in children:
-        child.wait()
+    failed = [child.args for child in children if child.wait()]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {processes} processes failed to compile: {failed}")
