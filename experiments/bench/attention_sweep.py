@@ -321,13 +321,19 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         ]
         for what, each in (("auto over best", auto), (f"ours over cuDNN, s >= {LONG}", long)):
             if each:
-                mean = math.exp(statistics.fmean(math.log(value) for value, _ in each))
-                under = [f"{name} {value:.3f}" for value, name in sorted(each) if value < 0.95]
-                found[f"{direction}, {what}"] = {
-                    "cases": len(each), "mean": round(mean, 4), "least": round(min(each)[0], 4),
-                    "under 0.95": under,
-                }  # fmt: skip
+                found[f"{direction}, {what}"] = spread(each)
     return found
+
+
+def spread(each: list[tuple[float, str]]) -> dict[str, Any]:
+    """Geometric mean and least of ratios, and the names of what is slow."""
+    mean = math.exp(statistics.fmean(math.log(value) for value, _ in each))
+    return {
+        "cases": len(each),
+        "mean": round(mean, 4),
+        "least": round(min(each)[0], 4),
+        "under 0.95": [f"{name} {value:.3f}" for value, name in sorted(each) if value < 0.95],
+    }
 
 
 def main() -> None:

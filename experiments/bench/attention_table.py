@@ -2,18 +2,22 @@
 
 python -m experiments.bench.attention_table experiments/results/attention-h200.json \\
     experiments/results/attention-sweep-h200.json
+python -m experiments.bench.attention_table --left-out experiments/results/attention-h200.json \\
+    experiments/results/attention-sweep-h200.json      # writes nothing
 
 Files are those of ``experiments.bench.attention --time`` and of ``attention_sweep``; of a case that
-several have the last counts. Device and versions must be the same.
+several have the last counts. Device and versions must be the same. With ``--left-out`` each shape
+of the sweep is left out of the table, and what "auto" takes there is held beside the fastest.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import re
 from typing import Any
 
-from experiments.bench.attention_sweep import Shape
+from experiments.bench.attention_sweep import Shape, spread
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 
@@ -88,12 +92,30 @@ def _of_sweep(result: dict[str, Any]) -> list[tables.Row]:
     ]
 
 
+def left_out(table: tables.Table, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What "auto" takes at a sweep's shapes by the other rows of a table, over the fastest."""
+    found = []
+    for row in rows:
+        case, ms = dispatch.case_of(Shape.of(row).call()), row["ms"]["fwd+bwd"]
+        others = [each for each in table.rows if dict(each.case) != case]
+        ranked = dispatch.rank(dataclasses.replace(table, rows=tuple(others)), case)
+        taken = next(name for name in (*ranked, *dispatch.UNMEASURED) if name in ms)
+        found.append((min(ms.values()) / ms[taken], row["name"]))
+    return spread(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("measured", type=pathlib.Path, nargs="+")
     parser.add_argument("--folder", type=pathlib.Path, default=dispatch.TUNED)
+    parser.add_argument("--left-out", action="store_true", help="say how well it foretells")
     args = parser.parse_args()
-    table = table_of(*(json.loads(path.read_text()) for path in args.measured))
+    results = [json.loads(path.read_text()) for path in args.measured]
+    table = table_of(*results)
+    if args.left_out:
+        rows = [row for result in results if "runs" in result for row in result["rows"]]
+        print(json.dumps(left_out(table, rows), indent=1))
+        return
     slug = device.Facts(kind=table.device_kind, is_gpu=True).slug
     path = args.folder / f"{dispatch.QUESTION}-{slug}.json"
     tables.save(table, path)

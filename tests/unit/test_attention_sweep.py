@@ -52,6 +52,11 @@ def test_a_row_is_its_shape_again_and_a_case_of_the_table():
     table = attention_table.table_of({"runs": [run], "rows": [ROW]})
     assert len(table.rows) == 2
     assert dispatch.rank(table, dispatch.case_of(shape.call())) == ["cudnn", "hopper"]
+    # Left out, nothing is known of its widths, and cuDNN is tried before others.
+    assert attention_table.left_out(table, [ROW])["mean"] == 1.0
+    like = {**ROW, "T": 2048, "ms": {"fwd": {}, "fwd+bwd": {"hopper": 1.0, "cudnn": 2.0}}}
+    both = attention_table.table_of({"runs": [run], "rows": [ROW, like]})
+    assert attention_table.left_out(both, [ROW])["least"] == 0.75
     other = {"runs": [run | {"device": "NVIDIA H100"}], "rows": []}
     with pytest.raises(ValueError, match="differ in device"):
         attention_table.table_of({"runs": [run], "rows": [ROW]}, other)
