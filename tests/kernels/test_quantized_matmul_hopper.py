@@ -45,6 +45,17 @@ def weight_of(form, *, has_zeros=False, shape=(K, N), scale_dtype=jnp.float32):
     return round_weight(x, form, has_zeros=has_zeros, scale_dtype=jnp.dtype(scale_dtype))
 
 
+def exact_and_bound(x: jax.Array, w: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """The product in float64, and how far sums in fp32 may be from it.
+
+    Products of 16-bit numbers are exact in fp32, others are rounded there. Of K of them, as many
+    additions and as many truncations of a tensor core each may be off by half a unit in the last
+    place, or a whole one, of a sum that is at most that of all terms' sizes.
+    """
+    x64, w64 = (np.asarray(each.astype(jnp.float32), np.float64) for each in (x, w))
+    return x64 @ w64, len(w64) * 2.0**-23 * (np.abs(x64) @ np.abs(w64))
+
+
 def places_of(code: WeightCode, k: int, n: int) -> tuple[int, int, int, int]:
     """Block of rows, block of columns, word and first bit of an element, by the documentation."""
     (b, k), (c, n) = divmod(k, 32), divmod(n, 16)
@@ -89,7 +100,9 @@ def test_arranged_weights_stand_for_the_same():
     for name, has_zeros in (("int4 of 64", True), ("blocks", False)):
         want, got, product = both_ways(weight_of(FORMATS[name], has_zeros=has_zeros), x)
         np.testing.assert_array_equal(got, want)
-        np.testing.assert_allclose(product, x @ want, rtol=1e-5, atol=1e-4)
+        exact, bound = exact_and_bound(x, want)
+        assert (np.abs(np.asarray(product, np.float64) - exact) <= bound).all()
+        assert not (np.abs(product - x @ jnp.roll(want, 1, axis=0)) <= bound).all()
 
 
 @pytest.mark.parametrize("activations", list(Activations))
