@@ -57,6 +57,8 @@ MOST_KEPT_BY_FOUR = 24
 copy's rate, in shared memory 69 to 74%."""
 MOST_KEPT_BESIDE_SUMS = 16
 """Of one input, if there are sums."""
+MOST_ODD = 2**31 - 1
+"""Elements of an array whose odd rows lie one after another: their places are int32."""
 
 
 def config_for(rows: int, call: RowCall) -> RowConfig:
@@ -71,6 +73,11 @@ def config_for(rows: int, call: RowCall) -> RowConfig:
         config = _odd(call) if rows else None
         if config is None:
             raise
+        if rows * call.columns > MOST_ODD:
+            raise _refused(
+                f"{rows} rows of {call.columns} columns are more than {MOST_ODD} elements, the "
+                "most of rows that no tile divides,"
+            ) from None
         return config
 
 

@@ -106,10 +106,7 @@ def _was_faster(case: Case, tuned: pathlib.Path) -> bool:
         there = dataclasses.replace(case, rows=rows, call=call)
         if why_not_hopper(there) is not None or type(config_for(rows, call)) is not way:
             continue
-        apart = {
-            "rows": abs(math.log2(case.rows / rows)),
-            "columns": abs(math.log2(case.call.columns / columns)),
-        }
+        apart = tables.octaves_apart(other, {"rows": case.rows, "columns": case.call.columns})
         if all(apart[dim] <= _FARTHEST[dim] for dim in apart):
             times.setdefault((sum(apart.values()), rows, columns), {})[name] = row.ms
     if not times:

@@ -18,7 +18,7 @@ from pallas_kernels.rows.config import Odd
 from pallas_kernels.rows.odd import _whole
 from pallas_kernels.rows.smem import REDUCTION_BYTES, smem_bytes
 from tests.kernels import test_norm as norms
-from tests.kernels.row_cases import interpreted_hopper, num_kernels
+from tests.kernels.row_cases import interpreted_hopper, num_chosen, num_kernels
 from tests.kernels.test_rows_choice import calls
 from tests.kernels.test_softmax import check_softmaxes, inputs
 from tests.tolerance import assert_within_rounding
@@ -89,6 +89,16 @@ def test_every_odd_length_fits():
                 reach = config.tiles * config.warpgroups * config.columns
                 assert config.columns <= columns <= reach, (columns, name)
                 assert columns % config.vector == 0
+
+
+def test_more_elements_than_an_int32_counts_are_refused():
+    """Their places would overflow, and the kernel read elsewhere."""
+    rows, call = 2**31 // 50257, calls(50257)["softmax"]
+    assert isinstance(config_for(rows, call), Odd)
+    with pytest.raises(UnsupportedError, match="more than 2147483647 elements"):
+        config_for(rows + 1, call)
+    x = jax.ShapeDtypeStruct((rows + 1, 50257), jnp.bfloat16)
+    assert num_chosen(softmax, x) == 0
 
 
 @pytest.mark.parametrize("columns", [5001, pytest.param(100003, marks=SLOW)])
