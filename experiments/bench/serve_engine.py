@@ -4,12 +4,12 @@ python -m experiments.bench.serve_engine --preset llama3_8b \
     --out experiments/results/serve-engine-8b-h200.json
 
 Cases. "steps": requests that all decode, "ms" a step with sampling and the host's work, beside
-weights and cache over the rate of a copy in the same process. "batch": as many requests as run at a
-time, and half as many again; "of_roofline" is what their products would take at the rate of a large
-matmul, and their decode steps at that of a copy, over the time taken. "prefix": prompts of a suffix
-alone, then behind a prefix that pages hold. "load": arrivals by chance at shares of the batch's
-rate. "check": greedy tokens beside the logits of a pass over the whole text. "memory": what
-``jaxinfra memory --serve`` says of this engine, to be held beside "peak_bytes".
+weights and cache over the rate of a copy in the same process. "batch": --requests at once, of
+--prompt-tokens and --new-tokens, greedy; "of_roofline" is what their products would take at the
+rate of a large matmul, and their decode steps at that of a copy, over the time taken. "prefix":
+prompts of a suffix alone, then behind a prefix that pages hold. "load": arrivals by chance at
+shares of the batch's rate. "check": greedy tokens beside the logits of a pass over the whole text.
+"memory": what ``jaxinfra memory --serve`` says of this engine, to be held beside "peak_bytes".
 """
 
 import argparse
@@ -168,7 +168,7 @@ class Bench:
         return arrivals, times, time.perf_counter() - begun
 
     def batch(self) -> dict[str, Any]:
-        """More requests than run at a time, all there at the beginning."""
+        """Requests that are all there at the beginning."""
         args, counts = self.args, self.engine.counts
         number = args.requests
         before = counts.steps
