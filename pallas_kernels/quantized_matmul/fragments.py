@@ -145,29 +145,28 @@ def fused(a: Any, b: Any, c: Any) -> Any:
     return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
 
 
-def load_matrices(place: Any, offset: int) -> list[Any]:
-    """Four right fragments of 8 rows of x and 8 of K, the bytes of each lane's row given."""
+def _loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int = 0) -> list[Any]:
+    """So many words that an instruction loads from a place; kind: of its register, r or l."""
+    names = ",".join(f"${i}" for i in range(count))
+    where = f"${count}+{offset}" if kind == "r" else f"${count}"
     found = assembly(
-        llvm.StructType.get_literal([i32()] * 4),
+        llvm.StructType.get_literal([i32()] * count),
         [place],
-        f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0,$1,$2,$3}}, [$4+{offset}];",
-        "=r,=r,=r,=r,r",
+        f"{instruction} {{{names}}}, [{where}];",
+        ",".join(["=r"] * count + [kind]),
         pure=False,
     )
-    return [llvm.extractvalue(i32(), found, [i]) for i in range(4)]
+    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
+
+
+def load_matrices(place: Any, offset: int) -> list[Any]:
+    """Four right fragments of 8 rows of x and 8 of K, the bytes of each lane's row given."""
+    return _loaded("ldmatrix.sync.aligned.m8n8.x4.shared.b16", place, 4, kind="r", offset=offset)
 
 
 def load_words(place: Any, offset: int, count: int) -> list[Any]:
     """Two or four words of shared memory."""
-    names = ",".join(f"${i}" for i in range(count))
-    found = assembly(
-        llvm.StructType.get_literal([i32()] * count),
-        [place],
-        f"ld.shared.v{count}.b32 {{{names}}}, [${count}+{offset}];",
-        ",".join(["=r"] * count + ["r"]),
-        pure=False,
-    )
-    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
+    return _loaded(f"ld.shared.v{count}.b32", place, count, kind="r", offset=offset)
 
 
 def load_number(place: Any, offset: int, dtype: jnp.dtype) -> Any:
@@ -190,12 +189,17 @@ def widened(half: Any, dtype: jnp.dtype) -> Any:
     return assembly(f32, [half], "cvt.f32.f16 $0, $1;", "=f,h", pure=True)
 
 
+def global_place(ref: Any, at: Any, size: int) -> Any:
+    """Where element ``at`` (i32) of so many bytes lies in global memory, i64."""
+    i64 = ir.IntegerType.get_signless(64)
+    byte = arith.muli(arith.extui(i64, at), mgpu.c(size, i64))
+    return arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
+
+
 def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
     """Element ``at + offset`` of scales in global memory, f32."""
-    i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-    size = dtype.itemsize
-    byte = arith.muli(arith.extui(i64, at), mgpu.c(size, i64))
-    place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
+    f32, size = ir.F32Type.get(), dtype.itemsize
+    place = global_place(ref, at, size)
     where = f"[$1+{size * offset}]"
     if size == 4:
         return assembly(f32, [place], f"ld.global.nc.f32 $0, {where};", "=f,l", pure=False)
@@ -206,33 +210,14 @@ def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
 
 def copy_16_bytes(source: Any, target: Any) -> None:
     """From global memory (i64) to shared memory (i32)."""
-    names = "{$0,$1,$2,$3}"
-    found = assembly(
-        llvm.StructType.get_literal([i32()] * 4),
-        [source],
-        f"ld.global.nc.v4.b32 {names}, [$4];",
-        "=r,=r,=r,=r,l",
-        pure=False,
-    )
-    words = [llvm.extractvalue(i32(), found, [i]) for i in range(4)]
+    words = _loaded("ld.global.nc.v4.b32", source, 4, kind="l")
     text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
     assembly(None, [target, *words], text, "r,r,r,r,r", pure=False)
 
 
 def global_words(ref: Any, at: Any, count: int) -> list[Any]:
     """Two or four words of global memory, from word ``at`` on."""
-    i64 = ir.IntegerType.get_signless(64)
-    byte = arith.muli(arith.extui(i64, at), mgpu.c(4, i64))
-    place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
-    names = ",".join(f"${i}" for i in range(count))
-    found = assembly(
-        llvm.StructType.get_literal([i32()] * count),
-        [place],
-        f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];",
-        ",".join(["=r"] * count + ["l"]),
-        pure=False,
-    )
-    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
+    return _loaded(f"ld.global.nc.v{count}.b32", global_place(ref, at, 4), count, kind="l")
 
 
 def widened_pair(pair: Any, dtype: jnp.dtype) -> list[Any]:
