@@ -17,6 +17,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from jaxinfra.config import codec
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.presets.runs import pretraining
 from jaxinfra.core.errors import JaxinfraError
+from jaxinfra.data.batch import Batch
 from jaxinfra.diagnostics.delays import explain_step
 from jaxinfra.diagnostics.difference import compare_steps
 from jaxinfra.diagnostics.traced_run import TracedRun, read_traced_run
@@ -151,8 +153,7 @@ def judge(cause: GpuCause, bad: Path, good: Path) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Compiles, measures in turns, traces, judges; writes as it goes."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.bench.causes_gpu", description=__doc__
     )
@@ -168,8 +169,59 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="leave traces there")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    began = time.perf_counter()
+    return parser.parse_args()
+
+
+def compiled(jobs: dict[str, Job], say: Callable[[str], None]) -> dict[str, Any]:
+    """The steps that compile, all at once."""
+    steps: dict[str, Any] = {}
+
+    def one(name: str, lowered: jax.stages.Lowered) -> None:
+        try:
+            steps[name] = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            say(f"{name} does not compile: {str(error).splitlines()[0]}")
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(one, name, lower_step(job)) for name, job in jobs.items()]
+        say("traced")
+    for each in waiting:
+        each.result()
+    say(f"compiled {', '.join(sorted(steps))}")
+    return {name: steps[name] for name in jobs if name in steps}
+
+
+class Turns:
+    """One state that all steps advance, and what they took."""
+
+    def __init__(self, good: Job, steps: dict[str, Any], batch: Batch):
+        self.steps = steps
+        self.state, self.batch = good.initialize(), good.put(batch)
+        self.seconds: dict[str, list[float]] = {name: [] for name in steps}
+
+    def take(self, number: int, count: int) -> None:
+        """Times so many steps of each, but for the first."""
+        for name in self.seconds if number % 2 == 0 else [*reversed(self.seconds)]:
+            for at in range(count):
+                start = time.perf_counter()
+                self.state, metrics = self.steps[name](self.state, self.batch)
+                jax.block_until_ready(metrics)
+                if at:
+                    self.seconds[name].append(time.perf_counter() - start)
+
+    def trace(self, name: str, job: Job, place: Path) -> None:
+        """Traces two steps."""
+        profiler = Profiler(ProfileRange(start=0, stop=2), place)
+        profiler.describe(job, self.state, self.batch)
+        for step in range(2):
+            profiler.before_step(step)
+            self.state, metrics = self.steps[name](self.state, self.batch)
+            profiler.after_step(step, metrics.loss)
+
+
+def main() -> None:
+    """Compiles, measures in turns, traces, judges; writes as it goes."""
+    args, began = _arguments(), time.perf_counter()
 
     def say(text: str) -> None:
         print(f"{time.perf_counter() - began:6.1f} s: {text}", flush=True)
@@ -177,53 +229,26 @@ def main() -> None:
     place = args.traces or Path(tempfile.mkdtemp())
     keep_compiled_programs(args.cache or place / "cache")
     jobs, names = programs_of(args)
-    steps: dict[str, Any] = {}
-
-    def compiled(name: str, lowered: jax.stages.Lowered) -> None:
-        try:
-            steps[name] = lowered.compile()
-        except jax.errors.JaxRuntimeError as error:
-            say(f"{name} does not compile: {str(error).splitlines()[0]}")
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(compiled, name, lower_step(job)) for name, job in jobs.items()]
-        say("traced")
-    for each in waiting:
-        each.result()
-    say(f"compiled {', '.join(sorted(steps))}")
+    steps = compiled(jobs, say)
     if args.compile_only:
         return
     good = jobs["good"]
-    vocab = good.config.model.vocab_size
-    state, batch = good.initialize(), good.put(batch_of(vocab, args.batch, args.length))
-    seconds: dict[str, list[float]] = {name: [] for name in jobs if name in steps}
+    turns = Turns(good, steps, batch_of(good.config.model.vocab_size, args.batch, args.length))
     for number in range(args.rounds):
-        for name in seconds if number % 2 == 0 else [*reversed(seconds)]:
-            for _ in range(args.steps):
-                start = time.perf_counter()
-                state, metrics = steps[name](state, batch)
-                jax.block_until_ready(metrics)
-                seconds[name].append(time.perf_counter() - start)
-            del seconds[name][-args.steps]
+        turns.take(number, args.steps)
         say(f"turn {number + 1}")
-    took = {name: 1e3 * statistics.median(each) for name, each in seconds.items()}
+    took = {name: 1e3 * statistics.median(each) for name, each in turns.seconds.items()}
     result: dict[str, Any] = {
         "environment": environment() | {"clocks_at_work": clocks()},
         "shapes": {
             name: getattr(args, name) for name in ("preset", "layers", "batch", "length", "set")
         },
         "median_ms": took,
-        "seconds": seconds,
+        "seconds": turns.seconds,
         "rows": {},
     }
-    for name, job in jobs.items():
-        if name in steps:
-            profiler = Profiler(ProfileRange(start=0, stop=2), place / name)
-            profiler.describe(job, state, batch)
-            for step in range(2):
-                profiler.before_step(step)
-                state, metrics = steps[name](state, batch)
-                profiler.after_step(step, metrics.loss)
+    for name in steps:
+        turns.trace(name, jobs[name], place / name)
     say("traced the steps")
     for name in args.names or CAUSES:
         cause, own = CAUSES[name], names[name]
