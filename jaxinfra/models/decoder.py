@@ -6,7 +6,6 @@ pattern (the scanned dim).
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -30,12 +29,7 @@ from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack as stack_of
 from jaxinfra.models.layer_loop import one_by_one, take_apart
-from jaxinfra.models.recomputation import (
-    check_kept,
-    check_names,
-    repeats_in_body,
-    steps_of_stack,
-)
+from jaxinfra.models.recomputation import check_kept, repeats_in_body, steps_of_stack
 from jaxinfra.numerics.recipe import Site
 
 type KVCache = tuple[Cache, ...]
@@ -46,7 +40,6 @@ class Decoder(nnx.Module):
     """Embedding, L repetitions of the block pattern, final norm, projection onto the vocabulary."""
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
-        check_kept(config, execution)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -69,7 +62,7 @@ class Decoder(nnx.Module):
                 for block, repeats in zip(config.blocks, config.repeats, strict=True)
             ]
         )
-        check_names(execution, itertools.chain(*(block.labels for block in self.blocks)))
+        check_kept(config, execution, [label for block in self.blocks for label in block.labels])
         self.final_norm = Norm(
             config.final_norm, width=config.model_dim, dims=(axes.EMBED,), execution=execution
         )

@@ -1,5 +1,6 @@
 """What a layer keeps for its backward pass: values by their names, all else is computed again."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -57,8 +58,12 @@ def rematerialized(
     return jax.checkpoint(repetition, policy=policy, prevent_cse=not in_loop)
 
 
-def check_kept(config: ModelConfig, execution: Execution) -> None:
-    """Raises ConfigError where the values that are kept do not fit the model's layers."""
+def check_kept(config: ModelConfig, execution: Execution, labels: Iterable[str]) -> None:
+    """Raises ConfigError where the values that are kept do not fit the model's layers.
+
+    Args:
+        labels: of values that have a name of their own in a block.
+    """
     if execution.remat is not Remat.CHOSEN:
         return
     named, layers = sum(run.layers for run in execution.kept), sum(s.repeats for s in config.stacks)
@@ -67,6 +72,12 @@ def check_kept(config: ModelConfig, execution: Execution) -> None:
             f"kept names the values of {named} layers, and the model repeats its blocks {layers} "
             "times; name all of them, or train with remat=optimal"
         )
+    known = {*labels, *_SAVED_NAMES[Remat.DOTS]}
+    for name in itertools.chain(*(run.names for run in execution.kept)):
+        if name not in known:
+            raise ConfigError(
+                f"kept names {name!r}, no value of this model's blocks{nearest(name, known)}"
+            )
     first = 0
     for stack in config.stacks:
         each = set(kept_in_stack(execution.kept, config, first_block=first))
@@ -77,21 +88,6 @@ def check_kept(config: ModelConfig, execution: Execution) -> None:
                 "of a loop, whose body is one program; name one set, or set training.unroll to "
                 "the layers"
             )
-
-
-def check_names(execution: Execution, labels: Iterable[str]) -> None:
-    """Raises ConfigError where what is kept is no value of the model's blocks.
-
-    Args:
-        labels: of values that have a name of their own in a block.
-    """
-    known = [*dict.fromkeys(labels), *_SAVED_NAMES[Remat.DOTS]]
-    for run in execution.kept:
-        for name in run.names:
-            if name not in known:
-                raise ConfigError(
-                    f"kept names {name!r}, no value of this model's blocks{nearest(name, known)}"
-                )
 
 
 def repeats_in_body(stack: Stack, unroll: int) -> int:

@@ -45,10 +45,10 @@ from jaxinfra.training.pipeline_gradients import make_pipeline_gradient
 from jaxinfra.training.recompute import (
     Choice,
     GatherChoice,
+    agreed_bytes,
     budget_bytes,
     keeping,
     known_budget,
-    step_bytes,
 )
 from jaxinfra.training.state import (
     State,
@@ -333,19 +333,13 @@ def _fitting_job(
         )
 
     def need(remat: Remat, kept: tuple[KeptValues, ...] = ()) -> int:
-        return _need(with_policy(remat, kept))
+        return agreed_bytes(lower_step(with_policy(remat, kept)).compile())
 
     device = (devices or jax.local_devices())[0]
     limit = processes.on_first(lambda: budget_bytes(training.memory_budget_gib, device))
     full = with_policy(Remat.FULL)
     choice = choose(config, full.model, full.placement, budget_bytes=limit, need=need)
     return dataclasses.replace(with_policy(choice.remat, choice.kept), choice=choice)
-
-
-def _need(job: Job) -> int:
-    """Bytes of a device for the job's step, as the first process compiles it: all must agree."""
-    size = step_bytes(lower_step(job).compile())
-    return processes.on_first(lambda: size)
 
 
 def _gathering_job(
@@ -362,7 +356,8 @@ def _gathering_job(
     if not limit:
         return dataclasses.replace(job, config=named)
     kept = make_job(keeping(job.config, gathered=True), traceable=traceable)
-    gathers = GatherChoice(needs_bytes=_need(kept), budget_bytes=limit)
+    needs = agreed_bytes(lower_step(kept).compile())
+    gathers = GatherChoice(needs_bytes=needs, budget_bytes=limit)
     taken = kept if gathers.keeps else job
     return dataclasses.replace(taken, config=named, choice=job.choice, gathers=gathers)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 
+from jaxinfra.checkpoint import processes
 from jaxinfra.config.run import KeptValues, Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
 
@@ -124,6 +125,12 @@ def step_bytes(compiled: jax.stages.Compiled) -> int:
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
+
+
+def agreed_bytes(compiled: jax.stages.Compiled) -> int:
+    """``step_bytes`` of the first process's program: by it all processes decide alike."""
+    size = step_bytes(compiled)
+    return processes.on_first(lambda: size)
 
 
 def in_gib(size: int) -> str:
