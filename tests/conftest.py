@@ -26,7 +26,9 @@ if quick.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
 import hypothesis
 import jax
 import jaxlib
+import pytest
 import shape_checks
+from near_copies import mark_slow
 
 # As commands do (jaxinfra.cli.entry): by default a seventh of the time goes to collecting garbage.
 gc.set_threshold(20_000, 20, 20)
@@ -75,3 +77,11 @@ hypothesis.settings.register_profile(
     "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("suite")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what a command's -m does not name
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks near copies as slow; a listed name that is none's is an error where files are whole."""
+    unknown = mark_slow(items)
+    if unknown and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"near_copies.py names what is not there: {sorted(unknown)}")

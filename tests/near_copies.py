@@ -1,0 +1,190 @@
+"""Cases that `make test` leaves to `make test-full`, each with the test that fails by the same fault.
+
+A test that is slow in itself is marked at its place. These are cases of parametrized tests, or tests
+beside a stricter one, which would cost a tenth of the suite's CPU seconds and find nothing more.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+
+_GRADIENTS = "test_loss_and_gradients[deepseek_v3]; sharded/test_meshes.py's oracle of gemma_like"
+_LOGITS = "test_logits of the same family"
+_GOLDEN = {
+    **{f"test_loss_and_gradients[{name}]": _GRADIENTS for name in ("gemma2", "gpt2", "qwen3")},
+    "test_loss_and_gradients[gpt_oss]": "kernels' sinks; unit/test_experts.py, clamped with biases",
+    **{f"test_greedy_continuations[{name}]": _LOGITS for name in ("gemma2", "gpt2", "gpt_oss")},
+    **{f"test_bfloat16_logits[{name}]": "test_bfloat16_logits[llama3]" for name in ("gpt2", "qwen3")},
+    "test_logits[deepseek_v2]": "test_logits of deepseek_v2_lite, and of v3, which has groups too",
+}
+
+_ORACLE = "the same test of gemma_like-xla, gpt_like-reference"
+_MODEL = {
+    **{
+        f"{test}[{case}]": _ORACLE
+        for test in (
+            "test_logits_are_the_oracle_s",
+            "test_no_token_sees_the_future_or_another_document",
+            "test_a_packed_document_has_the_logits_it_has_alone",
+        )
+        for case in ("llama_like-xla", "gemma_like-reference")
+    },
+    "test_receptive_field_of_windows_adds_up_over_layers[reference]": "the same test of xla",
+}
+
+_ROWS = "the same test of the widest row of this kernel in another dtype, of masked rows"
+_COUNTED = "test_kernels_ask_for_the_shared_memory_that_was_counted"
+_MASKED = "test_masked_kernels_ask_for_the_shared_memory_that_was_counted"
+_SHARED_MEMORY = {
+    **{
+        f"{_COUNTED}[{case}]": _ROWS
+        for case in (
+            "softmax-131072-bfloat16",
+            "softmax-262144-bfloat16",
+            "rms_norm-262144-bfloat16",
+            "rms_norm-262144-float32",
+            "layer_norm-10240-bfloat16",
+            "layer_norm-131072-bfloat16",
+            "layer_norm-262144-float32",
+        )
+    },
+    **{f"{_MASKED}[{columns}-bfloat16]": _ROWS for columns in (131072, 262144)},
+}
+
+_WIDER = "wider heads, which need more, and the lowering of all masks at 128"
+_HOPPER = {
+    **{f"test_forward_lowers[({width}, {width})-causal]": _WIDER for width in (64, 96, 128)},
+    "test_forward_lowers[(128, 128)-full]": _WIDER,
+    **{
+        f"test_backward_of_packed_documents_fits_shared_memory[({width}, {width})]": _WIDER
+        for width in (64, 96, 128)
+    },
+}
+
+_PAGED = {
+    f"test_lowers[{case}]": "the same test of latents, of many queries and of float16"
+    for case in (
+        "64-1-32-8-128-128-64-bfloat16",
+        "128-1-32-32-128-128-16-bfloat16",
+        "1-1-64-8-128-128-128-bfloat16",
+    )
+}
+
+_CHUNKS = "the same model's cached logits at every position, one token at a time"
+_CACHES = {
+    **{
+        f"test_a_prompt_in_chunks_is_the_prompt_at_once[{case}]": _CHUNKS
+        for case in ("two_stacks-fp32", "learned_positions-fp32")
+    },
+    "test_cached_logits_agree_at_every_position[gqa-fp32]": "the same test of gqa-bf16, gemma-fp32",
+}
+
+_ONE_MESH = "the same test of fsdp_tensor, whose tensor axis divides heads alike"
+_SERVING_MESHES = {
+    **{
+        f"test_rows_are_those_of_one_device[{name}]": _ONE_MESH
+        for name in ("tensor", "replica_tensor")
+    },
+    "test_logits_are_as_close_as_on_one_device_and_the_cache_is_spread[tensor]": _ONE_MESH,
+    "test_models_of_every_layout_are_loaded_onto_a_mesh[ours]": "the same test of run and hf",
+}
+
+_POLICY = "the same test of bf16-gemma_like, fp32-gpt_like, fp16-gpt_like"
+_POLICIES = {
+    f"test_every_matmul_of_a_step_is_what_the_policy_says[{case}]": _POLICY
+    for case in ("fp32-gemma_like", "fp16-gemma_like", "bf16-gpt_like")
+}
+
+_ROUTING = {
+    f"test_equals_a_loop_over_tokens[{case}]": kept
+    for case, kept in (
+        ("groups by their best", "the same test of groups by their two best"),
+        ("softmax over all", "the same test of softmax over the chosen; hf_golden's qwen2_moe"),
+        ("without gates", "the same test of shared and gated"),
+    )
+}
+
+# File, and the names in it, without `test_` only where pytest has none.
+NEAR_COPIES: dict[str, dict[str, str]] = {
+    "e2e/test_launch.py": {
+        "test_fault[1]": "unit/test_launch.py, a killed rank; `make nightly` has every fault",
+    },
+    "kernels/test_attention_sharding.py": {
+        "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
+    },
+    "kernels/test_grouped_matmul_hopper.py": {"test_lowers[odd]": "test_lowers[gated]"},
+    "kernels/test_hopper.py": _HOPPER,
+    "kernels/test_linear_cross_entropy_hopper.py": {
+        "test_loss_and_gradients_are_no_worse_than_the_plain_form[smoothed-2]": "the same test, both",
+        "test_lowers[1-50257-None-False]": "test_lowers[1-50257-30.0-True]",
+    },
+    "kernels/test_paged_attention_hopper.py": _PAGED,
+    "kernels/test_rows_choice.py": _SHARED_MEMORY,
+    "sharded/test_experts.py": {
+        "test_equals_one_device[expert 4, tensor 2, per expert]": (
+            "the same test of expert 2 of fsdp 4; sharded/test_exchange.py of both forms"
+        ),
+    },
+    "sharded/test_matrix.py": {
+        "test_equals_one_device[untied-fsdp=2,context=2,tensor=2-3]": (
+            "sharded/test_context_step.py of replica, context and tensor; test_meshes.py of fsdp"
+        ),
+    },
+    "sharded/test_muon_meshes.py": {
+        "test_losses_are_one_device_s[fsdp2-tensor4]": "test_updates_are_one_device_s",
+    },
+    "sharded/test_pipeline_gradients.py": {
+        "test_pipeline_equals_one_device[interleaved with fsdp, tensor]": (
+            "the same test of zb_v; sharded/test_channel.py of interleaved"
+        ),
+    },
+    "sharded/test_zero.py": {
+        "test_bytes_on_a_device[fsdp=8-2]": "test_bytes_on_a_device[fsdp=8-3], and its formula",
+    },
+    "unit/test_experts.py": _ROUTING,
+    "unit/test_finetune.py": {
+        "test_it_resumes_without_what_it_started_from": (
+            "test_adapters_need_the_weights_they_were_trained_beside, which resumes too"
+        ),
+    },
+    "unit/test_hf_golden.py": _GOLDEN,
+    "unit/test_layer_loop.py": {
+        "test_weights_of_experts_are_rounded_before_the_layers": (
+            "test_only_experts_are_read_as_rounded; test_values_and_gradients_of_a_scan"
+        ),
+    },
+    "unit/test_model.py": _MODEL,
+    "unit/test_numerics_program.py": _POLICIES,
+    "unit/test_serving_cache.py": _CACHES,
+    "unit/test_serving_form.py": {
+        "test_generation_is_the_same[greedy]": "test_generation_is_the_same[drawn]",
+    },
+    "unit/test_serving_mesh.py": _SERVING_MESHES,
+    "unit/test_serving_steps.py": {
+        "test_chunks_continue_as_the_whole_prompt[window]": (
+            "unit/test_serving_cache.py, a prompt in chunks of gemma, which has windows"
+        ),
+    },
+    "unit/test_step_bench.py": {
+        "test_both_steps_and_the_control_train_alike_under_warmup_and_clipping": (
+            "test_channels_in_another_order_are_the_same_function; of warm-up the plain optimizer's"
+        ),
+    },
+}
+
+
+def mark_slow(items: Sequence[pytest.Item]) -> set[str]:
+    """Marks them, and returns what is listed here of a file that was collected and is not in it."""
+    collected = {"/".join(item.path.parts[-2:]) for item in items}
+    unknown = {
+        f"tests/{file}::{name}"
+        for file, names in NEAR_COPIES.items()
+        if file in collected
+        for name in names
+    }
+    for item in items:
+        file = "/".join(item.path.parts[-2:])
+        if item.name in NEAR_COPIES.get(file, {}):
+            item.add_marker(pytest.mark.slow)
+            unknown.discard(f"tests/{file}::{item.name}")
+    return unknown
