@@ -70,6 +70,8 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
         _keep_compiled_programs()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Nobody reads at which line of Python an operation of a test's program was written.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 shape_checks.install()
 
 # A busy machine is no fault: pytest's own limit ends what hangs.
@@ -85,3 +87,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unknown = mark_slow(items)
     if unknown and not any("::" in argument for argument in config.args):
         raise pytest.UsageError(f"near_copies.py names what is not there: {sorted(unknown)}")
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported stays: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()

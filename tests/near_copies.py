@@ -1,7 +1,7 @@
-"""Cases that `make test` leaves to `make test-full`, each with the test that fails by the same fault.
+"""Cases that `make test` leaves to `make test-full`, each with a test that fails by its faults.
 
-A test that is slow in itself is marked at its place. These are cases of parametrized tests, or tests
-beside a stricter one, which would cost a tenth of the suite's CPU seconds and find nothing more.
+A test that is slow in itself is marked at its place. These are cases of parametrized tests, or
+tests beside a stricter one: a sixth of the CPU seconds, and nothing more is found.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,18 @@ _GOLDEN = {
     **{f"test_loss_and_gradients[{name}]": _GRADIENTS for name in ("gemma2", "gpt2", "qwen3")},
     "test_loss_and_gradients[gpt_oss]": "kernels' sinks; unit/test_experts.py, clamped with biases",
     **{f"test_greedy_continuations[{name}]": _LOGITS for name in ("gemma2", "gpt2", "gpt_oss")},
-    **{f"test_bfloat16_logits[{name}]": "test_bfloat16_logits[llama3]" for name in ("gpt2", "qwen3")},
+    **{
+        f"test_bfloat16_logits[{name}]": "test_bfloat16_logits[llama3]"
+        for name in ("gpt2", "qwen3")
+    },
     "test_logits[deepseek_v2]": "test_logits of deepseek_v2_lite, and of v3, which has groups too",
 }
 
 _ORACLE = "the same test of gemma_like-xla, gpt_like-reference"
 _MODEL = {
+    "test_unrolling_changes_no_bit[none]": (
+        "test_scan_over_layers_is_a_loop; unit/test_layer_loop.py, values and gradients of a scan"
+    ),
     **{
         f"{test}[{case}]": _ORACLE
         for test in (
@@ -49,6 +55,21 @@ _SHARED_MEMORY = {
         )
     },
     **{f"{_MASKED}[{columns}-bfloat16]": _ROWS for columns in (131072, 262144)},
+}
+
+_WIDTH = "the same test of widths 72 and 256, and of this mask in another dtype"
+_ATTENTION = {
+    f"test_reference_and_xla[{case}]": _WIDTH
+    for case in (
+        "causal-bfloat16",
+        "full-float16",
+        "gqa-8-float16",
+        "outliers-causal-bfloat16",
+        "width-80-bfloat16",
+        "width-96-float16",
+        "width-112-bfloat16",
+        "width-160-bfloat16",
+    )
 }
 
 _WIDER = "wider heads, which need more, and the lowering of all masks at 128"
@@ -109,17 +130,26 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "e2e/test_launch.py": {
         "test_fault[1]": "unit/test_launch.py, a killed rank; `make nightly` has every fault",
     },
+    "kernels/test_attention_numerics.py": _ATTENTION,
     "kernels/test_attention_sharding.py": {
         "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
     },
     "kernels/test_grouped_matmul_hopper.py": {"test_lowers[odd]": "test_lowers[gated]"},
     "kernels/test_hopper.py": _HOPPER,
     "kernels/test_linear_cross_entropy_hopper.py": {
-        "test_loss_and_gradients_are_no_worse_than_the_plain_form[smoothed-2]": "the same test, both",
+        "test_loss_and_gradients_are_no_worse_than_the_plain_form[smoothed-2]": "its case both",
         "test_lowers[1-50257-None-False]": "test_lowers[1-50257-30.0-True]",
     },
     "kernels/test_paged_attention_hopper.py": _PAGED,
     "kernels/test_rows_choice.py": _SHARED_MEMORY,
+    "sharded/test_channel.py": {
+        "test_equals_one_device[fsdp, tensor and context]": (
+            "sharded/test_experts.py, whose routers emit and keep state; its case interleaved"
+        ),
+    },
+    "sharded/test_collectives.py": {
+        "test_tensor_and_fully_sharded_compose": "the tests of either, and test_meshes.py of both",
+    },
     "sharded/test_experts.py": {
         "test_equals_one_device[expert 4, tensor 2, per expert]": (
             "the same test of expert 2 of fsdp 4; sharded/test_exchange.py of both forms"
@@ -129,6 +159,9 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_equals_one_device[untied-fsdp=2,context=2,tensor=2-3]": (
             "sharded/test_context_step.py of replica, context and tensor; test_meshes.py of fsdp"
         ),
+    },
+    "sharded/test_meshes.py": {
+        "test_mesh_equals_one_device[tied-replica8]": "the same test of replica2-fsdp2-tensor2",
     },
     "sharded/test_muon_meshes.py": {
         "test_losses_are_one_device_s[fsdp2-tensor4]": "test_updates_are_one_device_s",
