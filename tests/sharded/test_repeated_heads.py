@@ -30,13 +30,9 @@ def model(num_kv_heads: int) -> ModelConfig:
     """Eight query heads; biases, which are repeated with their heads, and a window."""
     base = gemma_like()
     (stack,) = base.stacks
-    pattern = tuple(
-        dataclasses.replace(
-            block,
-            mixer=dataclasses.replace(block.mixer, num_kv_heads=num_kv_heads, qkv_bias=True),
-        )
-        for block in stack.pattern
-    )
+    block = next(each for each in stack.pattern if each.mixer.window is not None)
+    mixer = dataclasses.replace(block.mixer, num_kv_heads=num_kv_heads, qkv_bias=True)
+    pattern = (dataclasses.replace(block, mixer=mixer),)
     return dataclasses.replace(base, stacks=(dataclasses.replace(stack, pattern=pattern),))
 
 
