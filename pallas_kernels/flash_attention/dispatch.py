@@ -5,12 +5,11 @@ one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``: a
 ``case_of``, its choice {"implementation": name}, its time that of forward and backward together.
 """
 
-import functools
-import logging
 import math
 import pathlib
 
 from pallas_kernels.common import device, tables
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import cudnn, hopper
@@ -32,8 +31,6 @@ NEIGHBOURS = 3
 """Measured cases that are asked, each the more the nearer it is."""
 LEAST_DISTANCE = 0.25
 """Of a neighbour: the same case measured twice differs, too."""
-
-_logger = logging.getLogger(__name__)
 
 
 def choose(implementation: str, call: AttentionCall) -> str:
@@ -100,17 +97,10 @@ def _automatic(call: AttentionCall) -> str:
         reason = why_not(name, call)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
-            announce(name, device.target().slug, call.describe(), refusals)
+            announce("flash_attention", name, call.describe(), because=refusals)
             return name
         reasons[name] = reason
     raise AssertionError("xla serves every call")
-
-
-@functools.cache
-def announce(name: str, device_kind: str, case: str, refusals: str | None) -> None:
-    """Logs a choice; the cache makes it once for each distinct case."""
-    because = f" ({refusals})" if refusals else ""
-    _logger.info("flash_attention on %s uses %s for %s%s", device_kind, name, case, because)
 
 
 def preferences(call: AttentionCall) -> list[str]:

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import device
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from . import hopper, reference, xla
 from .api import Window
-from .dispatch import announce, why_not_this_device
+from .dispatch import why_not_this_device
 from .fp8_operands import Fp8Operands, dequantized
 from .sharding import Operands, call_opaque
 from .spec import AttentionMasks, AttentionSpec, MeshAxes
@@ -104,7 +104,8 @@ def _choose(name: str, spec: AttentionSpec, operands: Fp8Operands, dtype: jnp.dt
         S, K = operands.k.shape[1:3]
         case = f"e4m3 b{B} t{T} s{S} heads {N}/{K} width {H}/{operands.v_t.shape[2]}"
         chosen = "hopper" if reason is None else "xla"
-        announce(chosen, device.target().slug, case, reason and f"not hopper: {reason}")
+        because = None if reason is None else f"not hopper: {reason}"
+        announce("flash_attention_fp8", chosen, case, because=because)
         return chosen
     if reason is not None:
         raise UnsupportedError(

@@ -1,13 +1,11 @@
 """The public function: checks the call and chooses who computes it. Dims: as in ``spec``."""
 
-import functools
-import logging
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.common import device
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from .hopper import paged_attention_hopper, unsupported
@@ -23,7 +21,6 @@ _IMPLEMENTATIONS = {
     "xla": paged_attention_xla,
     "reference": paged_attention_reference,
 }
-_logger = logging.getLogger(__name__)
 
 
 def paged_attention(
@@ -100,17 +97,11 @@ def _compute(implementation: str, call: PagedCall) -> jax.Array:
     reason = unsupported(call) if implementation in ("auto", "hopper") else None
     if implementation == "auto":
         implementation = "hopper" if reason is None else "xla"
-        _announce(implementation, device.target().slug, call.describe(), reason)
+        because = None if reason is None else f"not hopper: {reason}"
+        announce("paged_attention", implementation, call.describe(), because=because)
     elif reason is not None:
         raise UnsupportedError(
             f"implementation='hopper' cannot compute this paged attention: {reason}. Call: "
             f"{call.describe()}. These can: xla, reference"
         )
     return _IMPLEMENTATIONS[implementation](call)
-
-
-@functools.cache
-def _announce(name: str, device_kind: str, case: str, reason: str | None) -> None:
-    """Logs a choice; the cache makes it once for each distinct case."""
-    because = f" (not hopper: {reason})" if reason else ""
-    _logger.info("paged_attention on %s uses %s for %s%s", device_kind, name, case, because)

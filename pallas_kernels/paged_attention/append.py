@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from .hopper import append_heads_hopper, unsupported_append
@@ -75,7 +76,7 @@ def append_to_pages(
     pages_BT = jnp.where((positions < 0) | (pages_BT < 0), num_pages, pages_BT)
 
     def appended(pages: jax.Array, x: jax.Array) -> jax.Array:
-        return pages.at[pages_BT, slots_BT].set(x.astype(pages.dtype), mode="drop")
+        return jnp.asarray(pages).at[pages_BT, slots_BT].set(x.astype(pages.dtype), mode="drop")
 
     k_pages = appended(k_pages, k_new)
     if v_new is None or v_pages is None:
@@ -140,6 +141,10 @@ def append_heads(
     reason = "" if implementation == "xla" else unsupported_append(heads, k_pages, rope)
     if implementation == "hopper" and reason:
         raise UnsupportedError(f"implementation='hopper' cannot append: {reason}; xla can")
+    if implementation == "auto":
+        case = f"{heads.dtype}{list(heads.shape)} into pages {list(k_pages.shape)}"
+        because = f"not hopper: {reason}" if reason else None
+        announce("append_heads", "xla" if reason else "hopper", case, because=because)
     if implementation != "xla" and not reason:
         return append_heads_hopper(heads, k_pages, v_pages, page_tables, positions, rope)
     q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)

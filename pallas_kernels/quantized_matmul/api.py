@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from .choice import MOST_ROWS_MEASURED, measured_config, takes_kernel
@@ -90,8 +91,15 @@ def quantized_matmul(
         )
     is_few = x.shape[0] <= MOST_ROWS
     config = None
-    if implementation == "auto" and reason is None and x.shape[0] <= MOST_ROWS_MEASURED:
-        config = measured_config(ProductShape.of(x.shape[0], weight))
+    if implementation == "auto":
+        if reason is None and x.shape[0] <= MOST_ROWS_MEASURED:
+            config = measured_config(ProductShape.of(x.shape[0], weight))
+        announce(
+            "quantized_matmul",
+            "xla" if config is None else "hopper",
+            f"{x.dtype}{list(x.shape)} times {weight.format.name}{[rows, columns]}",
+            because=None if reason is None else f"not hopper: {reason}",
+        )
     dequantizes = reason is None and takes_kernel(weight)
     transposed = dequantized_hopper if dequantizes or implementation == "hopper" else None
 

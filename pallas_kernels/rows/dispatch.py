@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import device, tables
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
 from .choice import config_for
@@ -64,7 +65,10 @@ def choose(implementation: str, case: Case, *, tuned: pathlib.Path, num_devices:
         return implementation
     reason = why_not_hopper(case, num_devices=num_devices)
     if implementation == "auto":
-        return "hopper" if reason is None and _was_faster(case, tuned) else "xla"
+        name = "hopper" if reason is None and _was_faster(case, tuned) else "xla"
+        told = f"{case.direction} of {case.rows}x{case.call.columns} {case.call.dtype}"
+        announce(case.form, name, told, because=None if reason is None else f"not hopper: {reason}")
+        return name
     if reason is not None:
         raise UnsupportedError(
             f"implementation='hopper' cannot compute the {case.direction} of this {case.form}: "

@@ -5,6 +5,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 from pallas_kernels.common.no_gradient import without_gradient
 
@@ -62,8 +63,15 @@ def skinny_matmul(
             f"{reason}; xla can"
         )
     config = None
-    if implementation == "auto" and reason is None:
-        config = measured_config(padded(x.shape[0]), w.shape[1], w.shape[0], swiglu=swiglu)
+    if implementation == "auto":
+        if reason is None:
+            config = measured_config(padded(x.shape[0]), w.shape[1], w.shape[0], swiglu=swiglu)
+        announce(
+            "skinny_matmul",
+            "xla" if config is None else "hopper",
+            f"{x.dtype}{list(x.shape)} times {list(w.shape)}{' with SwiGLU' if swiglu else ''}",
+            because=None if reason is None else f"not hopper: {reason}",
+        )
     if implementation == "hopper" or config is not None:
         product = skinny_matmul_hopper(x, w, swiglu=swiglu, config=config)
     else:

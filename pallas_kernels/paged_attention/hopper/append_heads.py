@@ -98,7 +98,7 @@ class _AppendHeads:
         place = lax.div(jnp.maximum(position, 0), size)
         page = gmem.tables[lax.div(token, self.T), jnp.minimum(place, width - 1)]
         slot = lax.rem(jnp.maximum(position, 0), size)
-        is_kept = (position >= 0) & (place < width) & (page >= 0)
+        is_kept = (position >= 0) & (place < width) & (page >= 0) & (page < gmem.k.shape[0])
         page = jnp.maximum(page, 0)
         columns = [pl.ds(0, self.H // 2), pl.ds(self.H // 2, self.H // 2)]
         halves = [
