@@ -10,6 +10,7 @@ jaxinfra serve                   # the newest run of `make train`, trained first
 import argparse
 import importlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from jaxinfra.training.watch import attempt
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
+_HANG_S = 60.0
 _RUNS, _PRESET = Path("runs"), "tiny"  # where ``jaxinfra train`` leaves what it trains
 
 
@@ -105,6 +107,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes with a --mesh each, behind one address; one that ends is started again",
     )
+    parser.add_argument(
+        "--hang-seconds",
+        type=float,
+        metavar="S",
+        help="that a replica may give no sign of life before it is killed and started again "
+        f"({_HANG_S:g})",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
@@ -125,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     path = args.model or _trained()
     if args.replicas is not None:
         return _run_replicas(args, path)
+    if args.hang_seconds is not None:
+        raise ConfigError("--hang-seconds is about replicas: give --replicas too")
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
@@ -207,8 +218,11 @@ def _too_large(
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:
     start = importlib.import_module("jaxinfra.serving.replicas.start")
     server = importlib.import_module("jaxinfra.serving.http.server")
+    hang_s = _HANG_S if args.hang_seconds is None else args.hang_seconds
+    if not 0 < hang_s < math.inf:
+        raise ConfigError(f"--hang-seconds {hang_s:g} must be a time above 0")
     own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for option in ("--replicas", "--host", "--port", "--api-key"):
+    for option in ("--replicas", "--hang-seconds", "--host", "--port", "--api-key"):
         own.add_argument(option)
     _, words = own.parse_known_args(args.command_line)
     if args.model is None:
@@ -223,6 +237,7 @@ def _run_replicas(args: argparse.Namespace, path: Path) -> int:
             request,
             name=args.name or path.resolve().name,
             max_body_bytes=args.max_body_mb << 20,
+            hang_s=hang_s,
             say=lambda text: print(text, flush=True),
         )
     return 0

@@ -1,16 +1,16 @@
-"""Faults 24-31: what clients, a full cache and broken processes do to a server."""
+"""Faults 24-30: what clients, a full cache and broken machines do to a server."""
 
 import concurrent.futures
 import json
 import os
 import signal
 import time
-from pathlib import Path
 
-from jaxinfra.gym.arena import Arena, NotProvenError, require
+from jaxinfra.gym.arena import Arena, require
 from jaxinfra.gym.served_model import POISON
 from jaxinfra.gym.servers import (
     PROMPTS,
+    STEP,
     GymServer,
     body,
     drop,
@@ -20,7 +20,6 @@ from jaxinfra.gym.servers import (
 )
 from jaxinfra.gym.verdict import fault
 
-_STEP = "jaxinfra.serving.engine.engine:Engine.step"
 _LONG = 100  # new tokens of an answer that is still under way when something happens
 _CHOICES = 8  # of it, of which the server runs four at a time
 _MANY = 60  # of one that takes longer than a server that does not wait
@@ -58,7 +57,7 @@ def engine_fails(arena: Arena) -> str:
     """Who waits is told so; the process ends, for whoever watches it to start another."""
     # After the undisturbed answers, in the midst of what is asked then.
     gate = arena.place / "f25.go"
-    plan = {"target": _STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
+    plan = {"target": STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
     gate.touch()
     with serving(arena, "f25", faults=[plan]) as server:
         asked = [body(p, new=_LONG, n=_CHOICES, stream=n % 2 > 0) for n, p in enumerate(PROMPTS)]
@@ -221,48 +220,3 @@ def clock_jump(arena: Arena) -> str:
             f"{len(texts)} answers, then one of {_MANY} choices while it drained, in "
             f"{time.monotonic() - began:.1f} s; exit 0"
         )
-
-
-@fault(31, "a replica is killed", devices=1)
-def kill_replica(arena: Arena) -> str:
-    """Of two behind one address, in the midst of answers: nobody hangs, whole answers are asked of
-    the other, streams that have begun end with an error, and the replica comes back.
-    """
-    with serving(arena, "f31", "--replicas", "2") as server:
-        texts = server.texts()
-        starts = server.said_addresses()
-        asked = [body(p, new=_LONG, n=_CHOICES, stream=n % 2 > 0) for n, p in enumerate(PROMPTS)]
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            waiting = [pool.submit(server.ask, each) for each in asked * 2]
-            while server.series().get("vllm:num_requests_running 0", 0.0) < 1:
-                require(not all(each.done() for each in waiting), "replica 0 was asked nothing")
-            os.kill(_replica_pid(server, 0), signal.SIGKILL)
-            replies = [each.result() for each in waiting]
-        whole = [reply for reply in replies if reply.status == 200 and not reply.error]
-        lost = [reply for reply in replies if "the replica that answered has ended" in reply.error]
-        require(len(whole) + len(lost) == len(replies), f"neither whole nor told: {replies}")
-        require(all(reply.is_whole for reply in whole), "a stream without its end, and no error")
-        wrong = [r for r in whole if not any(r.text.startswith(text) for text in texts)]
-        require(not wrong, f"answered otherwise: {wrong[:1]}")
-        server.job.wait_until(lambda: server.said_addresses() > starts, "replica 0's second start")
-        series = server.series()
-        require(series["jaxinfra:replica_restarts_total 0"] == 1, "it was not started again")
-        require(server.texts() == texts, "its answers are others than before")
-        server.wait_until_idle()
-        return (
-            f"{len(whole)} of {len(replies)} answered as alone, {len(lost)} streams told; "
-            f"{series['jaxinfra:repeated_requests_total']:.0f} asked of the other replica; "
-            "started again, no page held"
-        )
-
-
-def _replica_pid(server: GymServer, number: int) -> int:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            said = path.read_bytes().split(b"\0")
-            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue  # it has ended, or is another user's
-        if f"JAXINFRA_REPLICA={number}".encode() in said and parent == server.job.process.pid:
-            return int(path.parent.name)
-    raise NotProvenError(f"replica {number} has no process")

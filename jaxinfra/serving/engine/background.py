@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import final
 
@@ -49,6 +50,7 @@ class EngineThread:
         self._open: dict[int, Ticket] = {}
         self._num_open = 0
         self._is_draining = self._is_closed = False
+        self._step_begun: float | None = None  # None while there is nothing to do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -59,6 +61,12 @@ class EngineThread:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return self._num_open
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the step under way was begun; 0 while there is nothing to do."""
+        begun = self._step_begun
+        return 0.0 if begun is None else time.monotonic() - begun
 
     @property
     def is_serving(self) -> bool:
@@ -133,9 +141,11 @@ class EngineThread:
     def _take_in(self) -> bool:
         """Gives the engine what came since, or waits for it; False: nothing is left to do."""
         with self._changed:
+            self._step_begun = None
             self._changed.wait_for(
                 lambda: self._arrived or self._cancelled or self._is_closed or self.engine.is_busy
             )
+            self._step_begun = time.monotonic()
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
             if self._is_closed:
