@@ -6,7 +6,7 @@ shares the pages; what nobody uses is given up by last use, leaves first.
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import final
 
 from jaxinfra.serving.engine.pages import PageAllocator
@@ -38,16 +38,22 @@ class PrefixTree:
 
     Who holds a node's page holds the pages of all nodes above it: so an idle node has idle nodes
     below it only, and giving up idle pages, leaves first, gives up all of them.
+
+    Args:
+        removed: told of each page that the tree holds no longer.
     """
 
-    def __init__(self, allocator: PageAllocator, *, page_size: int):
-        self._allocator = allocator
+    def __init__(self, allocator: PageAllocator, *, page_size: int, removed: Callable[[int], None]):
+        self._allocator, self._removed = allocator, removed
         self._size = page_size
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by page
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._nodes
 
     def match(self, tokens: Sequence[int], *, kind: Hashable, limit: int) -> PrefixMatch:
         """The longest beginning of these tokens that pages hold; the caller holds them then.
@@ -131,6 +137,7 @@ class PrefixTree:
     def _remove(self, node: _Node) -> None:
         assert node.parent is not None
         del node.parent.children[node.block], self._nodes[node.page]
+        self._removed(node.page)
         self._allocator.uncache(node.page)
 
 

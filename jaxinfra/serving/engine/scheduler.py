@@ -2,8 +2,8 @@
 
 Requests run in the order of their arrival. A step takes a token of every request that is past its
 prompt, and chunks of prompts with what is left of the budget. Pages for a whole prompt are taken at
-admission; where an answer needs a page and there is none, the youngest request gives up its own and
-computes its tokens again later.
+admission; where an answer needs a page and there is none, the youngest request gives up its own. It
+computes its tokens again later, or the host has kept its pages meanwhile.
 """
 
 import bisect
@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import final
 
+from jaxinfra.serving.engine.host_pages import HostPages
 from jaxinfra.serving.engine.pages import PageAllocator
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.radix import PrefixTree
@@ -35,12 +36,15 @@ class Scheduler:
     ):
         self.limits = limits
         self.allocator = PageAllocator(limits.num_pages)
-        self.tree = PrefixTree(self.allocator, page_size=limits.page_size)
+        self.host = HostPages(limits.num_host_pages, page_size=limits.page_size)
+        self.tree = PrefixTree(self.allocator, page_size=limits.page_size, removed=self.host.forget)
         self.waiting: list[RequestStream] = []
         self.running: list[RequestStream] = []
         self.num_preemptions = 0
         self._slots = [*range(limits.max_running)]
         self._propose = propose
+        self._saves: list[tuple[int, int]] = []  # of the step that is being planned
+        self._restores: list[tuple[int, int]] = []
         self._planned: set[RequestStream] = set()
 
     def add(self, stream: RequestStream) -> None:
@@ -54,9 +58,12 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. Requests are taken to have done it when this returns."""
         self._planned.clear()
+        self._saves, self._restores = [], []
         plan = StepPlan(
+            saves=self._saves,
             zeros=self.allocator.unclean(),
             copies=[],
+            restores=self._restores,
             chunks=[],
             chunk_length=0,
             decodes=[],
@@ -107,10 +114,12 @@ class Scheduler:
         long = self.limits.long_context
         return long is not None and stream.total > long, stream.request.adapter
 
-    def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
+    def _plan_answer(
+        self, stream: RequestStream, plan: StepPlan, *, may_draft: bool = True
+    ) -> None:
         """One token of a request that is past its prompt, and drafts after it."""
         room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
-        if stream.can_be_drafted:
+        if may_draft and stream.can_be_drafted:
             if self._propose is not None:
                 drafts = tuple(self._propose(stream))[:room]
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)
@@ -165,7 +174,8 @@ class Scheduler:
                 break
             left = stream.total - stream.computed
             if left == 1:
-                self._plan_answer(stream, plan)
+                # Whose pages are on their way gives up none: drafts may need more.
+                self._plan_answer(stream, plan, may_draft=False)
                 budget -= 1
                 continue
             if not rows:
@@ -220,13 +230,18 @@ class Scheduler:
             found = self.tree.match(stream.tokens, kind=stream.kind, limit=total - 1)
             pages, cached = [*found.pages], found.num_tokens
         whole = cached // size
+        restored = self.host.num_tokens(stream)
+        if restored <= cached:
+            restored = 0
         needed = -(-total // size) - whole
         spare = len(self.running) if stream.slot is None else 0
-        if len(pages) > whole and needed + spare > self._num_available:
-            # A page to copy from is one more than there may be.
+        if len(pages) > whole and (restored or needed + spare > self._num_available):
+            # The host has more of this page; or a page to copy from is one more than there may be.
             self.allocator.release(pages.pop())
             cached = whole * size
-        if needed + spare > self._num_available or self._is_computed_elsewhere(stream, cached):
+        if needed + spare > self._num_available or self._is_computed_elsewhere(
+            stream, max(cached, restored)
+        ):
             self.allocator.release_all(pages)
             if stream.slot is not None:
                 self._preempt(stream)
@@ -237,9 +252,10 @@ class Scheduler:
             copies.append((pages[whole], fresh[0]))
             self.allocator.release(pages.pop())
         stream.pages = [*pages, *fresh]
-        stream.computed, stream.num_registered = cached, whole
-        if len(stream.tokens) == len(stream.request.prompt_ids):
+        stream.computed, stream.num_registered = max(cached, restored), whole
+        if len(stream.tokens) == len(stream.request.prompt_ids) and stream.saved is None:
             stream.num_cached = cached
+        self._restores += self.host.restore(stream, whole, restored)
         return True
 
     def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
@@ -281,8 +297,10 @@ class Scheduler:
         return True
 
     def _preempt(self, stream: RequestStream) -> None:
-        """Takes a request's pages; it waits at its place to compute its tokens again."""
+        """Takes a request's pages; it waits at its place to go on."""
         self.num_preemptions += 1
+        self._register(stream)
+        self._saves += self.host.save(stream, tree=self.tree)
         self._give_up_pages(stream)
         self._leave(stream)
         bisect.insort(self.waiting, stream, key=lambda each: each.number)
@@ -319,6 +337,7 @@ class Scheduler:
         stream.is_over = True
         if stream.slot is None:
             self.waiting.remove(stream)
+            self.host.drop(stream)
             return
         if poisoned:
             self.tree.forget(stream.tokens, kind=stream.kind)
