@@ -47,11 +47,11 @@ class Device:
     def run(self, plan, *, num_referenced):
         for page, slot in plan.saves:
             self.host[slot] = dict(self.pages[page])
-        for page in plan.zeros:
-            self.pages[page] = {}
         before = {source: dict(self.pages[source]) for source, _ in plan.copies}
         for source, target in plan.copies:
             self.pages[target] = dict(before[source])
+        for page in plan.zeros:
+            self.pages[page] = {}
         for slot, page in plan.restores:
             self.pages[page] = dict(self.host[slot])
         return [(row, self.row(row, num_referenced)) for row in plan.rows]
@@ -70,7 +70,8 @@ class Device:
             kind, token = self.pages[row.pages[place // self.size]][place % self.size]
             assert kind == row.stream.kind, "a page of another kind"
             seen.append(token)
-        is_bad = POISON in seen
+        # A masked key counts too: its weight of 0 is multiplied with its value.
+        is_bad = any(t == POISON for page in row.pages for _, t in self.pages[page].values())
         ends = range(row.start + 1, row.start + row.count + 1) if row.num_drafts else [len(seen)]
         tokens = [drawn_after(tuple(seen[:end])) for end in ends]
         held = 0
@@ -230,7 +231,6 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
 )
 @hypothesis.settings(max_examples=60)
 def test_poison_stays_with_its_request(arrivals, cancels, num_host_pages, num_drafts):
-    """Whether it was read, gave up its pages or was cancelled before that."""
     limits = dataclasses.replace(
         LIMITS, num_host_pages=num_host_pages, max_step_tokens=24 + 4 * num_drafts
     )
@@ -239,13 +239,16 @@ def test_poison_stays_with_its_request(arrivals, cancels, num_host_pages, num_dr
     results = run(scheduler, arrivals, cancels=cancels)
     for number, (_, request) in enumerate(arrivals):
         prompt = request.prompt_ids
-        if results[number] is None:
-            continue
-        if POISON in prompt:
-            assert results[number] == "poisoned"
-        else:
-            assert results[number] == continued(prompt, request.max_new_tokens)
+        if results[number] is not None:
+            clean = continued(prompt, request.max_new_tokens)
+            assert results[number] == ("poisoned" if POISON in prompt else clean)
     assert scheduler.allocator.num_held == 0
+
+
+def test_a_page_of_one_that_was_cancelled_before_its_poison_was_read_is_zero():
+    poisoned, innocent = request(0, 2, 3, 0, 1, 1, POISON), request(1, 1, new=6)
+    results = run(Scheduler(LIMITS), [(0, poisoned), (1, innocent)], cancels=[1])
+    assert results == {0: None, 1: continued((1, 1), 6)}
 
 
 @hypothesis.given(

@@ -86,8 +86,8 @@ class StepPlan:
     """A step, in the order in which the device does it."""
 
     saves: list[tuple[int, int]]  # pages, and the host's slots that they go to
-    zeros: list[int]  # pages to fill with zeros
     copies: list[tuple[int, int]]  # pages, from and to
+    zeros: list[int]  # pages to fill with zeros
     restores: list[tuple[int, int]]  # the host's slots, and the pages that they go to
     chunks: list[PlannedRow]
     chunk_length: int

@@ -68,7 +68,7 @@ class PrefixTree:
             following = node.children.get(rest)
             if following is None:
                 # A page that begins alike: its holder copies it before writing on.
-                following, common = _nearest(node, rest)
+                following, common = self._nearest(node, rest)
                 if following is not None:
                     pages.append(following.page)
                     done += common
@@ -140,16 +140,20 @@ class PrefixTree:
         self._removed(node.page)
         self._allocator.uncache(node.page)
 
+    def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
+        """The child whose block begins most like ``rest``, and by how many tokens; None at 0.
 
-def _nearest(node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
-    """The child whose block begins most like ``rest``, and by how many tokens; None at 0."""
-    best, most = None, 0
-    for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
-        common = 0
-        for one, other in zip(block, rest, strict=False):
-            if one != other:
-                break
-            common += 1
-        if common > most:
-            best, most = child, common
-    return best, most
+        What comes after these tokens is copied with them, so it must be finite.
+        """
+        best, most = None, 0
+        for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
+            if self._allocator.is_suspect(child.page):
+                continue
+            common = 0
+            for one, other in zip(block, rest, strict=False):
+                if one != other:
+                    break
+                common += 1
+            if common > most:
+                best, most = child, common
+        return best, most

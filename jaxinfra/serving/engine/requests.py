@@ -108,6 +108,7 @@ class RequestStream:
     kind: Hashable = None  # streams of different kinds share no pages
     pages: list[int] = dataclasses.field(default_factory=list)
     num_registered: int = 0  # pages at the front that are in the prefix tree
+    num_finite: int = 0  # pages at the front that draws have shown to be finite
     computed: int = 0  # tokens whose keys and values steps have been dispatched for
     pending: int = 0  # tokens drawn by steps that are not read yet
     slot: int | None = None  # where the device keeps its last token; None: it is not running

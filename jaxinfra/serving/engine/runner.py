@@ -158,8 +158,8 @@ class ModelRunner:
             masks: by slot, of the rows whose request has a structure.
         """
         self._save(plan.saves)
-        self._copy([(NULL_PAGE, page) for page in plan.zeros])
         self._copy(plan.copies)
+        self._copy([(NULL_PAGE, page) for page in plan.zeros])
         self._restore(plan.restores)
         for slot, mask_W in masks.items():
             # Ids beyond those that are drawn, and those that the structure does not know: not now.

@@ -61,8 +61,8 @@ class Scheduler:
         self._saves, self._restores = [], []
         plan = StepPlan(
             saves=self._saves,
-            zeros=self.allocator.unclean(),
             copies=[],
+            zeros=[],
             restores=self._restores,
             chunks=[],
             chunk_length=0,
@@ -81,9 +81,13 @@ class Scheduler:
         prompts = [stream for stream in prompts if stream.slot is not None]
         num_tokens = plan.num_tokens
         plan = self._plan_prompts(plan, prompts, self.limits.max_step_tokens - num_tokens)
+        copied = {page for _, page in plan.copies}
+        plan.zeros.extend(page for page in self.allocator.unclean() if page not in copied)
+        self.allocator.suspect(page for _, page in plan.restores)
         for row in plan.rows:
             row.stream.computed += row.count
             row.stream.pending += row.draws
+            self.allocator.suspect(self._pages(row.stream, row.start, row.start + row.count))
         for row in plan.chunks:
             self._register(row.stream)
         return plan
@@ -253,6 +257,7 @@ class Scheduler:
             self.allocator.release(pages.pop())
         stream.pages = [*pages, *fresh]
         stream.computed, stream.num_registered = max(cached, restored), whole
+        stream.num_finite = 0
         if len(stream.tokens) == len(stream.request.prompt_ids) and stream.saved is None:
             stream.num_cached = cached
         self._restores += self.host.restore(stream, whole, restored)
@@ -359,8 +364,24 @@ class Scheduler:
         stream.pending -= 1
         if stream.is_over:
             return ()
-        if row.num_drafts and stream.slot is not None:
-            stream.computed = row.start + 1 + num_held  # what follows is overwritten
+        if stream.slot is not None:
+            self._trust(stream, row.start + row.count)
+            if row.num_drafts:
+                stream.computed = row.start + 1 + num_held  # what follows is overwritten
         taken = tuple(tokens)[: 1 + num_held]
         stream.tokens += taken
         return taken
+
+    def _trust(self, stream: RequestStream, num_tokens: int) -> None:
+        """A draw after so many tokens was finite, and so are their keys and values. The last page
+        may have more by now.
+        """
+        size = self.limits.page_size
+        num_pages = num_tokens // size if stream.pending else -(-num_tokens // size)
+        self.allocator.trust(stream.pages[stream.num_finite : num_pages])
+        stream.num_finite = num_tokens // size
+
+    def _pages(self, stream: RequestStream, start: int, end: int) -> list[int]:
+        """Those of a request's pages that these positions lie in."""
+        size = self.limits.page_size
+        return stream.pages[start // size : -(-end // size)]
