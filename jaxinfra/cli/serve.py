@@ -23,13 +23,21 @@ from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
+from jaxinfra.core.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    JaxinfraError,
+    UnsupportedError,
+    is_out_of_memory,
+)
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.core.text import whole_number
+from jaxinfra.launch.cluster import Cluster, detect_cluster
+from jaxinfra.launch.connect import connect, leave
 from jaxinfra.reliability import faults
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
-from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.training.job import keep_compiled_programs
@@ -131,11 +139,20 @@ def run(args: argparse.Namespace) -> int:
     service = importlib.import_module("jaxinfra.serving.http.service")
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
+    mesh = parse_mesh(args.mesh)
+    _check_job(args, detect_cluster(os.environ))
     path = args.model or _trained()
     if args.replicas is not None:
         return _run_replicas(args, path)
     if args.hang_seconds is not None:
         raise ConfigError("--hang-seconds is about replicas: give --replicas too")
+    cluster = connect()  # before JAX is asked for devices
+    if cluster is not None and mesh.num_devices != jax.device_count():
+        raise ConfigError(
+            f"--mesh {args.mesh or '(one device)'}: the {cluster.num_processes} processes of this "
+            f"job have {jax.device_count()} devices, and one model is spread over all of them; "
+            f"say --mesh tensor={jax.device_count()}"
+        )
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
@@ -152,9 +169,9 @@ def run(args: argparse.Namespace) -> int:
     number = os.environ.get(REPLICA)
     if number is not None:
         end_with_front()
-    faults.arm(os.environ, rank=whole_number(number or "0") or 0, attempt=attempt())
+    rank = whole_number(number or "0") or 0 if cluster is None else cluster.process_id
+    faults.arm(os.environ, rank=rank, attempt=attempt())
     policy = None if args.policy is None else PolicyName(args.policy)
-    mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         form = CacheFormat(args.cache)
         model = load(path, policy=policy, mesh=mesh).with_cache(form)
@@ -168,12 +185,36 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with noted_signals() as request:
-            start.serve(model, options, request, draft=draft, bank=bank, say=say)
+            if rank > 0 and cluster is not None:
+                start.serve_part(model, options.engine, request, cluster)
+            else:
+                given = {"draft": draft, "bank": bank, "cluster": cluster}
+                start.serve(model, options, request, **given, say=say)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise _too_large(model, options.engine, mesh, error) from error
-    return 0
+    return 0 if cluster is None else leave(0, together=True)
+
+
+def _check_job(args: argparse.Namespace, cluster: Cluster | None) -> None:
+    """Refuses what a server of several processes does not do."""
+    if cluster is None:
+        return
+    if args.model is None:
+        raise ConfigError("several processes serve one model: name it")
+    refused = {
+        "--replicas": args.replicas is not None,
+        "--draft": args.draft is not None,
+        "--adapters": bool(args.adapters),
+        "--preemption host": args.preemption == Preemption.HOST,
+    }
+    for option, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(
+                f"{option} with one model over {cluster.num_processes} processes: a server of one "
+                "process does it; leave it out, or serve from one process"
+            )
 
 
 def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBank | None:

@@ -14,6 +14,7 @@ import types
 import pytest
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine import background
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.http.guards import RequestGuards
@@ -287,8 +288,11 @@ def test_a_client_that_goes_away_is_not_waited_for(fronted):
     wait_until_idle(made)
 
 
-def test_an_engine_that_is_stuck_says_for_how_long():
-    """It is what ``/health`` tells a front; one with nothing to do is not stuck."""
+def test_an_engine_that_is_stuck_says_for_how_long(monkeypatch, caplog):
+    """It is what ``/health`` tells a front; one with nothing to do is not stuck. Its server can
+    end, as it has to where the front is gone.
+    """
+    monkeypatch.setattr(background, "_CLOSE_S", 0.01)
     begun, go = threading.Event(), threading.Event()
 
     class Stuck:
@@ -308,9 +312,10 @@ def test_an_engine_that_is_stuck_says_for_how_long():
     begun.wait()
     time.sleep(0.01)
     assert thread.stalled_s >= 0.01
+    thread.close()
+    assert "the engine has been at one step for 0.0 s; left behind" in caplog.text
     go.set()
     assert thread.drain(10)
-    thread.close()
 
 
 def test_a_process_that_ends_is_started_again(monkeypatch):

@@ -42,6 +42,8 @@ from jaxinfra.serving.token_history import TokenHistory
 MOST_BIASES = 300
 """Ids of a request's ``logit_bias``, as OpenAI's API bounds them."""
 
+_OF_STATE_ALONE = ("copy", "restore", "mask", "history")
+
 _log = logging.getLogger(__name__)
 
 
@@ -97,6 +99,7 @@ class ModelRunner:
         self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by slot
         self._no_pages = np.zeros(limits.table_width, np.int32)
         self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
+        self._tell: Callable[[ProgramKey, tuple[Any, ...]], None] | None = None
         self.num_compiled = 0
         self.num_late = 0  # compiled after ``warm_up``
 
@@ -166,7 +169,7 @@ class ModelRunner:
             words_1W = np.zeros((1, self._mask_words), np.uint32)
             known = mask_W[: self._mask_words]
             words_1W[0, : len(known)] = known
-            self._state = self._program(MASK)(self._state, np.array([slot], np.int32), words_1W)
+            self.call(MASK, np.array([slot], np.int32), words_1W)
         drawn = []
         for rows, name, length in (
             (plan.chunks, "step", plan.chunk_length),
@@ -211,7 +214,7 @@ class ModelRunner:
             targets_BT = np.zeros((key.rows, length), np.int32)
             targets_BT[0, : len(rows[0].targets)] = rows[0].targets
             arguments.append(targets_BT)
-        given, self._state = self._program(key)(self._weights, self._state, *arguments)
+        given = self.call(key, *arguments)
         drawn, *told = given if isinstance(given, tuple) else (given,)
         given = (drawn, *told) if is_asked else (drawn,)
         for each in jax.tree.leaves(given):
@@ -270,9 +273,7 @@ class ModelRunner:
             ids_T = np.zeros(key.length, np.int32)
             ids_T[:known] = stream.tokens[: key.length]
             prompt = len(stream.request.prompt_ids)
-            self._state = self._program(key)(
-                self._state, np.int32(row.slot), ids_T, np.int32(prompt), np.int32(known)
-            )
+            self.call(key, np.int32(row.slot), ids_T, np.int32(prompt), np.int32(known))
         is_new = row.count == 1 and row.start >= known
         self._histories[row.slot] = (stream.number, known + is_new)
         return is_new
@@ -302,14 +303,14 @@ class ModelRunner:
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         for _, padded in batches(pairs, (NULL_PAGE, self._limits.num_pages)):
             sources, targets = np.array(padded, np.int32).T.copy()
-            self._state = self._program(COPY)(self._state, sources, targets)
+            self.call(COPY, sources, targets)
 
     def _save(self, pairs: list[tuple[int, int]]) -> None:
         """Pages into the host's slots; the device goes on meanwhile."""
         for count, padded in batches(pairs, (NULL_PAGE, 0)):
             pages, slots = zip(*padded, strict=True)
             assert self._host is not None
-            given = self._program(SAVE)(self._state, np.array(pages, np.int32))
+            given = self.call(SAVE, np.array(pages, np.int32))
             self._host.take([*slots[:count]], given)
 
     def _restore(self, pairs: list[tuple[int, int]]) -> None:
@@ -318,7 +319,27 @@ class ModelRunner:
             slots, pages = zip(*padded, strict=True)
             assert self._host is not None
             given = self._host.pages([*slots])
-            self._state = self._program(RESTORE)(self._state, np.array(pages, np.int32), given)
+            self.call(RESTORE, np.array(pages, np.int32), given)
+
+    def mirror(self, tell: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
+        """From now on this is told of each call before it is made: the other processes of the mesh
+        make it too.
+        """
+        self._tell = tell
+
+    def call(self, key: ProgramKey, *arguments: Any) -> Any:
+        """Runs a program, and returns what it gives beside the next state."""
+        if self._tell is not None:
+            arguments = jax.tree.map(np.asarray, arguments)
+            self._tell(key, arguments)
+        program = self._program(key)
+        if key == SAVE:
+            return program(self._state, *arguments)
+        if key.name in _OF_STATE_ALONE:
+            self._state = program(self._state, *arguments)
+            return None
+        given, self._state = program(self._weights, self._state, *arguments)
+        return given
 
     def _program(self, key: ProgramKey) -> Callable[..., Any]:
         if key not in self._compiled:
