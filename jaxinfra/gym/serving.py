@@ -19,6 +19,7 @@ from jaxinfra.gym.servers import (
     serving,
 )
 from jaxinfra.gym.verdict import fault
+from jaxinfra.serving.engine.options import Preemption
 
 _LONG = 100  # new tokens of an answer that is still under way when something happens
 _CHOICES = 8  # of it, of which the server runs four at a time
@@ -81,10 +82,17 @@ def engine_fails(arena: Arena) -> str:
 
 @fault(26, "more requests than pages, and than a server takes", devices=1)
 def full_cache(arena: Arena) -> str:
-    """Requests give up their pages and go on later; beyond ``--max-open`` clients come again."""
-    with serving(arena, "f26", "--num-pages", "18", "--max-open", "10") as server:
+    """Requests give up their pages and go on later, computed again or kept by the host; beyond
+    ``--max-open`` clients come again.
+    """
+    return "; ".join(_overfill(arena, preemption) for preemption in Preemption)
+
+
+def _overfill(arena: Arena, preemption: Preemption) -> str:
+    options = ("--num-pages", "18", "--max-open", "10", "--preemption", preemption.value)
+    with serving(arena, f"f26-{preemption.value}", *options) as server:
         texts = server.texts()
-        replies = server.ask_all([body(p, new=90) for p in PROMPTS for _ in range(6)])
+        replies = server.ask_all([body(p, new=90) for _ in range(6) for p in PROMPTS])
         taken = [reply for reply in replies if reply.status == 200]
         refused = [reply for reply in replies if reply.status == 429]
         require(len(taken) >= 10, f"{len(taken)} of {len(replies)} were answered")
@@ -93,11 +101,21 @@ def full_cache(arena: Arena) -> str:
         require(all("retry-after" in reply.headers for reply in refused), "429 without Retry-After")
         wrong = [r for r in taken if not any(r.text.startswith(text) for text in texts)]
         require(not wrong, f"answered otherwise than alone: {wrong[:1]}")
-        preempted = server.series()["vllm:num_preemptions_total"]
+        series = server.series()
+        preempted = series["vllm:num_preemptions_total"]
         require(preempted > 0, "no request had to give up its pages")
+        saved, restored = (
+            series[f"jaxinfra:host_pages_{what}_total"] for what in ("saved", "restored")
+        )
+        is_kept = preemption is Preemption.HOST
+        require((saved > 0) == is_kept, f"{preemption.value}, and the host got {saved:.0f} pages")
+        said = _require_texts(server, texts)
+        kept = server.series()["jaxinfra:host_pages"]
+        require(kept == 0, f"the host keeps {kept:.0f} pages of nobody's requests")
         return (
-            f"{len(taken)} answered as alone, {preempted:.0f} times after a preemption; "
-            f"{len(refused)} told 429; {_require_texts(server, texts)}"
+            f"{preemption.value}: {len(taken)} answered as alone, {preempted:.0f} times after a "
+            f"preemption, {saved:.0f} pages to the host and {restored:.0f} back; "
+            f"{len(refused)} told 429; {said}"
         )
 
 
