@@ -33,8 +33,8 @@ from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.program_list import ProgramKey
 from jaxinfra.serving.engine.requests import GenerationRequest
-from jaxinfra.serving.engine.runner import ProgramKey
 from jaxinfra.serving.load import LoadedModel
 from jaxinfra.serving.placement import serving_placement
 from jaxinfra.serving.sampling import SamplingConfig

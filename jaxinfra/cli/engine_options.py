@@ -2,10 +2,13 @@
 
 import argparse
 import dataclasses
+import math
+from typing import Any
 
 import jax
 
-from jaxinfra.serving.engine.options import EngineOptions, options_on
+from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 
 _CPU, _GPU = options_on("cpu"), options_on("gpu")
 _OPTIONS: tuple[tuple[str, str], ...] = (
@@ -27,10 +30,30 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
             said += f" ({default}{'' if on_gpu == default else f', on GPUs {on_gpu}'})"
         option = f"--{name.replace('_', '-')}"
         group.add_argument(option, type=int, metavar="N", help=said)
+    group.add_argument(
+        "--preemption",
+        choices=[each.value for each in Preemption],
+        help="where answers need more pages than there are: the youngest request computes its "
+        f"tokens again later, or the host keeps its pages ({_CPU.preemption.value})",
+    )
+    group.add_argument(
+        "--host-gib",
+        type=float,
+        metavar="N",
+        help=f"memory of the host for --preemption host ({_CPU.host_bytes / 2**30:g})",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
     """What they say, and this device's defaults."""
-    given = {name: getattr(args, name) for name, _ in _OPTIONS}
+    given: dict[str, Any] = {name: getattr(args, name) for name, _ in _OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
+    if args.preemption is not None:
+        given["preemption"] = Preemption(args.preemption)
+    if args.host_gib is not None:
+        if args.preemption != Preemption.HOST or not 0 < args.host_gib < math.inf:
+            raise ConfigError(
+                f"--host-gib {args.host_gib:g}: a size above 0, with --preemption host"
+            )
+        given["host_bytes"] = int(args.host_gib * 2**30)
     return dataclasses.replace(options_on(jax.default_backend()), **given)

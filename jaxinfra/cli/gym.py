@@ -29,13 +29,20 @@ from jaxinfra.cli.main import Parser
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.core.signals import raised_signals
 from jaxinfra.core.text import whole_number
-from jaxinfra.gym import damage, deaths, own_config, serving, wrong_or_slow  # entered by import
+from jaxinfra.gym import (  # entered by import
+    damage,
+    deaths,
+    own_config,
+    replicas,
+    serving,
+    wrong_or_slow,
+)
 from jaxinfra.gym.arena import Arena
 from jaxinfra.gym.cause_list import all_causes, all_healthy
 from jaxinfra.gym.causes import CauseVerdict, check_health, judge_cause
 from jaxinfra.gym.verdict import FAULTS, Verdict, judge
 
-_LISTS = (deaths, wrong_or_slow, damage, serving)
+_LISTS = (deaths, wrong_or_slow, damage, serving, replicas)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ jaxinfra serve                   # the newest run of `make train`, trained first
 import argparse
 import importlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -22,13 +23,21 @@ from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.precision import PolicyName
-from jaxinfra.core.errors import ConfigError, DeviceMemoryError, JaxinfraError, is_out_of_memory
+from jaxinfra.core.errors import (
+    ConfigError,
+    DeviceMemoryError,
+    JaxinfraError,
+    UnsupportedError,
+    is_out_of_memory,
+)
 from jaxinfra.core.places import user_cache
 from jaxinfra.core.signals import noted_signals
 from jaxinfra.core.text import whole_number
+from jaxinfra.launch.cluster import Cluster, detect_cluster
+from jaxinfra.launch.connect import connect, leave
 from jaxinfra.reliability import faults
 from jaxinfra.serving.adapter_bank import MAX_RANK, AdapterBank, load_bank
-from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.load import LoadedModel, load
 from jaxinfra.serving.replicas.processes import REPLICA, end_with_front, environments
 from jaxinfra.training.job import keep_compiled_programs
@@ -36,6 +45,7 @@ from jaxinfra.training.watch import attempt
 from jaxinfra.weights.finite import ALLOW_HELP, nonfinite_allowed
 
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "pydantic", "llguidance")
+_HANG_S = 60.0
 _RUNS, _PRESET = Path("runs"), "tiny"  # where ``jaxinfra train`` leaves what it trains
 
 
@@ -105,6 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes with a --mesh each, behind one address; one that ends is started again",
     )
+    parser.add_argument(
+        "--hang-seconds",
+        type=float,
+        metavar="S",
+        help="that a replica may give no sign of life before it is killed and started again "
+        f"({_HANG_S:g})",
+    )
     parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_HELP)
 
 
@@ -122,9 +139,20 @@ def run(args: argparse.Namespace) -> int:
     service = importlib.import_module("jaxinfra.serving.http.service")
     if args.draft is not None and not args.num_drafts:
         raise ConfigError("--draft needs --num-drafts: how many tokens it is to propose")
+    mesh = parse_mesh(args.mesh)
+    _check_job(args, detect_cluster(os.environ))
     path = args.model or _trained()
     if args.replicas is not None:
         return _run_replicas(args, path)
+    if args.hang_seconds is not None:
+        raise ConfigError("--hang-seconds is about replicas: give --replicas too")
+    cluster = connect()  # before JAX is asked for devices
+    if cluster is not None and mesh.num_devices != jax.device_count():
+        raise ConfigError(
+            f"--mesh {args.mesh or '(one device)'}: the {cluster.num_processes} processes of this "
+            f"job have {jax.device_count()} devices, and one model is spread over all of them; "
+            f"say --mesh tensor={jax.device_count()}"
+        )
     options = start.ServeOptions(
         path=path,
         name=args.name or path.resolve().name,
@@ -141,9 +169,9 @@ def run(args: argparse.Namespace) -> int:
     number = os.environ.get(REPLICA)
     if number is not None:
         end_with_front()
-    faults.arm(os.environ, rank=whole_number(number or "0") or 0, attempt=attempt())
+    rank = whole_number(number or "0") or 0 if cluster is None else cluster.process_id
+    faults.arm(os.environ, rank=rank, attempt=attempt())
     policy = None if args.policy is None else PolicyName(args.policy)
-    mesh = parse_mesh(args.mesh)
     with nonfinite_allowed(allowed=args.allow_nonfinite):
         form = CacheFormat(args.cache)
         model = load(path, policy=policy, mesh=mesh).with_cache(form)
@@ -157,12 +185,36 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         with noted_signals() as request:
-            start.serve(model, options, request, draft=draft, bank=bank, say=say)
+            if rank > 0 and cluster is not None:
+                start.serve_part(model, options.engine, request, cluster)
+            else:
+                given = {"draft": draft, "bank": bank, "cluster": cluster}
+                start.serve(model, options, request, **given, say=say)
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
         raise _too_large(model, options.engine, mesh, error) from error
-    return 0
+    return 0 if cluster is None else leave(0, together=True)
+
+
+def _check_job(args: argparse.Namespace, cluster: Cluster | None) -> None:
+    """Refuses what a server of several processes does not do."""
+    if cluster is None:
+        return
+    if args.model is None:
+        raise ConfigError("several processes serve one model: name it")
+    refused = {
+        "--replicas": args.replicas is not None,
+        "--draft": args.draft is not None,
+        "--adapters": bool(args.adapters),
+        "--preemption host": args.preemption == Preemption.HOST,
+    }
+    for option, is_given in refused.items():
+        if is_given:
+            raise UnsupportedError(
+                f"{option} with one model over {cluster.num_processes} processes: a server of one "
+                "process does it; leave it out, or serve from one process"
+            )
 
 
 def _bank(model: LoadedModel, path: Path, args: argparse.Namespace) -> AdapterBank | None:
@@ -207,8 +259,11 @@ def _too_large(
 def _run_replicas(args: argparse.Namespace, path: Path) -> int:
     start = importlib.import_module("jaxinfra.serving.replicas.start")
     server = importlib.import_module("jaxinfra.serving.http.server")
+    hang_s = _HANG_S if args.hang_seconds is None else args.hang_seconds
+    if not 0 < hang_s < math.inf:
+        raise ConfigError(f"--hang-seconds {hang_s:g} must be a time above 0")
     own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    for option in ("--replicas", "--host", "--port", "--api-key"):
+    for option in ("--replicas", "--hang-seconds", "--host", "--port", "--api-key"):
         own.add_argument(option)
     _, words = own.parse_known_args(args.command_line)
     if args.model is None:
@@ -223,6 +278,7 @@ def _run_replicas(args: argparse.Namespace, path: Path) -> int:
             request,
             name=args.name or path.resolve().name,
             max_body_bytes=args.max_body_mb << 20,
+            hang_s=hang_s,
             say=lambda text: print(text, flush=True),
         )
     return 0

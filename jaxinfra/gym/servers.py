@@ -23,6 +23,7 @@ _TIMEOUT_S = 240.0
 _ADDRESS = re.compile(r"^\w+ at (http\S+): ", re.MULTILINE)
 _WRITING = threading.Lock()
 PATH = "/v1/completions"
+STEP = "jaxinfra.serving.engine.engine:Engine.step"
 PROMPTS = ("once upon a time", "once upon another", "the mesh reads the data", "a")
 
 
@@ -57,10 +58,20 @@ class GymServer:
         host, _, port = url.removeprefix("http://").rpartition(":")
         self.host, self.port = host, int(port)
 
-    def ask(self, body: Mapping[str, Any] | bytes, *, path: str = PATH) -> Reply:
-        """Sends a request and reads what comes."""
+    def ask(
+        self,
+        body: Mapping[str, Any] | bytes,
+        *,
+        path: str = PATH,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> Reply:
+        """Sends a request and reads what comes.
+
+        Args:
+            timeout_s: without a byte, after which nobody waits any more.
+        """
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_TIMEOUT_S)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             connection.request("POST", path, data, {"Content-Type": "application/json"})
             return _read(connection.getresponse())

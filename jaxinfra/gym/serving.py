@@ -1,16 +1,16 @@
-"""Faults 24-31: what clients, a full cache and broken processes do to a server."""
+"""Faults 24-30: what clients, a full cache and broken machines do to a server."""
 
 import concurrent.futures
 import json
 import os
 import signal
 import time
-from pathlib import Path
 
-from jaxinfra.gym.arena import Arena, NotProvenError, require
+from jaxinfra.gym.arena import Arena, require
 from jaxinfra.gym.served_model import POISON
 from jaxinfra.gym.servers import (
     PROMPTS,
+    STEP,
     GymServer,
     body,
     drop,
@@ -19,8 +19,8 @@ from jaxinfra.gym.servers import (
     serving,
 )
 from jaxinfra.gym.verdict import fault
+from jaxinfra.serving.engine.options import Preemption
 
-_STEP = "jaxinfra.serving.engine.engine:Engine.step"
 _LONG = 100  # new tokens of an answer that is still under way when something happens
 _CHOICES = 8  # of it, of which the server runs four at a time
 _MANY = 60  # of one that takes longer than a server that does not wait
@@ -58,7 +58,7 @@ def engine_fails(arena: Arena) -> str:
     """Who waits is told so; the process ends, for whoever watches it to start another."""
     # After the undisturbed answers, in the midst of what is asked then.
     gate = arena.place / "f25.go"
-    plan = {"target": _STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
+    plan = {"target": STEP, "call": 400, "action": "raise", "value": 5, "once": str(gate)}
     gate.touch()
     with serving(arena, "f25", faults=[plan]) as server:
         asked = [body(p, new=_LONG, n=_CHOICES, stream=n % 2 > 0) for n, p in enumerate(PROMPTS)]
@@ -82,10 +82,17 @@ def engine_fails(arena: Arena) -> str:
 
 @fault(26, "more requests than pages, and than a server takes", devices=1)
 def full_cache(arena: Arena) -> str:
-    """Requests give up their pages and go on later; beyond ``--max-open`` clients come again."""
-    with serving(arena, "f26", "--num-pages", "18", "--max-open", "10") as server:
+    """Requests give up their pages and go on later, computed again or kept by the host; beyond
+    ``--max-open`` clients come again.
+    """
+    return "; ".join(_overfill(arena, preemption) for preemption in Preemption)
+
+
+def _overfill(arena: Arena, preemption: Preemption) -> str:
+    options = ("--num-pages", "18", "--max-open", "10", "--preemption", preemption.value)
+    with serving(arena, f"f26-{preemption.value}", *options) as server:
         texts = server.texts()
-        replies = server.ask_all([body(p, new=90) for p in PROMPTS for _ in range(6)])
+        replies = server.ask_all([body(p, new=90) for _ in range(6) for p in PROMPTS])
         taken = [reply for reply in replies if reply.status == 200]
         refused = [reply for reply in replies if reply.status == 429]
         require(len(taken) >= 10, f"{len(taken)} of {len(replies)} were answered")
@@ -94,11 +101,21 @@ def full_cache(arena: Arena) -> str:
         require(all("retry-after" in reply.headers for reply in refused), "429 without Retry-After")
         wrong = [r for r in taken if not any(r.text.startswith(text) for text in texts)]
         require(not wrong, f"answered otherwise than alone: {wrong[:1]}")
-        preempted = server.series()["vllm:num_preemptions_total"]
+        series = server.series()
+        preempted = series["vllm:num_preemptions_total"]
         require(preempted > 0, "no request had to give up its pages")
+        saved, restored = (
+            series[f"jaxinfra:host_pages_{what}_total"] for what in ("saved", "restored")
+        )
+        is_kept = preemption is Preemption.HOST
+        require((saved > 0) == is_kept, f"{preemption.value}, and the host got {saved:.0f} pages")
+        said = _require_texts(server, texts)
+        kept = server.series()["jaxinfra:host_pages"]
+        require(kept == 0, f"the host keeps {kept:.0f} pages of nobody's requests")
         return (
-            f"{len(taken)} answered as alone, {preempted:.0f} times after a preemption; "
-            f"{len(refused)} told 429; {_require_texts(server, texts)}"
+            f"{preemption.value}: {len(taken)} answered as alone, {preempted:.0f} times after a "
+            f"preemption, {saved:.0f} pages to the host and {restored:.0f} back; "
+            f"{len(refused)} told 429; {said}"
         )
 
 
@@ -221,48 +238,3 @@ def clock_jump(arena: Arena) -> str:
             f"{len(texts)} answers, then one of {_MANY} choices while it drained, in "
             f"{time.monotonic() - began:.1f} s; exit 0"
         )
-
-
-@fault(31, "a replica is killed", devices=1)
-def kill_replica(arena: Arena) -> str:
-    """Of two behind one address, in the midst of answers: nobody hangs, whole answers are asked of
-    the other, streams that have begun end with an error, and the replica comes back.
-    """
-    with serving(arena, "f31", "--replicas", "2") as server:
-        texts = server.texts()
-        starts = server.said_addresses()
-        asked = [body(p, new=_LONG, n=_CHOICES, stream=n % 2 > 0) for n, p in enumerate(PROMPTS)]
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            waiting = [pool.submit(server.ask, each) for each in asked * 2]
-            while server.series().get("vllm:num_requests_running 0", 0.0) < 1:
-                require(not all(each.done() for each in waiting), "replica 0 was asked nothing")
-            os.kill(_replica_pid(server, 0), signal.SIGKILL)
-            replies = [each.result() for each in waiting]
-        whole = [reply for reply in replies if reply.status == 200 and not reply.error]
-        lost = [reply for reply in replies if "the replica that answered has ended" in reply.error]
-        require(len(whole) + len(lost) == len(replies), f"neither whole nor told: {replies}")
-        require(all(reply.is_whole for reply in whole), "a stream without its end, and no error")
-        wrong = [r for r in whole if not any(r.text.startswith(text) for text in texts)]
-        require(not wrong, f"answered otherwise: {wrong[:1]}")
-        server.job.wait_until(lambda: server.said_addresses() > starts, "replica 0's second start")
-        series = server.series()
-        require(series["jaxinfra:replica_restarts_total 0"] == 1, "it was not started again")
-        require(server.texts() == texts, "its answers are others than before")
-        server.wait_until_idle()
-        return (
-            f"{len(whole)} of {len(replies)} answered as alone, {len(lost)} streams told; "
-            f"{series['jaxinfra:repeated_requests_total']:.0f} asked of the other replica; "
-            "started again, no page held"
-        )
-
-
-def _replica_pid(server: GymServer, number: int) -> int:
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            said = path.read_bytes().split(b"\0")
-            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue  # it has ended, or is another user's
-        if f"JAXINFRA_REPLICA={number}".encode() in said and parent == server.job.process.pid:
-            return int(path.parent.name)
-    raise NotProvenError(f"replica {number} has no process")

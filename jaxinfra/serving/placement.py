@@ -15,9 +15,10 @@ _SPREAD = (MeshAxis.REPLICA, MeshAxis.FSDP, MeshAxis.TENSOR)
 
 
 def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement:
-    """The first devices here as this mesh: rows over replica and fsdp, weights over fsdp and
-    tensor, heads and their cache over tensor. Devices that ``expert`` takes of fsdp or replica have
-    no rows of their own: they share experts, and all else as those of tensor do.
+    """The first devices here, or those of the whole job where more are asked for, as this mesh:
+    rows over replica and fsdp, weights over fsdp and tensor, heads and their cache over tensor.
+    Devices that ``expert`` takes of fsdp or replica have no rows of their own: they share experts,
+    and all else as those of tensor do.
 
     Args:
         mesh: one device by default.
@@ -35,6 +36,8 @@ def serving_placement(config: ModelConfig, mesh: MeshConfig | None) -> Placement
             )
     check_divides(config, mesh)
     devices = jax.local_devices()
+    if mesh.num_devices > len(devices):
+        devices = jax.devices()
     return Placement(
         mesh=make_mesh(mesh, devices=devices[: mesh.num_devices]),
         rules=serving_rules(mesh),

@@ -381,7 +381,7 @@ def test_the_key_is_asked_for(running, client):
     assert post(running, "/v1/completions", BASE, key=None)[0] == 401
     assert post(running, "/v1/completions", BASE, key="other")[0] == 401
     with urllib.request.urlopen(f"{running.server.address}/health") as answer:
-        assert json.loads(answer.read()) == {"status": "ok"}
+        assert json.loads(answer.read()) == {"status": "ok", "stalled_s": 0}
     assert [model.id for model in client.models.list()] == ["letters", "tuned"]
     assert client.models.retrieve("tuned").parent == "letters"
     assert not hasattr(client.models.retrieve("letters"), "parent")

@@ -1,13 +1,16 @@
 """``jaxinfra serve`` as a process: it says where it is, and leaves when it is asked to."""
 
+import concurrent.futures
 import contextlib
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 
 import jax
@@ -15,8 +18,11 @@ import pytest
 from engine_models import DEFINITION
 
 from experiments.bench import serve_endurance
+from jaxinfra.cli.main import main
 from jaxinfra.data.tokenizer import bytes_tokenizer
 from jaxinfra.models.definition import by_path
+from jaxinfra.serving.generate import generate
+from jaxinfra.serving.sampling import GREEDY
 from jaxinfra.weights.conversion import write_ours
 from jaxinfra.weights.parameter_sources import LiveParameters
 
@@ -24,10 +30,15 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
-def process(directory: pathlib.Path, *options: str):
+def process(directory: pathlib.Path, *options: str, environment=None):
     command = [sys.executable, "-m", "jaxinfra", "serve", *options]
     with subprocess.Popen(
-        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
     ) as made:
         try:
             yield made
@@ -111,6 +122,91 @@ def test_a_server_is_as_before_after_thousands_of_requests():
     assert {*found["ends"]} == {"answered", *serve_endurance.SHARES}
     assert found["texts_compared"] > 1000
     assert found["resident_mib"]["growth_between_halves"] < 4
+
+
+@contextlib.contextmanager
+def two_processes(model, *options):
+    """The model over both, a device each; gives the processes, and the first one's address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"JAXINFRA_COORDINATOR": f"127.0.0.1:{port}", "JAXINFRA_NUM_PROCESSES": "2"}
+    words = (str(model), "--mesh", "tensor=2", "--port", "0", "--name", "m", *options)
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                process(
+                    model.parent,
+                    *words,
+                    environment={**os.environ, **job, "JAXINFRA_PROCESS_ID": str(rank)},
+                )
+            )
+            for rank in range(2)
+        ]
+        line = next((line for line in ranks[0].stdout if " at http" in line), "")
+        assert line, "it did not come to serve"
+        yield ranks, line.partition(" at ")[2].partition(": ")[0]
+
+
+def completion(address, **body):
+    data = json.dumps({"model": "m", "temperature": 0, "ignore_eos": True, **body}).encode()
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{address}/v1/completions", data, headers)
+
+
+@pytest.mark.slow
+def test_a_model_over_two_processes_says_what_it_says_in_one(model):
+    prompts = [[5, 6, 7], [7, 250, 3, 99, 4, 8, 1, 2, 3, 40], [7, 250, 3, 99, 1]]
+    small = ("--max-running", "2", "--max-step-tokens", "32", "--page-size", "4")
+    with two_processes(model, *small) as (ranks, address):
+        asked = completion(address, prompt=prompts, max_tokens=20)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            got = [choice["text"] for choice in json.loads(answer.read())["choices"]]
+        ranks[1].send_signal(signal.SIGTERM)  # as whoever starts them may send it to both
+        ranks[0].send_signal(signal.SIGTERM)
+        assert [rank.wait(60) for rank in ranks] == [0, 0]
+    one = DEFINITION.bind(DEFINITION.initialize(jax.random.key(0)))
+    want = [[] for _ in prompts]
+    for each in generate(one, prompts, max_new_tokens=20, sampling=GREEDY, num_ids=257):
+        want[each.row].append(each.token)
+    assert got == [bytes_tokenizer().decode(tokens) for tokens in want]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_first_one_with_its_name(model):
+    """A client in flight is told; nobody waits for a collective that never ends."""
+    with two_processes(model, "--max-running", "1", "--max-step-tokens", "32") as (ranks, address):
+        asked = completion(address, prompt=[5], max_tokens=60, n=60)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(urllib.request.urlopen, asked, timeout=60)
+            metrics = ""
+            while 'num_requests_running{model_name="m"} 1.0' not in metrics:
+                with urllib.request.urlopen(f"{address}/metrics") as answer:
+                    metrics = answer.read().decode()
+                assert not waiting.done()
+            ranks[1].kill()
+            with pytest.raises(urllib.error.HTTPError) as told:
+                waiting.result()
+        assert told.value.code == 500
+        assert b"the engine failed" in told.value.read()
+        assert ranks[0].wait(60) == 74
+        assert "process 1 of 2 is gone, and with it a part of the model" in ranks[0].stdout.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("model", "--preemption", "host"), "--preemption host with one model over 2 processes"),
+        (("model", "--replicas", "2"), "--replicas with one model over 2 processes"),
+        ((), "several processes serve one model: name it"),
+    ],
+    ids=["host", "replicas", "no_model"],
+)
+def test_what_several_processes_do_not_serve_is_refused(monkeypatch, capsys, options, message):
+    monkeypatch.setenv("JAXINFRA_COORDINATOR", "127.0.0.1:1")
+    monkeypatch.setenv("JAXINFRA_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAXINFRA_PROCESS_ID", "0")
+    assert main(["serve", *options]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from jaxinfra.config.mesh import MeshConfig, parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.options import EngineOptions
+from jaxinfra.serving.engine.options import EngineOptions, Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
@@ -90,6 +90,21 @@ def test_families_with_experts(name):
     for each in generate(one, prompts, max_new_tokens=9, sampling=GREEDY):
         want[each.row].append(each.token)
     assert served(decoder(SHARED_BY_FOUR, config), prompts, new=9) == want
+
+
+@pytest.mark.slow  # the same programs on one device: tests/unit/test_engine.py
+def test_pages_of_several_devices_go_to_the_host_and_back():
+    options = dataclasses.replace(OPTIONS, num_pages=11, preemption=Preemption.HOST)
+    prompts = [BEGUN[:n] + tuple(range(1, m)) for n, m in ((9, 3), (9, 5), (2, 9), (7, 2), (9, 4))]
+    engine = Engine(decoder(parse_mesh("tensor=4"), WIDE), options=options)
+    engine.warm_up()
+    came = engine.run([GenerationRequest(prompt_ids=p, max_new_tokens=14) for p in prompts])
+    want = [[] for _ in prompts]
+    for each in generate(decoder(MeshConfig(), WIDE), prompts, max_new_tokens=14, sampling=GREEDY):
+        want[each.row].append(each.token)
+    assert [[token for each in row for token in each.tokens] for row in came] == want
+    assert engine.scheduler.host.num_restored > 0
+    assert engine.runner.num_late == 0
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,18 @@ from engine_models import OPTIONS, POISON, PROMPTS, alone, model
 
 from jaxinfra.core.errors import ConfigError, DataError
 from jaxinfra.data.tokenizer import bytes_tokenizer
-from jaxinfra.serving.engine import programs
+from jaxinfra.serving.engine import page_moves, programs
 from jaxinfra.serving.engine.engine import Engine
-from jaxinfra.serving.engine.requests import EndReason, GenerationRequest
+from jaxinfra.serving.engine.options import Preemption
+from jaxinfra.serving.engine.plan import PlannedRow
+from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestStream
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 from jaxinfra.weights.load_pretrained import load_pretrained
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "hf"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+PAGE_BYTES = 4 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, their width, float32
 DRAWN = SamplingConfig(temperature=1.3, top_k=40, top_p=0.95)
 
 
@@ -84,8 +87,11 @@ def test_every_family_as_generated_alone(name):
 
 @functools.cache
 def plain_engine():
-    """One engine for many tests: it keeps nothing of a request but pages."""
-    engine = Engine(model(), tokenizer=bytes_tokenizer(), num_ids=257, options=OPTIONS)
+    """One engine for many tests: it keeps nothing of a request but pages. Requests that give up
+    theirs find some of them again in the host's memory, and compute the rest.
+    """
+    options = dataclasses.replace(OPTIONS, preemption=Preemption.HOST, host_bytes=6 * PAGE_BYTES)
+    engine = Engine(model(), tokenizer=bytes_tokenizer(), num_ids=257, options=options)
     engine.warm_up()
     return engine
 
@@ -231,11 +237,16 @@ KINDS = ("malformed", EndReason.LENGTH, EndReason.CANCELLED, EndReason.ERROR)
 
 
 def test_programs_are_those_listed_and_traced_once(monkeypatch):
-    for name in ("step", "score", "copy_pages", "set_masks", "begin_history"):
-        function = getattr(programs, name)
-        chex.clear_trace_counter()
-        monkeypatch.setattr(programs, name, chex.assert_max_traces(function, 8))
-    engine = Engine(model(), num_ids=257, options=OPTIONS)
+    for module, names in (
+        (programs, ("step", "score", "set_masks", "begin_history")),
+        (page_moves, ("copy_pages", "read_pages", "write_pages")),
+    ):
+        for name in names:
+            function = getattr(module, name)
+            chex.clear_trace_counter()
+            monkeypatch.setattr(module, name, chex.assert_max_traces(function, 8))
+    options = dataclasses.replace(OPTIONS, preemption=Preemption.HOST)
+    engine = Engine(model(), num_ids=257, options=options)
     engine.warm_up()
     assert engine.runner.num_compiled == len(engine.runner.keys)
     engine.run([request(p) for p in PROMPTS])
@@ -280,12 +291,38 @@ def test_scores_are_those_of_the_uncached_model():
     ids=["repetition", "presence_and_frequency", "bias"],
 )
 def test_settings_hold_whatever_is_shared_and_begun_again(settings):
-    """Penalties count tokens whose keys were shared, and those of before a preemption once."""
+    """Penalties count tokens whose keys were shared, and those of before a preemption once, whether
+    the host kept their keys or they are computed again.
+    """
     engine = plain_engine()
     requests = [request(p, new=20, sampling=settings, seed=2) for p in (*PROMPTS, PROMPTS[1])]
-    preempted = engine.scheduler.num_preemptions
+    preempted, restored = engine.scheduler.num_preemptions, engine.scheduler.host.num_restored
     got = served(engine, [*requests, request((9,) * 30, new=30)], [0, 0, 0, 0, 3, 0])
     want = [alone(r.prompt_ids, new=20, sampling=settings, seed=2) for r in requests]
     assert [drawn(each)[0] for each in got[:-1]] == want
     assert engine.scheduler.num_preemptions > preempted
+    assert engine.scheduler.host.num_restored > restored
+    assert engine.scheduler.host.num_used == 0
     assert want[1] != alone(PROMPTS[1], new=20, seed=2), "the settings change something"
+
+
+def test_a_request_that_comes_back_to_a_slot_has_all_of_its_history():
+    """It was elsewhere meanwhile, and drew tokens there; the host gave its keys back."""
+    runner = plain_engine().runner
+    tokens = [5, 6, 7]
+    stream = RequestStream(number=-1, request=request(tokens[:2]), tokens=tokens, limit=0)
+    for slot, start, drawn_now in ((0, 2, ()), (1, 3, (8,)), (1, 4, (9,)), (0, 5, (8,))):
+        tokens += drawn_now
+        row = PlannedRow(
+            stream=stream,
+            slot=slot,
+            pages=(),
+            start=start,
+            ids=(tokens[start],),
+            count=1,
+            draws=True,
+            context=start + 1,
+        )
+        runner._is_counted(row)
+    told = np.asarray(runner._state.history.drawn_BV[0])
+    assert {token: int(told[token]) for token in np.flatnonzero(told)} == {7: 1, 8: 2, 9: 1}

@@ -1,13 +1,18 @@
 """What programs are given at a step, and the shapes that they are listed for."""
 
+import argparse
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from jaxinfra.cli.engine_options import add_engine_arguments, engine_options
 from jaxinfra.config.presets import MODELS
+from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.engine.inputs import RowInputs, RowNumbers
-from jaxinfra.serving.engine.options import EngineOptions, options_on
+from jaxinfra.serving.engine.options import EngineOptions, Preemption, options_on
 from jaxinfra.serving.engine.weights import NamedArrays
 from jaxinfra.serving.sampling import GREEDY, SamplingRows
 
@@ -60,3 +65,26 @@ def test_sizes_of_calls_are_few_and_reach_all_requests():
     )
     assert sizes(options_on("gpu")) == (1, 4, 16, 64)
     assert options_on("cpu") == EngineOptions()
+
+
+def test_room_for_pages_in_the_hosts_memory():
+    assert EngineOptions().num_host_pages(1000) == 0, "unless it is asked for"
+    kept = EngineOptions(preemption=Preemption.HOST, host_bytes=2500)
+    assert kept.num_host_pages(1000) == 2
+    with pytest.raises(ConfigError, match="host_bytes=2500 has no room for a page of 3000 bytes"):
+        kept.num_host_pages(3000)
+
+
+def test_options_of_the_command_line():
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+
+    def told(*words):
+        return engine_options(parser.parse_args(words))
+
+    assert told() == EngineOptions()
+    kept = told("--preemption", "host", "--host-gib", "0.5", "--num-pages", "9")
+    assert kept == EngineOptions(preemption=Preemption.HOST, host_bytes=1 << 29, num_pages=9)
+    for words in (("--host-gib", "1"), ("--preemption", "host", "--host-gib", "nan")):
+        with pytest.raises(ConfigError, match="a size above 0, with --preemption host"):
+            told(*words)

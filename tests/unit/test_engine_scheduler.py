@@ -12,6 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine.host_pages import HostPages
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import SchedulerLimits
@@ -40,14 +41,19 @@ class Device:
         self.scheduler = scheduler
         self.size = scheduler.limits.page_size
         self.pages = collections.defaultdict(dict)
+        self.host = {}
         self.last = {}
 
     def run(self, plan, *, num_referenced):
-        for page in plan.zeros:
-            self.pages[page] = {}
+        for page, slot in plan.saves:
+            self.host[slot] = dict(self.pages[page])
         before = {source: dict(self.pages[source]) for source, _ in plan.copies}
         for source, target in plan.copies:
             self.pages[target] = dict(before[source])
+        for page in plan.zeros:
+            self.pages[page] = {}
+        for slot, page in plan.restores:
+            self.pages[page] = dict(self.host[slot])
         return [(row, self.row(row, num_referenced)) for row in plan.rows]
 
     def row(self, row, num_referenced):
@@ -64,7 +70,8 @@ class Device:
             kind, token = self.pages[row.pages[place // self.size]][place % self.size]
             assert kind == row.stream.kind, "a page of another kind"
             seen.append(token)
-        is_bad = POISON in seen
+        # A masked key counts too: its weight of 0 is multiplied with its value.
+        is_bad = any(t == POISON for page in row.pages for _, t in self.pages[page].values())
         ends = range(row.start + 1, row.start + row.count + 1) if row.num_drafts else [len(seen)]
         tokens = [drawn_after(tuple(seen[:end])) for end in ends]
         held = 0
@@ -82,6 +89,11 @@ def check_invariants(scheduler):
         assert allocator.references(page) == holders[page] + (page in tree._nodes)
     assert all(not stream.pages for stream in scheduler.waiting)
     assert len({s.slot for s in scheduler.running}) == len(scheduler.running)
+    assert all(stream.saved is None for stream in scheduler.running)
+    kept = collections.Counter(slot for s in scheduler.waiting if s.saved for slot in s.saved.slots)
+    for slot in range(scheduler.limits.num_host_pages):
+        assert scheduler.host.users(slot) == kept[slot]
+    assert scheduler.host.num_used == len(kept)
 
 
 def run(scheduler, arrivals, *, cancels=(), delay=1):
@@ -166,13 +178,19 @@ def requests(ids):
 
 def limits():
     return st.builds(
-        lambda pages, size, share, long: dataclasses.replace(
-            LIMITS, num_pages=pages, page_size=size, share_prefixes=share, long_context=long
+        lambda pages, size, share, long, host: dataclasses.replace(
+            LIMITS,
+            num_pages=pages,
+            page_size=size,
+            share_prefixes=share,
+            long_context=long,
+            num_host_pages=host,
         ),
         st.integers(12, 24),
         st.sampled_from([4, 5]),
         st.booleans(),
         st.sampled_from([None, 9, 20]),
+        st.sampled_from([0, 3, 100]),
     )
 
 
@@ -198,6 +216,7 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
             assert results[number] == continued(prompt, count)
     assert scheduler.allocator.num_held == 0
     assert scheduler.allocator.num_idle == len(scheduler.tree)
+    assert scheduler.host.num_used == 0
 
 
 @hypothesis.given(
@@ -205,19 +224,31 @@ def test_everyone_gets_what_the_model_says(limits, arrivals, cancels, delay, num
         st.tuples(st.integers(0, 12), requests(st.sampled_from([0, 1, POISON]))),
         min_size=2,
         max_size=10,
-    )
+    ),
+    cancels=st.lists(st.integers(0, 30), max_size=3),
+    num_host_pages=st.sampled_from([0, 3, 100]),
+    num_drafts=st.sampled_from([0, 3]),
 )
 @hypothesis.settings(max_examples=60)
-def test_poison_stays_with_its_request(arrivals):
-    scheduler = Scheduler(LIMITS)
-    results = run(scheduler, arrivals)
+def test_poison_stays_with_its_request(arrivals, cancels, num_host_pages, num_drafts):
+    limits = dataclasses.replace(
+        LIMITS, num_host_pages=num_host_pages, max_step_tokens=24 + 4 * num_drafts
+    )
+    propose = NgramLookup(num_drafts=num_drafts) if num_drafts else None
+    scheduler = Scheduler(limits, propose=propose)
+    results = run(scheduler, arrivals, cancels=cancels)
     for number, (_, request) in enumerate(arrivals):
         prompt = request.prompt_ids
-        if POISON in prompt:
-            assert results[number] == "poisoned"
-        else:
-            assert results[number] == continued(prompt, request.max_new_tokens)
+        if results[number] is not None:
+            clean = continued(prompt, request.max_new_tokens)
+            assert results[number] == ("poisoned" if POISON in prompt else clean)
     assert scheduler.allocator.num_held == 0
+
+
+def test_a_page_of_one_that_was_cancelled_before_its_poison_was_read_is_zero():
+    poisoned, innocent = request(0, 2, 3, 0, 1, 1, POISON), request(1, 1, new=6)
+    results = run(Scheduler(LIMITS), [(0, poisoned), (1, innocent)], cancels=[1])
+    assert results == {0: None, 1: continued((1, 1), 6)}
 
 
 @hypothesis.given(
@@ -283,3 +314,46 @@ def test_limits_that_cannot_work_are_refused():
         dataclasses.replace(LIMITS, row_sizes=(1, 2))
     with pytest.raises(ConfigError, match="num_pages=1"):
         dataclasses.replace(LIMITS, num_pages=1)
+
+
+def test_a_page_that_two_requests_share_goes_to_the_host_once():
+    host, tree = HostPages(4, page_size=4), {5}
+
+    def preempted(*pages, computed=8):
+        stream = RequestStream(number=0, request=request(0), tokens=[0] * 9, limit=20)
+        stream.pages, stream.computed = [*pages], computed
+        return stream, host.save(stream, tree=tree)
+
+    (one, first), (other, second) = preempted(5, 6, computed=7), preempted(5, 7)
+    assert (first, second) == ([(5, 0), (6, 1)], [(7, 2)])
+    assert (one.saved.num_tokens, other.saved.slots) == (7, (0, 2))
+    host.drop(one)
+    assert host.num_used == 2, "the other one still needs the page that they share"
+    tree.clear()
+    host.forget(5)
+    third, copies = preempted(5, 6, 8, computed=9)
+    assert [page for page, _ in copies] == [5, 6], "page 5 holds something else; page 8 has no room"
+    assert third.saved.num_tokens == 8
+    other.pages = [3, 9]
+    assert host.restore(other, 1, 8) == [(2, 9)]
+    host.drop(third)
+    assert (host.num_used, host.num_saved, host.num_restored) == (0, 5, 1)
+
+
+def test_what_the_host_keeps_is_not_computed_again():
+    def computed(num_host_pages):
+        limits = dataclasses.replace(LIMITS, num_pages=8, num_host_pages=num_host_pages)
+        scheduler = Scheduler(dataclasses.replace(limits, share_prefixes=False))
+        counts, plan = [], scheduler.plan
+
+        def noted():
+            planned = plan()
+            counts.append(planned.num_tokens)
+            return planned
+
+        scheduler.plan = noted
+        run(scheduler, [(0, request(*[n] * 8, new=16)) for n in range(4)])
+        assert scheduler.num_preemptions > 0
+        return sum(counts)
+
+    assert computed(100) == 4 * (8 + 16 - 1) < computed(2) < computed(0)

@@ -12,10 +12,13 @@ from jaxinfra.models.definition import define_model
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.lookup import NgramLookup
+from jaxinfra.serving.engine.options import Preemption
 from jaxinfra.serving.engine.requests import GenerationRequest, RequestStream
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig
 
-DRAFTING = dataclasses.replace(OPTIONS, num_drafts=3, max_step_tokens=40, num_pages=20)
+DRAFTING = dataclasses.replace(
+    OPTIONS, num_drafts=3, max_step_tokens=40, num_pages=12, preemption=Preemption.HOST
+)
 # Hot enough to draw, cold enough that a similar model draws alike.
 SETTINGS = (GREEDY, SamplingConfig(temperature=0.4, top_k=20))
 
@@ -48,6 +51,7 @@ def test_every_draw_is_that_without_drafts(draft):
         assert counts.accepted_tokens > 0.4 * counts.drafted_tokens
         assert engine.counts.steps < 14 * len(requests) / 2
     assert engine.scheduler.allocator.num_held == 0
+    assert engine.scheduler.host.num_restored > 0, "pages of both models"
 
 
 def test_what_followed_before_is_proposed():

@@ -14,9 +14,12 @@ import types
 import pytest
 
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.serving.engine import background
+from jaxinfra.serving.engine.background import EngineThread
+from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 from jaxinfra.serving.http.guards import RequestGuards
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
-from jaxinfra.serving.replicas import processes
+from jaxinfra.serving.replicas import hangs, processes
 from jaxinfra.serving.replicas.choice import ReplicaChoice, blocks_of
 from jaxinfra.serving.replicas.front import ReplicaFront
 from jaxinfra.serving.replicas.processes import NoReplicaError, Replicas, environments
@@ -39,10 +42,17 @@ SERIES = b'# HELP vllm:x_total Of x.\n# TYPE vllm:x_total counter\nvllm:x_total{
 
 
 class Stub:
-    """A server that answers each request with the same bytes, and ends the connection."""
+    """A server that answers each request with the same bytes, and ends the connection.
 
-    def __init__(self, number: int, answer: bytes):
+    Args:
+        hangs: it never ends what it has begun.
+        stalled_s: what ``/health`` says; None: nothing.
+    """
+
+    def __init__(self, number: int, answer: bytes, *, hangs=False, stalled_s: float | None = 0.0):
         asked = self.asked = []
+        released = self.released = threading.Event()
+        self.taken_out = []
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self):
@@ -55,16 +65,37 @@ class Stub:
                 if line[1] == b"/metrics":
                     self.wfile.write(whole(SERIES % (number + 1)))
                     return
+                if line[1] == b"/health":
+                    if stalled_s is None:
+                        released.wait()
+                    self.wfile.write(whole(b'{"stalled_s": %f}' % (stalled_s or 0.0)))
+                    return
                 asked.append(body)
                 self.wfile.write(answer)
+                if hangs:
+                    released.wait()
 
         self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-        self.number, self.num_open, self.num_starts = number, 0, 1
+        self.number, self.num_open, self.num_starts, self.num_hangs = number, 0, 1, 0
         self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
 
+    def take_out(self, start, why):
+        self.taken_out.append((start, why))
+        self.address = None
+        self.num_hangs += 1
+
     taken = processes.ReplicaProcess.taken
+
+
+class Group:
+    def __init__(self, stubs):
+        self.all = stubs
+
+    @property
+    def ready(self):
+        return [each for each in self.all if each.address is not None]
 
 
 @pytest.fixture
@@ -72,10 +103,12 @@ def fronted():
     """Gives a function that puts stubs behind a front, and a way to ask it."""
     open_servers, stubs = [], []
 
-    def make(*answers: bytes):
-        stubs.extend(Stub(number, answer) for number, answer in enumerate(answers))
-        replicas = types.SimpleNamespace(all=stubs, ready=stubs)
-        front = ReplicaFront(replicas, api_key=None)
+    def make(*answers: bytes, hang_s=60.0, **first):
+        stubs.extend(
+            Stub(number, each, **({} if number else first)) for number, each in enumerate(answers)
+        )
+        replicas = Group(stubs)
+        front = ReplicaFront(replicas, api_key=None, hang_s=hang_s)
         guarded = RequestGuards(front, api_key=None, max_body_bytes=10_000)
         server = HttpServer(guarded, ServerOptions(port=0, drain_s=1), drain=front.drain)
         running = server.running()
@@ -95,6 +128,7 @@ def fronted():
     for running in open_servers:
         running.__exit__(None, None, None)
     for stub in stubs:
+        stub.released.set()
         stub.server.shutdown()
         stub.server.server_close()
 
@@ -170,7 +204,7 @@ def test_a_stream_that_has_begun_ends_with_an_error(fronted):
 def test_one_that_is_full_is_passed_over_and_all_that_are_say_so(fronted):
     made = fronted(REFUSED, whole(b"{}"))
     assert made.ask()[:2] == (200, b"{}")
-    made.replicas.ready = made.stubs[:1]
+    made.stubs[1].address = None
     status, body, headers = made.ask()
     assert (status, headers["retry-after"]) == (429, "1")
     assert b"full" in body
@@ -179,9 +213,55 @@ def test_one_that_is_full_is_passed_over_and_all_that_are_say_so(fronted):
 def test_a_request_that_ends_replicas_does_not_end_all(fronted):
     made = fronted(b"", b"", b"", b"")
     status, body, headers = made.ask()
-    assert (status, headers["retry-after"]) == (503, "2")
-    assert b"no replica is ready" in body
+    assert (status, headers["retry-after"]) == (502, None)
+    assert b"3 replicas ended or hung before they answered" in body
     assert sum(len(stub.asked) for stub in made.stubs) == 3
+
+
+def test_a_request_whose_only_replica_ends_is_told_to_come_again(fronted):
+    made = fronted(b"")
+    status, body, headers = made.ask()
+    assert (status, headers["retry-after"]) == (503, "2")
+    assert b"no other one is ready" in body
+    made.stubs[0].address = None
+    assert b"no replica is ready" in made.ask()[1]
+
+
+BEGUN = STREAM + chunk(b'data: {"a":1}\n\n')
+
+
+@pytest.mark.parametrize(
+    ("answer", "stalled_s", "why"),
+    [
+        (b"", None, "/health was not answered within 0.3 s, 3 times in a row"),
+        (BEGUN, None, "/health was not answered within 0.3 s, 3 times in a row"),
+        (b"", 7.0, "its engine has been at one step for 7.0 s"),
+    ],
+    ids=["silent", "in_a_stream", "engine"],
+)
+def test_a_replica_that_hangs_is_taken_out(fronted, answer, stalled_s, why):
+    """Nobody waits for it: what has begun ends with an error, the rest is asked of another."""
+    made = fronted(answer, whole(b"{}"), hang_s=0.9, hangs=True, stalled_s=stalled_s)
+    status, body, _ = made.ask()
+    if body.startswith(b"data"):
+        assert b"the replica that answered hangs; send the request again" in body
+        assert made.stubs[1].asked == []
+    else:
+        assert (status, body) == (200, b"{}")
+    assert made.stubs[0].taken_out == [(1, why)]
+    assert made.stubs[1].taken_out == []
+    text = made.ask(None, method="GET", path="/metrics")[1].decode()
+    assert 'jaxinfra:replica_hangs_total{replica="0"} 1.0' in text
+    assert 'jaxinfra:replica_up{replica="0"} 0.0' in text
+    wait_until_idle(made)
+
+
+def test_without_looks_whoever_asked_a_hung_replica_would_wait(fronted, monkeypatch):
+    """What the tests above see is the watch's doing."""
+    monkeypatch.setattr(hangs.HangWatch, "_take_out", lambda *_: None)
+    made = fronted(b"", whole(b"{}"), hang_s=0.3, hangs=True, stalled_s=None)
+    with pytest.raises(TimeoutError):
+        made.ask(timeout=1.0)
 
 
 def test_health_and_metrics_are_of_all(fronted):
@@ -194,7 +274,8 @@ def test_health_and_metrics_are_of_all(fronted):
     assert 'vllm:x_total{m="a",replica="1"} 2.0' in text
     assert text.count("# TYPE vllm:x_total counter") == 1
     assert 'jaxinfra:replica_up{replica="1"} 1.0' in text
-    made.replicas.ready = []
+    for stub in made.stubs:
+        stub.address = None
     assert made.ask(None, method="GET", path="/health")[0] == 503
 
 
@@ -205,6 +286,36 @@ def test_a_client_that_goes_away_is_not_waited_for(fronted):
     with pytest.raises(TimeoutError):
         made.ask(timeout=0.2)
     wait_until_idle(made)
+
+
+def test_an_engine_that_is_stuck_says_for_how_long(monkeypatch, caplog):
+    """It is what ``/health`` tells a front; one with nothing to do is not stuck. Its server can
+    end, as it has to where the front is gone.
+    """
+    monkeypatch.setattr(background, "_CLOSE_S", 0.01)
+    begun, go = threading.Event(), threading.Event()
+
+    class Stuck:
+        is_busy = False
+        check = staticmethod(lambda _: None)
+        submit = staticmethod(lambda _: 0)
+
+        def step(self):
+            begun.set()
+            go.wait()
+            return [RequestProgress(request=0, end=EndReason.EOS)]
+
+    thread = EngineThread(Stuck(), max_open=1)
+    thread.start()
+    assert thread.stalled_s == 0.0
+    thread.submit([GenerationRequest(prompt_ids=(1,), max_new_tokens=1)], lambda *_: None)
+    begun.wait()
+    time.sleep(0.01)
+    assert thread.stalled_s >= 0.01
+    thread.close()
+    assert "the engine has been at one step for 0.0 s; left behind" in caplog.text
+    go.set()
+    assert thread.drain(10)
 
 
 def test_a_process_that_ends_is_started_again(monkeypatch):

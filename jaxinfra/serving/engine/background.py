@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import final
 
@@ -11,6 +12,7 @@ from jaxinfra.serving.engine.engine import Engine
 from jaxinfra.serving.engine.requests import EndReason, GenerationRequest, RequestProgress
 
 _log = logging.getLogger(__name__)
+_CLOSE_S = 10.0  # that a step may take after the last request's time is up
 
 
 class OverloadError(JaxinfraError):
@@ -49,6 +51,7 @@ class EngineThread:
         self._open: dict[int, Ticket] = {}
         self._num_open = 0
         self._is_draining = self._is_closed = False
+        self._step_begun: float | None = None  # None while there is nothing to do
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -59,6 +62,12 @@ class EngineThread:
     def num_open(self) -> int:
         """Requests that have not ended."""
         return self._num_open
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the step under way was begun; 0 while there is nothing to do."""
+        begun = self._step_begun
+        return 0.0 if begun is None else time.monotonic() - begun
 
     @property
     def is_serving(self) -> bool:
@@ -115,11 +124,27 @@ class EngineThread:
             )
 
     def close(self) -> None:
-        """Ends the thread; open requests are told that they are cancelled."""
+        """Ends the thread; open requests are told that they are cancelled. One that is stuck in a
+        step is left behind, and ends with the process.
+        """
         with self._changed:
             self._is_draining = self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(_CLOSE_S if self.failure is None else 1.0)
+        if self._thread.is_alive():
+            _log.warning("the engine has been at one step for %.1f s; left behind", self.stalled_s)
+
+    def fail(self, error: BaseException) -> None:
+        """Takes no more requests, and tells those that are open; from any thread. The first error
+        is the one that is remembered.
+        """
+        with self._changed:
+            self.failure = self.failure or error
+            tickets = [*self._open.values(), *self._arrived]
+            self._open, self._arrived = {}, []
+        for ticket in tickets:
+            told = f"the engine failed: {type(error).__name__}"
+            self._end(ticket, RequestProgress(request=-1, end=EndReason.ERROR, error=told))
 
     def _run(self) -> None:
         try:
@@ -128,14 +153,16 @@ class EngineThread:
                     self._tell(progress)
         except BaseException as error:
             _log.exception("the engine failed; it takes no more requests")
-            self._fail(error)
+            self.fail(error)
 
     def _take_in(self) -> bool:
         """Gives the engine what came since, or waits for it; False: nothing is left to do."""
         with self._changed:
+            self._step_begun = None
             self._changed.wait_for(
                 lambda: self._arrived or self._cancelled or self._is_closed or self.engine.is_busy
             )
+            self._step_begun = time.monotonic()
             arrived, self._arrived = self._arrived, []
             cancelled, self._cancelled = self._cancelled, []
             if self._is_closed:
@@ -153,7 +180,9 @@ class EngineThread:
         return not self._is_closed or self.engine.is_busy
 
     def _tell(self, progress: RequestProgress) -> None:
-        ticket = self._open[progress.request]
+        ticket = self._open.get(progress.request)
+        if ticket is None:
+            return  # told of a failure meanwhile
         if progress.end is None:
             ticket.listen(progress)
         else:
@@ -165,12 +194,3 @@ class EngineThread:
         with self._changed:
             self._num_open -= 1
             self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.failure = error
-            tickets = [*self._open.values(), *self._arrived]
-            self._open, self._arrived = {}, []
-        for ticket in tickets:
-            told = f"the engine failed: {type(error).__name__}"
-            self._end(ticket, RequestProgress(request=-1, end=EndReason.ERROR, error=told))

@@ -17,6 +17,7 @@ from jaxinfra.serving.engine.drawn import Drawn
 from jaxinfra.serving.engine.lookup import NgramLookup
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.engine.plan import StepPlan
+from jaxinfra.serving.engine.programs import page_bytes
 from jaxinfra.serving.engine.requests import (
     EndReason,
     GenerationRequest,
@@ -101,9 +102,14 @@ class Engine:
                 f"{self.vocab_size}; draft with a model of the same tokenizer"
             )
         self.tokenizer = tokenizer
-        self.limits = options.limits(
+        limits = options.limits(
             model.config, long_context=original_context(model.config), has_draft=draft is not None
         )
+        models = [model] if draft is None else [model, draft]
+        num_host_pages = options.num_host_pages(
+            sum(page_bytes(each.config, each.execution, limits.page_size) for each in models)
+        )
+        self.limits = dataclasses.replace(limits, num_host_pages=num_host_pages)
         lookup = None
         if draft is None and options.num_drafts:
             lookup = NgramLookup(num_drafts=options.num_drafts)
@@ -281,8 +287,9 @@ class Engine:
             return self._end(told, EndReason.ERROR, error=NOT_FINITE, poisoned=True)
         if told is not None:
             wanted = len(stream.request.prompt_ids) - 1 - len(told.prompt_scores)
-            if drawn.row.start == len(told.prompt_scores):  # else it was begun again
-                told.prompt_scores += drawn.prompt_scores[:wanted]
+            known = len(told.prompt_scores) - drawn.row.start  # some, if it was begun again
+            if known >= 0:
+                told.prompt_scores += drawn.prompt_scores[known : known + wanted]
         if not drawn.row.draws:
             return None
         taken = self._scheduler.take(drawn.row, drawn.tokens, drawn.num_held)

@@ -1,10 +1,18 @@
 """What a user says of an engine; the rest follows from the model."""
 
 import dataclasses
+import enum
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.serving.engine.plan import SchedulerLimits
+
+
+class Preemption(enum.StrEnum):
+    """What becomes of the keys and values of a request that gives up its pages for another."""
+
+    RECOMPUTE = "recompute"  # they are computed again, but for what the prefix tree still has
+    HOST = "host"  # the host keeps them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +28,8 @@ class EngineOptions:
     max_piece_rows: int = 4  # prompts in a call
     share_prefixes: bool = True
     num_drafts: int = 0  # tokens proposed ahead: by the draft model, or looked up without one
+    preemption: Preemption = Preemption.RECOMPUTE
+    host_bytes: int = 4 << 30  # that pages may take of the host's memory, with Preemption.HOST
 
     def __post_init__(self) -> None:
         counts = {
@@ -64,6 +74,21 @@ class EngineOptions:
             long_context=long_context,
             num_drafts=self.num_drafts if has_draft else 0,
         )
+
+    def num_host_pages(self, page_bytes: int) -> int:
+        """Pages that the host may keep.
+
+        Args:
+            page_bytes: of a page, all layers and devices together.
+        """
+        if self.preemption is Preemption.RECOMPUTE:
+            return 0
+        if self.host_bytes < page_bytes:
+            raise ConfigError(
+                f"host_bytes={self.host_bytes} has no room for a page of {page_bytes} bytes; raise "
+                f"it, or take preemption={Preemption.RECOMPUTE.value!r}"
+            )
+        return self.host_bytes // page_bytes
 
 
 def options_on(platform: str) -> EngineOptions:

@@ -15,6 +15,10 @@ class PageAllocator:
     A page is free, held by sequences, cached by the prefix tree, or both of these. One that only
     the tree holds is idle: it can be taken back at once.
 
+    What a step writes may not be finite before its draws are read. Until then the page is suspect:
+    one that is free meanwhile is filled with zeros before its next holder reads it, since a masked
+    key still multiplies a weight of 0 with its value.
+
     Args:
         num_pages: of the pool, the null page among them.
     """
@@ -35,7 +39,7 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds and that are clean."""
+        """Pages that nobody holds."""
         return len(self._free)
 
     @property
@@ -46,7 +50,7 @@ class PageAllocator:
     @property
     def num_held(self) -> int:
         """Pages that some sequence holds."""
-        return self.num_usable - self.num_free - self.num_idle - len(self._unclean)
+        return self.num_usable - self.num_free - self.num_idle
 
     def references(self, page: int) -> int:
         """Holders of a page, the prefix tree among them."""
@@ -70,11 +74,10 @@ class PageAllocator:
         assert self._references[page] > 0, page
         self._references[page] -= 1
         if self._references[page] == 0:
+            self._free.append(page)
             if page in self._suspect:
                 self._suspect.discard(page)
                 self._unclean.append(page)
-            else:
-                self._free.append(page)
         elif self._references[page] == 1 and page in self._cached:
             self._idle[page] = None
 
@@ -104,11 +107,18 @@ class PageAllocator:
         return next(iter(self._idle))
 
     def suspect(self, pages: Iterable[int]) -> None:
-        """These may hold numbers that are not finite; nobody is given them before they are zero."""
+        """These may hold numbers that are not finite."""
         self._suspect.update(page for page in pages if self._references[page])
 
+    def trust(self, pages: Iterable[int]) -> None:
+        """All numbers of these are finite."""
+        self._suspect.difference_update(pages)
+
+    def is_suspect(self, page: int) -> bool:
+        """Whether a page may hold numbers that are not finite."""
+        return page in self._suspect
+
     def unclean(self) -> list[int]:
-        """Pages to be filled with zeros now; they count as free from this call on."""
+        """Pages to be filled with zeros before the next step; whoever holds them by now too."""
         pages, self._unclean = self._unclean, []
-        self._free.extend(reversed(pages))
         return pages

@@ -22,6 +22,7 @@ class SchedulerLimits:
     share_prefixes: bool = True
     long_context: int | None = None  # beyond as many tokens keys are others (LongRoPE)
     num_drafts: int = 0  # tokens proposed by a draft model for each step
+    num_host_pages: int = 0  # of preempted requests, kept by the host; 0: they are computed again
 
     def __post_init__(self) -> None:
         least = self.max_running * (1 + self.num_drafts) + self.chunk_sizes[0]
@@ -84,8 +85,10 @@ class PlannedRow:
 class StepPlan:
     """A step, in the order in which the device does it."""
 
-    zeros: list[int]  # pages to fill with zeros
+    saves: list[tuple[int, int]]  # pages, and the host's slots that they go to
     copies: list[tuple[int, int]]  # pages, from and to
+    zeros: list[int]  # pages to fill with zeros
+    restores: list[tuple[int, int]]  # the host's slots, and the pages that they go to
     chunks: list[PlannedRow]
     chunk_length: int
     decodes: list[PlannedRow]
@@ -103,5 +106,5 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed."""
-        return not (self.chunks or self.decodes or self.verifies)
+        """Whether the device has nothing to do."""
+        return not (self.saves or self.zeros or self.copies or self.restores or self.rows)

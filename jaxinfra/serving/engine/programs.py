@@ -5,6 +5,7 @@ W word of a mask, N page.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,12 @@ def empty_pools(
         )
         pools.append(_placed(cache.arrays, block.mixer, execution))
     return tuple(pools)
+
+
+def page_bytes(config: ModelConfig, execution: Execution, page_size: int) -> int:
+    """Bytes of a page, of all layers and devices."""
+    empty = functools.partial(empty_pools, config, execution, num_pages=1, page_size=page_size)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(empty)))
 
 
 def step(
@@ -229,20 +236,6 @@ def verify(
     )
     held_B1 = jnp.where(is_bad_B, -1, num_held_B)[:, None]
     return jnp.concatenate([held_B1, tokens_BT], axis=1), state
-
-
-def copy_pages(state: DeviceState, from_N: Int[Array, "N"], to_N: Int[Array, "N"]) -> DeviceState:
-    """The state with pages copied, all of them read first; one beyond the last is nobody's."""
-
-    def copied(stored: jax.Array) -> jax.Array:
-        read = jnp.minimum(from_N, stored.shape[1] - 1)
-        return stored.at[:, to_N].set(stored[:, read], mode="drop")
-
-    return dataclasses.replace(
-        state,
-        pools=jax.tree.map(copied, state.pools),
-        draft_pools=jax.tree.map(copied, state.draft_pools),
-    )
 
 
 def set_masks(

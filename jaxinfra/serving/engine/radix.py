@@ -6,7 +6,7 @@ shares the pages; what nobody uses is given up by last use, leaves first.
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import final
 
 from jaxinfra.serving.engine.pages import PageAllocator
@@ -38,16 +38,22 @@ class PrefixTree:
 
     Who holds a node's page holds the pages of all nodes above it: so an idle node has idle nodes
     below it only, and giving up idle pages, leaves first, gives up all of them.
+
+    Args:
+        removed: told of each page that the tree holds no longer.
     """
 
-    def __init__(self, allocator: PageAllocator, *, page_size: int):
-        self._allocator = allocator
+    def __init__(self, allocator: PageAllocator, *, page_size: int, removed: Callable[[int], None]):
+        self._allocator, self._removed = allocator, removed
         self._size = page_size
         self._roots: dict[Hashable, _Node] = {}
         self._nodes: dict[int, _Node] = {}  # by page
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._nodes
 
     def match(self, tokens: Sequence[int], *, kind: Hashable, limit: int) -> PrefixMatch:
         """The longest beginning of these tokens that pages hold; the caller holds them then.
@@ -62,7 +68,7 @@ class PrefixTree:
             following = node.children.get(rest)
             if following is None:
                 # A page that begins alike: its holder copies it before writing on.
-                following, common = _nearest(node, rest)
+                following, common = self._nearest(node, rest)
                 if following is not None:
                     pages.append(following.page)
                     done += common
@@ -131,18 +137,23 @@ class PrefixTree:
     def _remove(self, node: _Node) -> None:
         assert node.parent is not None
         del node.parent.children[node.block], self._nodes[node.page]
+        self._removed(node.page)
         self._allocator.uncache(node.page)
 
+    def _nearest(self, node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
+        """The child whose block begins most like ``rest``, and by how many tokens; None at 0.
 
-def _nearest(node: _Node, rest: TokenBlock) -> tuple[_Node | None, int]:
-    """The child whose block begins most like ``rest``, and by how many tokens; None at 0."""
-    best, most = None, 0
-    for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
-        common = 0
-        for one, other in zip(block, rest, strict=False):
-            if one != other:
-                break
-            common += 1
-        if common > most:
-            best, most = child, common
-    return best, most
+        What comes after these tokens is copied with them, so it must be finite.
+        """
+        best, most = None, 0
+        for block, child in itertools.islice(reversed(node.children.items()), _LOOKED_AT):
+            if self._allocator.is_suspect(child.page):
+                continue
+            common = 0
+            for one, other in zip(block, rest, strict=False):
+                if one != other:
+                    break
+                common += 1
+            if common > most:
+                best, most = child, common
+        return best, most

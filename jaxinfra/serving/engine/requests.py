@@ -88,6 +88,15 @@ class RequestProgress:
     prompt_scores: tuple[TokenScore, ...] = ()  # on the first: of the prompt after its first token
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class HostCopy:
+    """The first tokens of a request, as pages in slots of the host's memory."""
+
+    slots: tuple[int, ...]
+    num_tokens: int  # the last page may be full of them or not
+    kind: Hashable  # of the request then
+
+
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class RequestStream:
     """A request on its way, as the scheduler sees it: no arrays, no text."""
@@ -99,10 +108,12 @@ class RequestStream:
     kind: Hashable = None  # streams of different kinds share no pages
     pages: list[int] = dataclasses.field(default_factory=list)
     num_registered: int = 0  # pages at the front that are in the prefix tree
+    num_finite: int = 0  # pages at the front that draws have shown to be finite
     computed: int = 0  # tokens whose keys and values steps have been dispatched for
     pending: int = 0  # tokens drawn by steps that are not read yet
     slot: int | None = None  # where the device keeps its last token; None: it is not running
     num_cached: int = 0
+    saved: HostCopy | None = None  # while it waits to go on: what the host has of it
     is_over: bool = False
     is_plain: bool = dataclasses.field(init=False)  # as the request
 

@@ -15,10 +15,21 @@ from flax import nnx
 
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.decoder import Decoder
-from jaxinfra.serving.engine import programs
+from jaxinfra.serving.engine import page_moves, programs
 from jaxinfra.serving.engine.drawn import Drawn, of_row
 from jaxinfra.serving.engine.inputs import RowInputs, RowNumbers
+from jaxinfra.serving.engine.page_moves import HostMemory, batches
+from jaxinfra.serving.engine.pages import NULL_PAGE
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
+from jaxinfra.serving.engine.program_list import (
+    COPY,
+    MASK,
+    RESTORE,
+    SAVE,
+    ProgramKey,
+    history_program,
+    listed_programs,
+)
 from jaxinfra.serving.engine.programs import (
     WORD_BITS,
     DeviceState,
@@ -28,26 +39,12 @@ from jaxinfra.serving.engine.weights import NamedArrays, Weights
 from jaxinfra.serving.sampling import GREEDY, SamplingConfig, SamplingRows
 from jaxinfra.serving.token_history import TokenHistory
 
-_PAGES_AT_ONCE = 8  # copied by a call
 MOST_BIASES = 300
 """Ids of a request's ``logit_bias``, as OpenAI's API bounds them."""
 
+_OF_STATE_ALONE = ("copy", "restore", "mask", "history")
+
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramKey:
-    """One compiled program: what it does, and for which shapes."""
-
-    name: str
-    rows: int
-    length: int = 1
-    is_fresh: bool = False
-    is_full: bool = False
-
-    def __str__(self) -> str:
-        kind = " from position 0" * self.is_fresh + " with all settings" * self.is_full
-        return f"{self.name} {self.rows} x {self.length}{kind}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +99,7 @@ class ModelRunner:
         self._tables: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by slot
         self._no_pages = np.zeros(limits.table_width, np.int32)
         self._sampling: dict[int, tuple[tuple[SamplingConfig, ...], SamplingRows]] = {}
+        self._tell: Callable[[ProgramKey, tuple[Any, ...]], None] | None = None
         self.num_compiled = 0
         self.num_late = 0  # compiled after ``warm_up``
 
@@ -119,35 +117,15 @@ class ModelRunner:
             )
 
         self._state = empty() if allocates else _shapes_of(empty.lower())
+        self._host: HostMemory | None = None
+        if allocates and limits.num_host_pages:
+            shapes = page_moves.moved_shapes(self._state)
+            self._host = HostMemory(shapes, num_slots=limits.num_host_pages)
 
     @property
     def keys(self) -> tuple[ProgramKey, ...]:
         """Every program that a step may need."""
-        limits = self._limits
-        # All settings cost passes over the logits, which beside a chunk's own work are nothing.
-        keys = [
-            ProgramKey(name="step", rows=rows, is_full=is_full)
-            for rows in limits.row_sizes
-            for is_full in (False, True)
-        ]
-        keys += [
-            ProgramKey(name="step", rows=rows, length=length, is_fresh=is_fresh, is_full=True)
-            for rows, length in limits.chunk_shapes
-            for is_fresh in (True, False)
-        ]
-        keys += [
-            ProgramKey(name="score", rows=limits.rows(1), length=length)
-            for length in limits.chunk_sizes
-            if length <= limits.max_step_tokens
-        ]
-        if self._verify_length is not None:
-            keys += [
-                ProgramKey(name="verify", rows=rows, length=self._verify_length)
-                for rows in limits.row_sizes
-            ]
-        copy = ProgramKey(name="copy", rows=_PAGES_AT_ONCE)
-        history = ProgramKey(name="history", rows=1, length=limits.context)
-        return (*keys, copy, history, ProgramKey(name="mask", rows=1))
+        return listed_programs(self._limits, verify_length=self._verify_length)
 
     def warm_up(
         self,
@@ -182,16 +160,16 @@ class ModelRunner:
         Args:
             masks: by slot, of the rows whose request has a structure.
         """
-        self._copy([(0, page) for page in plan.zeros])
+        self._save(plan.saves)
         self._copy(plan.copies)
+        self._copy([(NULL_PAGE, page) for page in plan.zeros])
+        self._restore(plan.restores)
         for slot, mask_W in masks.items():
             # Ids beyond those that are drawn, and those that the structure does not know: not now.
             words_1W = np.zeros((1, self._mask_words), np.uint32)
             known = mask_W[: self._mask_words]
             words_1W[0, : len(known)] = known
-            self._state = self._program(ProgramKey(name="mask", rows=1))(
-                self._state, np.array([slot], np.int32), words_1W
-            )
+            self.call(MASK, np.array([slot], np.int32), words_1W)
         drawn = []
         for rows, name, length in (
             (plan.chunks, "step", plan.chunk_length),
@@ -205,6 +183,8 @@ class ModelRunner:
 
     def read(self, dispatched: Dispatched) -> list[Drawn]:
         """What a step drew, of the rows that draw; waits for it."""
+        if self._host is not None:
+            self._host.collect()
         result = []
         for rows, (array, *told) in dispatched.rows:
             values = np.asarray(array)
@@ -234,7 +214,7 @@ class ModelRunner:
             targets_BT = np.zeros((key.rows, length), np.int32)
             targets_BT[0, : len(rows[0].targets)] = rows[0].targets
             arguments.append(targets_BT)
-        given, self._state = self._program(key)(self._weights, self._state, *arguments)
+        given = self.call(key, *arguments)
         drawn, *told = given if isinstance(given, tuple) else (given,)
         given = (drawn, *told) if is_asked else (drawn,)
         for each in jax.tree.leaves(given):
@@ -285,16 +265,15 @@ class ModelRunner:
     def _is_counted(self, row: PlannedRow) -> bool:
         """Whether a row's token is new to its slot's history, which is begun here where need be."""
         stream, (number, known) = row.stream, self._histories.get(row.slot, (None, 0))
-        is_begun_again = row.count > 1 and known < len(stream.tokens)
-        if number != stream.number or is_begun_again:
+        # It may have drawn tokens in another slot since it was in this one.
+        seen = row.start if row.count == 1 else len(stream.tokens)
+        if number != stream.number or known < seen:
             known = len(stream.tokens)
-            key = ProgramKey(name="history", rows=1, length=self._limits.context)
+            key = history_program(self._limits)
             ids_T = np.zeros(key.length, np.int32)
             ids_T[:known] = stream.tokens[: key.length]
             prompt = len(stream.request.prompt_ids)
-            self._state = self._program(key)(
-                self._state, np.int32(row.slot), ids_T, np.int32(prompt), np.int32(known)
-            )
+            self.call(key, np.int32(row.slot), ids_T, np.int32(prompt), np.int32(known))
         is_new = row.count == 1 and row.start >= known
         self._histories[row.slot] = (stream.number, known + is_new)
         return is_new
@@ -322,14 +301,45 @@ class ModelRunner:
         )
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        program = ProgramKey(name="copy", rows=_PAGES_AT_ONCE)
-        for first in range(0, len(pairs), _PAGES_AT_ONCE):
-            part = pairs[first : first + _PAGES_AT_ONCE]
-            padded = part + [(0, self._limits.num_pages)] * (_PAGES_AT_ONCE - len(part))
-            sources, targets = np.array(padded, np.int32).T
-            self._state = self._program(program)(
-                self._state, np.ascontiguousarray(sources), np.ascontiguousarray(targets)
-            )
+        for _, padded in batches(pairs, (NULL_PAGE, self._limits.num_pages)):
+            sources, targets = np.array(padded, np.int32).T.copy()
+            self.call(COPY, sources, targets)
+
+    def _save(self, pairs: list[tuple[int, int]]) -> None:
+        """Pages into the host's slots; the device goes on meanwhile."""
+        for count, padded in batches(pairs, (NULL_PAGE, 0)):
+            pages, slots = zip(*padded, strict=True)
+            assert self._host is not None
+            given = self.call(SAVE, np.array(pages, np.int32))
+            self._host.take([*slots[:count]], given)
+
+    def _restore(self, pairs: list[tuple[int, int]]) -> None:
+        """The host's slots into pages."""
+        for _, padded in batches(pairs, (0, self._limits.num_pages)):
+            slots, pages = zip(*padded, strict=True)
+            assert self._host is not None
+            given = self._host.pages([*slots])
+            self.call(RESTORE, np.array(pages, np.int32), given)
+
+    def mirror(self, tell: Callable[[ProgramKey, tuple[Any, ...]], None]) -> None:
+        """From now on this is told of each call before it is made: the other processes of the mesh
+        make it too.
+        """
+        self._tell = tell
+
+    def call(self, key: ProgramKey, *arguments: Any) -> Any:
+        """Runs a program, and returns what it gives beside the next state."""
+        if self._tell is not None:
+            arguments = jax.tree.map(np.asarray, arguments)
+            self._tell(key, arguments)
+        program = self._program(key)
+        if key == SAVE:
+            return program(self._state, *arguments)
+        if key.name in _OF_STATE_ALONE:
+            self._state = program(self._state, *arguments)
+            return None
+        given, self._state = program(self._weights, self._state, *arguments)
+        return given
 
     def _program(self, key: ProgramKey) -> Callable[..., Any]:
         if key not in self._compiled:
@@ -347,7 +357,12 @@ class ModelRunner:
         indices = np.zeros(key.rows, np.int32)
         match key.name:
             case "copy":
-                function, arguments = programs.copy_pages, (self._state, indices, indices)
+                function, arguments = page_moves.copy_pages, (self._state, indices, indices)
+            case "save":
+                function, arguments = page_moves.read_pages, (self._state, indices)
+            case "restore":
+                pages = page_moves.moved_shapes(self._state)
+                function, arguments = page_moves.write_pages, (self._state, indices, pages)
             case "mask":
                 masks = np.zeros((key.rows, self._mask_words), np.uint32)
                 function, arguments = programs.set_masks, (self._state, indices, masks)
@@ -363,7 +378,10 @@ class ModelRunner:
                 arguments = (self._weights, self._state, blank)
                 if key.name == "score":
                     arguments = (*arguments, np.zeros((key.rows, key.length), np.int32))
-        donated = 0 if key.name in ("copy", "mask", "history") else 1
+        # The state is given up for the next one; what is saved is read only.
+        donated = tuple(
+            place for place, each in enumerate(arguments) if each is self._state and key != SAVE
+        )
         return jax.jit(function, donate_argnums=donated).lower(*arguments)
 
 

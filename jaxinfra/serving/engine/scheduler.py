@@ -2,8 +2,8 @@
 
 Requests run in the order of their arrival. A step takes a token of every request that is past its
 prompt, and chunks of prompts with what is left of the budget. Pages for a whole prompt are taken at
-admission; where an answer needs a page and there is none, the youngest request gives up its own and
-computes its tokens again later.
+admission; where an answer needs a page and there is none, the youngest request gives up its own. It
+computes its tokens again later, or the host has kept its pages meanwhile.
 """
 
 import bisect
@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import final
 
+from jaxinfra.serving.engine.host_pages import HostPages
 from jaxinfra.serving.engine.pages import PageAllocator
 from jaxinfra.serving.engine.plan import PlannedRow, SchedulerLimits, StepPlan
 from jaxinfra.serving.engine.radix import PrefixTree
@@ -35,12 +36,15 @@ class Scheduler:
     ):
         self.limits = limits
         self.allocator = PageAllocator(limits.num_pages)
-        self.tree = PrefixTree(self.allocator, page_size=limits.page_size)
+        self.host = HostPages(limits.num_host_pages, page_size=limits.page_size)
+        self.tree = PrefixTree(self.allocator, page_size=limits.page_size, removed=self.host.forget)
         self.waiting: list[RequestStream] = []
         self.running: list[RequestStream] = []
         self.num_preemptions = 0
         self._slots = [*range(limits.max_running)]
         self._propose = propose
+        self._saves: list[tuple[int, int]] = []  # of the step that is being planned
+        self._restores: list[tuple[int, int]] = []
         self._planned: set[RequestStream] = set()
 
     def add(self, stream: RequestStream) -> None:
@@ -54,9 +58,12 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """The next step. Requests are taken to have done it when this returns."""
         self._planned.clear()
+        self._saves, self._restores = [], []
         plan = StepPlan(
-            zeros=self.allocator.unclean(),
+            saves=self._saves,
             copies=[],
+            zeros=[],
+            restores=self._restores,
             chunks=[],
             chunk_length=0,
             decodes=[],
@@ -74,9 +81,13 @@ class Scheduler:
         prompts = [stream for stream in prompts if stream.slot is not None]
         num_tokens = plan.num_tokens
         plan = self._plan_prompts(plan, prompts, self.limits.max_step_tokens - num_tokens)
+        copied = {page for _, page in plan.copies}
+        plan.zeros.extend(page for page in self.allocator.unclean() if page not in copied)
+        self.allocator.suspect(page for _, page in plan.restores)
         for row in plan.rows:
             row.stream.computed += row.count
             row.stream.pending += row.draws
+            self.allocator.suspect(self._pages(row.stream, row.start, row.start + row.count))
         for row in plan.chunks:
             self._register(row.stream)
         return plan
@@ -107,10 +118,12 @@ class Scheduler:
         long = self.limits.long_context
         return long is not None and stream.total > long, stream.request.adapter
 
-    def _plan_answer(self, stream: RequestStream, plan: StepPlan) -> None:
+    def _plan_answer(
+        self, stream: RequestStream, plan: StepPlan, *, may_draft: bool = True
+    ) -> None:
         """One token of a request that is past its prompt, and drafts after it."""
         room, drafts, num_drafts = stream.limit - stream.total - 1, (), 0
-        if stream.can_be_drafted:
+        if may_draft and stream.can_be_drafted:
             if self._propose is not None:
                 drafts = tuple(self._propose(stream))[:room]
             num_drafts = min(self.limits.num_drafts, room) or len(drafts)
@@ -165,7 +178,8 @@ class Scheduler:
                 break
             left = stream.total - stream.computed
             if left == 1:
-                self._plan_answer(stream, plan)
+                # Whose pages are on their way gives up none: drafts may need more.
+                self._plan_answer(stream, plan, may_draft=False)
                 budget -= 1
                 continue
             if not rows:
@@ -220,13 +234,18 @@ class Scheduler:
             found = self.tree.match(stream.tokens, kind=stream.kind, limit=total - 1)
             pages, cached = [*found.pages], found.num_tokens
         whole = cached // size
+        restored = self.host.num_tokens(stream)
+        if restored <= cached:
+            restored = 0
         needed = -(-total // size) - whole
         spare = len(self.running) if stream.slot is None else 0
-        if len(pages) > whole and needed + spare > self._num_available:
-            # A page to copy from is one more than there may be.
+        if len(pages) > whole and (restored or needed + spare > self._num_available):
+            # The host has more of this page; or a page to copy from is one more than there may be.
             self.allocator.release(pages.pop())
             cached = whole * size
-        if needed + spare > self._num_available or self._is_computed_elsewhere(stream, cached):
+        if needed + spare > self._num_available or self._is_computed_elsewhere(
+            stream, max(cached, restored)
+        ):
             self.allocator.release_all(pages)
             if stream.slot is not None:
                 self._preempt(stream)
@@ -237,9 +256,11 @@ class Scheduler:
             copies.append((pages[whole], fresh[0]))
             self.allocator.release(pages.pop())
         stream.pages = [*pages, *fresh]
-        stream.computed, stream.num_registered = cached, whole
-        if len(stream.tokens) == len(stream.request.prompt_ids):
+        stream.computed, stream.num_registered = max(cached, restored), whole
+        stream.num_finite = 0
+        if len(stream.tokens) == len(stream.request.prompt_ids) and stream.saved is None:
             stream.num_cached = cached
+        self._restores += self.host.restore(stream, whole, restored)
         return True
 
     def _is_computed_elsewhere(self, stream: RequestStream, cached: int) -> bool:
@@ -281,8 +302,10 @@ class Scheduler:
         return True
 
     def _preempt(self, stream: RequestStream) -> None:
-        """Takes a request's pages; it waits at its place to compute its tokens again."""
+        """Takes a request's pages; it waits at its place to go on."""
         self.num_preemptions += 1
+        self._register(stream)
+        self._saves += self.host.save(stream, tree=self.tree)
         self._give_up_pages(stream)
         self._leave(stream)
         bisect.insort(self.waiting, stream, key=lambda each: each.number)
@@ -319,6 +342,7 @@ class Scheduler:
         stream.is_over = True
         if stream.slot is None:
             self.waiting.remove(stream)
+            self.host.drop(stream)
             return
         if poisoned:
             self.tree.forget(stream.tokens, kind=stream.kind)
@@ -340,8 +364,24 @@ class Scheduler:
         stream.pending -= 1
         if stream.is_over:
             return ()
-        if row.num_drafts and stream.slot is not None:
-            stream.computed = row.start + 1 + num_held  # what follows is overwritten
+        if stream.slot is not None:
+            self._trust(stream, row.start + row.count)
+            if row.num_drafts:
+                stream.computed = row.start + 1 + num_held  # what follows is overwritten
         taken = tuple(tokens)[: 1 + num_held]
         stream.tokens += taken
         return taken
+
+    def _trust(self, stream: RequestStream, num_tokens: int) -> None:
+        """A draw after so many tokens was finite, and so are their keys and values. The last page
+        may have more by now.
+        """
+        size = self.limits.page_size
+        num_pages = num_tokens // size if stream.pending else -(-num_tokens // size)
+        self.allocator.trust(stream.pages[stream.num_finite : num_pages])
+        stream.num_finite = num_tokens // size
+
+    def _pages(self, stream: RequestStream, start: int, end: int) -> list[int]:
+        """Those of a request's pages that these positions lie in."""
+        size = self.limits.page_size
+        return stream.pages[start // size : -(-end // size)]

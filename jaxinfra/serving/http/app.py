@@ -197,7 +197,8 @@ def _add_information(app: fastapi.FastAPI, service: Service) -> None:
     async def health() -> responses.Response:
         if not service.engine.is_serving:
             return _error(503, "the server is stopping, or has failed", kind="server_error")
-        return responses.JSONResponse({"status": "ok"})
+        stalled_s = round(service.engine.stalled_s, 3)
+        return responses.JSONResponse({"status": "ok", "stalled_s": stalled_s})
 
     @app.get("/metrics")
     async def metrics() -> responses.Response:

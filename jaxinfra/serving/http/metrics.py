@@ -93,12 +93,21 @@ class _EngineCollector(Collector):
             ("spec_decode_num_accepted_tokens", "Of these, accepted.", counts.accepted_tokens),
         ):
             yield self._counter(f"vllm:{name}", text, value)
-        yield self._counter("jaxinfra:steps", "Steps of the engine.", counts.steps)
-        yield self._counter(
-            "jaxinfra:late_compiles",
-            "Programs compiled while requests waited.",
-            engine.runner.num_late,
+        host = scheduler.host
+        yield self._gauge(
+            "jaxinfra:host_pages", "Pages of preempted requests that the host has.", host.num_used
         )
+        for name, text, value in (
+            ("host_pages_saved", "Pages copied to the host.", host.num_saved),
+            ("host_pages_restored", "Pages copied back from the host.", host.num_restored),
+            ("steps", "Steps of the engine.", counts.steps),
+            (
+                "late_compiles",
+                "Programs compiled while requests waited.",
+                engine.runner.num_late,
+            ),
+        ):
+            yield self._counter(f"jaxinfra:{name}", text, value)
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests ended.", labels=["model_name", "finished_reason"]
         )

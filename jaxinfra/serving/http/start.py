@@ -6,9 +6,11 @@ from pathlib import Path
 
 from jaxinfra.core.errors import ConfigError, JaxinfraError
 from jaxinfra.core.signals import StopRequest
+from jaxinfra.launch.cluster import Cluster
 from jaxinfra.serving.adapter_bank import AdapterBank
 from jaxinfra.serving.engine.background import EngineThread
 from jaxinfra.serving.engine.engine import Engine
+from jaxinfra.serving.engine.followers import Followers, follow
 from jaxinfra.serving.engine.options import EngineOptions
 from jaxinfra.serving.http.app import application
 from jaxinfra.serving.http.server import HttpServer, ServerOptions
@@ -39,17 +41,20 @@ def serve(
     *,
     draft: LoadedModel | None = None,
     bank: AdapterBank | None = None,
+    cluster: Cluster | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serves until a stop is asked for; requests that are open then are answered to their end.
 
     Raises:
         EngineFailedError: the engine failed.
+        LostPeerError: another process of the job is gone.
 
     Args:
         model: taken over; its weights are the engine's from here on.
         draft: a smaller model of the same tokenizer, which proposes tokens.
         bank: adapters that clients may name in place of the model.
+        cluster: the job whose processes have parts of the model; the others ``follow``.
         say: told what happens, in lines.
     """
     if bank is not None and options.name in bank.names:
@@ -65,6 +70,10 @@ def serve(
     server = HttpServer(app, options.server, drain=running.drain)
     say(f"compiling {len(engine.runner.keys)} programs ...")
     engine.warm_up()
+    followers = None
+    if cluster is not None:
+        followers = Followers(cluster, lost=running.fail)
+        engine.runner.mirror(followers.tell)
     request.hold()
     running.start()
     names = ", ".join(service.names)
@@ -78,12 +87,31 @@ def serve(
     finally:
         running.close()
     if running.failure is not None:
+        loss = None if followers is None else followers.loss()
+        if loss is not None:
+            raise loss
         raise EngineFailedError(
             f"the engine failed ({type(running.failure).__name__}: {running.failure}); requests "
             "that were open have been told so"
         )
+    if followers is not None:
+        followers.end()
     counts = engine.counts
     say(
         f"stopped by {request.asked.name if request.asked else 'the server'}: "
         f"{sum(counts.ended.values())} requests, {counts.generated_tokens} tokens"
     )
+
+
+def serve_part(
+    model: LoadedModel, options: EngineOptions, request: StopRequest, cluster: Cluster
+) -> None:
+    """A process of the job beside the first: it has a part of the model, and runs what that runs.
+
+    Raises:
+        LostPeerError: the first process is gone.
+    """
+    engine = Engine.of(model, options=options, consumes=True)
+    engine.warm_up()
+    request.hold()  # the first process decides when it ends
+    follow(cluster, engine.runner)

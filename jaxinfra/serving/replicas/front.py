@@ -1,11 +1,12 @@
 """The application in front of replicas: one address for all of them.
 
-It hands a request to one replica and its answer through as it comes. Where a replica ends in
-between, requests from which nothing was sent yet are given to another; a stream that has begun ends
-with an error event. Replicas do the rest: they check bodies, count, and refuse.
+It hands a request to one replica and its answer through as it comes. Where a replica ends or hangs
+in between, requests from which nothing was sent yet are given to another; a stream that has begun
+ends with an error event. Replicas do the rest: they check bodies, count, and refuse.
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Collection
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from jaxinfra.serving.http.answers import error_body, event
 from jaxinfra.serving.http.guards import Receive, Scope, Send
 from jaxinfra.serving.replicas.choice import PromptBlocks, ReplicaChoice, blocks_of
+from jaxinfra.serving.replicas.hangs import HangWatch, HungReplicaError
 from jaxinfra.serving.replicas.processes import ReplicaProcess, Replicas
 from jaxinfra.serving.replicas.upstream import Headers, LostReplicaError, UpstreamAnswer, asked
 
@@ -27,7 +29,8 @@ _METRICS_S = 10.0
 _KEPT = (b"content-type", b"authorization", b"accept")
 _PASSED = (b"content-type", b"retry-after", b"cache-control", b"x-accel-buffering")
 _GENERATES = ("/v1/completions", "/v1/chat/completions")
-_LOST = "the replica that answered has ended; send the request again"
+_AGAIN: Headers = [(b"retry-after", b"2")]
+_JSON = (b"content-type", b"application/json")
 
 
 @final
@@ -36,10 +39,12 @@ class ReplicaFront:
 
     Args:
         replicas: started by whoever made them.
+        hang_s: that a replica may give no sign of life before it is taken out.
     """
 
-    def __init__(self, replicas: Replicas, *, api_key: str | None):
+    def __init__(self, replicas: Replicas, *, api_key: str | None, hang_s: float):
         self._replicas, self._choice = replicas, ReplicaChoice()
+        self._watch = HangWatch(replicas, hang_s=hang_s)
         self._key: Headers = (
             [] if api_key is None else [(b"authorization", f"Bearer {api_key}".encode())]
         )
@@ -49,6 +54,8 @@ class ReplicaFront:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request whose body ``RequestGuards`` has read."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
         if scope["type"] != "http":
             return
         match scope["method"], scope["path"]:
@@ -68,6 +75,17 @@ class ReplicaFront:
         while self.num_open and time.monotonic() < until:
             time.sleep(0.02)
         return not self.num_open
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Watches replicas from the server's start to its end."""
+        await receive()
+        watching = asyncio.create_task(self._watch.run())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await send({"type": "lifespan.shutdown.complete"})
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Until it is answered, or until the client is gone."""
@@ -92,30 +110,34 @@ class ReplicaFront:
         headers = [each for each in scope["headers"] if each[0] in _KEPT]
         blocks = blocks_of(body) if path in _GENERATES else ()
         tried: set[int] = set()
+        num_lost = 0
         refused: tuple[int, Headers, bytes] | None = None
         while len(tried) < _MOST_TRIES and (replica := self._chosen(blocks, tried)) is not None:
             tried.add(replica.number)
             assert replica.address is not None
             passing = _Passing(send)
             try:
-                with replica.taken():
-                    async with asked(
-                        replica.address, scope["method"], path, headers, body
-                    ) as answer:
-                        if answer.status in (429, 503):
-                            refused = answer.status, answer.headers, await answer.whole()
-                            continue  # another may have room
-                        await passing.all_of(answer)
-                        return
-            except LostReplicaError:
-                if passing.has_begun:
-                    await passing.end(event({"error": error_body(_LOST, kind="server_error")}))
+                async with (
+                    self._watch.lent(replica),
+                    asked(replica.address, scope["method"], path, headers, body) as answer,
+                ):
+                    if answer.status in (429, 503):
+                        refused = answer.status, answer.headers, await answer.whole()
+                        continue  # another may have room
+                    await passing.all_of(answer)
                     return
+            except LostReplicaError as error:
+                if passing.has_begun:
+                    how = "hangs" if isinstance(error, HungReplicaError) else "has ended"
+                    text = f"the replica that answered {how}; send the request again"
+                    await passing.end(event({"error": error_body(text, kind="server_error")}))
+                    return
+                num_lost += 1
                 self.num_repeated += 1
         if refused is not None:
             await _send(send, *refused)
-            return
-        await self._unavailable(send)
+        else:
+            await self._unanswered(send, num_lost)
 
     def _chosen(self, blocks: PromptBlocks, tried: Collection[int]) -> ReplicaProcess | None:
         ready = {each.number: each for each in self._replicas.ready if each.number not in tried}
@@ -129,15 +151,30 @@ class ReplicaFront:
         self._choice.note(number, blocks)
         return ready[number]
 
-    async def _unavailable(self, send: Send) -> None:
-        text = (
-            "the server is stopping; ask another one"
-            if self._is_draining
-            else ("no replica is ready; they are being started again")
-        )
-        body = {"error": error_body(text, kind="server_error")}
-        headers = [(b"retry-after", b"2"), (b"content-type", b"application/json")]
-        await _send(send, 503, headers, json.dumps(body).encode())
+    async def _unanswered(self, send: Send, num_lost: int) -> None:
+        """Says why, once no replica is left to ask.
+
+        Args:
+            num_lost: replicas that ended or hung with this request.
+        """
+        if self._is_draining:
+            status, text = 503, "the server is stopping; ask another one"
+        elif num_lost == _MOST_TRIES:
+            status = 502
+            text = (
+                f"{num_lost} replicas ended or hung before they answered this request; it may be "
+                "the reason, so no other one is asked"
+            )
+        elif num_lost:
+            status = 503
+            text = (
+                "the replica that was asked ended or hung before it answered, and no other one is "
+                "ready; send the request again"
+            )
+        else:
+            status, text = 503, "no replica is ready; they are being started again"
+        body = json.dumps({"error": error_body(text, kind="server_error")})
+        await _send(send, status, [_JSON, *(_AGAIN if status == 503 else [])], body.encode())
 
     async def _health(self, send: Send) -> None:
         ready = self._replicas.ready
@@ -153,12 +190,12 @@ class ReplicaFront:
                     "ready": each in ready,
                     "open": each.num_open,
                     "restarts": max(0, each.num_starts - 1),
+                    "hangs": each.num_hangs,
                 }
                 for each in self._replicas.all
             ],
         }
-        headers = [(b"content-type", b"application/json")]
-        await _send(send, 200 if is_well else 503, headers, json.dumps(body).encode())
+        await _send(send, 200 if is_well else 503, [_JSON], json.dumps(body).encode())
 
     async def _metrics(self, send: Send) -> None:
         ready = self._replicas.ready
@@ -232,15 +269,19 @@ class _Joined(Collector):
         starts = CounterMetricFamily(
             "jaxinfra:replica_restarts", "Starts after the first.", labels=["replica"]
         )
+        hangs = CounterMetricFamily(
+            "jaxinfra:replica_hangs", "Times that it was killed, as it hung.", labels=["replica"]
+        )
         for each in self._replicas.all:
             up.add_metric([str(each.number)], each.address is not None)
             starts.add_metric([str(each.number)], max(0, each.num_starts - 1))
+            hangs.add_metric([str(each.number)], each.num_hangs)
         repeated = CounterMetricFamily(
             "jaxinfra:repeated_requests",
-            "Requests given to another replica, as the first had ended.",
+            "Requests whose replica ended or hung before it sent anything.",
             self._repeated,
         )
-        return [*families.values(), up, starts, repeated]
+        return [*families.values(), up, starts, hangs, repeated]
 
 
 async def _gone(receive: Receive) -> None:

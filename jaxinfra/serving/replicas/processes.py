@@ -52,7 +52,7 @@ class ReplicaProcess:
     ):
         self.number = number
         self.address: str | None = None  # while it serves
-        self.num_open = self.num_starts = 0
+        self.num_open = self.num_starts = self.num_hangs = 0
         self.failure: str | None = None  # why it is not started again
         self._command, self._environment, self._say = command, environment, say
         self._stopping = threading.Event()
@@ -72,6 +72,21 @@ class ReplicaProcess:
     def start(self) -> None:
         """Starts it, and watches it."""
         self._thread.start()
+
+    def take_out(self, start: int, why: str) -> None:
+        """Kills it, as it hangs; its thread starts it again once it has ended.
+
+        Args:
+            start: the one that hangs, by ``num_starts``; nothing happens to a later one.
+            why: words for people.
+        """
+        with self._lock:
+            if self.num_starts != start or self._process is None:
+                return
+            self.address = None
+            self.num_hangs += 1
+            self._say(f"replica {self.number} hangs ({why}); killed, to be started again")
+            self._process.kill()
 
     def ask_to_stop(self) -> None:
         """Lets it end its requests; it is not started again."""

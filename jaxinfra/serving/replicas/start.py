@@ -19,6 +19,7 @@ def serve_replicas(
     *,
     name: str,
     max_body_bytes: int,
+    hang_s: float,
     say: Callable[[str], None] = print,
 ) -> None:
     """Serves until a stop is asked for; requests that are open then are answered to their end.
@@ -26,6 +27,7 @@ def serve_replicas(
     Args:
         words: of a replica's command line.
         environments: of each replica's process, beside this one's own.
+        hang_s: that a replica may give no sign of life before it is killed and started again.
 
     Raises:
         NoReplicaError: a replica cannot serve.
@@ -33,7 +35,7 @@ def serve_replicas(
     key = {} if options.api_key is None else {"JAXINFRA_API_KEY": options.api_key}
     each_has = [{**environment, **key} for environment in environments]
     replicas = Replicas(serve_command(words), each_has, say=say)
-    front = ReplicaFront(replicas, api_key=options.api_key)
+    front = ReplicaFront(replicas, api_key=options.api_key, hang_s=hang_s)
     guarded = RequestGuards(front, api_key=options.api_key, max_body_bytes=max_body_bytes)
     server = HttpServer(guarded, options, drain=front.drain)
     request.hold()

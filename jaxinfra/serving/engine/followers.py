@@ -1,0 +1,110 @@
+"""An engine over several processes: the first one schedules, and all of them run its programs.
+
+What a step runs is sent before the first process runs it: a program's name, and its arguments as
+numbers. Weights, pages and all else that is large lie on the mesh, each process's part with it.
+"""
+
+import contextlib
+import multiprocessing
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, final
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxinfra.core.errors import LostPeerError
+from jaxinfra.launch.cluster import Cluster
+from jaxinfra.launch.rendezvous import bind_address
+from jaxinfra.serving.engine.program_list import ProgramKey
+from jaxinfra.serving.engine.runner import ModelRunner
+
+_KEY_BYTES = 16
+_PORT_BYTES = 2
+_NOTICE_S = 2.0  # within which the end of a process is seen
+
+
+@final
+class Followers:
+    """The other processes, as the first one sees them; all of them meet here.
+
+    Args:
+        lost: told, from a thread, when one of them is gone: what is computed then may never end.
+    """
+
+    def __init__(self, cluster: Cluster, *, lost: Callable[[LostPeerError], None]):
+        key = secrets.token_bytes(_KEY_BYTES)
+        self._lost, self._is_over = lost, False
+        self._loss: queue.Queue[LostPeerError] = queue.Queue()
+        self._count = cluster.num_processes
+        self._connections: list[Connection] = []
+        with Listener((bind_address(cluster) or "", 0), authkey=key) as listener:
+            _agree(int(listener.address[1]).to_bytes(_PORT_BYTES) + key)
+            while len(self._connections) < self._count - 1:
+                # Others than those that were told the key are turned away.
+                with contextlib.suppress(multiprocessing.AuthenticationError, OSError):
+                    self._connections.append(listener.accept())
+        for connection in self._connections:
+            threading.Thread(target=self._watch, args=(connection,), daemon=True).start()
+
+    def tell(self, key: ProgramKey, arguments: tuple[Any, ...]) -> None:
+        """All of them run a program."""
+        with contextlib.suppress(OSError):  # who is gone is noticed by its thread
+            for connection in self._connections:
+                connection.send((key, arguments))
+
+    def loss(self) -> LostPeerError | None:
+        """Who is gone; None if nobody is, of whom a failed collective may have told first."""
+        try:
+            return self._loss.get(timeout=_NOTICE_S)
+        except queue.Empty:
+            return None
+
+    def end(self) -> None:
+        """All of them have run their last program."""
+        self._is_over = True
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.send(None)
+
+    def _watch(self, connection: Connection) -> None:
+        number = 0
+        with contextlib.suppress(EOFError, OSError):
+            number = int.from_bytes(connection.recv_bytes(_PORT_BYTES))
+            connection.recv_bytes()  # it says nothing more
+        if not self._is_over:
+            loss = LostPeerError(
+                f"process {number} of {self._count} is gone, and with it a part of the model; "
+                "start all of them again"
+            )
+            self._loss.put(loss)
+            self._lost(loss)
+
+
+def follow(cluster: Cluster, runner: ModelRunner) -> None:
+    """Runs what the first process runs, until that says that it was the last.
+
+    Raises:
+        LostPeerError: the first process is gone.
+    """
+    agreed = _agree(bytes(_PORT_BYTES + _KEY_BYTES))
+    port, key = int.from_bytes(agreed[:_PORT_BYTES]), agreed[_PORT_BYTES:]
+    try:
+        with Client((cluster.host, port), authkey=key) as connection:
+            connection.send_bytes(cluster.process_id.to_bytes(_PORT_BYTES))
+            while (told := connection.recv()) is not None:
+                program, arguments = told
+                runner.call(program, *arguments)
+    except (EOFError, OSError) as error:
+        raise LostPeerError(
+            "process 0, which decides what is run, is gone; start all of them again"
+        ) from error
+
+
+def _agree(said: bytes) -> bytes:
+    """What the first process says, to all of them."""
+    told = multihost_utils.broadcast_one_to_all(np.frombuffer(said, np.uint8))
+    return np.asarray(told).astype(np.uint8).tobytes()
