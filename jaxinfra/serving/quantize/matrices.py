@@ -4,6 +4,7 @@ Dims: K input, N output, G group of inputs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -75,6 +76,34 @@ def tensors_of(weights: WeightMap, place: LayerPlace, matmuls: Mapping[str, bool
     ]
 
 
+def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, bool]) -> None:
+    """Raises ConfigError where nothing of a model can be quantized."""
+    if not any(is_quantizable(tensor, matmuls) for tensor in weights.tensors.values()):
+        raise ConfigError(
+            f"a {model_type} checkpoint keeps no weight of a layer as one matrix of outputs and "
+            "inputs, which is what can be quantized"
+        )
+
+
+def require_sizes(tensor: Tensor, recipe: QuantizationRecipe) -> None:
+    """Raises ConfigError where the format of a recipe has no room for a tensor's sizes."""
+    columns, rows = tensor.shape
+    group = recipe.form.group_rows if recipe.form.code is WeightCode.INT4 else 1
+    if rows % group:
+        raise ConfigError(
+            f"{tensor.name} has {rows} inputs, which groups of {group} do not divide; choose "
+            "another --group-size, or a recipe of 8 bits"
+        )
+    words = 8 if recipe.form.code is WeightCode.INT4 else 4
+    sizes = {"inputs": rows} | ({"outputs": columns} if recipe.method is Method.AWQ else {})
+    for what, size in sizes.items():
+        if size % words:
+            raise ConfigError(
+                f"{tensor.name} has {size} {what}, and {words} elements share 32 bits in the files "
+                f"of {recipe.name}; choose fp8, which packs nothing"
+            )
+
+
 def quantized_tensor(
     tensor: Tensor,
     read: Callable[[Part], Any],
@@ -96,21 +125,7 @@ def quantized_tensor(
         jnp.asarray(read(part)).reshape(part.layout.their_shape[::-1]) for part in tensor.parts
     ]
     w_KN = jnp.concatenate(matrices, axis=1)
-    rows, columns = w_KN.shape
-    group = recipe.form.group_rows if recipe.form.code is WeightCode.INT4 else 1
-    if rows % group:
-        raise ConfigError(
-            f"{tensor.name} has {rows} inputs, which groups of {group} do not divide; choose "
-            "another --group-size, or a recipe of 8 bits"
-        )
-    words = 8 if recipe.form.code is WeightCode.INT4 else 4
-    sizes = {"inputs": rows} | ({"outputs": columns} if recipe.method is Method.AWQ else {})
-    for what, size in sizes.items():
-        if size % words:
-            raise ConfigError(
-                f"{tensor.name} has {size} {what}, and {words} elements share 32 bits in the files "
-                f"of {recipe.name}; choose fp8, which packs nothing"
-            )
+    require_sizes(tensor, recipe)
     ranges = [clip[part.path] for part in tensor.parts if part.path in clip]
     rounded = _rounded(
         w_KN,
@@ -121,20 +136,24 @@ def quantized_tensor(
     return QuantizedTensor(tensor=tensor, weight=rounded)
 
 
+def scale_dtype(recipe: QuantizationRecipe, kept: jnp.dtype) -> jnp.dtype:
+    """As other programs keep scales: AWQ's in float16, packed weights' as the model's others."""
+    if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
+        return jnp.dtype("float16") if recipe.has_zeros else kept
+    return EXACT
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "kept"))
 def _rounded(
     w_KN: jax.Array, clip: jax.Array | None, *, recipe: QuantizationRecipe, kept: jnp.dtype
 ) -> QuantizedWeight:
-    """Scales as other programs keep them: AWQ's in float16, packed ones as the model's weights."""
-    scale = EXACT
-    if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
-        scale = jnp.dtype("float16") if recipe.has_zeros else kept
-
-    def rounded(w_KN: jax.Array, clip: jax.Array | None) -> QuantizedWeight:
-        return round_weight(
-            w_KN, recipe.form, has_zeros=recipe.has_zeros, scale_dtype=scale, clip=clip
-        )
-
-    return jax.jit(rounded)(w_KN, clip)
+    return round_weight(
+        w_KN,
+        recipe.form,
+        has_zeros=recipe.has_zeros,
+        scale_dtype=scale_dtype(recipe, kept),
+        clip=clip,
+    )
 
 
 def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str, np.ndarray]:

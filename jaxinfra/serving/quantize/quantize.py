@@ -118,11 +118,7 @@ class _Quantization:
         self.matmuls = {info.path: info.matmul for info in model.definition.table()}
         self.quantized: dict[str, dict[str, np.ndarray]] = {}  # arrays by name, by tensor
         self.changed: dict[tuple[str, int], np.ndarray] = {}  # norms and biases, by path and layer
-        if not any(matrices.is_quantizable(t, self.matmuls) for t in weights.tensors.values()):
-            raise ConfigError(
-                f"a {model.hf['model_type']} checkpoint keeps no weight of a layer as one matrix "
-                "of outputs and inputs, which is what can be quantized"
-            )
+        matrices.require_matrices(model.hf["model_type"], weights, self.matmuls)
 
     def run(self, ids_BT: np.ndarray | None) -> Iterator[LayerReport]:
         """Quantizes layer after layer."""
