@@ -89,7 +89,8 @@ def written(config, recipe, directory):
         hf=to_hf_config(config),
         tokenizer_directory=directory,
     )
-    quantize_model(model, directory / "out", recipe, ids_BT=None)
+    ids_BT = np.arange(32, dtype=np.int32).reshape(2, 16) if recipe.needs_text else None
+    quantize_model(model, directory / "out", recipe, ids_BT=ids_BT)
     return directory / "out"
 
 
@@ -101,7 +102,15 @@ def require_alike(told, held):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype), path
 
 
-@pytest.mark.parametrize(("files", "name"), [("awq", "awq-int4"), ("fp8_blocks", "fp8-blocks")])
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        ("awq", "awq-int4"),
+        # Differ in what a format says, which the same code reads.
+        pytest.param("ct_fp8", "w8a8-fp8", marks=pytest.mark.slow),
+        pytest.param("fp8_blocks", "fp8-blocks", marks=pytest.mark.slow),
+    ],
+)
 def test_shapes_are_those_of_what_other_programs_wrote(files, name):
     """As loaded; their groups and blocks are smaller than ours."""
     directory = GOLDEN / "quantized" / files
@@ -116,7 +125,7 @@ def test_shapes_are_those_of_what_other_programs_wrote(files, name):
 
 @pytest.mark.slow  # Programs for each size; the test above holds shapes to files likewise.
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", [n for n in RECIPES if not quantization_recipe(n).needs_text])
+@pytest.mark.parametrize("name", RECIPES)
 def test_bytes_are_those_of_the_arrays_that_are_loaded(tmp_path, model, name):
     recipe = quantization_recipe(name)
     held = load_pretrained(written(MODELS[model], recipe, tmp_path), keep_packed=True).parameters
@@ -127,14 +136,9 @@ def test_bytes_are_those_of_the_arrays_that_are_loaded(tmp_path, model, name):
     assert weight_bytes(planned, H200, serving) == loaded
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("dense", "fp8-blocks"),
-        ("mixture", "rtn-int4"),
-        pytest.param("mixture", "bf16", marks=pytest.mark.slow),  # is in what the others keep
-    ],
-)
+@pytest.mark.slow  # Traces of whole models; bytes of one are counted by hand below.
+@pytest.mark.parametrize("name", ["bf16", "rtn-int4", "fp8-blocks"])
+@pytest.mark.parametrize("model", MODELS)
 def test_an_engine_on_a_gpu_keeps_what_is_predicted(model, name):
     """Packed, layer by layer, codes in the order of the kernel where it takes them."""
     config = MODELS[model]
@@ -186,6 +190,7 @@ def test_what_a_decode_step_reads():
     assert sum(each.traffic(1) for each in routed) == experts + scales + 3 * experts
 
 
+@pytest.mark.slow  # The table that test_plan_prints_tables makes, looked at.
 def test_formats_are_compared():
     wide = dataclasses.replace(DENSE, feed_forward=MlpConfig(hidden_dim=1032))
     model = plan_model(ModelConfig(**SIZES, stacks=stacked(wide, num_layers=8)))

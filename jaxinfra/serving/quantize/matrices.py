@@ -3,6 +3,7 @@
 Dims: K input, N output, G group of inputs.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from jaxinfra.models.hf import WeightMap
 from jaxinfra.models.hf.mapping import Part, Tensor
 from jaxinfra.numerics.storage import EXACT
 from jaxinfra.ops.quantized import QuantizedWeight, WeightCode, round_weight
-from jaxinfra.serving.quantize.layers import LayerPlace
 from jaxinfra.serving.quantize.recipes import Method, QuantizationRecipe
 
 _KEPT = ("router", "shared_scale")
@@ -34,16 +34,15 @@ class QuantizedTensor:
     tensor: Tensor
     weight: QuantizedWeight
 
-    def ours(self) -> dict[tuple[str, tuple[int, ...]], jax.Array]:
+    def ours(self) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
         """What each part of ours stands for, float32, by path and index."""
-        theirs = self.weight.dequantize(EXACT).T
+        theirs = np.asarray(_dequantized(self.weight)).T
         found = {}
         for part in self.tensor.parts:
             rows = theirs[part.start : part.start + part.layout.their_shape[0]]
             whole = tuple(slice(0, size) for size in part.layout.our_shape)
-            host = np.asarray(rows)
-            found[part.path, part.index] = jnp.asarray(
-                part.layout.read(lambda index, host=host: host[index], whole)
+            found[part.path, part.index] = part.layout.read(
+                lambda index, rows=rows: rows[index], whole
             )
         return found
 
@@ -64,16 +63,16 @@ def _is_matrix(part: Part) -> bool:
     return len(theirs) == 2 and ours == (*theirs[1], *theirs[0])
 
 
-def tensors_of(weights: WeightMap, place: LayerPlace, matmuls: Mapping[str, bool]) -> list[Tensor]:
-    """The tensors of a layer that are quantized."""
-    prefix = f"blocks/{place.block}/"
-    return [
-        tensor
-        for tensor in weights.tensors.values()
-        if tensor.parts[0].path.startswith(prefix)
-        and tensor.parts[0].index[0] == place.at
-        and is_quantizable(tensor, matmuls)
-    ]
+def tensors_by_layer(
+    weights: WeightMap, matmuls: Mapping[str, bool]
+) -> dict[tuple[int, int], list[Tensor]]:
+    """The tensors that are quantized of each layer, ``blocks/BLOCK`` and its repetition."""
+    found: dict[tuple[int, int], list[Tensor]] = collections.defaultdict(list)
+    for tensor in weights.tensors.values():
+        if is_quantizable(tensor, matmuls):
+            part = tensor.parts[0]
+            found[int(part.path.split("/")[1]), part.index[0]].append(tensor)
+    return found
 
 
 def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, bool]) -> None:
@@ -108,7 +107,7 @@ def quantized_tensor(
     tensor: Tensor,
     read: Callable[[Part], Any],
     recipe: QuantizationRecipe,
-    clip: Mapping[str, jax.Array],
+    clip: Callable[[Part], jax.Array | None] | None,
     kept: jnp.dtype,
 ) -> QuantizedTensor:
     """One tensor by a recipe.
@@ -116,7 +115,7 @@ def quantized_tensor(
     Args:
         kept: dtype of the model's other weights.
         read: a part of ours, of one layer and one expert.
-        clip: ranges of groups, [G, N], by path of ours.
+        clip: what the ranges of its groups are multiplied with, [G, N]; None: as they are.
 
     Raises:
         ConfigError: sizes that the format has no room for.
@@ -126,13 +125,10 @@ def quantized_tensor(
     ]
     w_KN = jnp.concatenate(matrices, axis=1)
     require_sizes(tensor, recipe)
-    ranges = [clip[part.path] for part in tensor.parts if part.path in clip]
-    rounded = _rounded(
-        w_KN,
-        jnp.concatenate(ranges, axis=1) if len(ranges) == len(matrices) else None,
-        recipe=recipe,
-        kept=kept,
-    )
+    found = [] if clip is None else [clip(part) for part in tensor.parts]
+    ranges = [each for each in found if each is not None]
+    clip_GN = jnp.concatenate(ranges, axis=1) if len(ranges) == len(matrices) else None
+    rounded = _rounded(w_KN, clip_GN, recipe=recipe, kept=kept)
     return QuantizedTensor(tensor=tensor, weight=rounded)
 
 
@@ -154,6 +150,9 @@ def _rounded(
         scale_dtype=scale_dtype(recipe, kept),
         clip=clip,
     )
+
+
+_dequantized = jax.jit(lambda weight: weight.dequantize(EXACT))
 
 
 def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str, np.ndarray]:
