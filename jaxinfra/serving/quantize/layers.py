@@ -113,6 +113,11 @@ class CalibrationModel:
         block = self._block(place.block)
         return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)
 
+    def held(self, place: LayerPlace, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A layer's parameters and state on the device, in the dtypes that it computes with."""
+        dtypes = self._block(place.block).dtypes
+        return {path: jnp.asarray(value).astype(dtypes[path]) for path, value in values.items()}
+
     def matrices(self, place: LayerPlace) -> dict[str, MatrixDims]:
         """How each weight that activations are multiplied with is a matrix, by path in the
         block.
@@ -140,6 +145,9 @@ class _OneBlock:
         self.definition = define_model(config, execution)
         template = nnx.merge(self.definition.graphdef, self.definition.template)
         self.decoder = template  # of shapes
+        arrays = by_path(self.definition.arrays)
+        own = {path.removeprefix("blocks/0/"): leaf for path, leaf in arrays.items()}
+        self.dtypes = {path: leaf.dtype for path, leaf in own.items()}
         self.matrices = {
             f"{path}/weight": MatrixDims(num_inputs=contracted_dims(node.spec) or 1)
             for path, node in _projections(template)

@@ -133,7 +133,9 @@ class _Quantization:
     ):
         self.model, self.recipe, self.weights, self.shelf = model, recipe, weights, shelf
         self.kept_dtype = jnp.dtype(model.source.dtype("embedding/table"))
-        matmuls = {info.path: info.matmul for info in model.definition.table()}
+        table = model.definition.table()
+        matmuls = {info.path: info.matmul for info in table}
+        self.states = frozenset(info.path for info in table if not info.is_parameter)
         matrices.require_matrices(model.hf["model_type"], weights, matmuls)
         self.tensors = matrices.tensors_by_layer(weights, matmuls)
         for tensor in itertools.chain.from_iterable(self.tensors.values()):
@@ -153,11 +155,7 @@ class _Quantization:
             read = read_layer(self.model.source, self.model.definition, place)
             outputs, seen = [], {}
             if x_BTD is not None:
-                used = {
-                    path: jnp.asarray(value).astype(policy.param) for path, value in read.items()
-                }
-                outputs, seen = self._calibrated(running, place, used, x_BTD)
-                del used
+                outputs, seen = self._calibrated(running, place, read, x_BTD)
             values = self._rounded(running, place, read, seen)
             error = None
             if x_BTD is not None:
@@ -169,13 +167,13 @@ class _Quantization:
         self,
         running: CalibrationModel,
         place: LayerPlace,
-        used: dict[str, jax.Array],
+        read: dict[str, np.ndarray],
         x_BTD: np.ndarray,
     ) -> tuple[list[np.ndarray], dict[str, InputStatistics]]:
         """A layer's outputs on the host, and what its weights were given where the recipe asks."""
         # Without groups, no error of outputs is looked at.
         block = (self.recipe.form.group_rows or 1) if self.recipe.needs_text else None
-        outputs, seen = [], {}
+        used, outputs, seen = running.held(place, read), [], {}
         for part in _pieces(x_BTD):
             out, more = running.run(place, used, part, statistics=block)
             outputs.append(np.asarray(out))
@@ -213,7 +211,7 @@ class _Quantization:
                 values[path.removeprefix(prefix)][index[1:]] = ours
         kept: dict[tuple[str, int], np.ndarray] = {}
         for path in values.keys() - paths:
-            kept[prefix + path, place.at] = values[path].astype(self.kept_dtype)
+            kept[prefix + path, place.at] = values[path].astype(self.dtype(prefix + path))
             values[path] = kept[prefix + path, place.at].astype(EXACT)
         for (tensor, name), array in shelved(
             self.shelf / f"{place.number}.quantized", quantized
@@ -231,9 +229,7 @@ class _Quantization:
         outputs: list[np.ndarray],
     ) -> float:
         """Of a layer's output against the original's, given the same input."""
-        used = {
-            path: jnp.asarray(value).astype(running.policy.param) for path, value in values.items()
-        }
+        used = running.held(place, values)
         again = functools.partial(
             running.run,
             place,
@@ -255,9 +251,8 @@ class _Quantization:
 
     # The source as it is written: layers' norms and biases from what scaling made of them.
     def dtype(self, path: str) -> np.dtype:
-        """As a ``ParameterSource``."""
-        del path
-        return self.kept_dtype
+        """As a ``ParameterSource``: state, such as a router's correction, keeps its precision."""
+        return self.model.source.dtype(path) if path in self.states else self.kept_dtype
 
     def read(self, path: str, index: tuple[slice, ...]) -> np.ndarray:
         """As a ``ParameterSource``."""
@@ -265,7 +260,7 @@ class _Quantization:
         if path.startswith("blocks/"):
             layers = [self.changed[path, at][index[1:]] for at in range(first.start, first.stop)]
             return np.stack(layers)
-        return cast(self.model.source.read(path, index), self.kept_dtype, path)
+        return cast(self.model.source.read(path, index), self.dtype(path), path)
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Any]]]:
         """All tensors of the files, in the order of the architecture."""
@@ -276,7 +271,7 @@ class _Quantization:
                     found[part] = (value.shape, value.dtype, functools.partial(list, (value,)))
             else:
                 pieces = functools.partial(self._assembled, tensor)
-                found[name] = (tensor.shape, self.kept_dtype, pieces)
+                found[name] = (tensor.shape, self.dtype(tensor.parts[0].path), pieces)
         return found
 
     def _assembled(self, tensor: Tensor) -> list[np.ndarray]:
