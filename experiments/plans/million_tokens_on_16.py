@@ -50,7 +50,7 @@ def main() -> None:
     rows = []
     for name, form, serving in cases:
         cached = kv_bytes(form, batch=1, context=TOKENS, cache_format=serving.cache)
-        each = (weight_bytes(form, serving) + cached) / serving.devices
+        each = (weight_bytes(form, device, serving) + cached) / serving.devices
         fits = each + device.reserved_bytes <= device.hbm_bytes
         read = prefill(form, device, serving, batch=1, length=TOKENS)
         token = decode(form, device, serving, batch=1, context=TOKENS)

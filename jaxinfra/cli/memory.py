@@ -4,6 +4,7 @@ jaxinfra memory tiny                                  a preset, compiled for the
 jaxinfra memory runs/small-1 --picture memory.png     a run's config
 jaxinfra memory small --serve --max-running 64        an engine: pages, weights and programs
 jaxinfra memory /models/llama --serve                 of a model that serve could load
+jaxinfra memory small --serve --weights rtn-int4      of one that jaxinfra quantize could make
 jaxinfra memory small --remat none --limit 40         and, where that is too much, what would fit
 jaxinfra memory small --remat optimal --set training.memory_budget_gib=8    what layers keep
 """
@@ -32,6 +33,8 @@ from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
 from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, serving_remedies
 from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
+from jaxinfra.serving.quantize.held import held_shapes
+from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
 from jaxinfra.training.job import lower_step, make_job
 from jaxinfra.weights.load_pretrained import pretrained_shapes
 from jaxinfra.weights.model_directory import is_model_directory
@@ -49,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[form.value for form in CacheFormat],
         default=CacheFormat.PLAIN.value,
         help="what serve calls --cache",
+    )
+    serving.add_argument("--weights", help=f"of a preset or a run: {', '.join(RECIPES)}")
+    serving.add_argument(
+        "--group-size",
+        type=int,
+        default=DEFAULT_GROUP,
+        metavar="N",
+        help=f"inputs that share a scale, of weights in 4 bits ({DEFAULT_GROUP})",
     )
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it over time")
@@ -100,10 +111,24 @@ def _served(args: argparse.Namespace) -> tuple[ModelConfig, Policy, Parameters |
                 f"--set {args.set[0]}: {path} is a model, which has no settings of a run; give "
                 "the engine's own options"
             )
+        if args.weights is not None:
+            raise ConfigError(
+                f"--weights {args.weights}: {path} has its weights as they are served; leave it "
+                "out, or name a preset or a run"
+            )
         model = pretrained_shapes(path)
         return model.definition.config, model.definition.execution.policy, model.parameters
     config = _config_of(args)
     policy = as_kept(POLICIES[config.precision.policy], config.precision)
+    if args.weights is not None:
+        if args.mesh:
+            raise ConfigError(
+                f"--weights {args.weights} with --mesh {args.mesh}: one device's are known; leave "
+                "--mesh out"
+            )
+        recipe = quantization_recipe(args.weights, group=args.group_size)
+        held = held_shapes(config.model, recipe, policy=config.precision.policy)
+        return config.model, held_as_computed(policy), held
     return config.model, held_as_computed(policy) if config.lora else policy, None
 
 

@@ -29,7 +29,7 @@ from jaxinfra.core.places import user_cache
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
 from jaxinfra.planning.formats import FORMATS, RECIPES
-from jaxinfra.planning.inference import WEIGHT_BYTES, Serving, summary
+from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.measured import with_bench_results
@@ -39,6 +39,8 @@ from jaxinfra.planning.pipeline_schedule import report
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
+from jaxinfra.planning.served import WEIGHTS, stored_format
+from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP
 
 # Of the options that are no counts: beyond these, products of them would not be finite.
 _SMALLEST, _LARGEST = 1e-9, 1e18
@@ -77,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=_positive, help="length of the run, for days and cost")
     add("--dollars", type=_positive, help="price of a GPU and hour")
     add("--inference", action="store_true", help="serving instead of training")
-    add("--weights", default="bf16", help=f"served weights: {', '.join(WEIGHT_BYTES)} (bf16)")
+    add("--weights", help=f"served: {', '.join(WEIGHTS)} (as files have them, or bf16)")
+    add("--group-size", type=_count, metavar="N", help=f"of weights in 4 bits ({DEFAULT_GROUP})")
     add("--cache", default="bf16", help=f"KV cache: {', '.join(CACHE_BITS)} (bf16)")
     add("--context", type=_count, default=8192, help="tokens cached, with --inference (8192)")
     add("--compile", choices=("cpu", "gpu"), help="compile the real step and compare with it")
@@ -338,7 +341,13 @@ def _schedule(args: argparse.Namespace) -> int:
 
 
 def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) -> int:
-    serving = Serving(devices=args.devices, weights=args.weights, cache=args.cache)
+    weights, group = stored_format(args.model)
+    serving = Serving(
+        devices=args.devices,
+        weights=args.weights or weights,
+        group=args.group_size or group,
+        cache=args.cache,
+    )
     batch = args.batch or 1
     if args.pictures is not None:
         draw_serving(model, device, serving, args.pictures, context=args.context)

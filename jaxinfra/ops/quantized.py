@@ -1,5 +1,6 @@
 """Products with weights that are kept in 4 or 8 bits."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float
 import pallas_kernels
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
+from jaxinfra.ops.target import H200, compiling_for
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels.quantized_matmul import Activations as Activations
 from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuantizedScales
@@ -22,6 +24,7 @@ from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
 from pallas_kernels.quantized_matmul import round_weight as round_weight
 from pallas_kernels.quantized_matmul.api import MOST_BYTES
+from pallas_kernels.quantized_matmul.choice import MOST_ROWS_MEASURED as MOST_ROWS_MEASURED
 from pallas_kernels.quantized_matmul.xla import rounded_rows
 
 
@@ -78,6 +81,16 @@ def as_kernels_read(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 _arranged = jax.jit(arranged)
+
+
+def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | None:
+    """What one device of this kind keeps of a weight, both as shapes, to multiply a few rows with
+    it by the kernel. None: there is no kernel for it, and it is dequantized first.
+    """
+    with compiling_for(dataclasses.replace(H200, kind=kind)):
+        if why_not_arranged(weight) is not None or not takes_kernel(weight):
+            return None
+        return jax.eval_shape(arranged, weight)
 
 
 def rounded_input(

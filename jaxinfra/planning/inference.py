@@ -5,38 +5,40 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxinfra.config.model import ExpertsConfig
-from jaxinfra.core.errors import ConfigError
+from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.kv import element_bits, kv_bytes, kv_bytes_per_token, kv_table
-from jaxinfra.planning.model import PlannedModel, active_parameters, total_parameters
-
-WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
-"""Bytes a weight; int4 has a 16-bit scale and zero point by groups of 128."""
+from jaxinfra.planning.model import PlannedModel, total_parameters
+from jaxinfra.planning.served import PLAIN, WEIGHTS, ServedArray, require_format, served_arrays
+from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
     """How a model is served: one copy over ``devices`` GPUs, weights and cache split evenly.
 
-    Times are rooflines of one device's share; communication between devices is not in them.
+    Times are rooflines of one device's share; communication between devices is not in them. Where a
+    weight in few bits has no kernel, writing and reading it in 16 bits is in them.
     """
 
     devices: int = 1
-    weights: str = "bf16"
+    weights: str = PLAIN  # or a recipe of ``jaxinfra quantize``
+    group: int = DEFAULT_GROUP  # inputs that share a scale, of weights in 4 bits
     cache: str = "bf16"
 
     def __post_init__(self) -> None:
-        if self.weights not in WEIGHT_BYTES:
-            raise ConfigError(
-                f"unknown weight format {self.weights!r}; known: {', '.join(WEIGHT_BYTES)}"
-            )
+        require_format(self.weights, self.group)
         element_bits(self.cache, width=1.0)
 
     @property
     def compute(self) -> str:
-        """Format of the matmuls."""
-        return "fp8" if self.weights == "fp8" else "bf16"
+        """Format of the matmuls: 8 bits where inputs are rounded too, int8 at FP8's rate."""
+        return "fp8" if self.weights.startswith("w8a8") else "bf16"
+
+    def arrays(self, model: PlannedModel, device: Device) -> tuple[ServedArray, ...]:
+        """What is kept of a model's weights."""
+        kind = device.kind if self.devices == 1 else None
+        return served_arrays(model, self.weights, self.group, kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +66,17 @@ def attainable(device: Device, intensity: float, compute: str = "bf16") -> float
     return min(device.flops[compute], intensity * device.hbm_bytes_per_s)
 
 
-def weight_bytes(model: PlannedModel, serving: Serving) -> float:
-    """All weights of one copy."""
-    return total_parameters(model) * WEIGHT_BYTES[serving.weights]
+def weight_bytes(model: PlannedModel, device: Device, serving: Serving) -> int:
+    """All weights of one copy, as an engine keeps them: codes, scales and zero points, and what
+    stays in 16 bits.
+    """
+    return sum(each.nbytes for each in serving.arrays(model, device))
 
 
 def cache_room(model: PlannedModel, device: Device, serving: Serving) -> float:
     """Bytes left for caches over all devices of a copy; negative where the weights do not fit."""
     whole = serving.devices * (device.hbm_bytes - device.reserved_bytes)
-    return whole - weight_bytes(model, serving)
+    return whole - weight_bytes(model, device, serving)
 
 
 def max_batch(model: PlannedModel, device: Device, serving: Serving, *, context: int) -> int:
@@ -96,7 +100,7 @@ def prefill(
 ) -> Phase:
     """One pass over prompts: weights are read once for all of their tokens."""
     flops = model.forward_flops(length, batch=batch)
-    read = _read_weights(model, serving, tokens=batch * length)
+    read = _read_weights(model, device, serving, tokens=batch * length)
     written = kv_bytes(model, batch=batch, context=length, cache_format=serving.cache)
     activations = 2.0 * 12 * model.config.num_layers * batch * length * model.config.model_dim
     return _phase(device, serving, flops, read + written + activations)
@@ -107,22 +111,14 @@ def decode(
 ) -> Phase:
     """One new token for each sequence: every weight and every cached token is read."""
     flops = model.decode_flops(context, batch=batch)
-    read = _read_weights(model, serving, tokens=batch)
+    read = _read_weights(model, device, serving, tokens=batch)
     cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
     return _phase(device, serving, flops, read + cached)
 
 
-def _read_weights(model: PlannedModel, serving: Serving, *, tokens: int) -> float:
-    """Bytes of the weights that so many tokens meet: a few tokens meet a few experts."""
-    total, active = total_parameters(model), active_parameters(model)
-    met = 1.0
-    for layer in model.layers:
-        if isinstance(layer.feed_forward, ExpertsConfig):
-            experts = layer.feed_forward
-            share = experts.top_k / experts.num_experts
-            # Expected share of experts that some token of the batch is sent to.
-            met = (1 - (1 - share) ** tokens - share) / (1 - share) if share < 1 else 1.0
-    return (active + met * (total - active)) * WEIGHT_BYTES[serving.weights]
+def _read_weights(model: PlannedModel, device: Device, serving: Serving, *, tokens: int) -> float:
+    """Bytes of weights that a pass over so many tokens moves: a few tokens meet a few experts."""
+    return sum(each.traffic(tokens) for each in serving.arrays(model, device))
 
 
 def _phase(device: Device, serving: Serving, flops: float, size: float) -> Phase:
@@ -152,7 +148,7 @@ def crossover_batch(
         batch = 1 << exponent
         flops = model.decode_flops(context, batch=batch)
         cached = kv_bytes(model, batch=batch, context=context, cache_format=serving.cache)
-        read = _read_weights(model, serving, tokens=batch) + cached
+        read = _read_weights(model, device, serving, tokens=batch) + cached
         if flops / rate >= read / bandwidth:
             break
     else:
@@ -161,7 +157,7 @@ def crossover_batch(
         model.decode_flops(context) / rate
         - kv_bytes(model, batch=1, context=context, cache_format=serving.cache) / bandwidth
     )
-    return math.ceil(_read_weights(model, serving, tokens=batch) / bandwidth / a_sequence)
+    return math.ceil(_read_weights(model, device, serving, tokens=batch) / bandwidth / a_sequence)
 
 
 def summary(
@@ -176,7 +172,7 @@ def summary(
         "cache": serving.cache,
         "context": context,
         "batch": batch,
-        "weight_bytes": weight_bytes(model, serving),
+        "weight_bytes": weight_bytes(model, device, serving),
         "weights_fit": cache_room(model, device, serving) > 0,
         "kv_bytes_per_token": kv_bytes_per_token(model, serving.cache),
         "max_batch": max_batch(model, device, serving, context=context),
@@ -193,9 +189,40 @@ def summary(
         "compute_bound_batch": crossover_batch(model, device, serving, context=context),
         "compute_bound_batch_without_cache": crossover_batch(model, device, serving, context=0),
         "kv_table": kv_table(model),
+        "by_weights": by_weights(model, device, serving, context=context, batch=batch),
         "by_cache": by_cache(model, device, serving, context=context),
         "by_batch": by_batch(model, device, serving, context=context),
     }
+
+
+def by_weights(
+    model: PlannedModel, device: Device, serving: Serving, *, context: int, batch: int
+) -> list[dict[str, Any]]:
+    """What is kept, what fits beside it and a decode step with each format of the weights;
+    ``unsupported`` says why there is no such model.
+    """
+    plain = dataclasses.replace(serving, weights=PLAIN)
+    slowest = decode(model, device, plain, batch=batch, context=context).seconds
+    found: list[dict[str, Any]] = []
+    for name in WEIGHTS:
+        each = dataclasses.replace(serving, weights=name)
+        try:
+            size = weight_bytes(model, device, each)
+        except (ConfigError, UnsupportedError) as error:
+            found.append({"weights": name, "unsupported": str(error)})
+            continue
+        step = decode(model, device, each, batch=batch, context=context)
+        found.append(
+            {
+                "weights": name,
+                "weight_bytes": size,
+                "bits_per_weight": 8 * size / total_parameters(model),
+                "max_batch": max_batch(model, device, each, context=context),
+                "decode_s": step.seconds,
+                "over_bf16": slowest / step.seconds,
+            }
+        )
+    return found
 
 
 def by_cache(

@@ -5,7 +5,7 @@ from typing import Any
 from jaxinfra.config.cache import CacheFormat
 from jaxinfra.config.model import LatentAttentionConfig
 from jaxinfra.core.errors import ConfigError, nearest
-from jaxinfra.models.cache_size import cached_elements
+from jaxinfra.models.cache_size import cached_numbers
 from jaxinfra.planning.model import PlannedModel
 
 CACHE_BITS = {"fp32": 32.0, "bf16": 16.0, "fp16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0}
@@ -31,20 +31,17 @@ def element_bits(cache_format: str, *, width: float) -> float:
 
 def kv_bytes_per_token(model: PlannedModel, cache_format: str = "bf16") -> float:
     """Bytes that one more token of context takes, over all layers."""
-    elements = cached_elements(model.config, 1, evicted=False)
-    return elements * element_bits(cache_format, width=_width(model)) / 8
+    return _bytes(*cached_numbers(model.config, 1, evicted=False), cache_format)
 
 
 def kv_bytes(model: PlannedModel, *, batch: int, context: int, cache_format: str = "bf16") -> float:
     """Bytes of ``batch`` caches of ``context`` tokens; a windowed layer keeps its window only."""
-    elements = cached_elements(model.config, context, evicted=True)
-    return batch * elements * element_bits(cache_format, width=_width(model)) / 8
+    return batch * _bytes(*cached_numbers(model.config, context, evicted=True), cache_format)
 
 
-def _width(model: PlannedModel) -> float:
-    """Cached elements that share a scale, in the mean of the layers."""
-    specs = [layer.mixer.cache for layer in model.layers]
-    return sum(spec.elements for spec in specs) / sum(spec.scales for spec in specs)
+def _bytes(elements: int, scales: int, cache_format: str) -> float:
+    width = elements / scales if scales else 1.0
+    return elements * element_bits(cache_format, width=width) / 8
 
 
 def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
@@ -57,8 +54,9 @@ def kv_table(model: PlannedModel) -> list[dict[str, Any]]:
     if isinstance(mixer, LatentAttentionConfig):
         form = "MLA"
     forms = {name: size for name, size in forms.items() if name != form}
-    forms[f"{form} (this model)"] = cached_elements(model.config, 1, evicted=False)
-    whole, width = heads * one * 2, _width(model)
+    elements, scales = cached_numbers(model.config, 1, evicted=False)
+    forms[f"{form} (this model)"] = elements
+    whole, width = heads * one * 2, elements / scales
     return [
         {
             "form": form,

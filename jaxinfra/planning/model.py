@@ -217,9 +217,16 @@ def find_model(name: str) -> PlannedModel:
     """A preset, or what a ``config.json`` describes, or one in a directory."""
     if name in MODELS:
         return plan_model(MODELS[name](), name=name)
+    file = config_file(name)
+    if file is None:
+        raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
+    return plan_model(from_hf_config(read_json(file)), name=name)
+
+
+def config_file(name: str) -> Path | None:
+    """The ``config.json`` that a model's name means; None: it is a preset's, or none."""
     path = Path(name)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
-        return plan_model(from_hf_config(read_json(path)), name=name)
-    raise ConfigError(f"unknown model {name!r}{nearest(name, MODELS)}")
+    if name not in MODELS and path.is_dir():
+        return path / "config.json"
+    is_file = name not in MODELS and (path.suffix == ".json" or path.is_file())
+    return path if is_file else None

@@ -218,6 +218,19 @@ def serving_tables(
         )
         for each in figures["by_cache"]
     ]
+    weights = [
+        (each["weights"], each["unsupported"], *("",) * 4)
+        if "unsupported" in each
+        else (
+            each["weights"],
+            f"{each['weight_bytes'] / 1e9:,.2f} GB",
+            f"{each['bits_per_weight']:.2f}",
+            f"{each['max_batch']:,}",
+            f"{1e3 * each['decode_s']:,.2f} ms",
+            f"{each['over_bf16']:.2f}x",
+        )
+        for each in figures["by_weights"]
+    ]
     steps = [
         (
             f"{each['batch']:,}",
@@ -230,10 +243,12 @@ def serving_tables(
         for each in figures["by_batch"]
     ]
     fitting = ("cache", f"batch of {context:,} tokens", "longest sequence", "compute-bound from")
+    kept = ("weights", "kept", "bits each", f"batch of {context:,} tokens", "per step", "of bf16")
     columns = ("batch", "per step", "tokens/s", "FLOPs per byte", "bound by", "")
     return [
         grid(f"Serving {model.name} on {device.name}", ("", ""), rows),
         grid("KV cache", ("heads", "format", "bytes per token", "less than MHA"), caches),
+        grid(f"Weights by format, and a decode step of {batch:,}", kept, weights),
         grid("What fits beside the weights", fitting, fits),
         grid(f"Decode after {context:,} cached tokens", columns, steps),
     ]

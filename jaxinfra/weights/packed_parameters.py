@@ -48,23 +48,14 @@ class PackedParameter:
     @property
     def shapes(self) -> QuantizedWeight:
         """Shapes and dtypes of its parts."""
-        leading = self.shape[: len(self.shape) - len(self.inputs) - len(self.outputs)]
-        rows, columns = math.prod(self.inputs), math.prod(self.outputs)
-        grid = self.form.scales_shape(rows, columns)
-        stored = rows * self.form.code.bits // 8
-        zeros = jnp.dtype("int8" if self.form.code.bits == 4 else "int16")
-
-        def part(*shape: int, dtype: Any) -> Any:
-            return jax.ShapeDtypeStruct((*leading, *shape), jnp.dtype(dtype))
-
-        return QuantizedWeight(
-            data=part(stored, columns, dtype=self.form.code.storage),
-            scales=part(*grid, dtype=self.scale_dtype),
-            zeros=part(grid[0], columns, dtype=zeros) if self.has_zeros else None,
-            order=part(rows, dtype="int32") if self.has_order else None,
-            format=self.form,
+        return shapes_in_few_bits(
+            self.shape,
+            self.form,
             inputs=self.inputs,
             outputs=self.outputs,
+            scale_dtype=self.scale_dtype,
+            has_zeros=self.has_zeros,
+            has_order=self.has_order,
         )
 
     def read(self, name: str, index: Index) -> np.ndarray:
@@ -130,6 +121,37 @@ class PackedParameter:
             self.path, index, lambda name, theirs: numbers(self.weights[name], theirs)
         )
         return np.argsort(found.reshape(-1), kind="stable")
+
+
+def shapes_in_few_bits(
+    shape: tuple[int, ...],
+    form: WeightFormat,
+    *,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    scale_dtype: Any,
+    has_zeros: bool,
+    has_order: bool = False,
+) -> QuantizedWeight:
+    """Shapes and dtypes of the parts of a weight of this shape, as loading keeps them."""
+    leading = shape[: len(shape) - len(inputs) - len(outputs)]
+    rows, columns = math.prod(inputs), math.prod(outputs)
+    grid = form.scales_shape(rows, columns)
+    stored = rows * form.code.bits // 8
+    zeros = jnp.dtype("int8" if form.code.bits == 4 else "int16")
+
+    def part(*sizes: int, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((*leading, *sizes), jnp.dtype(dtype))
+
+    return QuantizedWeight(
+        data=part(stored, columns, dtype=form.code.storage),
+        scales=part(*grid, dtype=scale_dtype),
+        zeros=part(grid[0], columns, dtype=zeros) if has_zeros else None,
+        order=part(rows, dtype="int32") if has_order else None,
+        format=form,
+        inputs=inputs,
+        outputs=outputs,
+    )
 
 
 def place_packed(
@@ -206,7 +228,9 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
     stored = [weight for weight in found if weight is not None]
     if not stored:
         return None
-    forms = {_form(weight, *place) for weight, place in zip(stored, places, strict=False)}
+    forms = {
+        form_of_part(weight.form, *place) for weight, place in zip(stored, places, strict=False)
+    }
     has_zeros = {weight.zeros is not None for weight in stored}
     layouts = {(part.layout.theirs, part.layout.ours) for _, part in places}
     (theirs, ours), *_ = layouts
@@ -232,12 +256,13 @@ def _packed(source: ParameterSource, path: str, shape: tuple[int, ...]) -> Packe
     )
 
 
-def _form(weight: StoredWeight, tensor: Tensor, part: Part) -> WeightFormat:
-    """The format of our part of a weight; blocks of outputs that it cuts are taken apart."""
-    block = weight.form.group_columns
-    if block > 1 and (tensor.interleaved or part.start % block):
-        return dataclasses.replace(weight.form, group_columns=1)
-    return weight.form
+def form_of_part(form: WeightFormat, tensor: Tensor, part: Part) -> WeightFormat:
+    """The format of our part of a tensor in ``form``; blocks of outputs that it cuts are taken
+    apart.
+    """
+    if form.group_columns > 1 and (tensor.interleaved or part.start % form.group_columns):
+        return dataclasses.replace(form, group_columns=1)
+    return form
 
 
 def _scales_name(weight: StoredWeight) -> str:

@@ -283,7 +283,7 @@ def test_caches():
 def test_what_fits_beside_the_weights():
     serving = Serving()
     batch = max_batch(EIGHT_B, H200, serving, context=8192)
-    used = weight_bytes(EIGHT_B, serving) + H200.reserved_bytes
+    used = weight_bytes(EIGHT_B, H200, serving) + H200.reserved_bytes
     one = kv_bytes(EIGHT_B, batch=1, context=8192)
     assert used + batch * one <= H200.hbm_bytes < used + (batch + 1) * one
     context = max_context(EIGHT_B, H200, serving, batch=4)
@@ -308,7 +308,7 @@ def test_batches_and_caches_that_fit_are_listed():
     caches = {row["cache"]: row for row in by_cache(EIGHT_B, H200, serving, context=8192)}
     # 8 bits, and a scale of 16 for the 128 of a token and head, in place of 16.
     one = kv_bytes(EIGHT_B, batch=1, context=8192, cache_format="bf16") * (8 + 16 / 128) / 16
-    room = H200.hbm_bytes - H200.reserved_bytes - weight_bytes(EIGHT_B, serving)
+    room = H200.hbm_bytes - H200.reserved_bytes - weight_bytes(EIGHT_B, H200, serving)
     assert caches["fp8"]["max_batch"] == room // one > 1.9 * caches["bf16"]["max_batch"]
     assert caches["int4"]["max_context"] > 3.5 * caches["bf16"]["max_context"]
 

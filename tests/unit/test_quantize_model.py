@@ -14,11 +14,11 @@ from jaxinfra.cli.main import main
 from jaxinfra.config.model import (
     BlockConfig,
     GroupedAttentionConfig,
-    LatentAttentionConfig,
     MlpConfig,
     ModelConfig,
     stacked,
 )
+from jaxinfra.config.own import OwnFeedForward
 from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.models.definition import by_path, define_model
@@ -26,6 +26,7 @@ from jaxinfra.models.hf import quantization_of, to_hf_config
 from jaxinfra.ops.quantized import WeightCode, WeightFormat
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.quantize.equivalence import scaled_inputs
+from jaxinfra.serving.quantize.layers import CalibrationModel
 from jaxinfra.serving.quantize.quantize import SourceModel, quantize_model
 from jaxinfra.serving.quantize.recipes import RECIPES, Method, config_of, quantization_recipe
 from jaxinfra.serving.quantize.search import awq_scales, clipped_ranges, output_error, smooth_scales
@@ -106,6 +107,31 @@ def test_what_is_written_is_read_back(source, tmp_path, name):
     assert error < 2 * worst
 
 
+def test_a_layer_is_on_the_device_at_a_time(source, tmp_path, monkeypatch):
+    """At the last of six no more is there than at the first, on its way or done."""
+    model, _ = source
+    run, held = CalibrationModel.run, {}
+
+    def counted(self, place, *arguments, **options):
+        held[place.number] = sum(array.nbytes for array in jax.live_arrays())
+        return run(self, place, *arguments, **options)
+
+    monkeypatch.setattr(CalibrationModel, "run", counted)
+    config = dataclasses.replace(CONFIG, stacks=stacked(CONFIG.blocks[0], num_layers=6))
+    definition = define_model(config, execution_on())
+    shapes = by_path(definition.arrays)
+    deep = dataclasses.replace(
+        model,
+        definition=definition,
+        source=LiveParameters(arrays={p: np.ones(x.shape, x.dtype) for p, x in shapes.items()}),
+        hf=to_hf_config(config),
+    )
+    quantize_model(deep, tmp_path / "out", quantization_recipe("int8"), ids_BT=IDS)
+    one = sum(4 * x.size for path, x in shapes.items() if path.startswith("blocks/")) // 6
+    assert held.keys() == set(range(6))
+    assert max(held.values()) < held[0] + one / 2
+
+
 def test_scales_are_chosen_by_what_inputs_are():
     """AWQ's are no worse than none by its own measure, which is the outputs' error itself."""
     x = jnp.asarray(
@@ -114,18 +140,18 @@ def test_scales_are_chosen_by_what_inputs_are():
     w = jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)
     form = WeightFormat(code=WeightCode.INT4, group_rows=32)
     seen = statistics_of(x, 32)
-    scales, best, plain = awq_scales([w], seen, form=form)
+    scales, best, plain = awq_scales([w], [seen], seen.mean_K, form=form)
     assert best < 0.8 * plain
     assert scales[0] > 1.5 * scales[1]
     off = jnp.asarray(RNG.normal(size=(32, 8)), jnp.float32)
     np.testing.assert_allclose(output_error(off, seen), np.sum(np.square(x @ off)), rtol=1e-5)
     # One weight far beyond the others of its group: cutting it off is worth it where little hears.
-    w = w.at[1, 0].set(12.0)
+    w = jnp.abs(w).at[1, 0].set(12.0)
     quiet = statistics_of(x.at[:, 1].set(1e-3), 32)
     clip = clipped_ranges(w, quiet, form=form)
     assert clip.shape == (1, 8)
     assert clip[0, 0] <= 0.6
-    smooth = smooth_scales([w], seen)
+    smooth = smooth_scales([w], seen.largest_K)
     want = np.sqrt(np.abs(x).max(0) / np.abs(w).max(1))
     np.testing.assert_allclose(smooth, want, rtol=1e-5)
 
@@ -142,17 +168,8 @@ def test_what_cannot_be_quantized_is_named(source, tmp_path):
     recipe = quantization_recipe("rtn-int4")
     with pytest.raises(ConfigError, match=r"32 inputs, which groups of 128 do not divide"):
         quantize_model(model, tmp_path / "b", recipe, ids_BT=None)
-    latent = LatentAttentionConfig(
-        num_q_heads=2,
-        query_rank=None,
-        nope_dim=4,
-        rope_dim=4,
-        value_dim=4,
-        kv_rank=8,
-        rope=RopeConfig(),
-    )
-    block = dataclasses.replace(CONFIG.blocks[0], mixer=latent)
-    with pytest.raises(UnsupportedError, match="LatentAttentionConfig and MlpConfig"):
+    block = dataclasses.replace(CONFIG.blocks[0], feed_forward=OwnFeedForward())
+    with pytest.raises(UnsupportedError, match="with a layer OwnFeedForward"):
         scaled_inputs(block, Method.AWQ)
 
 

@@ -229,7 +229,8 @@ def _changes_of(
     if case.cache is CacheFormat.PLAIN:
         form = CacheFormat.INT8
         yield ("--cache", form.value), dataclasses.replace(case, cache=form)
-    if case.policy == POLICIES[PolicyName.FP32]:
+    in_few_bits = case.weights is not None and _in_few_bits(case.weights)
+    if case.policy == POLICIES[PolicyName.FP32] and not in_few_bits:
         smaller = dataclasses.replace(case, policy=POLICIES[PolicyName.BF16], weights=None)
         yield ("--policy", "bf16"), smaller
     tensor = 2 * case.mesh.tensor

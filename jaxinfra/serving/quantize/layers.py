@@ -4,6 +4,7 @@ Dims: B sequence, T position, D model width.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfra.config.model import BlockConfig, ModelConfig, Stack
+from jaxinfra.core import axes
 from jaxinfra.layers.passes import Pass
 from jaxinfra.models.decoder import Decoder
 from jaxinfra.models.definition import ModelDefinition, by_path, define_model, nest
@@ -55,6 +57,24 @@ def read_layer(
     return found
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class MatrixDims:
+    """A weight of a layer as a matrix of inputs and outputs, or one for each expert."""
+
+    num_inputs: int  # dims that are contracted
+    has_experts: bool = False  # in front of those
+
+    def matrix(self, weight: jax.Array) -> jax.Array:
+        """[K, N], or [E, K, N]."""
+        lead = weight.shape[: int(self.has_experts)]
+        return weight.reshape(*lead, self.width(weight), -1)
+
+    def width(self, weight: jax.Array) -> int:
+        """K."""
+        first = int(self.has_experts)
+        return math.prod(weight.shape[first : first + self.num_inputs])
+
+
 class CalibrationModel:
     """Embedding and single layers of a model, run layer by layer over sequences.
 
@@ -65,7 +85,7 @@ class CalibrationModel:
 
     def __init__(self, config: ModelConfig, source: ParameterSource, policy: Policy):
         self.config, self.policy, self._source = config, policy, source
-        self._recorder = InputRecorder()
+        self._recorder = InputRecorder(execution_on(policy=policy).exchange)
         self._blocks: dict[int, _OneBlock] = {}
 
     def embedded(self, ids_BT: np.ndarray) -> np.ndarray:
@@ -82,18 +102,27 @@ class CalibrationModel:
         *,
         activations: Activations | None = None,
         rounded: tuple[str, ...] = (),
+        statistics: int | None = None,
     ) -> tuple[jax.Array, dict[str, InputStatistics]]:
-        """A layer's output, and what its projections were given, by path in the block.
+        """A layer's output, and what its weights were given, by path in the block.
 
         Args:
             activations: what inputs of the weights ``rounded`` are rounded to.
+            statistics: inputs of experts of which products are summed; None: nothing is.
         """
         block = self._block(place.block)
-        return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded)
+        return block.run(dict(parameters), jnp.asarray(x_BTD), activations, rounded, statistics)
 
-    def num_inputs(self, place: LayerPlace) -> dict[str, int]:
-        """Dims that each projection contracts, by the path of its weight in the block."""
-        return self._block(place.block).num_inputs
+    def held(self, place: LayerPlace, values: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """A layer's parameters and state on the device, in the dtypes that it computes with."""
+        dtypes = self._block(place.block).dtypes
+        return {path: jnp.asarray(value).astype(dtypes[path]) for path, value in values.items()}
+
+    def matrices(self, place: LayerPlace) -> dict[str, MatrixDims]:
+        """How each weight that activations are multiplied with is a matrix, by path in the
+        block.
+        """
+        return self._block(place.block).matrices
 
     def _block(self, number: int) -> "_OneBlock":
         if number not in self._blocks:
@@ -109,16 +138,25 @@ class _OneBlock:
         self, config: ModelConfig, block: BlockConfig, policy: Policy, recorder: InputRecorder
     ):
         config = dataclasses.replace(config, stacks=(Stack(pattern=(block,), repeats=1),))
-        execution = dataclasses.replace(execution_on(policy=policy), multiply=recorder)
+        execution = dataclasses.replace(
+            execution_on(policy=policy), multiply=recorder, exchange=recorder.exchange
+        )
         self.recorder, self.config = recorder, config
         self.definition = define_model(config, execution)
         template = nnx.merge(self.definition.graphdef, self.definition.template)
         self.decoder = template  # of shapes
-        self.num_inputs = {
-            f"{path}/weight": contracted_dims(node.spec) or 1
+        arrays = by_path(self.definition.arrays)
+        own = {path.removeprefix("blocks/0/"): leaf for path, leaf in arrays.items()}
+        self.dtypes = {path: leaf.dtype for path, leaf in own.items()}
+        self.matrices = {
+            f"{path}/weight": MatrixDims(num_inputs=contracted_dims(node.spec) or 1)
             for path, node in _projections(template)
         }
-        self.run = jax.jit(self._run, static_argnums=(2, 3))
+        for info in self.definition.table():
+            if info.matmul and axes.EXPERTS in info.dims:
+                path = info.path.removeprefix("blocks/0/")
+                self.matrices[path] = MatrixDims(num_inputs=1, has_experts=True)
+        self.run = jax.jit(self._run, static_argnums=(2, 3, 4))
 
     def bound(self, source: ParameterSource) -> Decoder:
         """With the source's embedding; what it does not need are shapes."""
@@ -139,6 +177,7 @@ class _OneBlock:
         x_BTD: jax.Array,
         activations: Activations | None,
         rounded: tuple[str, ...],
+        statistics: int | None,
     ) -> tuple[jax.Array, dict[str, InputStatistics]]:
         self.recorder.activations = activations
         self.recorder.rounded = [parameters[path] for path in rounded]
@@ -149,11 +188,16 @@ class _OneBlock:
         positions = jnp.broadcast_to(jnp.arange(x_BTD.shape[1])[None], x_BTD.shape[:2])
         rope = self.decoder.rope_tables(positions)[0]
         out = nnx.merge(graphdef, state)(x_BTD, Pass(positions_BT=positions, rope=rope))
-        found = self.recorder.inputs(parameters)
-        seen = {}
+        found, routed = self.recorder.taken(parameters)
+        seen: dict[str, InputStatistics] = {}
+        if statistics is None:
+            return out.x, seen
         for path, x in found.items():
-            inputs = parameters[path].shape[: self.num_inputs.get(path, 1)]
-            seen[path] = statistics_of(x, int(np.prod(inputs)))
+            seen[path] = statistics_of(x, self.matrices[path].width(parameters[path]))
+        if routed is not None:
+            inward, outward = routed.statistics(block=statistics)
+            seen |= {path: inward for path in ("mlp/gate", "mlp/up") if path in parameters}
+            seen["mlp/down"] = outward
         return out.x, seen
 
 

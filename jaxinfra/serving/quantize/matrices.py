@@ -3,7 +3,9 @@
 Dims: K input, N output, G group of inputs.
 """
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +18,6 @@ from jaxinfra.models.hf import WeightMap
 from jaxinfra.models.hf.mapping import Part, Tensor
 from jaxinfra.numerics.storage import EXACT
 from jaxinfra.ops.quantized import QuantizedWeight, WeightCode, round_weight
-from jaxinfra.serving.quantize.layers import LayerPlace
 from jaxinfra.serving.quantize.recipes import Method, QuantizationRecipe
 
 _KEPT = ("router", "shared_scale")
@@ -33,16 +34,15 @@ class QuantizedTensor:
     tensor: Tensor
     weight: QuantizedWeight
 
-    def ours(self) -> dict[tuple[str, tuple[int, ...]], jax.Array]:
+    def ours(self) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
         """What each part of ours stands for, float32, by path and index."""
-        theirs = self.weight.dequantize(EXACT).T
+        theirs = np.asarray(_dequantized(self.weight)).T
         found = {}
         for part in self.tensor.parts:
             rows = theirs[part.start : part.start + part.layout.their_shape[0]]
             whole = tuple(slice(0, size) for size in part.layout.our_shape)
-            host = np.asarray(rows)
-            found[part.path, part.index] = jnp.asarray(
-                part.layout.read(lambda index, host=host: host[index], whole)
+            found[part.path, part.index] = part.layout.read(
+                lambda index, rows=rows: rows[index], whole
             )
         return found
 
@@ -63,40 +63,30 @@ def _is_matrix(part: Part) -> bool:
     return len(theirs) == 2 and ours == (*theirs[1], *theirs[0])
 
 
-def tensors_of(weights: WeightMap, place: LayerPlace, matmuls: Mapping[str, bool]) -> list[Tensor]:
-    """The tensors of a layer that are quantized."""
-    prefix = f"blocks/{place.block}/"
-    return [
-        tensor
-        for tensor in weights.tensors.values()
-        if tensor.parts[0].path.startswith(prefix)
-        and tensor.parts[0].index[0] == place.at
-        and is_quantizable(tensor, matmuls)
-    ]
+def tensors_by_layer(
+    weights: WeightMap, matmuls: Mapping[str, bool]
+) -> dict[tuple[int, int], list[Tensor]]:
+    """The tensors that are quantized of each layer, ``blocks/BLOCK`` and its repetition."""
+    found: dict[tuple[int, int], list[Tensor]] = collections.defaultdict(list)
+    for tensor in weights.tensors.values():
+        if is_quantizable(tensor, matmuls):
+            part = tensor.parts[0]
+            found[int(part.path.split("/")[1]), part.index[0]].append(tensor)
+    return found
 
 
-def quantized_tensor(
-    tensor: Tensor,
-    read: Callable[[Part], Any],
-    recipe: QuantizationRecipe,
-    clip: Mapping[str, jax.Array],
-    kept: jnp.dtype,
-) -> QuantizedTensor:
-    """One tensor by a recipe.
+def require_matrices(model_type: str, weights: WeightMap, matmuls: Mapping[str, bool]) -> None:
+    """Raises ConfigError where nothing of a model can be quantized."""
+    if not any(is_quantizable(tensor, matmuls) for tensor in weights.tensors.values()):
+        raise ConfigError(
+            f"a {model_type} checkpoint keeps no weight of a layer as one matrix of outputs and "
+            "inputs, which is what can be quantized"
+        )
 
-    Args:
-        kept: dtype of the model's other weights.
-        read: a part of ours, of one layer and one expert.
-        clip: ranges of groups, [G, N], by path of ours.
 
-    Raises:
-        ConfigError: sizes that the format has no room for.
-    """
-    matrices = [
-        jnp.asarray(read(part)).reshape(part.layout.their_shape[::-1]) for part in tensor.parts
-    ]
-    w_KN = jnp.concatenate(matrices, axis=1)
-    rows, columns = w_KN.shape
+def require_sizes(tensor: Tensor, recipe: QuantizationRecipe) -> None:
+    """Raises ConfigError where the format of a recipe has no room for a tensor's sizes."""
+    columns, rows = tensor.shape
     group = recipe.form.group_rows if recipe.form.code is WeightCode.INT4 else 1
     if rows % group:
         raise ConfigError(
@@ -111,30 +101,58 @@ def quantized_tensor(
                 f"{tensor.name} has {size} {what}, and {words} elements share 32 bits in the files "
                 f"of {recipe.name}; choose fp8, which packs nothing"
             )
-    ranges = [clip[part.path] for part in tensor.parts if part.path in clip]
-    rounded = _rounded(
-        w_KN,
-        jnp.concatenate(ranges, axis=1) if len(ranges) == len(matrices) else None,
-        recipe=recipe,
-        kept=kept,
-    )
+
+
+def quantized_tensor(
+    tensor: Tensor,
+    read: Callable[[Part], Any],
+    recipe: QuantizationRecipe,
+    clip: Callable[[Part], jax.Array | None] | None,
+    kept: jnp.dtype,
+) -> QuantizedTensor:
+    """One tensor by a recipe.
+
+    Args:
+        kept: dtype of the model's other weights.
+        read: a part of ours, of one layer and one expert.
+        clip: what the ranges of its groups are multiplied with, [G, N]; None: as they are.
+
+    Raises:
+        ConfigError: sizes that the format has no room for.
+    """
+    matrices = [
+        jnp.asarray(read(part)).reshape(part.layout.their_shape[::-1]) for part in tensor.parts
+    ]
+    w_KN = jnp.concatenate(matrices, axis=1)
+    require_sizes(tensor, recipe)
+    found = [] if clip is None else [clip(part) for part in tensor.parts]
+    ranges = [each for each in found if each is not None]
+    clip_GN = jnp.concatenate(ranges, axis=1) if len(ranges) == len(matrices) else None
+    rounded = _rounded(w_KN, clip_GN, recipe=recipe, kept=kept)
     return QuantizedTensor(tensor=tensor, weight=rounded)
 
 
+def scale_dtype(recipe: QuantizationRecipe, kept: jnp.dtype) -> jnp.dtype:
+    """As other programs keep scales: AWQ's in float16, packed weights' as the model's others."""
+    if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
+        return jnp.dtype("float16") if recipe.has_zeros else kept
+    return EXACT
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "kept"))
 def _rounded(
     w_KN: jax.Array, clip: jax.Array | None, *, recipe: QuantizationRecipe, kept: jnp.dtype
 ) -> QuantizedWeight:
-    """Scales as other programs keep them: AWQ's in float16, packed ones as the model's weights."""
-    scale = EXACT
-    if recipe.form.activations is None and recipe.form.code is not WeightCode.E4M3:
-        scale = jnp.dtype("float16") if recipe.has_zeros else kept
+    return round_weight(
+        w_KN,
+        recipe.form,
+        has_zeros=recipe.has_zeros,
+        scale_dtype=scale_dtype(recipe, kept),
+        clip=clip,
+    )
 
-    def rounded(w_KN: jax.Array, clip: jax.Array | None) -> QuantizedWeight:
-        return round_weight(
-            w_KN, recipe.form, has_zeros=recipe.has_zeros, scale_dtype=scale, clip=clip
-        )
 
-    return jax.jit(rounded)(w_KN, clip)
+_dequantized = jax.jit(lambda weight: weight.dequantize(EXACT))
 
 
 def encoded(quantized: QuantizedTensor, recipe: QuantizationRecipe) -> dict[str, np.ndarray]:

@@ -1,13 +1,15 @@
 """A model into a directory of weights in few bits, layer by layer.
 
-A layer's weights are on the device at a time; on the host are the hidden states of the text, and
-the weights in few bits until they are written.
+A layer's weights are on the device at a time, and on the host, beside the hidden states of the
+text; weights in few bits lie on disk until all are written.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,10 +27,10 @@ from jaxinfra.models.hf.mapping import Part, Tensor
 from jaxinfra.numerics.policy import POLICIES, held_as_computed
 from jaxinfra.numerics.storage import EXACT
 from jaxinfra.serving.quantize import matrices
-from jaxinfra.serving.quantize.equivalence import divided_columns, divided_norm, scaled_inputs
 from jaxinfra.serving.quantize.layers import CalibrationModel, LayerPlace, places_of, read_layer
-from jaxinfra.serving.quantize.recipes import Method, QuantizationRecipe, config_of
-from jaxinfra.serving.quantize.search import awq_scales, clipped_ranges, smooth_scales
+from jaxinfra.serving.quantize.prepare import cut_ranges, with_scaled_inputs
+from jaxinfra.serving.quantize.recipes import QuantizationRecipe, config_of
+from jaxinfra.serving.quantize.shelf import shelved
 from jaxinfra.serving.quantize.statistics import InputStatistics
 from jaxinfra.weights.conversion import cast, filled_directory
 from jaxinfra.weights.parameter_sources import ParameterSource, assemble
@@ -97,32 +99,49 @@ def quantize_model(
         )
     values = dict(model.hf)
     weights = weight_map(values["model_type"], model.definition.config, model.definition.arrays)
-    work = _Quantization(model=model, recipe=recipe, weights=weights)
     reports = []
-    for each in work.run(ids_BT):
-        reports.append(each)
-        report(each)
-    values["quantization_config"] = config_of(recipe, kept=work.kept_modules())
-    key = "dtype" if "dtype" in values else "torch_dtype"
-    values[key] = work.kept_dtype.name
-    with filled_directory(destination, model.tokenizer_directory) as directory:
+    with (
+        filled_directory(destination, model.tokenizer_directory) as directory,
+        tempfile.TemporaryDirectory(dir=directory.parent, prefix=".quantize-") as shelf,
+    ):
+        work = _Quantization(model=model, recipe=recipe, weights=weights, shelf=Path(shelf))
+        for each in work.run(ids_BT):
+            reports.append(each)
+            report(each)
+        values["quantization_config"] = config_of(recipe, kept=work.kept_modules())
+        key = "dtype" if "dtype" in values else "torch_dtype"
+        values[key] = work.kept_dtype.name
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         write_tensor_files(directory, work.arrays(), max_shard_bytes=max_shard_bytes)
-    return work.summary(tuple(reports))
+        return work.summary(tuple(reports))
 
 
 class _Quantization:
-    def __init__(self, *, model: SourceModel, recipe: QuantizationRecipe, weights: WeightMap):
-        self.model, self.recipe, self.weights = model, recipe, weights
+    """A model's layers, one after another.
+
+    Args:
+        shelf: a directory for the arrays of layers that are done.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: SourceModel,
+        recipe: QuantizationRecipe,
+        weights: WeightMap,
+        shelf: Path,
+    ):
+        self.model, self.recipe, self.weights, self.shelf = model, recipe, weights, shelf
         self.kept_dtype = jnp.dtype(model.source.dtype("embedding/table"))
-        self.matmuls = {info.path: info.matmul for info in model.definition.table()}
+        table = model.definition.table()
+        matmuls = {info.path: info.matmul for info in table}
+        self.states = frozenset(info.path for info in table if not info.is_parameter)
+        matrices.require_matrices(model.hf["model_type"], weights, matmuls)
+        self.tensors = matrices.tensors_by_layer(weights, matmuls)
+        for tensor in itertools.chain.from_iterable(self.tensors.values()):
+            matrices.require_sizes(tensor, recipe)
         self.quantized: dict[str, dict[str, np.ndarray]] = {}  # arrays by name, by tensor
-        self.changed: dict[tuple[str, int], np.ndarray] = {}  # norms and biases, by path and layer
-        if not any(matrices.is_quantizable(t, self.matmuls) for t in weights.tensors.values()):
-            raise ConfigError(
-                f"a {model.hf['model_type']} checkpoint keeps no weight of a layer as one matrix "
-                "of outputs and inputs, which is what can be quantized"
-            )
+        self.changed: dict[tuple[str, int], np.ndarray] = {}  # what is kept, by path and layer
 
     def run(self, ids_BT: np.ndarray | None) -> Iterator[LayerReport]:
         """Quantizes layer after layer."""
@@ -134,111 +153,106 @@ class _Quantization:
         for place in places_of(config):
             start = time.monotonic()
             read = read_layer(self.model.source, self.model.definition, place)
-            parameters = {path: jnp.asarray(value).astype(EXACT) for path, value in read.items()}
-            seen, outputs = {}, []
-            used = {path: value.astype(policy.param) for path, value in parameters.items()}
+            outputs, seen = [], {}
             if x_BTD is not None:
-                for part in _pieces(x_BTD):
-                    out, more = running.run(place, used, part)
-                    outputs.append(np.asarray(out))
-                    seen = {
-                        path: s.with_more(seen[path]) if seen else s for path, s in more.items()
-                    }
-            scaled, clip = self._prepared(place, parameters, seen, running.num_inputs(place))
-            values = self._round(place, scaled, clip)
+                outputs, seen = self._calibrated(running, place, read, x_BTD)
+            values = self._rounded(running, place, read, seen)
             error = None
             if x_BTD is not None:
-                values = {path: value.astype(policy.param) for path, value in values.items()}
-                again = functools.partial(
-                    running.run,
-                    place,
-                    values,
-                    activations=self.recipe.form.activations,
-                    rounded=self._rounded_paths(place, running.num_inputs(place)),
-                )
-                error = _relative_error(outputs, (again(part)[0] for part in _pieces(x_BTD)))
+                error = self._error(running, place, values, x_BTD, outputs)
                 x_BTD = np.concatenate(outputs)
             yield LayerReport(number=place.number, error=error, seconds=time.monotonic() - start)
 
-    def _prepared(
+    def _calibrated(
         self,
+        running: CalibrationModel,
         place: LayerPlace,
-        parameters: dict[str, jax.Array],
+        read: dict[str, np.ndarray],
+        x_BTD: np.ndarray,
+    ) -> tuple[list[np.ndarray], dict[str, InputStatistics]]:
+        """A layer's outputs on the host, and what its weights were given where the recipe asks."""
+        # Without groups, no error of outputs is looked at.
+        block = (self.recipe.form.group_rows or 1) if self.recipe.needs_text else None
+        used, outputs, seen = running.held(place, read), [], {}
+        for part in _pieces(x_BTD):
+            out, more = running.run(place, used, part, statistics=block)
+            outputs.append(np.asarray(out))
+            seen = {path: s.with_more(seen[path]) if seen else s for path, s in more.items()}
+        return outputs, seen
+
+    def _rounded(
+        self,
+        running: CalibrationModel,
+        place: LayerPlace,
+        read: dict[str, np.ndarray],
         seen: dict[str, InputStatistics],
-        num_inputs: Mapping[str, int],
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Parameters with scaled inputs, and the ranges of groups that are cut, by path."""
-        recipe, block = self.recipe, self.model.definition.config.blocks[place.block]
-        parameters, clip = dict(parameters), {}
-        for group in scaled_inputs(block, recipe.method):
-            paths = [f"{reader}/weight" for reader in group.readers]
-            of = {path: _matrix(parameters[path], num_inputs[path]) for path in paths}
-            stats = seen[paths[0]]
-            if recipe.method is Method.AWQ:
-                scales, _, _ = awq_scales(list(of.values()), stats, form=recipe.form)
-            else:
-                scales = smooth_scales(list(of.values()), stats)
-            for path, w_KN in of.items():
-                parameters[path] = (w_KN * scales[:, None]).reshape(parameters[path].shape)
-                seen[path] = seen[path].divided(scales)
-            if group.norm is not None:
-                offset = block.norm.scale_offset
-                parameters |= divided_norm(parameters, group.norm, scales, offset=offset)
-            elif group.columns is not None:
-                parameters |= divided_columns(parameters, group.columns, scales)
-        if recipe.method is Method.AWQ:
-            # Of queries and keys, whose products with one another are what matters, AWQ cuts none.
-            for path, stats in seen.items():
-                if path.split("/")[-2] not in ("query", "key") and path in num_inputs:
-                    w_KN = _matrix(parameters[path], num_inputs[path])
-                    clip[path] = clipped_ranges(w_KN, stats, form=recipe.form)
-        return parameters, clip
-
-    def _round(
-        self, place: LayerPlace, parameters: dict[str, jax.Array], clip: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+    ) -> dict[str, np.ndarray]:
         """Rounds a layer's weights; returns what all of its parameters stand for then, fp32."""
+        exact = {path: jnp.asarray(value).astype(EXACT) for path, value in read.items()}
+        block = self.model.definition.config.blocks[place.block]
+        dims, paths = running.matrices(place), self._quantized_paths(place)
+        scaled, seen = with_scaled_inputs(exact, seen, block, self.recipe, dims, quantized=paths)
+        clip = cut_ranges(scaled, seen, self.recipe, dims, quantized=paths)
+        del exact
         prefix = f"blocks/{place.block}/"
-
-        def read(part: Part) -> jax.Array:
-            value = parameters[part.path.removeprefix(prefix)]
-            return value[part.index[1:]] if part.index[1:] else value
-
-        values = dict(parameters)
-        for tensor in matrices.tensors_of(self.weights, place, self.matmuls):
-            quantized = matrices.quantized_tensor(
+        quantized: dict[tuple[str, str], np.ndarray] = {}
+        values = {path: np.array(value) for path, value in scaled.items()}
+        for tensor in self.tensors[place.block, place.at]:
+            rounded = matrices.quantized_tensor(
                 tensor,
-                read,
+                functools.partial(_of_part, scaled, prefix),
                 self.recipe,
-                {prefix + path: ranges for path, ranges in clip.items()},
+                functools.partial(_of_part, clip, prefix) if clip else None,
                 self.kept_dtype,
             )
-            self.quantized[tensor.name] = matrices.encoded(quantized, self.recipe)
-            for (path, index), ours in quantized.ours().items():
-                name = path.removeprefix(prefix)
-                values[name] = values[name].at[index[1:]].set(ours) if index[1:] else ours
-        for path, value in parameters.items():
-            kept = np.asarray(value).astype(self.kept_dtype)
-            self.changed[prefix + path, place.at] = kept
-            if not self.matmuls.get(prefix + path, False):
-                values[path] = jnp.asarray(kept).astype(EXACT)
-        for tensor in matrices.tensors_of(self.weights, place, self.matmuls):
-            for part in tensor.parts:
-                self.changed.pop((part.path, place.at), None)
+            for name, array in matrices.encoded(rounded, self.recipe).items():
+                quantized[tensor.name, name] = array
+            for (path, index), ours in rounded.ours().items():
+                values[path.removeprefix(prefix)][index[1:]] = ours
+        kept: dict[tuple[str, int], np.ndarray] = {}
+        for path in values.keys() - paths:
+            kept[prefix + path, place.at] = values[path].astype(self.dtype(prefix + path))
+            values[path] = kept[prefix + path, place.at].astype(EXACT)
+        for (tensor, name), array in shelved(
+            self.shelf / f"{place.number}.quantized", quantized
+        ).items():
+            self.quantized.setdefault(tensor, {})[name] = array
+        self.changed |= shelved(self.shelf / f"{place.number}.kept", kept)
         return values
 
-    def _rounded_paths(self, place: LayerPlace, known: Mapping[str, int]) -> tuple[str, ...]:
-        """Weights of projections in few bits, by path in the block."""
-        tensors = matrices.tensors_of(self.weights, place, self.matmuls)
+    def _error(
+        self,
+        running: CalibrationModel,
+        place: LayerPlace,
+        values: dict[str, np.ndarray],
+        x_BTD: np.ndarray,
+        outputs: list[np.ndarray],
+    ) -> float:
+        """Of a layer's output against the original's, given the same input."""
+        used = running.held(place, values)
+        again = functools.partial(
+            running.run,
+            place,
+            used,
+            activations=self.recipe.form.activations,
+            rounded=tuple(
+                path
+                for path in sorted(self._quantized_paths(place))
+                if not running.matrices(place)[path].has_experts
+            ),
+        )
+        return _relative_error(outputs, (again(part)[0] for part in _pieces(x_BTD)))
+
+    def _quantized_paths(self, place: LayerPlace) -> frozenset[str]:
+        """Weights in few bits, by path in the block."""
         prefix = f"blocks/{place.block}/"
-        paths = {part.path.removeprefix(prefix) for tensor in tensors for part in tensor.parts}
-        return tuple(sorted(paths & known.keys()))
+        tensors = self.tensors[place.block, place.at]
+        return frozenset(part.path.removeprefix(prefix) for t in tensors for part in t.parts)
 
     # The source as it is written: layers' norms and biases from what scaling made of them.
     def dtype(self, path: str) -> np.dtype:
-        """As a ``ParameterSource``."""
-        del path
-        return self.kept_dtype
+        """As a ``ParameterSource``: state, such as a router's correction, keeps its precision."""
+        return self.model.source.dtype(path) if path in self.states else self.kept_dtype
 
     def read(self, path: str, index: tuple[slice, ...]) -> np.ndarray:
         """As a ``ParameterSource``."""
@@ -246,7 +260,7 @@ class _Quantization:
         if path.startswith("blocks/"):
             layers = [self.changed[path, at][index[1:]] for at in range(first.start, first.stop)]
             return np.stack(layers)
-        return cast(self.model.source.read(path, index), self.kept_dtype, path)
+        return cast(self.model.source.read(path, index), self.dtype(path), path)
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], np.dtype, Callable[[], Any]]]:
         """All tensors of the files, in the order of the architecture."""
@@ -257,7 +271,7 @@ class _Quantization:
                     found[part] = (value.shape, value.dtype, functools.partial(list, (value,)))
             else:
                 pieces = functools.partial(self._assembled, tensor)
-                found[name] = (tensor.shape, self.kept_dtype, pieces)
+                found[name] = (tensor.shape, self.dtype(tensor.parts[0].path), pieces)
         return found
 
     def _assembled(self, tensor: Tensor) -> list[np.ndarray]:
@@ -289,8 +303,10 @@ class _Quantization:
         )
 
 
-def _matrix(weight: jax.Array, num_inputs: int) -> jax.Array:
-    return weight.reshape(math.prod(weight.shape[:num_inputs]), -1)
+def _of_part(arrays: Mapping[str, jax.Array], prefix: str, part: Part) -> jax.Array | None:
+    """What a part of ours has of an array of its layer; None: there is none of this path."""
+    array = arrays.get(part.path.removeprefix(prefix))
+    return array if array is None or not part.index[1:] else array[part.index[1:]]
 
 
 def _pieces(x_BTD: np.ndarray) -> Iterator[np.ndarray]:
