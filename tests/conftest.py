@@ -70,8 +70,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
         _keep_compiled_programs()
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Nobody reads at which line of Python an operation of a test's program was written.
-jax.config.update("jax_traceback_in_locations_limit", 0)
 shape_checks.install()
 
 # A busy machine is no fault: pytest's own limit ends what hangs.
