@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
     add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
     add("--room", type=_positive, metavar="FACTOR", help="exchange.room_factor between experts")
+    add("--node-size", type=_count, metavar="N", help="exchange.node_size: in two levels")
     add("--unroll", action="store_true", help="no loop over layers, as training.unroll has it")
     add(
         "--recipe",
@@ -203,6 +204,10 @@ def _length(args: argparse.Namespace, model: PlannedModel) -> int:
     return args.length or min(model.config.max_positions, 8192)
 
 
+def _exchange(args: argparse.Namespace) -> ExchangeConfig:
+    return ExchangeConfig(room_factor=args.room, node_size=args.node_size)
+
+
 def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
     length = _length(args, model)
     layout = Layout(
@@ -215,7 +220,7 @@ def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
         accumulation=args.accumulation or 1,
         remat=_remat(args) or Remat.DOTS,
         recipe=_recipes(args)[0],
-        exchange=ExchangeConfig(room_factor=args.room),
+        exchange=_exchange(args),
         traits=_traits(args),
     )
     if args.fix or len(_recipes(args)) > 1:
@@ -242,7 +247,7 @@ def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
         remat=_remat(args),
         zero=args.zero,
         fixed=tuple(parse_axes(args.fix).items()),
-        exchange=ExchangeConfig(room_factor=args.room),
+        exchange=_exchange(args),
         traits=_traits(args),
     )
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig
 from jaxinfra.config.presets import MODELS
 from jaxinfra.config.run import Remat
@@ -55,8 +54,9 @@ def train_command(name: str, layout: Layout) -> str | None:
         "--policy": "bf16",
     }
     words = [f"{option} {value}" for option, value in options.items() if value]
-    if layout.mesh.expert > 1 and layout.exchange.room_factor is not None:
-        words.append(f"--set exchange.room_factor={layout.exchange.room_factor:g}")
+    if layout.mesh.expert > 1:
+        chosen = {name: getattr(layout.exchange, name) for name in ("room_factor", "node_size")}
+        words += [f"--set exchange.{name}={value:g}" for name, value in chosen.items() if value]
     if layout.chunks > 1:
         words.append(f"--set pipeline.chunks={layout.chunks}")
     return " ".join(["jaxinfra train", start, *words])
@@ -71,7 +71,8 @@ def _spare_room(plan: Plan) -> list[str]:
     layout = plan.layout
     if layout.mesh.expert == 1 or layout.exchange.room_factor is not None:
         return []
-    tight = dataclasses.replace(layout, exchange=ExchangeConfig(room_factor=_ROOM))
+    exchange = dataclasses.replace(layout.exchange, room_factor=_ROOM)
+    tight = dataclasses.replace(layout, exchange=exchange)
     saved = plan.time.total_s - step_time(plan.model, tight, plan.device).total_s
     return [
         f"  the exchange between experts has room for any load; --room {_ROOM:g} (of the mean; "

@@ -28,15 +28,45 @@ class ExchangeConfig:
     Buffers have a size, loads do not. ``room_factor`` times an even load is what a device sends to
     another, receives, and computes; what exceeds it is left out, counted and shown. None: room
     for whatever comes.
+
+    With ``node_size`` tokens travel in two levels: once to each node that has some of their
+    experts, then within it, by ``form``; what a node makes of a token is summed before it returns.
     """
 
     form: ExchangeForm = ExchangeForm.PER_DEVICE  # what travels: a token per device or per expert
     implementation: ExchangeImplementation = ExchangeImplementation.AUTO  # the collective
     room_factor: float | None = None  # rows of a buffer over their mean; None: room for all
+    # Neighbours among the devices that share experts that are one node: with tensor=2, 4 of a node
+    # of 8. None: one level. No level is made for one node, or for nodes of one device.
+    node_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.node_size is not None and self.node_size < 1:
+            raise ConfigError(
+                f"exchange node_size={self.node_size} must be at least 1, or none for one level"
+            )
         if self.room_factor is not None and self.room_factor < 1.0:
             raise ConfigError(
                 f"exchange room_factor={self.room_factor} must be at least 1: less is too little "
                 "for even loads; none leaves room for any"
             )
+
+    def num_nodes(self, expert: int) -> int:
+        """Nodes that a token crosses to before it travels within one; 1: one level.
+
+        Args:
+            expert: devices that share a layer's experts.
+
+        Raises:
+            ConfigError: they are not whole nodes.
+        """
+        size = self.node_size
+        if size is None or size == 1 or size >= expert:
+            return 1
+        if expert % size:
+            raise ConfigError(
+                f"expert={expert} is no multiple of exchange.node_size={size}: nodes have equally "
+                "many of the devices that share experts; choose a node_size that divides it, or "
+                "none for one level"
+            )
+        return expert // size

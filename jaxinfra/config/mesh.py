@@ -10,6 +10,8 @@ from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.text import whole_number
 
 EXPERT = "expert"
+NODES = "expert nodes"
+"""What crosses nodes in an exchange of two levels, beside the axes; no axis of a mesh."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

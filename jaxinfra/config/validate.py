@@ -54,6 +54,7 @@ def validate(run: RunConfig) -> None:
     _validate_stored_weights(run)
     _validate_recomputation(run)
     check_divides(model, mesh)
+    run.exchange.num_nodes(mesh.expert)  # raises where experts' devices are not whole nodes
 
 
 def _validate_recomputation(run: RunConfig) -> None:

@@ -16,6 +16,7 @@ SCOPES = (
     "attention/core",
     "attention",
     "routing",
+    "exchange/nodes",
     "exchange",
     "experts",
     "combine",

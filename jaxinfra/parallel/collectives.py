@@ -19,6 +19,9 @@ from jaxtyping import Array, Int32, Shaped
 type Axis = str | tuple[str, ...]
 """Mesh axes that a collective runs over."""
 
+type Groups = tuple[tuple[int, ...], ...]
+"""Equal groups of the devices along some axes, by their numbers there: each runs by itself."""
+
 
 def num_devices(axis: Axis) -> int:
     """N, the devices along these axes; static."""
@@ -80,12 +83,24 @@ def all_reduce(x: Shaped[Array, "*dims"], axis: Axis) -> Shaped[Array, "*dims"]:
     return jax.lax.psum(x, _names(axis))
 
 
-def all_to_all(x: jax.Array, axis: Axis, *, split_dim: int = 0, concat_dim: int = 0) -> jax.Array:
+def all_to_all(
+    x: jax.Array,
+    axis: Axis,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    groups: Groups | None = None,
+) -> jax.Array:
     """Part j along ``split_dim`` goes to device j; what arrives lies along ``concat_dim`` in the
-    senders' order. Sends D (N-1)/N.
+    senders' order. Sends D (N-1)/N, N the devices of a group where there are groups.
     """
     return jax.lax.all_to_all(
-        x, _names(axis), split_axis=split_dim, concat_axis=concat_dim, tiled=True
+        x,
+        _names(axis),
+        split_axis=split_dim,
+        concat_axis=concat_dim,
+        axis_index_groups=groups,
+        tiled=True,
     )
 
 

@@ -2,8 +2,9 @@
 
 Each device has its own tokens, and of each layer some of the experts. What travels are rows of x,
 out and back, in one of two forms (``ExchangeForm``), in buffers of as many rows for each device.
-Where the rules give all of these devices the same tokens, nothing travels: each computes what its
-experts add, and the sum of that is theirs.
+In two levels a row first crosses to the device of its own number in a node, which sends it on
+within the node, and returns the sum of what comes back. Where the rules give all of these devices
+the same tokens, nothing travels: each computes what its experts add, and the sum of that is theirs.
 
 Dims: N token of a device, K choice of a token, J copy of a token that may travel, I = N J of them,
 S row that is sent, R row that is received, E expert, D model width, F hidden width; lower case of
@@ -13,7 +14,8 @@ one device.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +28,9 @@ from jaxinfra.core import axes
 from jaxinfra.layers.execution import ExpertExchange, within_device
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, spread
+from jaxinfra.parallel.exchange_room import Level, room_for
 from jaxinfra.parallel.place import Placement
-from jaxinfra.parallel.travel import equal, ragged
+from jaxinfra.parallel.travel import Peers, equal, peers_of, ragged
 
 _TOKENS = (axes.BATCH, axes.SEQUENCE, None)
 _DIMS = {
@@ -40,62 +43,10 @@ _DIMS = {
 }
 
 
-class Room(NamedTuple):
-    """Rows of one device's buffers."""
-
-    slots: int  # for each other device, and from it
-    choices: int  # that a device's experts compute
-
-
-def room_for(
-    num_tokens: int, *, num_devices: int, experts: ExpertsConfig, exchange: ExchangeConfig
-) -> Room:
-    """Room for the tokens of one device.
-
-    A token that chooses K of E experts visits a device with e of them with probability
-    1 - C(E - e, K) / C(E, K), if all choices are equally likely.
-    """
-    own, top_k = experts.num_experts // num_devices, experts.top_k
-    per_expert = exchange.form is ExchangeForm.PER_EXPERT
-    most = num_tokens * min(top_k, own)
-    slots = most if per_expert else num_tokens
-    if exchange.room_factor is None:
-        return Room(slots=slots, choices=num_devices * most)
-    elsewhere = math.comb(experts.num_experts - own, top_k)
-    visits = 1.0 - elsewhere / math.comb(experts.num_experts, top_k)
-    even = num_tokens * (top_k / num_devices if per_expert else visits)
-    return Room(
-        slots=min(math.ceil(exchange.room_factor * even), slots),
-        choices=min(math.ceil(exchange.room_factor * num_tokens * top_k), num_devices * most),
-    )
-
-
-def exchanged_bytes(
-    room: Room,
-    *,
-    num_devices: int,
-    model_dim: int,
-    itemsize: int,
-    experts: ExpertsConfig,
-    exchange: ExchangeConfig,
-) -> dict[str, int]:
-    """Bytes of the buffers that one device gives to the all-to-alls of a layer's forward pass, of
-    which it sends (N-1)/N: rows out and back, the experts they are for, and in the form per device
-    these experts' weights.
-    """
-    rows = room.slots * num_devices
-    per_expert = exchange.form is ExchangeForm.PER_EXPERT
-    return {
-        "rows": 2 * rows * model_dim * itemsize,
-        "experts": rows * 4 * (1 if per_expert else experts.top_k),
-        "weights": 0 if per_expert else rows * 4 * experts.top_k,
-    }
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedExchange:
-    """``shard_map`` over the mesh: two all-to-alls of rows over the axes that divide experts, or a
-    sum over them.
+    """``shard_map`` over the mesh: two all-to-alls of rows over the axes that divide experts, in
+    each of one or two levels, or a sum over them.
 
     Weights are gathered over the axes that split their width, where they are used. Over ``tensor``
     each device has a part of every expert's hidden layer, and their results are summed.
@@ -179,22 +130,22 @@ def _of_device(
         experts = _biased_once(experts, by_hidden)
     if own:
         expert_NK = _own_experts(expert_NK, experts.up_EDF.shape[0], own)
+    apply = functools.partial(apply_experts, experts=experts, kind=config.kind, recipe=recipe)
     if between:
+        room = room_for(len(x_ND), num_devices=num_devices, experts=config, exchange=exchange)
+        num_nodes = exchange.num_nodes(num_devices)
+        peers = peers_of(between, num_devices=num_devices, num_nodes=num_nodes)
         y_ND, left_out = _exchanged(
             x_ND,
             expert_NK,
             weight_NK,
-            experts,
-            between=between,
-            num_devices=num_devices,
-            config=config,
-            recipe=recipe,
-            exchange=exchange,
+            levels=tuple(zip(room.levels, peers, strict=True)),
+            num_experts=config.num_experts,
+            implementation=exchange.implementation,
+            apply=functools.partial(apply, room=room.choices),
         )
     else:
-        y_ND, left_out = apply_experts(
-            x_ND, expert_NK, weight_NK, experts, kind=config.kind, recipe=recipe
-        )
+        y_ND, left_out = apply(x_ND, expert_NK, weight_NK)
     if summed:
         y_ND = jax.lax.psum(y_ND, summed)
     left_out = left_out.astype(recipe.accum)
@@ -241,42 +192,54 @@ def _exchanged(
     x_ND: jax.Array,
     expert_NK: jax.Array,
     weight_NK: jax.Array,
-    experts: ExpertWeights,
     *,
-    between: tuple[str, ...],
-    num_devices: int,
-    config: ExpertsConfig,
-    recipe: Recipe,
-    exchange: ExchangeConfig,
+    levels: tuple[tuple[Level, Peers], ...],
+    num_experts: int,
+    implementation: ExchangeImplementation,
+    apply: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> tuple[jax.Array, jax.Array]:
-    own = config.num_experts // num_devices
-    num_tokens, top_k = expert_NK.shape
-    room = room_for(num_tokens, num_devices=num_devices, experts=config, exchange=exchange)
-    device_NK = expert_NK // own  # num_devices for no expert
-    per_expert = exchange.form is ExchangeForm.PER_EXPERT
+    """Each token's weighted sum of its experts' outputs, and the choices without room.
+
+    Args:
+        expert_NK: numbers among the experts that all of the first level's devices have together;
+            ``num_experts``, which is how many, for none.
+        apply: what a device makes of the rows that arrive on the last level.
+    """
+    (level, peers), *nearer = levels
+    members, own = level.members, num_experts // level.members
+    top_k = expert_NK.shape[1]
+    device_NK = expert_NK // own  # members for no expert
+    per_expert = level.form is ExchangeForm.PER_EXPERT
     if per_expert:
         device_NJ = device_NK
-        choices_NJ = (expert_NK < config.num_experts).astype(jnp.int32)
+        choices_NJ = (expert_NK < num_experts).astype(jnp.int32)
         expert_IK = expert_NK.reshape(-1, 1) % own
     else:
-        d_D = jnp.arange(num_devices, dtype=jnp.int32)
+        d_D = jnp.arange(members, dtype=jnp.int32)
         is_there_NKD = device_NK[..., None] == d_D[None, None]
         choices_NJ = jnp.sum(is_there_NKD, axis=1, dtype=jnp.int32)
-        device_NJ = jnp.where(choices_NJ > 0, d_D[None], num_devices)
+        device_NJ = jnp.where(choices_NJ > 0, d_D[None], members)
         is_there_IK = jnp.swapaxes(is_there_NKD, 1, 2).reshape(-1, top_k)
-        expert_IK = jnp.where(is_there_IK, jnp.repeat(expert_NK % own, num_devices, axis=0), own)
-    make = ragged if exchange.implementation is ExchangeImplementation.RAGGED else equal
-    with jax.named_scope("exchange"):
-        travel = make(device_NJ, num_devices, room.slots, axis=between)
+        expert_IK = jnp.where(is_there_IK, jnp.repeat(expert_NK % own, members, axis=0), own)
+    make = ragged if implementation is ExchangeImplementation.RAGGED else equal
+    scope = "exchange/nodes" if nearer else "exchange"
+    with jax.named_scope(scope):
+        travel = make(device_NJ, members, level.slots, peers=peers)
         x_RD = travel.there(spread(x_ND, travel.choice_S, travel.place_NJ))
         expert_RK = travel.there(travel.of_copies(expert_IK, own), nothing=own)
         weight_RK = jnp.ones(expert_RK.shape, weight_NK.dtype)
         if not per_expert:
             weight_RK = travel.there(spread(weight_NK, travel.choice_S, travel.place_NJ))
-    y_RD, left_there = apply_experts(
-        x_RD, expert_RK, weight_RK, experts, kind=config.kind, recipe=recipe, room=room.choices
-    )
-    with jax.named_scope("exchange"):
+    if nearer:
+        apply = functools.partial(
+            _exchanged,
+            levels=tuple(nearer),
+            num_experts=own,
+            implementation=implementation,
+            apply=apply,
+        )
+    y_RD, left_there = apply(x_RD, expert_RK, weight_RK)
+    with jax.named_scope(scope):
         y_SD = travel.back(y_RD)
     weight_NJ = weight_NK if per_expert else jnp.ones(device_NJ.shape, weight_NK.dtype)
     y_ND = combine_rows(y_SD, travel.place_NJ, weight_NJ, inverse=travel.choice_S)

@@ -1,5 +1,7 @@
 """Rows that travel between devices and come back: in equal buffers, or as many as there are.
 
+In two levels they travel between devices of one number in their nodes, then within a node.
+
 Dims: N token of a device, J copy of a token that may travel, S row that is sent, R row that is
 received, C row of one pair's buffer, D device.
 """
@@ -9,10 +11,42 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from jaxinfra.ops.experts import sorted_copies
-from jaxinfra.parallel.collectives import all_to_all
+from jaxinfra.parallel.collectives import Groups, all_to_all, rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Peers:
+    """The devices that rows travel between: all along some mesh axes, or those of a group."""
+
+    axis: tuple[str, ...]
+    groups: Groups | None = None
+
+    @property
+    def rank(self) -> jax.Array:
+        """This device's number among them."""
+        me = rank(self.axis)
+        if self.groups is None:
+            return me
+        number = np.argsort(np.concatenate(self.groups)) % len(self.groups[0])
+        return jnp.asarray(number, jnp.int32)[me]
+
+
+def peers_of(axis: tuple[str, ...], *, num_devices: int, num_nodes: int) -> tuple[Peers, ...]:
+    """The peers of each level: across nodes, then within them; of one node, all in one level.
+
+    A node is a run of neighbours along these axes.
+    """
+    if num_nodes == 1:
+        return (Peers(axis=axis),)
+    within = np.arange(num_devices).reshape(num_nodes, -1)
+    return tuple(
+        Peers(axis=axis, groups=tuple(tuple(group) for group in groups.tolist()))
+        for groups in (within.T, within)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +75,7 @@ class Travel:
         return jnp.where(self.choice_S[:, None] < count, found, nothing)
 
 
-def equal(
-    device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, axis: tuple[str, ...]
-) -> Travel:
+def equal(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
     """An all-to-all of buffers of ``room`` rows for each device, filled up with nothing.
 
     Args:
@@ -59,15 +91,13 @@ def equal(
     return Travel(
         choice_S=choice_DC.reshape(-1),
         place_NJ=jnp.where(travels_NJ, device_NJ * room + at_NJ, num_devices * room),
-        send=lambda rows, _: all_to_all(rows, axis),
-        send_back=lambda rows: all_to_all(rows, axis),
+        send=lambda rows, _: all_to_all(rows, peers.axis, groups=peers.groups),
+        send_back=lambda rows: all_to_all(rows, peers.axis, groups=peers.groups),
         received=num_devices * room,
     )
 
 
-def ragged(
-    device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, axis: tuple[str, ...]
-) -> Travel:
+def ragged(device_NJ: Int[Array, "N J"], num_devices: int, room: int, *, peers: Peers) -> Travel:
     """A ragged all-to-all of what there is, into one buffer of num_devices x ``room`` rows, whose
     last senders' rows stay at home where it is full.
 
@@ -75,16 +105,17 @@ def ragged(
         device_NJ: where a copy goes; num_devices for nowhere.
     """
     copies = sorted_copies(device_NJ, num_experts=num_devices, room=device_NJ.size)
-    sizes_SD = jax.lax.all_gather(copies.sizes_E, axis)  # of every sender and receiver
+    # Of every sender and receiver.
+    sizes_SD = jax.lax.all_gather(copies.sizes_E, peers.axis, axis_index_groups=peers.groups)
     starts_SD = jnp.cumsum(sizes_SD, axis=1) - sizes_SD  # in the sender's buffer
     most = num_devices * room
     places_SD = jnp.minimum(jnp.cumsum(sizes_SD, axis=0) - sizes_SD, most)  # in the receiver's
     fitting_SD = jnp.minimum(sizes_SD, most - places_SD)
-    me = jax.lax.axis_index(axis)
+    me = peers.rank
     device_NJ_or_0 = jnp.minimum(device_NJ, num_devices - 1)
     at_NJ = copies.place_NK - starts_SD[me][device_NJ_or_0]
     travels_NJ = (device_NJ < num_devices) & (at_NJ < fitting_SD[me][device_NJ_or_0])
-    name = axis[0] if len(axis) == 1 else axis
+    name = peers.axis[0] if len(peers.axis) == 1 else peers.axis
 
     def send(rows: jax.Array, before: jax.Array) -> jax.Array:
         return jax.lax.ragged_all_to_all(
@@ -95,6 +126,7 @@ def ragged(
             places_SD[me],
             fitting_SD[:, me],
             axis_name=name,
+            axis_index_groups=peers.groups,
         )
 
     def send_back(rows: jax.Array) -> jax.Array:
@@ -106,6 +138,7 @@ def ragged(
             starts_SD[:, me],
             fitting_SD[me],
             axis_name=name,
+            axis_index_groups=peers.groups,
         )
 
     return Travel(

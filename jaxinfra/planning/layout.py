@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxinfra.config.exchange import ExchangeConfig
-from jaxinfra.config.mesh import EXPERT, MeshConfig
+from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError
@@ -132,6 +132,12 @@ class Layout:
         """Sizes by name, slowest link first, then the part of the data axes that experts take."""
         return {**self.mesh.sizes(), EXPERT: self.mesh.expert}
 
+    def members(self, axis: str) -> int:
+        """Devices that a collective goes over: of an exchange in two levels those of each level."""
+        num_nodes = self.exchange.num_nodes(self.mesh.expert)
+        levels = {EXPERT: self.mesh.expert // num_nodes, NODES: num_nodes}
+        return levels[axis] if axis in levels else self.axes[axis]
+
     @property
     def of_one_layer(self) -> "Layout":
         """A layout that one layer and micro-batch cannot tell from this one."""
@@ -196,6 +202,10 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
         )
     if mesh.expert > 1 and not model.num_experts:
         return f"expert={mesh.expert}, but {model.name} has no experts"
+    try:
+        layout.exchange.num_nodes(mesh.expert)
+    except ConfigError as error:
+        return str(error)
     return _widths(model, layout)
 
 

@@ -9,13 +9,14 @@ import functools
 import math
 from collections.abc import Iterator
 
+from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.config.model import ExpertsConfig, LatentAttentionConfig
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.core.axes import EMBED, EXPERTS, LATENT, MLP
 from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.models.flops import attention_flops
 from jaxinfra.parallel.context.cost import context_bytes
-from jaxinfra.parallel.exchange import exchanged_bytes, room_for
+from jaxinfra.parallel.exchange_room import exchanged_bytes, room_for
 from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.model import LayerKind, PlannedModel, is_expert, shards, used_shards
 
@@ -277,26 +278,32 @@ def _exchange(layer: LayerKind, layout: Layout) -> list[Operation]:
     moved = 2 * layout.activation_bytes * copies
     found: list[Operation] = [MemoryPass("sort by expert", moved), MemoryPass("combine", moved)]
     if layout.mesh.expert > 1:
-        sent = exchange_bytes(experts, layout, layer.model_dim)
-        send = functools.partial(PlannedCollective, kind="all-to-all", axis="expert")
-        found.append(send("rows", size=sent["rows"] / 2, count=2))
-        found.append(send(_CHOICES, size=sent["experts"]))
-        found.append(send("weights of choices", size=sent["weights"]))
+        for axis, sent in exchange_bytes(experts, layout, layer.model_dim).items():
+            send = functools.partial(PlannedCollective, kind="all-to-all", axis=axis)
+            found.append(send("rows", size=sent["rows"] / 2, count=2))
+            found.append(send(_CHOICES, size=sent["experts"]))
+            found.append(send("weights of choices", size=sent["weights"]))
     return found
 
 
 _CHOICES = "choices"  # whole numbers, which have no gradient
 
 
-def exchange_bytes(experts: ExpertsConfig, layout: Layout, model_dim: int) -> dict[str, int]:
-    """``exchanged_bytes`` of a micro-batch."""
-    shared = {"num_devices": layout.mesh.expert, "experts": experts, "exchange": layout.exchange}
-    return exchanged_bytes(
-        room_for(layout.micro_tokens, **shared),
-        model_dim=model_dim,
-        itemsize=int(layout.activation_bytes),
-        **shared,
+def exchange_bytes(
+    experts: ExpertsConfig, layout: Layout, model_dim: int
+) -> dict[str, dict[str, int]]:
+    """``exchanged_bytes`` of a micro-batch on each level: between nodes, and among neighbours."""
+    room = room_for(
+        layout.micro_tokens,
+        num_devices=layout.mesh.expert,
+        experts=experts,
+        exchange=layout.exchange,
     )
+    itemsize = int(layout.activation_bytes)
+    return {
+        axis: exchanged_bytes(level, model_dim=model_dim, itemsize=itemsize, top_k=experts.top_k)
+        for axis, level in zip((EXPERT, NODES), reversed(room.levels), strict=False)
+    }
 
 
 def _tensor(

@@ -182,7 +182,7 @@ def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffi
         found.append((stage_sends(model, layout, micro), 1.0))
     sums: dict[tuple[str, str], list[float]] = {}
     for each, times in found:
-        members = layout.axes[each.axis]
+        members = layout.members(each.axis)
         if members == 1:
             continue
         entry = sums.setdefault((each.axis, each.kind), [0.0, 0.0, 0.0])
@@ -194,7 +194,7 @@ def traffic(model: PlannedModel, layout: Layout, device: Device) -> tuple[Traffi
             axis=axis,
             kind=kind,
             link="node"
-            if members_in_node(device, layout, axis) == layout.axes[axis]
+            if members_in_node(device, layout, axis) == layout.members(axis)
             else "network",
             count=count,
             array_bytes=size,

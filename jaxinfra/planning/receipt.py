@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxinfra.config.mesh import EXPERT, ShardingConfig
+from jaxinfra.config.mesh import EXPERT, NODES, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.pipeline import PipelineConfig, PipelineSchedule
 from jaxinfra.config.precision import PolicyName, PrecisionConfig
@@ -279,7 +279,8 @@ def exchanged(
 
     A call over several axes counts as one over the first of them, that which shards weights, and of
     a share over the next: together they send as many bytes. Experts' tokens go over the expert
-    axis, whichever axes it was taken from; what else goes over a part of an axis, over that axis.
+    axis, whichever axes it was taken from, or between its nodes; what else goes over a part of an
+    axis, over that axis.
 
     Args:
         mesh: sizes of the axes in their order, the expert axis behind them.
@@ -293,7 +294,7 @@ def exchanged(
         size = call.array_bytes
         over = sorted(call.axes(axes), key=lambda axis: axis != MeshAxis.FSDP)
         if call.kind == "all-to-all" and "exchange" in call.scope:
-            over = [EXPERT]
+            over = [NODES if "exchange/nodes" in call.scope else EXPERT]
         for axis in over:
             entry = found.setdefault((axis, _PURPOSES[call.kind]), Exchanged())
             members = mesh[axis] if len(over) > 1 else call.num_devices

@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.models.definition import ParameterInfo
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
@@ -60,7 +61,8 @@ def step_time(model: PlannedModel, layout: Layout, device: Device) -> StepTime:
     parts["tensor communication"] = beside + micro * (
         body.exposed.get("tensor", 0.0) + ends.exposed.get("tensor", 0.0)
     )
-    parts["expert communication"] = micro * body.exposed.get("expert", 0.0)
+    for axis in (EXPERT, NODES):
+        parts[f"{axis} communication"] = micro * body.exposed.get(axis, 0.0)
     attention = micro * body.compute["attention"]
     ring = micro * body.hidden.get("context", 0.0)
     parts["context communication"], hidden_ring = _hide(

@@ -4,6 +4,7 @@ import functools
 import math
 from collections.abc import Iterable
 
+from jaxinfra.config.mesh import EXPERT, NODES
 from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.layout import Layout
@@ -72,15 +73,16 @@ def members_in_node(device: Device, layout: Layout, axis: str) -> int:
     """Neighbours along an axis that share a node: faster axes fill a node first."""
     inner, node = 1, device.node_devices
     for faster in _INNER[axis]:
-        inner *= getattr(layout.mesh, faster)
-    return max(1, min(getattr(layout.mesh, axis), node // min(inner, node)))
+        inner *= layout.members(faster)
+    return max(1, min(layout.members(axis), node // min(inner, node)))
 
 
 _INNER = {
     "tensor": (),
     "context": ("tensor",),
     "fsdp": ("tensor", "context"),
-    "expert": ("tensor",),
+    EXPERT: ("tensor",),
+    NODES: ("tensor", EXPERT),
     "replica": ("tensor", "context", "fsdp"),
     "pipe": ("tensor", "context", "fsdp", "replica"),
 }
@@ -89,7 +91,7 @@ _INNER = {
 
 def collective_s(device: Device, layout: Layout, each: PlannedCollective) -> float:
     """What a device sends at bus bandwidth, a latency, and the turns of a ring."""
-    members = getattr(layout.mesh, each.axis)
+    members = layout.members(each.axis)
     if members == 1 or each.size == 0:
         return 0.0
     inside = members_in_node(device, layout, each.axis)

@@ -1,8 +1,9 @@
-"""Compiles a step for four H200s that are not there, and prints as JSON its collectives, and how
-many activations it holds with the width outermost.
+"""Compiles a step for four H200s that are not there, and prints as JSON its collectives, how many
+activations it holds with the width outermost, and of all-to-alls how many products of shared
+experts the schedule puts beside them.
 
     python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded]
-        [--preset NAME]
+        [--preset NAME] [--experts]
 
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
 """
@@ -10,18 +11,24 @@ A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it
 import argparse
 import dataclasses
 import json
+import re
 
+import jax
+
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
+from jaxinfra.config.model import ExpertsConfig, stacked
 from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
 from jaxinfra.config.presets import MODELS, runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.ops.target import compiling_for
-from jaxinfra.parallel.program import collectives
+from jaxinfra.parallel.program import collectives, compiled_instructions
 from jaxinfra.planning.devices import find_device
 from jaxinfra.planning.gpu_target import compile_only_devices
 from jaxinfra.training.job import lower_step, make_job
 
 ROWS, LENGTH, LAYERS, WIDTH = 16, 4096, 4, 2048
+EXPERTS = ExpertsConfig(num_experts=16, top_k=4, hidden_dim=1024, shared_hidden_dim=2048)
 
 
 def main() -> None:
@@ -31,9 +38,16 @@ def main() -> None:
     parser.add_argument("--o1", action="store_true")
     parser.add_argument("--rounded", action="store_true", help="weights' gradients in bf16")
     parser.add_argument("--preset", default="llama32_1b", help="whose shapes, of 4 layers")
+    parser.add_argument("--experts", action="store_true", help="with shared ones, in place of mlp")
     args = parser.parse_args()
     devices, facts = compile_only_devices(find_device("h200"), 4)
-    run = runs.pretraining(MODELS[args.preset]().with_layers(LAYERS))
+    model = MODELS[args.preset]().with_layers(LAYERS)
+    if args.experts:
+        (block,) = model.blocks
+        routed = dataclasses.replace(block, feed_forward=EXPERTS)
+        # Of a loop over four such layers XLA's compiler of jaxlib 0.11.2 aborts at O1.
+        model = dataclasses.replace(model, stacks=stacked(routed, num_layers=2))
+    run = runs.pretraining(model)
     training = dataclasses.replace(
         run.training,
         batch_size=ROWS,
@@ -50,6 +64,7 @@ def main() -> None:
             weight_gradients=WeightGradients.COMPUTE if args.rounded else WeightGradients.FP32,
         ),
         mesh=parse_mesh(args.mesh),
+        exchange=ExchangeConfig(room_factor=1.5),
         sharding=ShardingConfig(sequence_parallel=args.sequence_parallel),
     )
     job = make_job(run, devices=devices)
@@ -65,7 +80,27 @@ def main() -> None:
         for line in (compiled.as_text() or "").splitlines()
         if f"= bf16[{WIDTH},{ROWS // 4},{LENGTH}]" in line and "embedding" not in line
     ]
-    print(json.dumps({"collectives": found, "width_first": len(width_first)}))
+    printed = {
+        "collectives": found,
+        "width_first": len(width_first),
+        "shared_beside": shared_beside(compiled),
+    }
+    print(json.dumps(printed))
+
+
+def shared_beside(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Products of shared experts between the start and the end of each all-to-all, by its name."""
+    beside: dict[str, int] = {}
+    running: set[str] = set()
+    for each in compiled_instructions(compiled)[0]:
+        if each.opcode == "all-to-all-start":
+            running.add(each.name)
+            beside[each.name] = 0
+        elif each.opcode == "all-to-all-done":
+            running.difference_update(re.findall(r"%([\w.-]+)", each.rest))
+        elif each.name.startswith("gemm") and re.search(r"shared\)*/[^\"]*dot_general", each.rest):
+            beside |= {name: beside[name] + 1 for name in running}
+    return beside
 
 
 if __name__ == "__main__":

@@ -174,7 +174,18 @@ MORE = {
         sharding=ShardingConfig(sequence_parallel=True),
         remat=Remat.FULL,
     ),
+    "nodes of 2": Case(mesh=MeshConfig(fsdp=8, expert=8), exchange=ExchangeConfig(node_size=2)),
+    "nodes of 4, replicas, context": Case(
+        mesh=MeshConfig(replica=2, context=2, fsdp=2, expert=8),
+        exchange=ExchangeConfig(form=ExchangeForm.PER_EXPERT, node_size=4),
+        remat=Remat.DOTS,
+    ),
     "stages": Case(mesh=MeshConfig(pipe=2, fsdp=2, expert=2), accumulation=4),
+    "stages of nodes": Case(
+        mesh=MeshConfig(pipe=2, fsdp=4, expert=4),
+        exchange=ExchangeConfig(node_size=2),
+        accumulation=2,
+    ),
     "stages and tensor": Case(
         mesh=MeshConfig(pipe=2, fsdp=2, tensor=2, expert=2), accumulation=4, remat=Remat.DOTS
     ),

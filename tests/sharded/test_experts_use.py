@@ -125,6 +125,14 @@ def with_experts(**changes):
         ),
         (
             dataclasses.replace(
+                run_preset("tiny_moe"),
+                mesh=MeshConfig(fsdp=8, expert=8),
+                exchange=ExchangeConfig(node_size=3),
+            ),
+            "expert=8 is no multiple of exchange.node_size=3",
+        ),
+        (
+            dataclasses.replace(
                 with_experts(balance=BalanceConfig(capacity_factor=1.5)),
                 mesh=MeshConfig(context=2),
             ),

@@ -120,6 +120,18 @@ def test_fully_sharded_is_hidden_by_the_better_schedule():
     assert [each["times"] for each in tables] == [1]
 
 
+def test_shared_experts_run_beside_an_exchange():
+    """Their three products beside the rows' way back; in the backward pass, those of the inputs'
+    gradients beside the gradients' way back.
+    """
+    arguments = ("fsdp=4,expert=4", "--experts", "--o1")
+    beside = compiled(*arguments)["shared_beside"]
+    rows = [e for e in step(*arguments) if "/exchange/" in e["scope"] and e["dtype"] == "bf16"]
+    for backward in (False, True):
+        found = [e["instruction"] for e in rows if ("transpose(" in e["scope"]) == backward]
+        assert max(beside[name] for name in found) == 3
+
+
 def test_rounded_gradients_are_summed_in_half_the_bytes():
     """Of every matrix and of the vocabulary's table; norms' scales stay fp32, under 1 MiB."""
     scattered = {

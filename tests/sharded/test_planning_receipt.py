@@ -20,6 +20,7 @@ from tests.sharded.cases import gemma_like, gpt_like, llama_like
 
 LENGTH, WIDTH, LAYERS = 64, 512, 3
 ROOM = ExchangeConfig(room_factor=1.5)
+NODES_OF_4 = ExchangeConfig(room_factor=1.5, node_size=4)
 EXACT_EXPERTS = {"fsdp exchange", "expert exchange"}
 
 
@@ -104,6 +105,12 @@ MORE = [
     ("experts", {"fsdp": 8, "expert": 4, "exchange": ROOM}, EXACT_EXPERTS, set()),
     ("experts", {"fsdp": 8, "expert": 4, "remat": Remat.FULL}, EXACT_EXPERTS, set()),
     ("experts", {"fsdp": 8, "expert": 8, "accumulation": 2}, EXACT_EXPERTS, {"fsdp gather"}),
+    (
+        "experts",
+        {"fsdp": 8, "expert": 8, "exchange": NODES_OF_4},
+        {*EXACT_EXPERTS, "expert nodes exchange"},
+        set(),
+    ),
     # Probabilities of a sequence's experts are gathered for the balance losses.
     (
         "experts",

@@ -342,3 +342,25 @@ def test_an_exchange_is_priced_with_the_room_it_has():
     assert rows[0] / rows[1] == pytest.approx(8 / visited, rel=1e-3)
     parts = [step_time(mixtral, each, H200).parts["expert communication"] for each in (wide, even)]
     assert parts[0] > 2 * parts[1]
+
+
+def test_an_exchange_in_two_levels_is_priced_on_both_links():
+    """Of 8 nodes that are its 8 groups a token of DeepSeek-V3 crosses to 4 at most."""
+    deepseek, nodes = find_model("deepseek_v3"), ExchangeConfig(node_size=8)
+    sizes = {"fsdp": 64, "expert": 64, "batch": 64}
+    found = {}
+    for exchange in (nodes, dataclasses.replace(nodes, room_factor=1.0)):
+        each = layout(**sizes, exchange=exchange)
+        sent = {e.axis: e for e in traffic(deepseek, each, H200)}
+        assert (sent["expert nodes"].link, sent["expert"].link) == ("network", "node")
+        parts = step_time(deepseek, each, H200).parts
+        for axis, rate, latency in (
+            ("expert nodes", H200.network_bytes_per_s, H200.network_latency_s),
+            ("expert", H200.node_bytes_per_s, H200.node_latency_s),
+        ):
+            seconds = sent[axis].wire_bytes / rate + sent[axis].count * latency
+            assert parts[f"{axis} communication"] == pytest.approx(seconds, rel=1e-9)
+        found[exchange.room_factor] = sent
+    wide, even = found[None]["expert nodes"], found[1.0]["expert nodes"]
+    assert wide.array_bytes * 8 == found[None]["expert"].array_bytes
+    assert 0.4 < even.array_bytes / wide.array_bytes < 4 / 8
