@@ -22,6 +22,7 @@ from jaxinfra.models.block_graph import trace_repetition
 from jaxinfra.models.definition import ModelDefinition
 from jaxinfra.models.kept_values import BINS, Layers, Option, best_options, cheapest, peak_bytes
 from jaxinfra.models.recomputation import as_kept, repeats_in_body
+from jaxinfra.models.repetition import in_eight_bits
 from jaxinfra.parallel.place import Placement
 from jaxinfra.training.recompute import NEED_LESS, Choice, choose_remat, in_gib
 
@@ -220,9 +221,22 @@ def layers_of(
     rows = training.batch_size // training.accumulation
     first = 0
     for index, stack in enumerate(config.model.stacks):
-        graph = trace_repetition(model, index, rows=rows, length=training.sequence_length)
-        options = best_options(graph, peak, shards=shards)
         pattern = len(stack.pattern)
+        kinds = in_eight_bits(config.model, model.execution.policy, slice(first, first + pattern))
+        options = {
+            kind: best_options(
+                trace_repetition(
+                    model,
+                    index,
+                    rows=rows,
+                    length=training.sequence_length,
+                    number=kinds.index(kind),
+                ),
+                peak,
+                shards=shards,
+            )
+            for kind in dict.fromkeys(kinds)
+        }
         blocks = [model.shapes["blocks"][first + i] for i in range(pattern)]
         first += pattern
         leaves = [leaf for leaf in jax.tree.leaves(blocks) if leaf.ndim > 0]
@@ -234,13 +248,14 @@ def layers_of(
         whole = repeats_in_body(stack, training.unroll) == stack.repeats
         in_place = any(isinstance(each.feed_forward, ExpertsConfig) for each in stack.pattern)
         if not whole:
-            parts.append(((Layers(options=options, count=stack.repeats),), stack.repeats))
+            loop = Layers(options=options[kinds[0]], count=stack.repeats)
+            parts.append(((loop,), stack.repeats))
             continue
-        layer = Layers(
-            options=options,
+        layer = functools.partial(
+            Layers,
             # XLA casts the weights of all layers at once, before the first.
             fixed_bytes=stream + (elements * compute // shards if is_cast else 0),
             gradient_bytes=0 if in_place or training.accumulation > 1 else stored // shards,
         )
-        parts.append(((layer,) * stack.repeats, stack.repeats))
+        parts.append((tuple(layer(options=options[kind]) for kind in kinds), stack.repeats))
     return parts
