@@ -26,6 +26,7 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter, is_counted
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         config = fixed_remat(config)
     job = make_job(config)
     report = report_memory(lower_step(job))
+    arrays = bytes_per_parameter(job) if is_counted(job) else None
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
     remedies = _remedies(config, limit) if too_much and limit is not None else []
@@ -75,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
         chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
-        print(json.dumps(report.as_json() | chosen | found, indent=1))
+        counted = {"bytes_per_parameter": dataclasses.asdict(arrays)} if arrays else {}
+        print(json.dumps(report.as_json() | counted | chosen | found, indent=1))
     else:
         if job.choice is not None:
             print(job.choice.describe())
         _print(report, top=args.top)
+        if arrays is not None:
+            print(arrays.describe())
         for each in remedies:
             print(f"remedy: {each.describe()}")
     return 1 if too_much else 0
