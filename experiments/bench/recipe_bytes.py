@@ -57,7 +57,8 @@ def main() -> None:
         if args.only is None or each.published in args.only:
             rows.append(measured(each, unroll=args.unroll))
             print(json.dumps(rows[-1]), flush=True)
-            result = {"environment": environment(), "unroll": args.unroll, "rows": rows}
+            result = {"environment": environment(), "compiled_for": "H200", "unroll": args.unroll}
+            result["rows"] = rows
             args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -34,6 +34,7 @@ from jaxinfra.diagnostics.memory.serving import ServingCase, serving_memory, ser
 from jaxinfra.models.definition import Parameters
 from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
 from jaxinfra.training.job import lower_step, make_job
+from jaxinfra.training.recompute_picture import draw_choice
 from jaxinfra.weights.load_pretrained import pretrained_shapes
 from jaxinfra.weights.model_directory import is_model_directory
 
@@ -52,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what serve calls --cache",
     )
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it over time")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw it over time; with --remat optimal beside it FILE.recomputation.png: what each "
+        "budget costs",
+    )
     parser.add_argument("--top", type=int, default=16, help="parts to list (16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -74,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     remedies = _remedies(config, limit) if too_much and limit is not None else []
     if args.picture is not None:
         draw_memory(report, args.picture, limit_bytes=limit)
+        draw_choice(job.choice, args.picture.with_suffix(".recomputation.png"))
     if args.json:
         found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
         chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
