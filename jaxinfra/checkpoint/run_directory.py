@@ -6,6 +6,7 @@ tokenizer.json     the tokenizer that its tokens are of; beside it what else cam
 metrics.jsonl      one line a step
 summary.json       the outcome
 loss.png           training and held-out loss
+recomputation.png  what recomputation costs by budget, of a run with remat=optimal
 tensorboard/       the same curves as events
 checkpoints/       verified checkpoints (jaxinfra.checkpoint)
 trace/             profiler traces, where asked for
@@ -81,6 +82,11 @@ class RunDirectory:
         return self.path / "loads.png"
 
     @property
+    def recomputation_picture_file(self) -> Path:
+        """What recomputation costs by budget, where one decided it."""
+        return self.path / "recomputation.png"
+
+    @property
     def checkpoints(self) -> Path:
         """Where checkpoints are."""
         return self.path / "checkpoints"
@@ -126,7 +132,8 @@ class RunDirectory:
         files = (
             *(self.metrics_file, self.incidents_file, self.goodput_file, self.prometheus_file),
             self.environments_file,
-            *(self.picture_file, self.loads_picture_file, self.summary_file),
+            *(self.picture_file, self.loads_picture_file, self.recomputation_picture_file),
+            self.summary_file,
         )
         odd = [each for each in files if _exists(each) and not _is_plain(each)]
         directories = (self.tensorboard, self.recorder)

@@ -27,6 +27,7 @@ from jaxinfra.config.mesh import parse_mesh
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import Remat, RunConfig
 from jaxinfra.core.errors import ConfigError
+from jaxinfra.diagnostics.memory.per_parameter import bytes_per_parameter, is_counted
 from jaxinfra.diagnostics.memory.picture import draw_memory
 from jaxinfra.diagnostics.memory.remedies import Remedy, find_remedies, fixed_remat
 from jaxinfra.diagnostics.memory.report import MemoryReport, gib, report_memory
@@ -36,6 +37,7 @@ from jaxinfra.numerics.policy import POLICIES, Policy, as_kept, held_as_computed
 from jaxinfra.serving.quantize.held import held_shapes
 from jaxinfra.serving.quantize.recipes import DEFAULT_GROUP, RECIPES, quantization_recipe
 from jaxinfra.training.job import lower_step, make_job
+from jaxinfra.training.recompute_picture import draw_choice
 from jaxinfra.weights.load_pretrained import pretrained_shapes
 from jaxinfra.weights.model_directory import is_model_directory
 
@@ -62,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"inputs that share a scale, of weights in 4 bits ({DEFAULT_GROUP})",
     )
     parser.add_argument("--limit", type=float, metavar="GIB", help="memory of a device")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it over time")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw it over time; with --remat optimal beside it FILE.recomputation.png: what each "
+        "budget costs",
+    )
     parser.add_argument("--top", type=int, default=16, help="parts to list (16)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -78,19 +86,24 @@ def run(args: argparse.Namespace) -> int:
         config = fixed_remat(config)
     job = make_job(config)
     report = report_memory(lower_step(job))
+    arrays = bytes_per_parameter(job) if is_counted(job) else None
     limit = None if args.limit is None else int(args.limit * 2**30)
     too_much = limit is not None and report.total_bytes > limit
     remedies = _remedies(config, limit) if too_much and limit is not None else []
     if args.picture is not None:
         draw_memory(report, args.picture, limit_bytes=limit)
+        draw_choice(job.choice, args.picture.with_suffix(".recomputation.png"))
     if args.json:
         found = {"limit_bytes": limit, "remedies": [each.as_json() for each in remedies]}
         chosen = {} if job.choice is None else {"recomputation": dataclasses.asdict(job.choice)}
-        print(json.dumps(report.as_json() | chosen | found, indent=1))
+        counted = {"bytes_per_parameter": dataclasses.asdict(arrays)} if arrays else {}
+        print(json.dumps(report.as_json() | counted | chosen | found, indent=1))
     else:
         if job.choice is not None:
             print(job.choice.describe())
         _print(report, top=args.top)
+        if arrays is not None:
+            print(arrays.describe())
         for each in remedies:
             print(f"remedy: {each.describe()}")
     return 1 if too_much else 0

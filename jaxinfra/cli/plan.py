@@ -28,7 +28,7 @@ from jaxinfra.core.files import read_json
 from jaxinfra.core.places import user_cache
 from jaxinfra.planning import selfcheck, table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
-from jaxinfra.planning.formats import FORMATS, RECIPES
+from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES
 from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
@@ -383,7 +383,8 @@ def _formats(args: argparse.Namespace) -> int:
             each.name: {**dataclasses.asdict(each), "total": each.total}
             for each in RECIPES.values()
         }
-        print(json.dumps({"formats": formats, "recipes": recipes}))
+        as_settings = [dataclasses.asdict(each) for each in CORRESPONDENCES]
+        print(json.dumps({"formats": formats, "recipes": recipes, "as_settings": as_settings}))
         return 0
     table.show(*table.format_tables())
     return 0

@@ -64,8 +64,15 @@ class Fp8Matmuls:
     gradient: Fp8Format | None = None  # of cotangents; None: e4m3 with blocks, squares, else e5m2
     history: int = 16  # steps whose largest element a delayed scale is made of
     sites: tuple[Site, ...] = (Site.PROJECTION,)  # matmuls that are in 8 bits
+    first_layers_out: int = 0  # layers at the beginning that stay in the policy's format
+    last_layers_out: int = 0  # layers at the end that do
 
     def __post_init__(self) -> None:
+        if min(self.first_layers_out, self.last_layers_out) < 0:
+            raise ConfigError(
+                f"fp8 first_layers_out={self.first_layers_out}, last_layers_out="
+                f"{self.last_layers_out}: both are numbers of layers; they must be at least 0"
+            )
         if not 1 <= self.history <= 1024:
             raise ConfigError(f"fp8 history={self.history} must lie in [1, 1024] steps")
         refused = {

@@ -111,6 +111,13 @@ def _validate_fp8(run: RunConfig) -> None:
             "keep_gathered keeps weights of the policy's format, and fp8 gathers them in 8 bits; "
             "leave one of them out"
         )
+    first, last = run.precision.fp8.first_layers_out, run.precision.fp8.last_layers_out
+    if first + last and run.mesh.pipe > 1:
+        raise ConfigError(
+            f"fp8 first_layers_out={first}, last_layers_out={last} with pipe={run.mesh.pipe}: "
+            "layers of a pipeline's stages are one program; use fsdp and tensor, or leave no layer "
+            "out of 8 bits"
+        )
     latent = any(isinstance(each.mixer, LatentAttentionConfig) for each in run.model.blocks)
     if latent and run.mesh.context > 1:
         raise ConfigError(

@@ -284,11 +284,14 @@ def _with_attention(
     return found
 
 
-def trace_repetition(model: ModelDefinition, stack: int, *, rows: int, length: int) -> BlockGraph:
+def trace_repetition(
+    model: ModelDefinition, stack: int, *, rows: int, length: int, number: int = 0
+) -> BlockGraph:
     """The graph of a repetition of a stack's pattern, from shapes alone.
 
     Args:
         rows, length: of the batch that passes through it at once.
+        number: which repetition, where some stay out of 8 bits.
     """
     config = model.config
     first = sum(len(each.pattern) for each in config.stacks[:stack])
@@ -301,7 +304,7 @@ def trace_repetition(model: ModelDefinition, stack: int, *, rows: int, length: i
     def repetition(x_BTD, parameters, positions, segment_ids):
         given = Pass(positions_BT=positions, segment_ids_BT=segment_ids)
         ropes = decoder.rope_tables(positions)[places]
-        run, _ = decoder.repetition(places, given, ropes=ropes)
+        run, _ = decoder.repetition(places, given, ropes=ropes, number=number)
 
         def result(x_BTD, parameters):
             (x_BTD, _), sums = run((x_BTD, None), (None, parameters, None))

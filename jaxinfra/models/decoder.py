@@ -20,7 +20,7 @@ from jaxinfra.config.rope import RopeConfig
 from jaxinfra.core import axes
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.block import Block
-from jaxinfra.layers.cache import Cache, ContiguousCache, after_pass, in_layer
+from jaxinfra.layers.cache import ContiguousCache, after_pass
 from jaxinfra.layers.dropout import dropout
 from jaxinfra.layers.embedding import Embedding
 from jaxinfra.layers.execution import Execution
@@ -30,16 +30,23 @@ from jaxinfra.layers.rope import RopeTable, rope_table
 from jaxinfra.layers.stack import stack as stack_of
 from jaxinfra.models.layer_loop import one_by_one, take_apart
 from jaxinfra.models.recomputation import check_kept, repeats_in_body, steps_of_stack
+from jaxinfra.models.repetition import KVCache as KVCache
+from jaxinfra.models.repetition import (
+    check_recipes,
+    graphdefs_of,
+    in_eight_bits,
+    one_repetition,
+    repetition_of,
+)
+from jaxinfra.numerics.policy import unquantized
 from jaxinfra.numerics.recipe import Site
-
-type KVCache = tuple[Cache, ...]
-"""One entry for each distinct block, of all its repetitions."""
 
 
 class Decoder(nnx.Module):
     """Embedding, L repetitions of the block pattern, final norm, projection onto the vocabulary."""
 
     def __init__(self, config: ModelConfig, *, execution: Execution, rngs: nnx.Rngs):
+        check_recipes(config, execution)
         self.config = config
         self.execution = execution
         table = functools.partial(
@@ -58,8 +65,10 @@ class Decoder(nnx.Module):
         )
         self.blocks = nnx.List(
             [
-                self._stack(block, repeats, rngs)
-                for block, repeats in zip(config.blocks, config.repeats, strict=True)
+                self._stack(i, block, repeats, rngs)
+                for i, (block, repeats) in enumerate(
+                    zip(config.blocks, config.repeats, strict=True)
+                )
             ]
         )
         check_kept(config, execution, [label for block in self.blocks for label in block.labels])
@@ -68,8 +77,11 @@ class Decoder(nnx.Module):
         )
         self.unembedding = None if tied else table(num_rows=rows, rows_dim=axes.VOCAB, matmul=True)
 
-    def _stack(self, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
-        config = self.config
+    def _stack(self, i: int, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> Block:
+        config, execution = self.config, self.execution
+        if not any(kind for (kind,) in in_eight_bits(config, execution.policy, slice(i, i + 1))):
+            # Nothing of 8 bits, their histories neither.
+            execution = dataclasses.replace(execution, policy=unquantized(execution.policy))
         build = functools.partial(
             Block,
             block,
@@ -77,7 +89,7 @@ class Decoder(nnx.Module):
             std=config.init_std,
             out_std=config.init_std / math.sqrt(2 * config.num_layers),
             dropout_rate=config.dropout_rate,
-            execution=self.execution,
+            execution=execution,
         )
         return stack_of(lambda rngs: build(rngs=rngs), num_layers=repeats, rngs=rngs)
 
@@ -239,18 +251,27 @@ class Decoder(nnx.Module):
             keys: of dropout, [repeats, pattern].
         """
         repeats, unroll = stack.repeats, repeats_in_body(stack, self.execution.unroll)
-        repetition, parameters = self.repetition(places, given, ropes=ropes, cache=cache)
+        kinds = in_eight_bits(self.config, self.execution.policy, places)
         if repeats == 1 and cache is not None:
-            graphdefs = tuple(nnx.split(block)[0] for block in list(self.blocks)[places])
+            graphdefs, parameters = graphdefs_of(self._blocks_at(places), kinds[0])
             with jax.named_scope("layer"):
-                return _one_repetition(
+                return one_repetition(
                     x_BTD, parameters, given, tuple(ropes), cache, graphdefs=graphdefs
                 )
+        computed = {
+            kind: self.repetition(places, given, ropes=ropes, cache=cache, number=kinds.index(kind))
+            for kind in dict.fromkeys(kinds)
+        }
+        _, parameters = computed[kinds[0]]
         stored = None if cache is None else [each.arrays for each in cache]
         indices = None if cache is None else jnp.arange(repeats)
         with jax.named_scope("layer"):
             steps = steps_of_stack(
-                repetition, self.execution, self.config, places.start, in_loop=unroll < repeats
+                [computed[kind][0] for kind in kinds],
+                self.execution,
+                self.config,
+                places.start,
+                in_loop=unroll < repeats,
             )
             start, layers = (x_BTD, stored), (indices, parameters, keys)
             # Of experts there are more weights than of all else: how their gradients are put
@@ -276,46 +297,23 @@ class Decoder(nnx.Module):
         *,
         ropes: Sequence[RopeTable | None],
         cache: KVCache | None = None,
+        number: int = 0,
     ):
         """What one repetition of a stack's pattern computes, and the parameters of all of them.
 
         Args:
             places, ropes: as in ``_run_stack``.
+            number: which repetition it is; they differ where ``in_eight_bits`` does.
 
         Returns:
-            ((x, cached arrays), (index, parameters, dropout keys)) -> ((x, cached arrays), sums),
-            without recomputation; parameters of each block [repeats, ...].
+            ``repetition_of`` the blocks; parameters of each block [repeats, ...].
         """
-        # The pattern's blocks differ in structure, its repetitions do not: scan over repetitions.
-        blocks = list(self.blocks)[places]
-        graphdefs, parameters = zip(*(nnx.split(block) for block in blocks), strict=True)
+        kind = in_eight_bits(self.config, self.execution.policy, places)[number]
+        graphdefs, parameters = graphdefs_of(self._blocks_at(places), kind)
+        return repetition_of(graphdefs, given, ropes=ropes, cache=cache), parameters
 
-        # The cache is carried, not scanned over: the loop then works in the one buffer, where a
-        # scan would read the whole cache from one and write it to another.
-        def repetition(carry: tuple[jax.Array, list[dict[str, jax.Array]] | None], layer):
-            x_BTD, stored = carry
-            index, parameters, keys = layer
-            written, sums = [], []
-            for i, (graphdef, rope) in enumerate(zip(graphdefs, ropes, strict=True)):
-                seen = None
-                if cache is not None and stored is not None:
-                    seen = in_layer(cache[i], stored[i], index)
-                out = nnx.merge(graphdef, parameters[i])(
-                    x_BTD,
-                    dataclasses.replace(
-                        given,
-                        rope=rope,
-                        cache=seen,
-                        dropout_key=None if keys is None else keys[i],
-                    ),
-                )
-                x_BTD = out.x
-                sums.append(out.sums)
-                if out.cache is not None:
-                    written.append(out.cache.arrays)
-            return (x_BTD, None if stored is None else written), tuple(sums)
-
-        return repetition, parameters
+    def _blocks_at(self, places: slice) -> list[Block]:
+        return list(self.blocks)[places]
 
     def normalized(self, x_BTD: jax.Array) -> jax.Array:
         """The last block's output as the vocabulary projection reads it."""
@@ -357,28 +355,6 @@ class Decoder(nnx.Module):
                 )
             result.append(tables[rope, head_dim])
         return result
-
-
-@functools.partial(jax.jit, static_argnames=("graphdefs",))
-def _one_repetition(
-    x_BTD: jax.Array,
-    parameters: tuple[nnx.State, ...],
-    given: Pass,
-    ropes: tuple[RopeTable | None, ...],
-    cache: KVCache,
-    *,
-    graphdefs: tuple[nnx.GraphDef[Block], ...],
-) -> LayerOutput:
-    """A stack that is not repeated: traced and lowered once for all stacks that are alike."""
-    written, sums = [], []
-    for graphdef, stacked, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
-        block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
-        seen = in_layer(cached, cached.arrays, jnp.int32(0))
-        out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
-        x_BTD = out.x
-        sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))
-        written.append(after_pass(cached, out.cache.arrays))
-    return LayerOutput(x=x_BTD, cache=tuple(written), sums=tuple(sums))
 
 
 @functools.partial(jax.jit, static_argnums=0)

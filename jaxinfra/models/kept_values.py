@@ -42,6 +42,7 @@ class Layers:
     # Of each, there as long as what is kept: its input, and its weights where they are cast early.
     fixed_bytes: int = 0
     gradient_bytes: int = 0  # of each, there from its backward pass to the end
+    policies: tuple[Option, ...] = ()  # what fixed policies keep, to be compared with
 
 
 def seconds_of(kept: Kept, peak: DevicePeak, *, shards: int = 1) -> float:
@@ -58,13 +59,7 @@ def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tup
     """The sets that no other beats in bytes and time, from the one of least bytes on."""
 
     def option(names: frozenset[str]) -> Option:
-        kept = keeping(graph, names)
-        return Option(
-            names=kept.names,
-            bytes=kept.bytes // shards,
-            seconds=seconds_of(kept, peak, shards=shards),
-            matmuls=kept.matmuls,
-        )
+        return option_of_policy(graph, tuple(names), peak, shards=shards)
 
     names = _worth_keeping(graph, option)
     found = {
@@ -79,6 +74,26 @@ def best_options(graph: BlockGraph, peak: DevicePeak, *, shards: int = 1) -> tup
         if not best or each.seconds < best[-1].seconds:
             best.append(each)
     return tuple(best)
+
+
+def option_of_policy(
+    graph: BlockGraph, names: Sequence[str] | None, peak: DevicePeak, *, shards: int = 1
+) -> Option:
+    """What a fixed policy keeps.
+
+    Args:
+        names: as ``kept_by``; None: all that the backward pass reads.
+    """
+    if names is None:
+        size = sum(graph.sizes[value] for value in graph.needed if value in graph.makers)
+        return Option(names=(), bytes=size // shards, seconds=0.0, matmuls=0)
+    kept = keeping(graph, frozenset(names))
+    return Option(
+        names=kept.names,
+        bytes=kept.bytes // shards,
+        seconds=seconds_of(kept, peak, shards=shards),
+        matmuls=kept.matmuls,
+    )
 
 
 def _worth_keeping(graph: BlockGraph, option) -> list[str]:

@@ -96,24 +96,30 @@ def repeats_in_body(stack: Stack, unroll: int) -> int:
 
 
 def steps_of_stack(
-    repetition: Callable[..., Any],
+    repetitions: Sequence[Callable[..., Any]],
     execution: Execution,
     config: ModelConfig,
     first_block: int,
     *,
     in_loop: bool,
 ) -> list[Callable[..., Any]]:
-    """A repetition for each layer of a stack, the same object for those that keep the same.
+    """What each layer of a stack computes, and keeps: the same object for those that are alike.
 
     Args:
+        repetitions: what each computes, the same object for those that compute the same.
         first_block: of the stack, among the blocks of all patterns.
     """
-    if execution.remat is not Remat.CHOSEN:
-        whole = rematerialized(repetition, kept_by(execution.remat), in_loop=in_loop)
-        return [whole] * config.repeats[first_block]
-    kept = kept_in_stack(execution.kept, config, first_block=first_block)
-    steps = {names: rematerialized(repetition, names, in_loop=in_loop) for names in set(kept)}
-    return [steps[names] for names in kept]
+    kept: Sequence[tuple[str, ...] | None]
+    if execution.remat is Remat.CHOSEN:
+        kept = kept_in_stack(execution.kept, config, first_block=first_block)
+    else:
+        kept = [kept_by(execution.remat)] * len(repetitions)
+    each = list(zip(repetitions, kept, strict=True))
+    steps = {
+        (repetition, names): rematerialized(repetition, names, in_loop=in_loop)
+        for repetition, names in dict.fromkeys(each)
+    }
+    return [steps[key] for key in each]
 
 
 def kept_in_stack(

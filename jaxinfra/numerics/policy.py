@@ -23,6 +23,12 @@ class Policy:
     accum: jnp.dtype
     gradient: jnp.dtype | None = None  # of weights, as a matmul hands it on; None: ``param``
     sites: tuple[tuple[Site, Recipe], ...] = ()  # that differ from the rest
+    out_of_eight_bits: tuple[int, int] = (0, 0)  # layers at the beginning and the end
+
+    def in_eight_bits(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer's matmuls may be in 8 bits: each site's recipe says whether they are."""
+        first, last = self.out_of_eight_bits
+        return first <= layer < num_layers - last
 
     def recipe(self, site: Site) -> Recipe:
         """How the matmuls of a site compute. A router's scores stay in ``accum`` unless asked: a
@@ -68,13 +74,14 @@ def policy_of(config: PrecisionConfig) -> Policy:
     sites = tuple(
         (site, dataclasses.replace(policy.recipe(site), fp8=fp8)) for site in config.fp8.sites
     )
-    return dataclasses.replace(policy, sites=sites)
+    ends = (config.fp8.first_layers_out, config.fp8.last_layers_out)
+    return dataclasses.replace(policy, sites=sites, out_of_eight_bits=ends)
 
 
 def unquantized(policy: Policy) -> Policy:
     """The policy that evaluates and exports what a policy with 8-bit matmuls trains."""
     sites = tuple((site, recipe.unquantized) for site, recipe in policy.sites)
-    return dataclasses.replace(policy, sites=sites)
+    return dataclasses.replace(policy, sites=sites, out_of_eight_bits=(0, 0))
 
 
 def held_as_computed(policy: Policy) -> Policy:

@@ -122,6 +122,87 @@ RECIPES = {
         TrainingRecipe("fp8-lm-o3", "fp8", 1, 1, 2, 2, 3),
         TrainingRecipe("fp8-deepseek-v3", "fp8", 1, 2, 4, 4, 4),
         TrainingRecipe("fp8-nanotron", "fp8", 1, 1, 4, 2, 2),
+        # jaxinfra's settings that correspond to those rows.
+        TrainingRecipe("bf16-summed", "bf16", 4, 4, 4, 0, 8),
+        TrainingRecipe("fp8", "fp8", 4, 4, 0, 0, 8),
+        TrainingRecipe("fp8-as-fp8-lm", "fp8", 2, 2, 4, 0, 3),
+        TrainingRecipe("fp8-as-deepseek-v3", "fp8", 4, 4, 4, 0, 4),
+        TrainingRecipe("fp8-as-nanotron", "fp8", 2, 2, 4, 0, 2),
     )
 }
-"""By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10."""
+"""By name. Totals: 16, 16, 16, 20, 16, 16, 9, 15, 10; then 20, 16, 11, 16, 10."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Correspondence:
+    """A published recipe, and the settings of jaxinfra that come to it."""
+
+    published: str  # in ``RECIPES``
+    ours: str  # likewise
+    settings: tuple[str, ...]  # as ``--set`` takes them
+    differs: tuple[str, ...] = ()  # what our design does not hold, or holds in other formats
+
+
+_BF16 = "precision.policy=bf16"
+_SUMMED = "training.accumulation=2"
+_NO_COPY = "weights + master: no copy of all weights for matmuls; a layer's is made where it runs"
+_AS_WEIGHTS = "grads: in the format of the kept weights, which the optimizer reads"
+
+CORRESPONDENCES = (
+    Correspondence(
+        published="bf16-fp32-accumulation",
+        ours="bf16-summed",
+        settings=(_BF16, _SUMMED),
+        differs=(_NO_COPY, _AS_WEIGHTS),
+    ),
+    Correspondence(
+        published="bf16-no-accumulation",
+        ours="bf16",
+        settings=(_BF16,),
+        differs=(_NO_COPY, _AS_WEIGHTS),
+    ),
+    Correspondence(
+        published="fp8-transformer-engine",
+        ours="fp8",
+        settings=(_BF16, 'precision.fp8={"scaling": "delayed"}'),
+    ),
+    Correspondence(
+        published="fp8-lm-o3",
+        ours="fp8-as-fp8-lm",
+        settings=(
+            _BF16,
+            'precision.fp8={"scaling": "tensor"}',
+            "precision.weights=bf16",
+            "optimizer.first_moment=fp8",
+            "optimizer.second_moment=fp16",
+            _SUMMED,
+        ),
+        differs=(_NO_COPY, _AS_WEIGHTS, "summed: in fp32, not in fp16 with a scale"),
+    ),
+    Correspondence(
+        published="fp8-deepseek-v3",
+        ours="fp8-as-deepseek-v3",
+        settings=(
+            _BF16,
+            'precision.fp8={"scaling": "blocks"}',
+            "optimizer.first_moment=bf16",
+            "optimizer.second_moment=bf16",
+            _SUMMED,
+        ),
+        differs=(_NO_COPY, _AS_WEIGHTS),
+    ),
+    Correspondence(
+        published="fp8-nanotron",
+        ours="fp8-as-nanotron",
+        settings=(
+            _BF16,
+            'precision.fp8={"scaling": "tensor"}',
+            "precision.weights=bf16",
+            "optimizer.first_moment=fp8",
+            "optimizer.second_moment=fp8",
+            _SUMMED,
+        ),
+        differs=(_NO_COPY, _AS_WEIGHTS),
+    ),
+)
+"""Of AdamW, without Muon."""

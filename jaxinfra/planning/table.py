@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from jaxinfra.planning.devices import Device
-from jaxinfra.planning.formats import FORMATS, RECIPES
+from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES, Correspondence
 from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import kv_table
 from jaxinfra.planning.model import (
@@ -265,7 +265,7 @@ def _figure(value: object) -> str:
 
 
 def format_tables() -> list[RenderableType]:
-    """Number formats, and bytes a parameter of the training recipes."""
+    """Number formats, bytes per parameter of the training recipes, and published ones as ours."""
     formats = [
         (
             each.name,
@@ -285,7 +285,19 @@ def format_tables() -> list[RenderableType]:
     return [
         grid("Number formats", columns, formats),
         grid("Bytes per parameter", parts, recipes),
+        "Published recipes as settings, and what differs",
+        *(_correspondence(each) for each in CORRESPONDENCES),
     ]
+
+
+def _correspondence(each: Correspondence) -> str:
+    published, ours = RECIPES[each.published], RECIPES[each.ours]
+    lines = [
+        f"\n{each.published}, {published.total} bytes: {each.ours}, {ours.total} bytes",
+        *(f"  --set '{setting}'" for setting in each.settings),
+        *(f"  {line}" for line in each.differs),
+    ]
+    return "\n".join(lines)
 
 
 def check_tables(

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxinfra.config.finetune import BaseWeights
+from jaxinfra.config.precision import Fp8Matmuls
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.corpora import Corpora, schedule_of
 from jaxinfra.data.token_arrays import TokenArrays
@@ -25,8 +26,7 @@ def describe_job(job: Job) -> str:
     if lora is not None and lora.base is not BaseWeights.COMPUTE:
         trained += f", adapters over a base in {lora.base}"
     options = "" if job.options is None else f"; XLA options {describe_options(job.options)}"
-    fp8 = config.precision.fp8
-    fp8 = "" if fp8 is None else f" with projections in fp8 by {fp8.scaling.value}"
+    fp8 = _in_eight_bits(config.precision.fp8)
     choice = "".join(f"\n{each.describe()}" for each in (job.choice, job.gathers) if each)
     return (
         f"{job.model.num_parameters:,} parameters{trained}, {config.precision.policy}{fp8} on "
@@ -34,6 +34,15 @@ def describe_job(job: Job) -> str:
         f"of {config.training.batch_size} x {config.training.sequence_length} tokens"
         f"{options}{choice}"
     )
+
+
+def _in_eight_bits(fp8: Fp8Matmuls | None) -> str:
+    if fp8 is None:
+        return ""
+    out = {"first": fp8.first_layers_out, "last": fp8.last_layers_out}
+    but = " and ".join(f"the {where} {count}" for where, count in out.items() if count)
+    by = f" with projections in fp8 by {fp8.scaling.value}"
+    return f"{by} in all layers but {but}" if but else by
 
 
 def describe_corpora(corpora: Corpora, config: RunConfig) -> str:

@@ -20,15 +20,40 @@ from jaxinfra.core.devices import REFERENCE_PEAK, device_peak
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.block_graph import trace_repetition
 from jaxinfra.models.definition import ModelDefinition
-from jaxinfra.models.kept_values import BINS, Layers, Option, best_options, cheapest, peak_bytes
-from jaxinfra.models.recomputation import as_kept, repeats_in_body
+from jaxinfra.models.kept_values import (
+    BINS,
+    Layers,
+    Option,
+    best_options,
+    cheapest,
+    option_of_policy,
+    peak_bytes,
+)
+from jaxinfra.models.recomputation import as_kept, kept_by, repeats_in_body
+from jaxinfra.models.repetition import in_eight_bits
 from jaxinfra.parallel.place import Placement
-from jaxinfra.training.recompute import NEED_LESS, Choice, choose_remat, in_gib
+from jaxinfra.training.recompute import (
+    CHEAPEST_FIRST,
+    NEED_LESS,
+    Choice,
+    choose_remat,
+    in_gib,
+)
 
 MOST_PROGRAMS = 6
 """Steps that are compiled for a choice."""
+NUM_BUDGETS = 24
+"""Of the trade-off between bytes and seconds."""
 CLOSE_ENOUGH = 0.01
 """Of the budget: what may be left without another step being compiled."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tradeoff:
+    """Bytes of a step per device against the seconds of what it computes again, as predicted."""
+
+    cheapest: tuple[tuple[int, float], ...]  # from the least bytes on
+    policies: dict[Remat, tuple[int, float]]  # the same for all layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +66,7 @@ class KeptChoice:
     need_bytes: int  # per device, of its compiled step
     budget_bytes: int
     options: tuple[tuple[Option, ...], ...]  # of each stack
+    tradeoff: Tradeoff
 
     @property
     def remat(self) -> Remat:
@@ -162,7 +188,38 @@ class KeptSearch:
             need_bytes=self._needs[best],
             budget_bytes=self.budget_bytes,
             options=tuple(dict.fromkeys(each.options for each in self.layers)),
+            tradeoff=self.tradeoff(),
         )
+
+    def tradeoff(self) -> Tradeoff:
+        """The cheapest choice for budgets between the least and what keeps most, and what fixed
+        policies come to; bytes of steps that were compiled are theirs.
+        """
+
+        def point(chosen: tuple[Option, ...]) -> tuple[int, float]:
+            predicted = int(self._need_of(np.array(peak_bytes(self.layers, chosen))))
+            return self._needs.get(chosen, predicted), self.seconds(chosen)
+
+        fixed = {
+            remat: tuple(each.policies[at] for each in self.layers)
+            for at, remat in enumerate(CHEAPEST_FIRST)
+            if all(each.policies for each in self.layers)
+        }
+        most = tuple(each.options[-1] for each in self.layers)
+        low, high = (peak_bytes(self.layers, each) for each in (self.least, most))
+        peaks = [peak_bytes(self.layers, each) for each in fixed.values()]
+        peaks = [*np.linspace(low, high, NUM_BUDGETS), *(each for each in peaks if each < high)]
+        found = [self.least, most]
+        for peak in peaks:
+            # Above it by what the search may round bytes up by.
+            room = int(peak * (1 + len(self.layers) / BINS))
+            found.append(cheapest(self.layers, room=room) or self.least)
+        best: list[tuple[int, float]] = []
+        for size, seconds in sorted({point(each) for each in found}):
+            if not best or seconds < best[-1][1]:
+                best.append((size, seconds))
+        policies = {remat: point(each) for remat, each in fixed.items()}
+        return Tradeoff(cheapest=tuple(best), policies=policies)
 
 
 def choose_kept(search: KeptSearch, need: Callable[[tuple[KeptValues, ...]], int]) -> KeptChoice:
@@ -220,9 +277,22 @@ def layers_of(
     rows = training.batch_size // training.accumulation
     first = 0
     for index, stack in enumerate(config.model.stacks):
-        graph = trace_repetition(model, index, rows=rows, length=training.sequence_length)
-        options = best_options(graph, peak, shards=shards)
         pattern = len(stack.pattern)
+        kinds = in_eight_bits(config.model, model.execution.policy, slice(first, first + pattern))
+        options, policies = {}, {}
+        for kind in dict.fromkeys(kinds):
+            graph = trace_repetition(
+                model,
+                index,
+                rows=rows,
+                length=training.sequence_length,
+                number=kinds.index(kind),
+            )
+            options[kind] = best_options(graph, peak, shards=shards)
+            policies[kind] = tuple(
+                option_of_policy(graph, kept_by(remat), peak, shards=shards)
+                for remat in CHEAPEST_FIRST
+            )
         blocks = [model.shapes["blocks"][first + i] for i in range(pattern)]
         first += pattern
         leaves = [leaf for leaf in jax.tree.leaves(blocks) if leaf.ndim > 0]
@@ -234,13 +304,17 @@ def layers_of(
         whole = repeats_in_body(stack, training.unroll) == stack.repeats
         in_place = any(isinstance(each.feed_forward, ExpertsConfig) for each in stack.pattern)
         if not whole:
-            parts.append(((Layers(options=options, count=stack.repeats),), stack.repeats))
+            loop = Layers(
+                options=options[kinds[0]], policies=policies[kinds[0]], count=stack.repeats
+            )
+            parts.append(((loop,), stack.repeats))
             continue
-        layer = Layers(
-            options=options,
+        layer = functools.partial(
+            Layers,
             # XLA casts the weights of all layers at once, before the first.
             fixed_bytes=stream + (elements * compute // shards if is_cast else 0),
             gradient_bytes=0 if in_place or training.accumulation > 1 else stored // shards,
         )
-        parts.append(((layer,) * stack.repeats, stack.repeats))
+        layers = (layer(options=options[kind], policies=policies[kind]) for kind in kinds)
+        parts.append((tuple(layers), stack.repeats))
     return parts

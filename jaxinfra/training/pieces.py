@@ -20,6 +20,7 @@ from jaxinfra.config.run import TrainingConfig
 from jaxinfra.data.batch import Batch
 from jaxinfra.layers.passes import Pass
 from jaxinfra.models.definition import ModelDefinition, Parameters, merged
+from jaxinfra.models.repetition import out_of_eight_bits
 from jaxinfra.training.gradients import hidden_loss, own_loss
 
 type _Function = Callable[..., tuple[jax.Array, jax.Array]]
@@ -78,11 +79,18 @@ class StepPieces:
         self._model, self._training = model, training
         self._whole = model.freeze({})
         self._zero = jnp.zeros((), model.execution.policy.accum)
-        layers = [functools.partial(self._layer, i) for i in range(len(model.config.blocks))]
-        self._functions = [self._embed, *layers, self._loss]
-        self._compiled = [
-            (jax.jit(each), jax.jit(functools.partial(_backward, each))) for each in self._functions
+        # Of a layer its block, and whether that multiplies in 8 bits there.
+        config, policy = model.config, model.execution.policy
+        self._layers = [
+            (i, policy.in_eight_bits(number, config.num_layers))
+            for number, (i, _) in enumerate(config.layer_places)
         ]
+        self._functions: dict[Any, _Function] = {"embedding": self._embed, "loss": self._loss}
+        self._functions |= {key: functools.partial(self._layer, *key) for key in set(self._layers)}
+        self._compiled = {
+            key: (jax.jit(each), jax.jit(functools.partial(_backward, each)))
+            for key, each in self._functions.items()
+        }
 
     def of(
         self,
@@ -112,7 +120,9 @@ class StepPieces:
         frozen = self._model.frozen
         shared, still = _without_blocks(tree), _without_blocks(frozen)
         pieces = [
-            self._piece(0, "embedding", "", shared, still, batch.tokens, positions, embed_key)
+            self._piece(
+                "embedding", "embedding", "", shared, still, batch.tokens, positions, embed_key
+            )
         ]
         for number, (i, repetition) in enumerate(config.layer_places):
             given = Pass(
@@ -122,13 +132,13 @@ class StepPieces:
                 dropout_key=layer_keys[number],
             )
             own, rest = (_repetition(each, i, repetition) for each in (tree, frozen))
-            path = f"blocks/{i}/"
-            pieces.append(self._piece(1 + i, f"layer {number}", path, own, rest, given, scale))
-        pieces.append(self._piece(-1, "loss", "", shared, still, batch, scale))
+            which, name, path = self._layers[number], f"layer {number}", f"blocks/{i}/"
+            pieces.append(self._piece(which, name, path, own, rest, given, scale))
+        pieces.append(self._piece("loss", "loss", "", shared, still, batch, scale))
         return pieces
 
     def _piece(
-        self, which: int, name: str, path: str, arrays: Parameters, *others: Any
+        self, which: Any, name: str, path: str, arrays: Parameters, *others: Any
     ) -> StepPiece:
         forward, backward = self._compiled[which]
         return StepPiece(
@@ -146,9 +156,9 @@ class StepPieces:
         decoder = self._whole.bind(merged(frozen, arrays))
         return decoder.embed(tokens_BT, positions_BT, key), self._zero
 
-    def _layer(self, i, arrays, x_BTD, frozen, given, scale):
-        decoder = self._whole.bind({"blocks": {i: merged(frozen, arrays)}})
-        out = decoder.blocks[i](x_BTD, given)
+    def _layer(self, i, in_eight_bits, arrays, x_BTD, frozen, given, scale):
+        block = self._whole.bind({"blocks": {i: merged(frozen, arrays)}}).blocks[i]
+        out = (block if in_eight_bits else out_of_eight_bits(block))(x_BTD, given)
         losses = jax.tree.leaves(out.sums.losses)
         return out.x, sum(map(jnp.sum, losses), self._zero) * scale
 

@@ -45,6 +45,7 @@ from jaxinfra.training.metrics import MetricsLog
 from jaxinfra.training.open_data import batches_of, open_data
 from jaxinfra.training.profile import Profiler, ProfileRange
 from jaxinfra.training.progress import Progress
+from jaxinfra.training.recompute_picture import draw_choice
 from jaxinfra.training.resumption import changed_settings, excluded_batches, restore_newest
 from jaxinfra.training.state import State
 from jaxinfra.training.stop import Agreement, Stopped
@@ -184,6 +185,7 @@ class _Session:
             # Before the corpus is tokenized, which may take long: stopped meanwhile, there is a
             # directory to resume.
             processes.on_first(lambda: run.create(job.config, kept_from_start(config)))
+            processes.on_first(lambda: draw_choice(job.choice, run.recomputation_picture_file))
         set_up = functools.partial(
             _resumed if self.resume else _new,
             job,

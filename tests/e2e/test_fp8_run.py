@@ -1,4 +1,6 @@
-"""A run in 8 bits, with short moments and no master weights: killed, resumed, served."""
+"""A run in 8 bits but for its first layer, with short moments and no master weights: killed,
+resumed, served.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ SETTINGS = {
     "checkpoint__every": 2,
     "precision__policy": "bf16",
     "precision__weights": "bf16",
-    "precision__fp8": '{"scaling": "delayed", "history": 3}',
+    "precision__fp8": '{"scaling": "delayed", "history": 3, "first_layers_out": 1}',
+    "training__unroll": 2,
     "optimizer__muon": "none",
     "optimizer__first_moment": "fp8",
     "optimizer__second_moment": "fp16",

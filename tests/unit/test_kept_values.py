@@ -19,9 +19,17 @@ from jaxinfra.config.validate import validate
 from jaxinfra.core.devices import REFERENCE_PEAK
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.passes import Pass
-from jaxinfra.models.block_graph import keeping, trace_repetition
+from jaxinfra.models.block_graph import BlockGraph, BlockOperation, keeping, trace_repetition
 from jaxinfra.models.definition import define_model
-from jaxinfra.models.kept_values import Layers, Option, best_options, cheapest, peak_bytes
+from jaxinfra.models.kept_values import (
+    MATMUL_SHARE,
+    MEMORY_SHARE,
+    Layers,
+    Option,
+    best_options,
+    cheapest,
+    peak_bytes,
+)
 from jaxinfra.models.recomputation import kept_by, rematerialized
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.training.job import make_job
@@ -141,6 +149,74 @@ def test_no_choice_is_cheaper_than_the_searchs(seed):
             assert price(found) == pytest.approx(min(fitting))
 
 
+def small_graph(seed: int) -> BlockGraph:
+    """Nine operations of values before them, five with a name, of which some are read backward."""
+    rng = random.Random(seed)
+    operations, named = [], set(rng.sample(range(2, 11), 5))
+    for value in range(2, 11):  # 0 and 1 are inputs
+        operations.append(
+            BlockOperation(
+                inputs=tuple(rng.sample(range(value), rng.randint(1, 2))),
+                outputs=(value,),
+                flops=float(rng.choice([0, 1, 5, 20])) * 1e9,
+                is_kernel=True,
+                name=f"v{value}" if value in named else None,
+            )
+        )
+    return BlockGraph(
+        operations=tuple(operations),
+        sizes=tuple(rng.randint(1, 9) * 10 for _ in range(11)),
+        stored=frozenset(range(11)),
+        needed=frozenset(rng.sample(range(2, 11), 4)),
+        makers={value: value - 2 for value in range(2, 11)},
+    )
+
+
+def price_of(graph: BlockGraph, names: frozenset[str]) -> tuple[int, float]:
+    """Bytes and seconds of keeping values of these names, by what each read value asks for."""
+    made: dict[int, bool] = {}  # value to whether it is computed again
+
+    def ask(value: int) -> None:
+        if value < 2 or value in made:
+            return
+        operation = graph.operations[value - 2]
+        made[value] = operation.name not in names
+        if made[value]:
+            for before in operation.inputs:
+                ask(before)
+
+    for value in graph.needed:
+        ask(value)
+    again = [graph.operations[value - 2] for value, is_again in made.items() if is_again]
+    touched = {value for each in again for value in (*each.inputs, *each.outputs)}
+    flops = sum(each.flops for each in again) / (MATMUL_SHARE * REFERENCE_PEAK.bf16_flops)
+    moved = sum(graph.sizes[value] for value in touched)
+    seconds = flops + moved / (MEMORY_SHARE * REFERENCE_PEAK.hbm_bytes_per_s)
+    return sum(graph.sizes[value] for value, is_again in made.items() if not is_again), seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_all_sets_of_two_blocks_none_is_cheaper_than_what_is_chosen(seed):
+    """From a graph to the choice, beside every set of names of every block."""
+    graphs = small_graph(2 * seed), small_graph(2 * seed + 1)
+    layers = [Layers(options=best_options(each, REFERENCE_PEAK)) for each in graphs]
+    prices = [
+        {
+            price_of(graph, frozenset(names))
+            for number in range(6)
+            for names in itertools.combinations(graph.names, number)
+        }
+        for graph in graphs
+    ]
+    pairs = [(a[0] + b[0], a[1] + b[1]) for a, b in itertools.product(*prices)]
+    for room in range(10, 400, 30):  # below BINS: bytes are not rounded
+        fitting = [seconds for size, seconds in pairs if size <= room]
+        found = cheapest(layers, room=room)
+        assert found is not None
+        assert peak_bytes(layers, found) <= room
+        assert sum(each.seconds for each in found) == pytest.approx(min(fitting))
+
+
 def alike(count: int) -> tuple[Layers, ...]:
     options = tuple(
         Option(names=names, bytes=100 * number, seconds=1.0 - 0.3 * number, matmuls=0)
@@ -164,6 +240,13 @@ def test_a_search_learns_what_steps_need(budget):
     assert sum(run.layers for run in choice.kept) == 8
     assert choice.need_bytes > budget - 400  # three more values of 100 at most would fit
     assert "8 layers" in choice.describe() or len(choice.kept) > 1
+    sizes, seconds = zip(*choice.tradeoff.cheapest, strict=True)
+    assert list(sizes) == sorted(sizes)
+    assert list(seconds) == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(8 * 0.1)  # all is kept that has a name
+    # The choice is the best of the curve that fits.
+    fitting = [each for size, each in choice.tradeoff.cheapest if size <= budget]
+    assert choice.seconds <= min(fitting) + 0.3
 
 
 def test_a_budget_below_the_least_is_refused():
