@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxinfra.cli.plan_headline import headline
+from jaxinfra.cli.plan_tables import formats, schedule, self_check
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.limits import require_within
 from jaxinfra.config.mesh import parse_axes, parse_mesh
@@ -26,16 +27,15 @@ from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.core.files import read_json
 from jaxinfra.core.places import user_cache
-from jaxinfra.planning import selfcheck, table
+from jaxinfra.planning import table
 from jaxinfra.planning.devices import NAMES, Device, find_device, with_measurements
-from jaxinfra.planning.formats import CORRESPONDENCES, FORMATS, RECIPES
+from jaxinfra.planning.formats import RECIPES
 from jaxinfra.planning.inference import Serving, summary
 from jaxinfra.planning.kv import CACHE_BITS
 from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
 from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.model import PlannedModel, find_model
-from jaxinfra.planning.picture import draw_formats, draw_plan, draw_serving
-from jaxinfra.planning.pipeline_schedule import report
+from jaxinfra.planning.picture import draw_plan, draw_serving
 from jaxinfra.planning.plan import Plan, make_plan
 from jaxinfra.planning.receipt import compile_for_gpu, compile_on_cpu
 from jaxinfra.planning.search import Found, Question, search
@@ -109,13 +109,13 @@ def _run(args: argparse.Namespace) -> int:
     require_within(accumulation=args.accumulation or 1, batch_size=args.batch or 1)
     require_within(sequence_length=max(args.length or 1, args.context))
     if args.self_check:
-        return _self_check(args)
+        return self_check(args)
     if args.schedule is not None:
-        return _schedule(args)
+        return schedule(args)
     if args.model is None:
         raise ConfigError("no model: name a preset, a config.json, or formats")
     if args.model == "formats":
-        return _formats(args)
+        return formats(args)
     model, device = find_model(args.model), _device(args)
     if args.inference:
         if args.mesh is not None or args.compile is not None:
@@ -323,28 +323,6 @@ def _receipt(args: argparse.Namespace, plan: Plan) -> int:
     return 0 if receipt.arguments_equal and receipt.axes_equal else 1
 
 
-def _schedule(args: argparse.Namespace) -> int:
-    if args.schedule not in list(PipelineSchedule):
-        known = nearest(args.schedule, map(str, PipelineSchedule))
-        raise ConfigError(f"unknown --schedule {args.schedule!r}{known}")
-    # Of the interleaved schedule; the others have one or two.
-    chunks = max(args.chunks, 2)
-    require_within(schedule_boxes=args.p * args.m * chunks)
-    out = None
-    if args.pictures is not None:
-        args.pictures.mkdir(parents=True, exist_ok=True)
-        out = args.pictures / f"{args.schedule}-p{args.p}-m{args.m}.png"
-    found = report(
-        PipelineSchedule(args.schedule),
-        stages=args.p,
-        micro_batches=args.m,
-        chunks=chunks,
-        out=out,
-    )
-    print(json.dumps(dataclasses.asdict(found)) if args.json else "\n".join(found.lines()))
-    return 0
-
-
 def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) -> int:
     weights, group = stored_format(args.model)
     serving = Serving(
@@ -362,45 +340,3 @@ def _inference(args: argparse.Namespace, model: PlannedModel, device: Device) ->
         return 0
     table.show(*table.serving_tables(model, device, serving, context=args.context, batch=batch))
     return 0
-
-
-def _formats(args: argparse.Namespace) -> int:
-    if args.pictures is not None:
-        draw_formats(args.pictures)
-    if args.json:
-        fields = (
-            "bits",
-            "exponent_bits",
-            "fraction_bits",
-            "largest",
-            "smallest_normal",
-            "smallest",
-            "epsilon",
-            "decimal_digits",
-        )
-        formats = {each.name: {name: getattr(each, name) for name in fields} for each in FORMATS}
-        recipes = {
-            each.name: {**dataclasses.asdict(each), "total": each.total}
-            for each in RECIPES.values()
-        }
-        as_settings = [dataclasses.asdict(each) for each in CORRESPONDENCES]
-        print(json.dumps({"formats": formats, "recipes": recipes, "as_settings": as_settings}))
-        return 0
-    table.show(*table.format_tables())
-    return 0
-
-
-def _self_check(args: argparse.Namespace) -> int:
-    exact = list(selfcheck.exact_values())
-    measured = selfcheck.measured_steps()
-    mean = selfcheck.mean_error(measured)
-    if args.json:
-        values = {
-            "exact": [{**dataclasses.asdict(each), "holds": each.holds} for each in exact],
-            "measured": [{**dataclasses.asdict(each), "error": each.error} for each in measured],
-            "mean_error": mean,
-        }
-        print(json.dumps(values))
-    else:
-        table.show(*table.check_tables(exact, measured, selfcheck.published_rates()))
-    return 0 if all(each.holds for each in exact) and mean <= selfcheck.BOUND else 1
