@@ -57,8 +57,8 @@ def drawn():
     experts = ExpertWeights(
         gate_EDF=normal(*inward), up_EDF=normal(*inward), down_EFD=normal(*outward)
     )
-    weight_BTK = jnp.where(expert_BTK < 8, normal(B, T, 2), 0.0)
-    return normal(B, T, D), jnp.asarray(expert_BTK), weight_BTK, experts
+    weight_BTK = np.where(expert_BTK < 8, normal(B, T, 2), np.float32(0))
+    return normal(B, T, D), jnp.asarray(expert_BTK), jnp.asarray(weight_BTK), experts
 
 
 @functools.cache
@@ -69,10 +69,19 @@ def compiled(exchange: ExchangeConfig):
     return jax.jit(run).lower(*drawn()).compile(COMPILER_OPTIONS)
 
 
+ONE_DEVICE = jax.jit(
+    functools.partial(within_device, config=CONFIG, recipe=RECIPE),
+    compiler_options=COMPILER_OPTIONS,
+)
+
+
+def alone_of(*arguments) -> np.ndarray:
+    return np.asarray(ONE_DEVICE(*arguments)[0])
+
+
 @functools.cache
 def alone() -> np.ndarray:
-    run = functools.partial(within_device, config=CONFIG, recipe=RECIPE)
-    return np.asarray(jax.jit(run, compiler_options=COMPILER_OPTIONS)(*drawn())[0])
+    return alone_of(*drawn())
 
 
 def near(got, want) -> bool:
@@ -141,9 +150,8 @@ def test_what_has_no_room_is_counted(form):
     lost = np.sum(np.asarray(expert_BTK) < CONFIG.num_experts) - np.sum(kept < CONFIG.num_experts)
     assert lost > 0
     assert int(overflowed) == lost
-    run = functools.partial(within_device, config=CONFIG, recipe=RECIPE)
-    want, _ = run(x_BTD, jnp.asarray(kept.reshape(B, T, 2)), weight_BTK, experts)
-    assert near(np.asarray(y_BTD), np.asarray(want))
+    want = alone_of(x_BTD, kept.reshape(B, T, 2), weight_BTK, experts)
+    assert near(np.asarray(y_BTD), want)
 
 
 @pytest.mark.parametrize("form", FORMS)
