@@ -3,8 +3,10 @@
 Dims: B batch, T query position, S key position.
 """
 
+import functools
+import operator
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .spec import AttentionMasks, AttentionSpec
@@ -44,13 +46,7 @@ def visible_BTS(
         terms.append(q_1T1 < masks.q_lengths[:, None, None])
     if masks.kv_lengths is not None:
         terms.append(s_11S < masks.kv_lengths[:, None, None])
-    if not terms:
-        return None
-    shape = jnp.broadcast_shapes(*(term.shape for term in terms))
-    result = jnp.broadcast_to(terms[0], shape)
-    for term in terms[1:]:
-        result &= term
-    return result
+    return functools.reduce(operator.and_, terms) if terms else None
 
 
 def visible_tiles(

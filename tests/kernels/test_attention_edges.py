@@ -1,5 +1,7 @@
 """Calls at the edge of the contract: rows without keys, bounds that hide nothing, odd integers."""
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -23,10 +25,14 @@ RNG = np.random.default_rng(0)
 
 
 def normal(*shape):
-    return jnp.asarray(RNG.standard_normal(shape, dtype=np.float32))
+    return RNG.standard_normal(shape, dtype=np.float32)
 
 
 Q, K, V = normal(2, 8, 4, 16), normal(2, 10, 2, 16), normal(2, 10, 2, 24)
+
+
+def attended(**options) -> jax.Array:
+    return jax.jit(functools.partial(flash_attention, **options))(Q, K, V)
 
 
 def seen(spec: AttentionSpec, T: int, S: int) -> np.ndarray:
@@ -54,9 +60,15 @@ def test_bounds_that_hide_nothing_are_left_out(T, S, left, right, is_causal):
 
 
 def test_a_window_of_any_size():
-    whole = flash_attention(Q, K, V, is_causal=True)
-    for window in (2**40, np.int64(2**40), (2**31, None), [np.int32(9), None]):
-        got = flash_attention(Q, K, V, is_causal=True, local_window_size=window)
+    windows = (2**40, np.int64(2**40), (2**31, None), [np.int32(9), None])
+
+    @jax.jit
+    def attend(q, k, v):
+        attention = functools.partial(flash_attention, q, k, v, is_causal=True)
+        return attention(), [attention(local_window_size=window) for window in windows]
+
+    whole, others = attend(Q, K, V)
+    for got in others:
         np.testing.assert_array_equal(got, whole)
 
 
@@ -68,7 +80,8 @@ def test_what_is_no_window(window):
 
 def test_ids_that_int32_cannot_hold_are_refused():
     ids = {"q_segment_ids": np.zeros((2, 8), np.int64), "kv_segment_ids": np.zeros((2, 10), int)}
-    np.testing.assert_array_equal(flash_attention(Q, K, V, **ids), flash_attention(Q, K, V))
+    whole = attended()
+    np.testing.assert_array_equal(attended(**ids), whole)
     for wrong in (
         np.full((2, 8), 2**32),  # 0 in int32
         np.full((2, 8), 2**31),  # negative there
@@ -76,29 +89,36 @@ def test_ids_that_int32_cannot_hold_are_refused():
     ):
         with pytest.raises(InputError, match=r"q_segment_ids is u?int\d+, whose values may not"):
             flash_attention(Q, K, V, **(ids | {"q_segment_ids": wrong}))
-    lengths = flash_attention(Q, K, V, key_value_seq_lengths=[10, 10])
-    np.testing.assert_array_equal(lengths, flash_attention(Q, K, V))
+    np.testing.assert_array_equal(attended(key_value_seq_lengths=[10, 10]), whole)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_cotangents_of_rows_without_keys_do_not_matter(implementation):
     """Neither NaN for their logsumexp of -inf nor a sink of -inf, which is no sink."""
-    sinks = jnp.asarray([0.5, -jnp.inf, -jnp.inf, 0.0])
+    sinks = np.float32([0.5, -np.inf, -np.inf, 0.0])
+    lengths = np.array([0, 7])
 
     def attend(q, k, v, sinks):
         return flash_attention(
-            q, k, v, sinks=sinks, key_value_seq_lengths=jnp.asarray([0, 7]),
+            q, k, v, sinks=sinks, key_value_seq_lengths=lengths,
             implementation=implementation, return_residual=True,
         )  # fmt: skip
 
-    (out, lse), pull = jax.vjp(attend, Q, K, V, sinks)
-    empty = np.zeros(lse.shape, bool)
+    @jax.jit
+    def evaluate(arguments, cotangents):
+        results, pull = jax.vjp(attend, *arguments)
+        return results, pull(cotangents)
+
+    d_out, d_lse = normal(2, 8, 4, 24), normal(2, 8, 4)
+    empty = np.zeros(d_lse.shape, bool)
     empty[0, :, 1:3] = True
-    np.testing.assert_array_equal(jnp.isneginf(lse), empty)
-    assert not np.asarray(out)[0].any()
-    d_out, d_lse = normal(*out.shape), normal(*lse.shape)
-    want = pull((d_out, jnp.where(empty, 0.0, d_lse)))
-    got = pull((d_out, jnp.where(empty, jnp.nan, d_lse)))
+    (results, want), (_, got) = (
+        jax.device_get(evaluate((Q, K, V, sinks), (d_out, np.where(empty, hidden, d_lse))))
+        for hidden in np.float32([0.0, np.nan])
+    )
+    out, lse = results
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    assert not out[0].any()
     for a, b in zip(got, want, strict=True):
         assert np.isfinite(b).all()
         np.testing.assert_array_equal(a, b)
@@ -109,22 +129,22 @@ def test_cotangents_of_rows_without_keys_do_not_matter(implementation):
 def test_cotangents_of_rows_without_keys_on_hopper():
     """What its backward kernels get instead, and its gradient of sinks."""
     out, d_out = normal(1, 3, 2, 8), normal(1, 3, 2, 8)
-    lse = jnp.asarray([[[0.1, -jnp.inf], [-jnp.inf, 0.3], [1.0, 2.0]]])
-    d_lse = jnp.where(jnp.isneginf(lse), jnp.nan, 0.5)
-    sinks = jnp.asarray([-jnp.inf, 0.2])
-    q, masks = jnp.zeros_like(out), AttentionMasks(sinks=sinks)
+    lse = np.float32([[[0.1, -np.inf], [-np.inf, 0.3], [1.0, 2.0]]])
+    d_lse = np.where(np.isneginf(lse), np.float32(np.nan), np.float32(0.5))
+    sinks = np.float32([-np.inf, 0.2])
+    q, masks = np.zeros_like(out), AttentionMasks(sinks=sinks)
     operands = BackwardOperands(
         q=q, k=q, v=q, masks=masks, out=out, lse=lse, d_out=d_out, d_lse=d_lse
     )
-    lse2, delta = row_statistics(operands, 4)
-    empty = np.isneginf(np.asarray(lse)).swapaxes(1, 2)
+    lse2, delta = jax.device_get(jax.jit(row_statistics, static_argnums=1)(operands, 4))
+    empty = np.isneginf(lse).swapaxes(1, 2)
     np.testing.assert_array_equal(np.isposinf(lse2[..., :3]), empty)
     assert np.isposinf(lse2[..., 3]).all()
     want = np.einsum("btnh,btnh->bnt", out, d_out) - 0.5
     np.testing.assert_allclose(delta[..., :3], np.where(empty, 0.0, want), atol=1e-6)
-    got = sink_gradient(operands)
-    finite = np.where(empty, 0.0, np.asarray(lse).swapaxes(1, 2))
-    p = np.where(empty, 0.0, np.exp(np.asarray(sinks)[:, None] - finite))
+    got = jax.jit(sink_gradient)(operands)
+    finite = np.where(empty, 0.0, lse.swapaxes(1, 2))
+    p = np.where(empty, 0.0, np.exp(sinks[:, None] - finite))
     np.testing.assert_allclose(got, -(p * np.where(empty, 0, want)).sum(axis=(0, 2)), rtol=1e-5)
 
 

@@ -20,6 +20,7 @@ from tests.tolerance import assert_within_rounding
 
 jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 SPEC = AttentionSpec(scale=0.3, right=0)
+X = np.ones((1, 6, 2, 8), np.float32) * np.arange(6, dtype=np.float32)[None, :, None, None]
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -28,10 +29,10 @@ def test_vmap_equals_a_loop(name, sinks):
     rng = np.random.default_rng(0)
 
     def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+        return rng.standard_normal(shape, dtype=np.float32)
 
     masks = AttentionMasks(
-        kv_lengths=jnp.asarray([[9, 20], [0, 15], [20, 1]]), sinks=normal(3, 4) if sinks else None
+        kv_lengths=np.array([[9, 20], [0, 15], [20, 1]]), sinks=normal(3, 4) if sinks else None
     )
     # Keys are shared by the vmapped dim.
     args = (normal(3, 2, 20, 4, 8), normal(2, 20, 2, 8), normal(3, 2, 20, 2, 8), masks)
@@ -77,7 +78,7 @@ def test_remat_in_a_scan_does_not_rerun_what_is_saved_by_name(policy, forwards):
     def loss(layer, x, w):
         return jnp.sum(jax.lax.scan(layer, x, w)[0])
 
-    x, w = jnp.ones((1, 6, 2, 8)) * jnp.arange(6.0)[None, :, None, None], jnp.ones((3, 8, 8)) / 9
+    x, w = X, np.full((3, 8, 8), np.float32(1 / 9))
     remat = jax.checkpoint(layer, policy=policy)
     grad = jax.grad(loss, argnums=(1, 2))
     jaxpr = jax.make_jaxpr(functools.partial(grad, remat))(x, w)
@@ -88,7 +89,7 @@ def test_remat_in_a_scan_does_not_rerun_what_is_saved_by_name(policy, forwards):
 
 
 def test_without_jit():
-    x = jnp.ones((1, 6, 2, 8)) * jnp.arange(6.0)[None, :, None, None]
+    x = jnp.asarray(X)
     args = (x, x, x, AttentionMasks(), x, x[..., 0])
     nothing = dict.fromkeys(("q_ids", "kv_ids", "q_lengths", "kv_lengths"))
     seen = attention_oracle.visible(1, 6, 6, left=None, right=0, **nothing)
@@ -163,14 +164,14 @@ def test_hidden_tiles_are_not_computed():
 
 
 def test_lengths_of_zero():
-    q, empty = jnp.ones((2, 5, 2, 8)), jnp.ones((2, 0, 2, 8))
+    q, empty = np.ones((2, 5, 2, 8), np.float32), np.ones((2, 0, 2, 8), np.float32)
     for implementation in ("xla", "reference"):
         attention = jit(
             functools.partial(flash_attention, implementation=implementation, return_residual=True)
         )
-        out, lse = attention(q, empty, empty)
+        out, lse = jax.device_get(attention(q, empty, empty))
         assert not out.any()
-        assert jnp.isneginf(lse).all()
+        assert np.isneginf(lse).all()
         out, lse = attention(empty, q, q)
         assert out.shape == empty.shape
 

@@ -66,14 +66,15 @@ def arrays_of(case):
             index["positions"] = jnp.asarray(np.stack(positions), jnp.int32)
     w = (len(case.sizes), case.K, case.N)
     x, gate, up, d = (
-        jnp.asarray(rng.normal(size=size), dtype)
+        rng.normal(size=size).astype(dtype)
         for size in ((num_tokens, case.K), w, w, (case.num_rows, case.N))
     )
     if not case.gathered:
-        x = x.at[sum(case.sizes) :].set(jnp.nan)
-    sizes = jnp.asarray(case.sizes, jnp.int32)
+        x[sum(case.sizes) :] = np.nan
     # Weights in fp32, of which the product sees the rounded ones: their gradient is not rounded.
-    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    gate, up = gate.astype(np.float32), up.astype(np.float32)
+    sizes = np.array(case.sizes, np.int32)
+    x, gate, up, sizes, d = map(jnp.asarray, (x, gate, up, sizes, d))
     return Arrays(x=x, gate=gate, up=up, sizes=sizes, d=d, index=index)
 
 
@@ -88,7 +89,7 @@ def pulled(f, *primals, d):
 
 
 def float64(*arrays):
-    return (np.asarray(a.astype(jnp.float32), np.float64) for a in arrays)
+    return (np.asarray(a, np.float64) for a in arrays)
 
 
 def oracle(case, a, *, gated):
@@ -150,7 +151,7 @@ def test_combine_and_gradients(form):
     weights = jnp.asarray(rng.normal(size=positions.shape), jnp.float32)
     positions_TJ = jnp.asarray(positions, jnp.int32)
     got = pulled(lambda y, weights: combine(y, positions_TJ, weights, **options), y, weights, d=d)
-    y, d, w = (np.asarray(a.astype(jnp.float32), np.float64) for a in (y, d, weights))
+    y, d, w = (np.asarray(a, np.float64) for a in (y, d, weights))
     is_at = positions[..., None] == np.arange(num_rows)
     weight_TM = Rounded(np.einsum("TJ,TJM->TM", w, is_at.astype(np.float64)))
     d_weights = np.einsum("TJM,TM->TJ", is_at.astype(np.float64), Rounded(d) @ y.T)

@@ -380,11 +380,8 @@ def test_tile_ranges_cover_what_is_seen_and_unmasked_tiles_are_whole(seed):
     if seed % 4:  # documents one after another; else in any order
         o_ids, i_ids = np.sort(o_ids, axis=1), np.sort(i_ids, axis=1)
     o_ids, i_ids = np.where(o_ids < 0, -1, o_ids), np.where(i_ids < 0, -2, i_ids)
-    ranges = np.asarray(
-        token_ids.tile_ranges(
-            jnp.asarray(o_ids, jnp.int32), jnp.asarray(i_ids, jnp.int32), outer, inner
-        )
-    )
+    tile_ranges = jax.jit(token_ids.tile_ranges, static_argnums=(2, 3))
+    ranges = np.asarray(tile_ranges(o_ids.astype(np.int32), i_ids.astype(np.int32), outer, inner))
     for b in range(B):
         for i in range(40 // outer):
             lo, full_lo, full_hi, hi = ranges[b, i]

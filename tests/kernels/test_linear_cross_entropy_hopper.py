@@ -72,7 +72,7 @@ def evaluate(arrays, *, dtype=jnp.bfloat16, **options):
 def exact(arrays, *, z_loss=0.0, logit_soft_cap=None, label_smoothing=0.0):
     """In float64: d total / d logit = w (p (1 + 2 z lse) - q), q the
     target distribution (1 - s) [v = target] + s / V."""
-    hidden, table, targets, weights = (np.asarray(x.astype(jnp.float32), float) for x in arrays)
+    hidden, table, targets, weights = (np.asarray(x, float) for x in arrays)
     hidden, table, kept = Rounded(hidden), Rounded(table), arrays[0].dtype
     raw = hidden @ table.T
     logits = raw if logit_soft_cap is None else logit_soft_cap * np.tanh(raw / logit_soft_cap)

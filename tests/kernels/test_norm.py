@@ -17,7 +17,7 @@ from experiments.bench.memory_table import FOLDERS, read, table_of
 from pallas_kernels import InputError, UnsupportedError, layer_norm, rms_norm
 from pallas_kernels.common import device, tables
 from pallas_kernels.norm import api
-from pallas_kernels.norm.workloads import EPSILON, WORKLOADS, RowWorkload, arrays
+from pallas_kernels.norm.workloads import EPSILON, WORKLOADS
 from pallas_kernels.rows import apply
 from pallas_kernels.rows.config import Twice, Wide
 from tests.kernels.row_cases import (
@@ -37,12 +37,12 @@ RESULTS = pathlib.Path(__file__).parents[2] / "experiments" / "results"
 
 def inputs(shape, offset=0.0, dtype=jnp.bfloat16):
     """x, residual, scale, bias; gradients of the norm and of the sum. The offset is x's mean."""
-    made = arrays(RowWorkload(rows=shape[0], columns=shape[1]), jax.random.key(seeded(1)), dtype)
-    keys = jax.random.split(jax.random.key(seeded(2)), 3)
-    residual, d_sum = (jax.random.normal(key, shape, dtype) for key in keys[:2])
-    bias = jax.random.normal(keys[2], shape[1:], jnp.float32)
-    x = (made["x"].astype(jnp.float32) + offset).astype(dtype)
-    return (x, residual), (made["scale"], bias), (made["d_y"], d_sum)
+    rng = np.random.default_rng(seeded(1))
+    x, residual, d_y, d_sum = rng.standard_normal((4, *shape))
+    scale, bias = rng.standard_normal((2, shape[1]))
+    x, residual, d_y, d_sum = (a.astype(dtype) for a in (3 * x + offset, residual, d_y, d_sum))
+    vectors = (1.0 + 0.1 * scale).astype(np.float32), bias.astype(np.float32)
+    return (x, residual), vectors, (d_y, d_sum)
 
 
 def evaluate(xs, vectors, ds, *, f=rms_norm, residual=False, epsilon=EPSILON, **options):
@@ -214,8 +214,8 @@ def test_scale_in_bf16_vmap_and_leading_dims():
         return y, d_x, d_scale
 
     with interpreted_hopper():
-        y, d_x, d_scale = f(x, scale, d_y)
-        mapped = jax.vmap(f, in_axes=(0, None, 0))(x, scale, d_y)
+        y, d_x, d_scale = jax.jit(f)(x, scale, d_y)
+        mapped = jax.jit(jax.vmap(f, in_axes=(0, None, 0)))(x, scale, d_y)
     assert d_scale.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(y), np.asarray(mapped[0]))
     np.testing.assert_array_equal(np.asarray(d_x), np.asarray(mapped[1]))

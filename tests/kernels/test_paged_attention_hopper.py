@@ -91,14 +91,15 @@ def test_a_plan_gives_every_tile_to_one_team(num_heads, in_teams, window):
     counts = np.minimum(rng.integers(0, 6, 9), lengths).astype(np.int32)
     shape = (9, 5, 8 * num_heads, 64)
     config = PagedConfig(teams=in_teams)
-    pool = jnp.zeros((1, 64, num_heads, 64), jnp.bfloat16)
+    pool = np.zeros((1, 64, num_heads, 64), jnp.bfloat16)
     call = make_call(
-        jnp.zeros(shape, jnp.bfloat16), pool, pool, np.zeros((9, 80), np.int32), lengths,
+        np.zeros(shape, jnp.bfloat16), pool, pool, np.zeros((9, 80), np.int32), lengths,
         query_lengths=counts, value_width=None, window=window, soft_cap=None, sinks=None,
         scale=None,
     )  # fmt: skip
     layout = QueryLayout.of(call)
-    before, entry = map(np.asarray, plan_pages(call, layout, config))
+    plan = jax.jit(plan_pages, static_argnums=(1, 2))(call, layout, config)
+    before, entry = jax.device_get(plan)
     head_blocks = num_heads // config.team(layout)
     tiles = np.diff(before) // head_blocks
     for e, count in enumerate(tiles):
@@ -111,13 +112,14 @@ def test_a_plan_gives_every_tile_to_one_team(num_heads, in_teams, window):
             seen |= set(range(first // 64, position // 64 + 1))
         assert count == len(seen)
     total, num_teams = int(before[-1]), config.num_teams(layout)
-    teams = jnp.arange(num_teams + 1, dtype=jnp.int32)
-    starts = np.asarray(piece_start(teams, jnp.int32(total), num_teams))
+    teams, tiles = np.arange(num_teams + 1, dtype=np.int32), np.arange(total, dtype=np.int32)
+    starts, owners = (
+        np.asarray(jax.jit(f, static_argnums=2)(numbers, np.int32(total), num_teams))
+        for f, numbers in ((piece_start, teams), (team_of, tiles))
+    )
     assert starts[0] == 0
     assert starts[-1] == total
     assert set(np.diff(starts)) <= {total // num_teams, total // num_teams + 1}
-    tiles = jnp.arange(total, dtype=jnp.int32)
-    owners = np.asarray(team_of(tiles, jnp.int32(total), num_teams))
     np.testing.assert_array_equal(owners, np.repeat(np.arange(num_teams), np.diff(starts)))
     has_tiles = starts[:-1] < total
     want = np.searchsorted(before[1:], starts[:-1], side="right")
@@ -177,9 +179,9 @@ def test_lowers(shape, dtype):
 )
 def test_refuses(shape, dtype, words):
     B, N, K, H, V, size = shape or (1, 8, 2, 64, 64, 16)
-    q, k, v = (jnp.zeros(s, dtype) for s in ((B, N, H), (3, size, K, H), (3, size, K, V)))
+    q, k, v = (np.zeros(s, dtype) for s in ((B, N, H), (3, size, K, H), (3, size, K, V)))
     facts = device.H200 if shape else device.facts_of(jax.devices()[0])
     with device.compiling_for(facts), pytest.raises(UnsupportedError, match=words):
         paged_attention(
-            q, k, v, jnp.zeros((B, 2), jnp.int32), jnp.zeros(B, jnp.int32), implementation="hopper"
+            q, k, v, np.zeros((B, 2), np.int32), np.zeros(B, np.int32), implementation="hopper"
         )

@@ -83,7 +83,7 @@ def test_elements_are_what_the_format_says(form):
     cases = [{"order": order}] + [{"has_zeros": True}] * (form.code is WeightCode.INT4)
     for options in cases:
         weight, value = stored(form, **options)
-        got = dequantized(weight.check())
+        got = np.asarray(dequantized(weight.check()))
         assert got.shape == weight.shape == (K, 5, 2)
         # A product of two float32 numbers, rounded once.
         np.testing.assert_array_equal(got.reshape(K, N), value.astype(np.float32))
@@ -107,7 +107,7 @@ def test_halves_of_a_group_share_bytes():
 @pytest.mark.parametrize("form", but_first_slow(FORMATS), ids=lambda form: form.name)
 def test_rounding_is_to_the_nearest(form):
     """No element is off by more than half the step between two codes of its group."""
-    w = jnp.asarray(RNG.normal(size=(K, N)), jnp.float32)
+    w = RNG.normal(size=(K, N)).astype(np.float32)
     weight = jax.jit(lambda w: round_weight(w, form))(w)
     got, scales = np.asarray(dequantized(weight)), np.asarray(weight.scales)
     assert scales.shape == form.scales_shape(K, N)

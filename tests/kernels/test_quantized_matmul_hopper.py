@@ -38,11 +38,12 @@ FORMATS = {
 }
 ROUNDING_GROUPS = WeightFormat(code=WeightCode.INT8, group_rows=64, activations=Activations.INT8)
 K, N = 256, 128
+rounded = jax.jit(round_weight, static_argnames=("form", "has_zeros", "scale_dtype"))
 
 
 def weight_of(form, *, has_zeros=False, shape=(K, N), scale_dtype=jnp.float32):
-    x = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-    return round_weight(x, form, has_zeros=has_zeros, scale_dtype=jnp.dtype(scale_dtype))
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    return rounded(x, form, has_zeros=has_zeros, scale_dtype=jnp.dtype(scale_dtype))
 
 
 def exact_and_bound(x: jax.Array, w: jax.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +53,7 @@ def exact_and_bound(x: jax.Array, w: jax.Array) -> tuple[np.ndarray, np.ndarray]
     additions and as many truncations of a tensor core each may be off by half a unit in the last
     place, or a whole one, of a sum that is at most that of all terms' sizes.
     """
-    x64, w64 = (np.asarray(each.astype(jnp.float32), np.float64) for each in (x, w))
+    x64, w64 = (np.asarray(each, np.float64) for each in (x, w))
     return x64 @ w64, len(w64) * 2.0**-23 * (np.abs(x64) @ np.abs(w64))
 
 
@@ -96,13 +97,14 @@ def both_ways(weight, x):
 
 
 def test_arranged_weights_stand_for_the_same():
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(3, K)), jnp.float32)
+    x = np.random.default_rng(2).normal(size=(3, K)).astype(np.float32)
     for name, has_zeros in (("int4 of 64", True), ("blocks", False)):
-        want, got, product = both_ways(weight_of(FORMATS[name], has_zeros=has_zeros), x)
+        weight = weight_of(FORMATS[name], has_zeros=has_zeros)
+        want, got, product = jax.device_get(both_ways(weight, x))
         np.testing.assert_array_equal(got, want)
         exact, bound = exact_and_bound(x, want)
         assert (np.abs(np.asarray(product, np.float64) - exact) <= bound).all()
-        assert not (np.abs(product - x @ jnp.roll(want, 1, axis=0)) <= bound).all()
+        assert not (np.abs(product - x @ np.roll(want, 1, axis=0)) <= bound).all()
 
 
 @pytest.mark.parametrize("activations", list(Activations))

@@ -38,7 +38,7 @@ SLOW = pytest.mark.slow
 )
 def test_softmaxes_are_no_worse_than_the_plain_form(config):
     x, d_y = inputs((3, COLUMNS))
-    x = x.at[1, :400].set(-jnp.inf)
+    x[1, :400] = -np.inf
     check_softmaxes(x, d_y, config)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
 
 FORMATS = [form for form in CacheFormat if form is not CacheFormat.PLAIN]
+FP32 = np.dtype(np.float32)
 STEPS = {CacheFormat.INT8: 1 / 127, CacheFormat.INT4: 1 / 7, CacheFormat.FP8: 2.0**-3}
 
 
@@ -30,10 +32,10 @@ def test_elements_are_off_by_half_a_step_of_their_head(form):
     x = np.random.default_rng(0).normal(size=(3, 5, 2, 8)).astype(np.float32)
     x[0, 0] *= 1e4
     x[1, 1] = 0.0
-    codes, scales = stored_tokens(jnp.asarray(x), form, jnp.dtype("float32"))
+    codes, scales = jax.jit(stored_tokens, static_argnums=(1, 2))(x, form, FP32)
     assert codes.shape[-1] == (4 if form is CacheFormat.INT4 else 8)
     assert scales.shape == x.shape[:-1]
-    got = np.asarray(read_tokens(codes, scales, form, jnp.dtype("float32")))
+    got = np.asarray(jax.jit(read_tokens, static_argnums=(2, 3))(codes, scales, form, FP32))
     largest = np.abs(x).max(-1, keepdims=True)
     bound = 0.5 * STEPS[form] * (np.abs(x) if form is CacheFormat.FP8 else largest)
     assert (np.abs(got - x) <= bound * 1.0001 + largest * 2.0**-16).all()
@@ -43,18 +45,19 @@ def test_elements_are_off_by_half_a_step_of_their_head(form):
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_cache_keeps_what_attention_is_told_it_keeps(form):
     spec = CONFIG.blocks[0].mixer.cache
-    options = {"num_layers": 2, "batch": 1, "num_slots": 4, "dtype": jnp.dtype("float32")}
+    options = {"num_layers": 2, "batch": 1, "num_slots": 4, "dtype": FP32}
     cache = ContiguousCache.zeros(spec, **options, form=form)
     per_token = sum(x.nbytes for x in cache.arrays.values()) / (2 * 4)
     bits = {CacheFormat.INT4: 4}.get(form, 8)
     assert per_token == spec.elements * bits / 8 + spec.scales * 4
     cache = dataclasses.replace(cache, layer=jnp.int32(1))
     new = np.random.default_rng(1).normal(size=(1, 3, 2, 8)).astype(np.float32)
-    tokens = {"k": jnp.asarray(new), "v": jnp.asarray(2 * new)}
-    cache = cache.append(tokens, jnp.asarray([[0, 1, -1]]))
-    read = cache.view().tokens(jnp.dtype("float32"))
+    tokens, positions = {"k": new, "v": 2 * new}, np.array([[0, 1, -1]])
+    cache = jax.jit(ContiguousCache.append)(cache, tokens, positions)
+    read = jax.device_get(jax.jit(lambda cache: cache.view().tokens(FP32))(cache))
     for name, x in tokens.items():
-        np.testing.assert_array_equal(read[name][:, :2], as_cached(x, form)[:, :2])
+        kept = np.asarray(jax.jit(as_cached, static_argnums=1)(x, form))
+        np.testing.assert_array_equal(read[name][:, :2], kept[:, :2])
         assert (read[name][:, 2:] == 0).all()
 
 

@@ -93,8 +93,12 @@ def own_attention(run: RunConfig, function) -> RunConfig:
 
 def hidden(run: RunConfig, tokens, **options):
     model = define_model(run.model, execution_on())
-    given = {name: jnp.asarray(value) for name, value in options.items()}
-    return model.bind(model.initialize(jax.random.key(0))).hidden(jnp.asarray(tokens), **given)
+
+    @jax.jit
+    def compute(parameters, tokens, options):
+        return model.bind(parameters).hidden(tokens, **options)
+
+    return np.asarray(compute(model.initialize(jax.random.key(0)), tokens, options))
 
 
 TOKENS = np.arange(12, dtype=np.int32).reshape(1, 12) % 7
@@ -112,17 +116,21 @@ def test_own_attention_and_norm_compute_what_the_built_in_ones_do(tiny):
 
 
 def test_own_attention_decodes_over_a_cache(tiny):
-    model = define_model(own_attention(tiny, plain_attention).model, execution_on())
-    decoder = model.bind(model.initialize(jax.random.key(0)))
-    cache, out = decoder.empty_cache(batch=1, num_slots=16), []
+    own = own_attention(tiny, plain_attention)
+    model = define_model(own.model, execution_on())
+    parameters = model.initialize(jax.random.key(0))
+
+    @jax.jit
+    def decode(parameters, tokens, positions, cache):
+        step = model.bind(parameters).run(tokens, positions=positions, cache=cache)
+        return step.x, step.cache
+
+    cache, out = model.bind(parameters).empty_cache(batch=1, num_slots=16), []
     for start, end in ((0, 5), (5, 6), (6, 12)):
-        positions = jnp.arange(start, end, dtype=jnp.int32)[None]
-        step = decoder.run(jnp.asarray(TOKENS[:, start:end]), positions=positions, cache=cache)
-        cache = step.cache
-        out.append(step.x)
-    np.testing.assert_allclose(
-        np.concatenate(out, axis=1), decoder.hidden(jnp.asarray(TOKENS)), atol=384 * 2**-23
-    )
+        positions = np.arange(start, end, dtype=np.int32)[None]
+        x, cache = decode(parameters, TOKENS[:, start:end], positions, cache)
+        out.append(x)
+    np.testing.assert_allclose(np.concatenate(out, axis=1), hidden(own, TOKENS), atol=384 * 2**-23)
 
 
 def test_a_config_names_its_parts_and_is_read_back(tiny):

@@ -5,7 +5,6 @@ import json
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from chat_model import CHATML as TEMPLATE
@@ -77,20 +76,22 @@ def test_losses_and_gradients_are_the_papers(config):
     nc, nr = rng.integers(1, 40, 9), rng.integers(1, 40, 9)
     c, c_ref = -rng.uniform(0.05, 3, 9) * nc, -rng.uniform(0.05, 3, 9) * nc
     r, r_ref = -rng.uniform(0.05, 3, 9) * nr, -rng.uniform(0.05, 3, 9) * nr
-    given = [jnp.asarray(x, jnp.float32) for x in (c, r, nc, nr, c_ref, r_ref)]
+    given = [x.astype(np.float32) for x in (c, r, nc, nr, c_ref, r_ref)]
 
-    def loss(c, r):
-        return preference_loss(
+    def loss(c, r, nc, nr, c_ref, r_ref):
+        found = preference_loss(
             c,
             r,
             config,
-            chosen_tokens=given[2],
-            rejected_tokens=given[3],
-            chosen_reference=given[4],
-            rejected_reference=given[5],
+            chosen_tokens=nc,
+            rejected_tokens=nr,
+            chosen_reference=c_ref,
+            rejected_reference=r_ref,
         ).loss
+        return found.sum(), found
 
-    found, gradients = loss(*given[:2]), jax.grad(lambda *x: loss(*x).sum(), (0, 1))(*given[:2])
+    evaluate = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    gradients, found = jax.device_get(evaluate(*given))
     exact = [np.asarray(x, np.float64) for x in given]
     for i in range(9):
         c, r, *rest = (x[i] for x in exact)
@@ -112,14 +113,15 @@ def test_losses_and_gradients_are_the_papers(config):
 
 def test_orpo_of_certain_answers_is_finite():
     config = PreferenceConfig(loss=PreferenceLoss.ORPO)
-    tokens = jnp.ones(1)
 
-    def loss(c):
+    @jax.jit
+    @jax.value_and_grad
+    def loss(c, tokens):
         return preference_loss(
             c, -tokens, config, chosen_tokens=tokens, rejected_tokens=tokens
         ).loss.sum()
 
-    value, slope = jax.value_and_grad(loss)(jnp.zeros(1))  # probability 1: infinite odds
+    value, slope = loss(np.float32([0.0]), np.float32([1.0]))  # probability 1: infinite odds
     assert np.isfinite(value)
     assert np.isfinite(slope).all()
 
@@ -189,8 +191,9 @@ def test_sums_of_packed_rows_are_those_of_the_pairs(config):
     batch = windows.batch(np.arange(windows.num_windows))
     log_p = -np.random.default_rng(9).uniform(0.1, 3, len(arrays.tokens)).astype(np.float32)
     each_BT = np.where(batch.segment_ids >= 0, log_p[np.minimum(batch.targets, len(log_p) - 1)], 7)
-    each_BT, batch = jax.tree.map(jnp.asarray, (each_BT.astype(np.float32), batch))
-    found = pair_sums(each_BT, batch, config)
+    each_BT = each_BT.astype(np.float32)
+    summed, counted = jax.jit(pair_sums, static_argnums=2), jax.jit(count_pairs)
+    found = jax.device_get(summed(each_BT, batch, config))
 
     def answer(values, document):
         start, length = arrays.starts[document], arrays.lengths[document]
@@ -206,12 +209,12 @@ def test_sums_of_packed_rows_are_those_of_the_pairs(config):
             reference = [answer(arrays.reference, each) for each in sides]
         losses.append(plain_loss(config, c, r, *counts, *reference))
     assert float(found.loss) == pytest.approx(sum(losses), rel=1e-5)
-    assert float(found.figures["pairs"]) == float(count_pairs(batch)) == 12
+    assert float(found.figures["pairs"]) == float(counted(batch)) == 12
     margin = found.figures["chosen_reward"] - found.figures["rejected_reward"]
     assert float(found.figures["margin"]) == pytest.approx(float(margin), rel=1e-4, abs=1e-4)
-    empty = jax.tree.map(jnp.zeros_like, batch)
+    empty = jax.tree.map(np.zeros_like, batch)
     empty = dataclasses.replace(empty, segment_ids=empty.segment_ids - 1)
-    assert float(pair_sums(each_BT, empty, config).loss) == 0.0
+    assert float(summed(each_BT, empty, config).loss) == 0.0
 
 
 TOKENIZER = bytes_tokenizer()
@@ -304,7 +307,7 @@ def test_pairs_from_a_file_to_rows(tmp_path):
     windows = corpora.train_source(training)
     batch = windows.batch(np.arange(windows.num_windows))
     assert batch.weights.sum() == corpus.train.num_counted
-    assert float(count_pairs(jax.tree.map(jnp.asarray, batch))) == corpus.train.num_documents // 2
+    assert float(jax.jit(count_pairs)(batch)) == corpus.train.num_documents // 2
 
 
 def test_settings_on_the_command_line():

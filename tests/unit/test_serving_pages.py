@@ -48,7 +48,10 @@ def caches(spec: CacheSpec, tables_BM: np.ndarray, *, dtype=jnp.float32):
     assert paged.is_empty
     assert contiguous.num_slots == paged.num_slots == SLOTS
     for cache in (contiguous, paged):
-        junk = {name: jnp.full_like(stored, JUNK) for name, stored in cache.arrays.items()}
+        junk = {
+            name: jnp.asarray(np.full(stored.shape, JUNK, stored.dtype))
+            for name, stored in cache.arrays.items()
+        }
         yield in_layer(cache, junk, jnp.int32(LAYER))
 
 
@@ -72,11 +75,18 @@ def oracle(q, k, v, positions_BT, config, dtype=np.float64) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
+def attend_pages(q, cache, positions, *, config):
+    pages = cache.view()
+    return paged_attention(q, pages, config=config, positions_BT=positions, implementation="xla")
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
 def attend(q, cache, positions, *, config):
     return cached_attention(q, cache.view(), config=config, positions_BT=positions)
 
 
 append = jax.jit(lambda cache, new, positions: cache.append(new, positions))
+latents = jax.jit(lambda cache: cache.view().rows()["latent"])
 
 
 def filled_rows(rng, num_queries: int):
@@ -121,9 +131,8 @@ def test_pages_are_read_where_they_lie(name, num_queries):
     plain = oracle(q, k, v, positions, config, np.float32)[~padding]
     true = oracle(q, k, v, positions, config)[~padding]
     for cache in caches(config.cache, random_tables(rng)):
-        pages = append(cache, {"k": k, "v": v}, filled).view()
-        read = functools.partial(paged_attention, config=config, implementation="xla")
-        result = np.asarray(read(q, pages, positions_BT=positions))
+        cache = append(cache, {"k": k, "v": v}, filled)
+        result = np.asarray(attend_pages(q, cache, positions, config=config))
         assert not result[padding].any()
         assert_no_worse(result[~padding], plain=plain, oracle=true)
 
@@ -189,9 +198,9 @@ def test_appending_touches_nothing_else():
     for row, t in np.argwhere(there):
         expected[LAYER, row, positions[row, t]] = new[row, t]
     np.testing.assert_array_equal(contiguous.arrays["latent"], expected)
-    rows = contiguous.view().rows()["latent"]
+    rows = np.asarray(latents(contiguous))
     np.testing.assert_array_equal(rows, expected[LAYER])
-    np.testing.assert_array_equal(paged.view().rows()["latent"][0], rows[0])
+    np.testing.assert_array_equal(np.asarray(latents(paged))[0], rows[0])
 
 
 def test_rows_read_a_shared_page():
@@ -202,7 +211,7 @@ def test_rows_read_a_shared_page():
     _, paged = caches(LATENT, tables)
     positions = np.tile(np.arange(PAGE, dtype=np.int32), (BATCH, 1))
     positions[1:] = -1  # only the first row writes the prefix
-    rows = append(paged, {"latent": new}, positions).view().rows()["latent"]
+    rows = np.asarray(latents(append(paged, {"latent": new}, positions)))
     for row in range(BATCH):
         np.testing.assert_array_equal(rows[row, :PAGE], new[0])
 

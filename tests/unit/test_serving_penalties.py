@@ -1,7 +1,6 @@
 """Bias, penalties, masks and log-probabilities of a draw, against the formulas in NumPy."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,14 +35,25 @@ CONFIGS = [
 ]
 
 
+draw = jax.jit(sample, static_argnames="needs")
+
+
+@jax.jit
+def filled(ids_BT, counts_B, drawn_TB, is_drawn_B) -> TokenHistory:
+    made = TokenHistory.empty(batch=len(ids_BT), num_ids=IDS).prompted(ids_BT, counts_B)
+    for ids_B in drawn_TB:
+        made = made.after(ids_B, is_drawn_B)
+    return made
+
+
 def history(batch: int) -> TokenHistory:
-    empty = TokenHistory.empty(batch=batch, num_ids=IDS)
     ids = np.zeros((batch, 6), np.int32)
     ids[:, : len(PROMPT)] = PROMPT
-    filled = empty.prompted(jnp.asarray(ids), jnp.full(batch, len(PROMPT), jnp.int32))
-    for token in DRAWN:
-        filled = filled.after(jnp.full(batch, token, jnp.int32), jnp.ones(batch, bool))
-    return filled
+    counts, drawn = (
+        np.full(batch, len(PROMPT), np.int32),
+        [np.full(batch, t, np.int32) for t in DRAWN],
+    )
+    return filled(ids, counts, drawn, np.ones(batch, bool))
 
 
 def expected_logits(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
@@ -64,12 +74,11 @@ def test_penalties_and_bias_move_the_logits_by_their_formulas():
     rng = np.random.default_rng(0)
     rows, needs = SamplingRows.of(CONFIGS), SamplingNeeds.of(CONFIGS)
     assert needs == SamplingNeeds(bias=True, penalties=True)
-    told = jax.jit(sample, static_argnames="needs")
     keys = jax.random.split(jax.random.key(0), len(CONFIGS))
     changed = 0
     for _ in range(50):
         logits = rng.normal(size=(len(CONFIGS), IDS)).astype(np.float32)
-        got = told(logits, keys, rows=rows, needs=needs, history=history(len(CONFIGS)))
+        got = draw(logits, keys, rows=rows, needs=needs, history=history(len(CONFIGS)))
         want = [
             int(np.argmax(expected_logits(row, config)))
             for row, config in zip(logits, CONFIGS, strict=True)
@@ -82,13 +91,12 @@ def test_penalties_and_bias_move_the_logits_by_their_formulas():
 def test_a_row_begun_again_has_the_history_it_had():
     batch, ids = 3, np.array([*PROMPT, *DRAWN, 30, 30], np.int32)
     whole = history(batch)
-    other = whole.after(jnp.full(batch, 33, jnp.int32), jnp.array([False, True, False]))
-    assert other.drawn_BV[:, 33].tolist() == [0, 1, 0]
-    again = other.begin(
-        jnp.int32(1),
-        jnp.asarray(ids),
-        num_prompt=jnp.int32(len(PROMPT)),
-        num_tokens=jnp.int32(len(PROMPT) + len(DRAWN)),
+    is_drawn = np.array([False, True, False])
+    other = jax.jit(TokenHistory.after)(whole, np.full(batch, 33, np.int32), is_drawn)
+    assert np.asarray(other.drawn_BV)[:, 33].tolist() == [0, 1, 0]
+    num_prompt, num_tokens = np.int32([len(PROMPT), len(PROMPT) + len(DRAWN)])
+    again = jax.jit(TokenHistory.begin)(
+        other, np.int32(1), ids, num_prompt=num_prompt, num_tokens=num_tokens
     )
     np.testing.assert_array_equal(again.drawn_BV, whole.drawn_BV)
     np.testing.assert_array_equal(again.prompted_BV, whole.prompted_BV)
@@ -96,7 +104,7 @@ def test_a_row_begun_again_has_the_history_it_had():
 
 def test_a_mask_of_bits_says_what_may_be_drawn():
     rng = np.random.default_rng(1)
-    logits = jnp.asarray(rng.normal(size=(4, IDS)), jnp.float32)
+    logits = rng.normal(size=(4, IDS)).astype(np.float32)
     allowed = rng.integers(0, 2, (4, IDS)).astype(bool)
     allowed[3] = False
     bits = np.zeros((4, 64), np.uint8)
@@ -104,7 +112,7 @@ def test_a_mask_of_bits_says_what_may_be_drawn():
     words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
     keys = jax.random.split(jax.random.key(0), 4)
     greedy = {"rows": SamplingRows.of([GREEDY] * 4), "needs": SamplingNeeds()}
-    got = sample(logits, keys, allowed_BW=jnp.asarray(words), **greedy)
+    got = draw(logits, keys, allowed_BW=words, **greedy)
     want = np.argmax(np.where(allowed, logits, -np.inf), axis=1)
     # Nothing is left to draw in the last: whoever asked must be told.
     assert got.ids_B.tolist() == [*want[:3].tolist(), NO_TOKEN]
@@ -116,7 +124,7 @@ def test_log_probabilities_are_the_models_own(num_ids):
     logits = rng.normal(size=(3, num_ids)).astype(np.float32)
     logits[0, [7, 17, 27]] = 9.0  # equals: lower ids first
     ids = np.array([1, 17, 5], np.int32)
-    got = log_probabilities(jnp.asarray(logits), jnp.asarray(ids), num_top=20)
+    got = jax.jit(log_probabilities, static_argnames="num_top")(logits, ids, num_top=20)
     wide = logits.astype(np.float64)
     true = wide - np.log(np.sum(np.exp(wide), axis=1, keepdims=True))
     order = np.argsort(-wide, axis=1, kind="stable")[:, :20]
@@ -126,8 +134,8 @@ def test_log_probabilities_are_the_models_own(num_ids):
     np.testing.assert_allclose(got.top_BK, np.take_along_axis(true, order, 1), atol=bound, rtol=0)
     np.testing.assert_allclose(got.chosen_B, true[np.arange(3), ids], atol=bound, rtol=0)
     assert SamplingNeeds.of([GREEDY, SamplingConfig(logprobs=3)]).logprobs == 3
-    drawn = sample(
-        jnp.asarray(logits), jax.random.split(jax.random.key(0), 3),
+    drawn = draw(
+        logits, jax.random.split(jax.random.key(0), 3),
         rows=SamplingRows.of([SamplingConfig(temperature=0.0, logit_bias=((4, 50.0),))] * 3),
         needs=SamplingNeeds(bias=True, logprobs=0),
     )  # fmt: skip
