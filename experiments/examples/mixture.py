@@ -2,9 +2,8 @@
 
     python -m experiments.examples.mixture --steps 400 --out runs/mixture
 
-``tiny``, and ``tiny_moe``, of whose 8 experts a token passes 2 that are together as wide as the
-other's mlp: equal steps, tokens and optimizer, two seeds each. What to conclude: experts pay where
-the worse of their seeds is below the better of the dense ones, and their loads stay near even.
+``tiny`` and ``tiny_moe`` for equal steps, tokens and optimizer, two seeds each. What to conclude:
+experts pay where their worse seed is below the better dense one, and loads stay near even.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from matplotlib.figure import Figure
 import jaxinfra
 
 NAMES, SEEDS, LOAD = ("tiny", "tiny_moe"), (0, 1), "layers/expert_tokens/imbalance"
-MEAN = np.ones(20) / 20  # of so many steps
 
 
 def steps_of(run: Path) -> list[dict[str, float]]:
@@ -26,15 +24,14 @@ def steps_of(run: Path) -> list[dict[str, float]]:
 
 
 def draw(out: Path) -> None:
-    # Two runs of a seed read the same batches.
     axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
     for seed in SEEDS:
         runs = [steps_of(out / f"{name}-{seed}") for name in NAMES]
         less = [routed["loss"] - dense["loss"] for dense, routed in zip(*runs, strict=True)]
-        axes.plot(np.arange(MEAN.size, len(less) + 1), np.convolve(less, MEAN, "valid"))
+        axes.plot(np.arange(20, len(less) + 1), np.convolve(less, np.ones(20) / 20, "valid"))
     axes.axhline(0.0, color="gray", linewidth=0.8)
     axes.legend([f"seed {seed}" for seed in SEEDS])
-    axes.set(xlabel="step", ylabel=f"loss of tiny_moe less tiny's, mean of {MEAN.size} steps")
+    axes.set(xlabel="step", ylabel="loss of tiny_moe less tiny's, mean of 20 steps")
     figure.savefig(out / "mixture.png", dpi=150)
 
 

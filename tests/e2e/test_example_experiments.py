@@ -28,6 +28,7 @@ FIGURES = {
     "preferences": (["--steps", "20", "--rate", "1e-2"], ["dpo: 1.00", "simpo: 1.00", "orpo: "]),
     "long_context": (["--steps", "2", "--length", "64"], ["one: final loss", "difference"]),
     "fine_tune": (["--steps", "4"], ["before", "after"]),
+    "mixture": (["--steps", "4"], ["tiny_moe: ", "times the mean load"]),
 }
 
 
@@ -85,6 +86,8 @@ def test_an_experiment_runs(name, texts, tmp_path):
     settings = [f"--set={each}" for each in (*SMALL, f"data.source={texts}")]
     if name in ("ablation", "new_layer", "learning_rate"):
         settings.append("--set=training.sequence_length=32")
+    if name == "mixture":
+        settings.append("--set=optimizer.warmup_steps=1")
     if name == "preferences":
         settings += ["--set=training.steps=4", "--set=optimizer.warmup_steps=1"]
     devices = 4 if name == "long_context" else 1
