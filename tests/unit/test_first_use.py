@@ -109,7 +109,7 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
 
 @pytest.mark.parametrize(
     ("option", "keeps", "setting"),
-    [((), True, None), (("yes",), True, "true"), (("no",), False, "false")],
+    [((), True, None), (("no",), False, "false")],
 )
 def test_a_plan_says_whether_gathered_weights_stay(capsys, option, keeps, setting):
     told = ["--keep-gathered", *option] if option else []
