@@ -80,7 +80,6 @@ MORE = [
     ("llama", {"fsdp": 8, **KEPT}, {"fsdp sum", "fsdp exchange"}, set()),
     # Experts' weights, gathered beside the exchange, are gathered again whatever else stays.
     ("experts", {"fsdp": 8, "expert": 4, **KEPT}, EXACT_EXPERTS, set()),
-    ("few-heads", {"fsdp": 2, "tensor": 4, **KEPT}, {"fsdp sum", "tensor gather"}, {"tensor sum"}),
     (
         "llama",
         {"replica": 2, "context": 2, "fsdp": 2},
