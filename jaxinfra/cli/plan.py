@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", type=_count, help="micro-batches per step, with --mesh (1)")
     add("--chunks", type=_count, default=1, help="model chunks per stage: interleaved pipeline")
     add("--zero", type=int, choices=range(4), help="what the fsdp axis shards (3)")
+    add(
+        "--keep-gathered",
+        choices=("yes", "no"),
+        help="FSDP's gathered weights stay for the backward pass (where that fits)",
+    )
     add("--sequence-parallel", action="store_true", help="norms sharded over tensor too")
     add("--remat", help=f"recomputation: {', '.join(BY_STRENGTH)}")
     add("--room", type=_positive, metavar="FACTOR", help="exchange.room_factor between experts")
@@ -208,6 +213,10 @@ def _exchange(args: argparse.Namespace) -> ExchangeConfig:
     return ExchangeConfig(room_factor=args.room, node_size=args.node_size)
 
 
+def _keep_gathered(args: argparse.Namespace) -> bool | None:
+    return None if args.keep_gathered is None else args.keep_gathered == "yes"
+
+
 def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
     length = _length(args, model)
     layout = Layout(
@@ -221,6 +230,7 @@ def _layout(args: argparse.Namespace, model: PlannedModel) -> Layout:
         remat=_remat(args) or Remat.DOTS,
         recipe=_recipes(args)[0],
         exchange=_exchange(args),
+        keep_gathered=_keep_gathered(args),
         traits=_traits(args),
     )
     if args.fix or len(_recipes(args)) > 1:
@@ -248,6 +258,7 @@ def _question(args: argparse.Namespace, model: PlannedModel) -> Question:
         zero=args.zero,
         fixed=tuple(parse_axes(args.fix).items()),
         exchange=_exchange(args),
+        keep_gathered=_keep_gathered(args),
         traits=_traits(args),
     )
 
@@ -296,6 +307,7 @@ def _form(layout: Layout) -> dict[str, Any]:
         "zero": layout.zero,
         "remat": layout.remat.value,
         "recipe": layout.recipe,
+        "keep_gathered": layout.keep_gathered,
     }
 
 

@@ -26,7 +26,7 @@ def headline(plan: Plan, *, searched: bool) -> list[str]:
         f"{seconds:.4g} s per step, {plan.tokens_per_s_per_device:,.0f} tokens/s per GPU, MFU "
         f"{plan.mfu:.1%}, {plan.memory.total / 1e9:,.1f} of {plan.device.hbm_bytes / 1e9:,.0f} GB"
     ]
-    command = train_command(plan.model.name, layout)
+    command = train_command(plan.model.name, plan.asked)
     if command is not None and plan.fits:
         lines.append(f"  {command}")
     return [*lines, *_why_slower(plan), *_spare_room(plan), ""]
@@ -59,6 +59,8 @@ def train_command(name: str, layout: Layout) -> str | None:
         words += [f"--set exchange.{name}={value:g}" for name, value in chosen.items() if value]
     if layout.chunks > 1:
         words.append(f"--set pipeline.chunks={layout.chunks}")
+    if layout.keep_gathered is not None and layout.may_keep_gathered:
+        words.append(f"--set sharding.keep_gathered={str(layout.keep_gathered).lower()}")
     return " ".join(["jaxinfra train", start, *words])
 
 

@@ -6,6 +6,7 @@ import jax
 
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.run import RunConfig
+from jaxinfra.config.validate import may_keep_gathered
 from jaxinfra.core.errors import JaxinfraError
 from jaxinfra.planning.devices import NAMES, Device, find_device
 from jaxinfra.planning.layout import BY_STRENGTH, UNROLLED, Layout, Traits
@@ -41,6 +42,7 @@ def step_plan(config: RunConfig, device_kind: str | None = None) -> Plan | None:
             sequence_parallel=config.sharding.sequence_parallel,
             accumulation=training.accumulation,
             remat=training.remat,
+            keep_gathered=config.sharding.keep_gathered if may_keep_gathered(config) else False,
             traits=UNROLLED if unrolled else Traits(),
         )
         return make_plan(_planned(config.model), layout, _device(device_kind))

@@ -1,6 +1,7 @@
 """Number formats as arithmetic, and the bytes per parameter of each training recipe."""
 
 import dataclasses
+import functools
 import math
 
 
@@ -90,6 +91,11 @@ class TrainingRecipe:
     def gradient_bytes(self) -> int:
         """Gradients and the copy they are summed in."""
         return self.gradients + self.accumulated
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of the sum over micro-batches, which the optimizer reads."""
+        return self.accumulated or self.gradients
 
     @property
     def optimizer_bytes(self) -> int:
@@ -206,3 +212,20 @@ CORRESPONDENCES = (
     ),
 )
 """Of AdamW, without Muon."""
+
+OURS = frozenset({"bf16", "fp32", *(each.ours for each in CORRESPONDENCES)})
+"""Recipes that train here: of several micro-batches, fp32 sums stand beside one's gradients."""
+
+
+@functools.cache
+def recipe_of(name: str, *, sums: bool) -> TrainingRecipe:
+    """A recipe by name; of ours, with ``sums`` of gradients or without. Others stay as published.
+
+    Examples:
+        >>> recipe_of("bf16", sums=True) == dataclasses.replace(RECIPES["bf16-summed"], name="bf16")
+        True
+    """
+    recipe = RECIPES[name]
+    if name not in OURS:
+        return recipe
+    return dataclasses.replace(recipe, accumulated=4 if sums else 0)

@@ -8,7 +8,7 @@ from jaxinfra.config.mesh import EXPERT, NODES, MeshConfig
 from jaxinfra.config.run import Remat
 from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError
-from jaxinfra.planning.formats import RECIPES, TrainingRecipe
+from jaxinfra.planning.formats import RECIPES, TrainingRecipe, recipe_of
 from jaxinfra.planning.model import PlannedModel
 
 BY_STRENGTH = (Remat.NONE, Remat.DOTS, Remat.MLP, Remat.NAMED, Remat.FULL)
@@ -82,6 +82,9 @@ class Layout:
     remat: Remat = Remat.DOTS
     recipe: str = "bf16"
     exchange: ExchangeConfig = ExchangeConfig()  # of tokens between experts
+    # Gathered weights of layers stay for the backward pass. None: ``make_plan`` finds out whether
+    # they fit; formulas take it for no.
+    keep_gathered: bool | None = None
     traits: Traits = Traits()
 
     @property
@@ -97,6 +100,12 @@ class Layout:
     def data_shards(self, *, experts: bool) -> int:
         """Shards of a weight's width; experts have fewer copies to shard."""
         return self.mesh.fsdp_beside_experts if experts else self.mesh.fsdp
+
+    @property
+    def may_keep_gathered(self) -> bool:
+        """Whether there are gathered weights that a step could keep."""
+        is_gathered = self.mesh.fsdp > 1 and self.zero == 3
+        return is_gathered and self.mesh.pipe == 1 and self.bytes_a_parameter.compute != "fp8"
 
     @property
     def keeps_gathered_experts(self) -> bool:
@@ -119,8 +128,8 @@ class Layout:
 
     @property
     def bytes_a_parameter(self) -> TrainingRecipe:
-        """The precision recipe."""
-        return RECIPES[self.recipe]
+        """The precision recipe, with sums of gradients where micro-batches are summed."""
+        return recipe_of(self.recipe, sums=self.accumulation > 1)
 
     @property
     def activation_bytes(self) -> float:
@@ -148,6 +157,7 @@ class Layout:
             mesh=dataclasses.replace(self.mesh, pipe=1, replica=1, fsdp=expert),
             chunks=1,
             zero=0,
+            keep_gathered=None,
             accumulation=accumulation,
         )
 
@@ -178,6 +188,12 @@ def refusal(model: PlannedModel, layout: Layout) -> str | None:
         return f"unknown recipe {layout.recipe!r}; known: {', '.join(RECIPES)}"
     if not 0 <= layout.zero <= 3:
         return f"zero={layout.zero}: the stages are 0 to 3"
+    if layout.keep_gathered and not layout.may_keep_gathered:
+        return (
+            f"keep_gathered with fsdp={mesh.fsdp}, zero={layout.zero}, pipe={mesh.pipe} and recipe "
+            f"{layout.recipe}: weights can stay that were gathered in 16 or 32 bits over fsdp at "
+            "stage 3, without a pipeline; leave it out"
+        )
     if model.config.num_layers < mesh.pipe * layout.chunks:
         return (
             f"{mesh.pipe} stages of {layout.chunks} chunks for {model.config.num_layers} layers; "

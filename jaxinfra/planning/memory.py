@@ -10,7 +10,7 @@ from jaxinfra.planning.layout import Layout
 from jaxinfra.planning.loss import loss_form
 from jaxinfra.planning.model import LayerKind, PlannedModel, shards
 from jaxinfra.planning.operations import saved_bytes
-from jaxinfra.planning.step import device_parameters
+from jaxinfra.planning.step import device_parameters, gathered_elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +31,11 @@ class Memory:
         return state + self.activations + self.buffers + self.reserved
 
     @property
+    def arrays(self) -> float:
+        """All but the reserve: what JAX allocates."""
+        return self.total - self.reserved
+
+    @property
     def temporaries(self) -> float:
         """What XLA allocates within a step: all but the arguments and the reserve."""
         return self.gradients + self.activations + self.buffers
@@ -39,12 +44,16 @@ class Memory:
 def memory(model: PlannedModel, layout: Layout, device: Device) -> Memory:
     """Predicted peak of the busiest device: the pipeline's first stage."""
     weights, gradients, optimizer = state_bytes(model, layout)
+    recipe = layout.bytes_a_parameter
+    sums = gradients * recipe.summed_bytes / recipe.gradient_bytes
+    if layout.accumulation == 1:
+        sums = 0.0
     return Memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
         activations=activation_bytes(model, layout),
-        buffers=_buffers(model, layout, gradients),
+        buffers=_buffers(model, layout, gradients, sums=sums),
         reserved=float(device.reserved_bytes),
     )
 
@@ -80,20 +89,24 @@ def activation_bytes(model: PlannedModel, layout: Layout) -> float:
     if layout.keeps_gathered_experts:
         kept = device_parameters(model, layout, experts=True) * layout.mesh.pipe
         saved += layout.activation_bytes * kept
+    if layout.keep_gathered:
+        saved += layout.activation_bytes * gathered_elements(model, layout)
     return saved / layout.mesh.pipe * micro_batches_in_flight(layout)
 
 
-def _buffers(model: PlannedModel, layout: Layout, gradients: float) -> float:
+def _buffers(model: PlannedModel, layout: Layout, gradients: float, *, sums: float) -> float:
     """What the peak holds beyond the other roles: a layer's working set, or the loss's.
 
     The loss runs before the layers' gradients exist, so it only counts where it exceeds them:
     a chunk of logits and their gradient, the table's gradient and its 16-bit copy.
+
+    Args:
+        sums: the part of the gradients that the micro-batches before have left.
     """
     layer = max(_working_set(layer, layout) for layer in model.layers)
     table = 6.0 * model.config.vocab_size * model.config.model_dim / layout.mesh.tensor
     loss = loss_form(model, layout).chunk_bytes + table
-    held = gradients if layout.accumulation > 1 else 0.0
-    return max(layer, loss + held - gradients)
+    return max(layer, loss + sums - gradients)
 
 
 def _working_set(layer: LayerKind, layout: Layout) -> float:

@@ -6,10 +6,11 @@ from typing import Any
 
 from jaxinfra.parallel.collective_bytes import sent_bytes
 from jaxinfra.planning.devices import Device
+from jaxinfra.planning.gathered import GatherForms, sized
 from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, check
 from jaxinfra.planning.loss import loss_form, loss_operations
-from jaxinfra.planning.memory import Memory, memory
+from jaxinfra.planning.memory import Memory
 from jaxinfra.planning.model import (
     PlannedModel,
     active_parameters,
@@ -44,6 +45,7 @@ class Plan:
     memory: Memory
     time: StepTime
     traffic: tuple[Traffic, ...]
+    gathers: GatherForms | None = None  # of weights that could stay for the backward pass
 
     @property
     def fits(self) -> bool:
@@ -75,11 +77,17 @@ class Plan:
         """At the device's price an hour."""
         return 1e9 / self.tokens_per_s_per_device / 3600 * self.device.dollars_per_hour
 
+    @property
+    def asked(self) -> Layout:
+        """The layout as it was asked for: whether gathered weights stay is open again if it was."""
+        asked = None if self.gathers is None else self.gathers.asked
+        return dataclasses.replace(self.layout, keep_gathered=asked)
+
     def by_remat(self) -> dict[str, "Plan"]:
         """The same layout with each form of recomputation, the weakest first."""
         return {
             form.value: make_plan(
-                self.model, dataclasses.replace(self.layout, remat=form), self.device
+                self.model, dataclasses.replace(self.asked, remat=form), self.device
             )
             for form in BY_STRENGTH
         }
@@ -110,7 +118,9 @@ class Plan:
                 "sequence_parallel": layout.sequence_parallel,
                 "remat": layout.remat.value,
                 "recipe": layout.recipe,
+                "keep_gathered": layout.keep_gathered,
             },
+            "gathered_weights": None if self.gathers is None else self.gathers.as_dict(),
             "fits": self.fits,
             "memory_bytes": {
                 **{name: round(size) for name, size in dataclasses.asdict(self.memory).items()},
@@ -156,13 +166,16 @@ class Plan:
 def make_plan(model: PlannedModel, layout: Layout, device: Device) -> Plan:
     """Predicts memory, communication and time; raises ConfigError where the layout cannot be."""
     check(model, layout)
+    found = sized(model, layout, device)
+    layout = found.layout
     return Plan(
         model=model,
         layout=layout,
         device=device,
-        memory=memory(model, layout, device),
+        memory=found.memory,
         time=step_time(model, layout, device),
         traffic=traffic(model, layout, device),
+        gathers=found.gathers,
     )
 
 

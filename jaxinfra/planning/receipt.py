@@ -180,7 +180,11 @@ def run_config(
         pipeline=pipeline,
         exchange=layout.exchange,
         mesh=layout.mesh,
-        sharding=ShardingConfig(zero=layout.zero, sequence_parallel=layout.sequence_parallel),
+        sharding=ShardingConfig(
+            zero=layout.zero,
+            sequence_parallel=layout.sequence_parallel,
+            keep_gathered=bool(layout.keep_gathered),
+        ),
     )
 
 

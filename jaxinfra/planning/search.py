@@ -15,6 +15,7 @@ from jaxinfra.core.axes import MESH_AXES
 from jaxinfra.core.errors import ConfigError, nearest
 from jaxinfra.planning.devices import Device
 from jaxinfra.planning.formats import RECIPES
+from jaxinfra.planning.gathered import sized
 from jaxinfra.planning.layout import BY_STRENGTH, Layout, Traits, refusal
 from jaxinfra.planning.memory import memory, state_bytes
 from jaxinfra.planning.model import PlannedModel
@@ -37,6 +38,7 @@ class Question:
     zero: int | None = None
     fixed: tuple[tuple[str, int], ...] = ()  # mesh axes that are not searched
     exchange: ExchangeConfig = ExchangeConfig()
+    keep_gathered: bool | None = None  # None: where it fits, as a run decides
     traits: Traits = Traits()
 
 
@@ -151,11 +153,16 @@ def search(
     if not ranking.fastest:
         raise ConfigError(_nothing(model, question, device, ranking.smallest, reasons))
     ranked = [each for _, _, each in sorted(ranking.fastest, key=lambda entry: -entry[0])]
-    winner = make_plan(model, ranked[0].layout, device)
-    others = [make_plan(model, each.layout, device) for each in _distinct(ranked)[: runners_up + 1]]
+
+    def plan_of(each: Candidate) -> Plan:
+        asked = dataclasses.replace(each.layout, keep_gathered=question.keep_gathered)
+        return make_plan(model, asked, device)
+
+    winner = plan_of(ranked[0])
+    others = [plan_of(each) for each in _distinct(ranked)[: runners_up + 1]]
     alternatives = []
     for choice, value, each in ranking.other_than(winner.layout):
-        plan = make_plan(model, each.layout, device)
+        plan = plan_of(each)
         why = why_slower(plan, winner)
         alternatives.append(Alternative(choice=choice, value=value, plan=plan, why=why))
     return Found(
@@ -176,6 +183,7 @@ def _sized(
 
     Recomputing more only slows a layout that fits without, so a stronger form is tried where the
     weaker one does not fit; saving all and saving matmul outputs are close, so both are tried.
+    Of each form gathered weights stay where there is still room, as in a run.
     """
     forms = [question.remat] if question.remat else list(BY_STRENGTH)
     for layout in layouts(model, question, device, reasons):
@@ -186,9 +194,9 @@ def _sized(
             continue
         fitting = 0
         for form in forms:
-            each = dataclasses.replace(layout, remat=form)
-            size = memory(model, each, device).total
-            yield each, size
+            each = sized(model, dataclasses.replace(layout, remat=form), device)
+            size = each.memory.total
+            yield each.layout, size
             fitting += size <= device.hbm_bytes
             if fitting and form is not Remat.NONE:
                 break
@@ -268,8 +276,9 @@ def _variants(
                 zero=zero,
                 chunks=chunks,
                 recipe=recipe,
+                keep_gathered=question.keep_gathered,
             )
-            reason = refusal(model, layout) if zero == 3 else None
+            reason = refusal(model, layout) if zero == 3 or layout.keep_gathered else None
             if reason is not None:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 break

@@ -206,6 +206,23 @@ def _used_elements(parameter: ParameterInfo, tensor: int, expert: int) -> float:
     return parameter.size / (used_shards(parameter, tensor=tensor) * by_expert)
 
 
+def gathered_elements(model: PlannedModel, layout: Layout) -> float:
+    """Elements of all layers' weights that ``keep_gathered`` lets stay: of all but experts, which
+    are gathered where their tokens arrive.
+    """
+    return _gathered_elements(model, layout.mesh.tensor)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _gathered_elements(model: PlannedModel, tensor: int) -> float:
+    return sum(
+        layer.count * _used_elements(each, tensor, expert=1)
+        for layer in model.layers
+        for each in layer.parameters
+        if not is_expert(each)
+    )
+
+
 def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
     """What one micro-batch reads and writes of weights and gradients beside their matmuls."""
     found: list[MemoryPass] = []
@@ -218,7 +235,8 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
             # fp32 read and 16 bits written, in the forward and in the backward pass; what is
             # sharded is cast before it is gathered.
             cast = elements / (shards if layout.zero >= 3 else 1)
-            found.append(MemoryPass("cast weights", 12 * cast))
+            passes = 1 if layout.keep_gathered and not experts else 2
+            found.append(MemoryPass("cast weights", passes * 6 * cast))
         own = elements / (shards if layout.zero >= 2 else 1)
         if layout.traits.scans_layers:
             # The loop's stack of gradients is filled with zeros, then each layer's is copied in.
@@ -226,6 +244,9 @@ def weight_passes(model: PlannedModel, layout: Layout) -> list[MemoryPass]:
         if layout.accumulation > 1:
             # Read, read the sum, write it; or in the matmul, which reads and writes the sum.
             found.append(MemoryPass("sum gradients", (12 if layout.traits.sums_apart else 8) * own))
+    if layout.keep_gathered and layout.traits.scans_layers:
+        kept = layout.activation_bytes * gathered_elements(model, layout)
+        found.append(MemoryPass("stack gathered weights", 2 * kept))
     return found
 
 
@@ -266,11 +287,12 @@ def data_collectives(model: PlannedModel, layout: Layout) -> list[PlannedCollect
 def _sharded_weights(
     model: PlannedModel, layout: Layout, elements: float, item: float, *, experts: bool
 ) -> list[PlannedCollective]:
-    """Fully sharded, each micro-batch: layers are gathered before their forward and their backward
-    pass and the logits' table once; gradients are reduced to their shards. Rows of the input table
-    go to their tokens instead, and their gradients back.
+    """Fully sharded, each micro-batch: the logits' table is gathered once, layers before their
+    forward and, unless what was gathered stays, before their backward pass; gradients are reduced
+    to their shards. Rows of the input table go to their tokens instead, and their gradients back.
     """
-    passes = 1 if experts and layout.keeps_gathered_experts else 2
+    stays = layout.keeps_gathered_experts if experts else layout.keep_gathered
+    passes = 1 if stays else 2
     micro, table = layout.accumulation, 0.0
     found: list[PlannedCollective] = []
     if not experts:
@@ -339,7 +361,7 @@ def _data_communication(
 def _optimizer_s(model: PlannedModel, layout: Layout, device: Device) -> float:
     """State read and written, gradients read twice: for their norm and for the update."""
     recipe = layout.bytes_a_parameter
-    a_parameter = 2 * (recipe.weights + recipe.gradient_bytes + recipe.master + recipe.moments)
+    a_parameter = 2 * (recipe.weights + recipe.summed_bytes + recipe.optimizer_bytes)
     elements = sum(
         device_parameters(model, layout, experts=experts)
         / (layout.data_shards(experts=experts) if layout.zero >= 1 else 1)

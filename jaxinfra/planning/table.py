@@ -63,6 +63,7 @@ def plan_tables(plan: Plan, *, tokens: float | None) -> list[RenderableType]:
         ("batch", f"{layout.batch} x {layout.length} tokens"),
         ("micro-batches", f"{layout.accumulation} of {layout.micro_rows} sequences a device"),
         ("recomputation, recipe, ZeRO", f"{layout.remat}, {layout.recipe}, {layout.zero}"),
+        *([] if plan.gathers is None else [("gathered weights", plan.gathers.describe())]),
         ("predicted step", f"{plan.time.total_s:.4g} s"),
         ("tokens/s a device", f"{plan.tokens_per_s_per_device:,.0f}"),
         ("MFU", f"{plan.mfu:.1%}"),

@@ -22,6 +22,7 @@ LENGTH, WIDTH, LAYERS = 64, 512, 3
 ROOM = ExchangeConfig(room_factor=1.5)
 NODES_OF_4 = ExchangeConfig(room_factor=1.5, node_size=4)
 EXACT_EXPERTS = {"fsdp exchange", "expert exchange"}
+KEPT = {"keep_gathered": True, "remat": Remat.FULL}
 
 
 def with_feed_forward(config, feed_forward):
@@ -70,10 +71,15 @@ def receipt(model, **sizes) -> Receipt:
 # the input gradients of projections apart, gathers the loss's table once for all micro-batches, and
 # may gather a layer's matrices a third time. Token ids are gathered too, and are in no formula.
 CASES = [
-    ("llama", {"fsdp": 8}, {"fsdp sum", "fsdp exchange"}, set()),
+    ("llama", {"fsdp": 8, "keep_gathered": True}, {"fsdp sum", "fsdp exchange"}, set()),
     ("llama", {"fsdp": 2, "tensor": 4}, {"fsdp sum", "fsdp exchange"}, {"tensor sum"}),
 ]
 MORE = [
+    ("llama", {"fsdp": 8}, {"fsdp sum", "fsdp exchange"}, set()),
+    ("llama", {"fsdp": 8, "remat": Remat.FULL}, {"fsdp sum", "fsdp exchange"}, set()),
+    ("llama", {"fsdp": 8, **KEPT}, {"fsdp sum", "fsdp exchange"}, set()),
+    # Experts' weights, gathered beside the exchange, are gathered again whatever else stays.
+    ("experts", {"fsdp": 8, "expert": 4, **KEPT}, EXACT_EXPERTS, set()),
     (
         "llama",
         {"replica": 2, "context": 2, "fsdp": 2},

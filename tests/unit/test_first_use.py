@@ -79,6 +79,7 @@ LAYOUTS = {
         length=8192, batch=16, mesh=MeshConfig(fsdp=4, tensor=2), sequence_parallel=True
     ),
     "zero": Layout(length=512, batch=16, mesh=MeshConfig(replica=2, fsdp=4), zero=2),
+    "kept": Layout(length=512, batch=16, mesh=MeshConfig(fsdp=8), keep_gathered=True),
     "interleaved": Layout(length=512, batch=16, mesh=MeshConfig(pipe=4), chunks=4, accumulation=8),
 }
 
@@ -96,6 +97,7 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
     assert (training.accumulation, training.remat) == (layout.accumulation, layout.remat)
     assert (config.mesh, sharding.zero) == (layout.mesh, layout.zero)
     assert sharding.sequence_parallel == layout.sequence_parallel
+    assert sharding.keep_gathered == layout.keep_gathered
     if layout.chunks > 1:
         assert config.pipeline.chunks_a_stage == layout.chunks
     first, second, *_ = headline(plan, searched=True)
@@ -103,6 +105,24 @@ def test_a_plan_begins_with_a_command_that_trains_so(name):
     assert f"{plan.time.total_s:.4g} s per step" in first
     if plan.fits:
         assert second.strip() == " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("option", "keeps", "setting"),
+    [((), True, None), (("no",), False, "false")],
+)
+def test_a_plan_says_whether_gathered_weights_stay(capsys, option, keeps, setting):
+    told = ["--keep-gathered", *option] if option else []
+    words = ["plan", "llama32_1b", "--devices", "8", "--mesh", "fsdp=8", "--length", "1024", *told]
+    assert main([*words, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["layout"]["keep_gathered"] is values["gathered_weights"]["keeps"] is keeps
+    assert values["gathered_weights"]["by_default"] is not bool(option)
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "gathered weights" in out
+    assert ("sharding.keep_gathered" in out) == bool(option)
+    assert setting is None or f"--set sharding.keep_gathered={setting}\n" in out
 
 
 def test_a_plan_says_why_recomputing_is_predicted_to_be_faster():

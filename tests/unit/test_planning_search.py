@@ -75,6 +75,57 @@ def test_zero_shards_what_it_says(stage):
         assert getattr(sharded, name) * factor == getattr(whole, name)
 
 
+def test_sums_of_micro_batches_stand_beside_their_gradients():
+    """fp32 sums are 4 bytes more for each parameter, by the number of micro-batches alone."""
+    for recipe in ("bf16", "bf16-summed"):
+        one, two = (
+            memory(EIGHT_B, layout(accumulation=n, recipe=recipe), H200).gradients for n in (1, 2)
+        )
+        assert two - one == 4 * total_parameters(EIGHT_B)
+    published = [layout(accumulation=n, recipe="bf16-no-accumulation") for n in (1, 2)]
+    assert len({memory(EIGHT_B, each, H200).gradients for each in published}) == 1
+
+
+def test_gathered_weights_stay_where_a_job_would_keep_them():
+    """At most 95% of what is not reserved, by predicted bytes."""
+    asked = layout(fsdp=8, batch=8)
+    forms = make_plan(EIGHT_B, asked, H200).gathers
+    assert forms is not None
+    tables = 2 * EIGHT_B.config.vocab_size * EIGHT_B.config.model_dim
+    layers = 2 * (total_parameters(EIGHT_B) - tables)
+    assert math.isclose(forms.kept.arrays - forms.again.arrays, layers, rel_tol=1e-4)
+    least = forms.kept.arrays / 0.95 + H200.reserved_bytes
+    plans = []
+    for keeps, size in ((True, math.ceil(least)), (False, math.floor(least) - 1)):
+        device = with_measurements(H200, {"hbm_bytes": size}, source="here")
+        plan = make_plan(EIGHT_B, asked, device)
+        assert plan.layout.keep_gathered is keeps
+        assert plan.asked == asked
+        # What needs less leaves them room.
+        assert plan.by_remat()["full"].layout.keep_gathered is True
+        told = make_plan(EIGHT_B, dataclasses.replace(asked, keep_gathered=not keeps), device)
+        assert told.layout.keep_gathered is not keeps
+        assert told.asked.keep_gathered is not keeps
+        plans.append(plan)
+    kept, again = (plan.as_dict() for plan in plans)
+    less = again["collective_bytes"]["all-gather"] - kept["collective_bytes"]["all-gather"]
+    assert math.isclose(less, layers, rel_tol=1e-4)
+    assert kept["step_s"] < again["step_s"]
+    assert kept["memory_bytes"]["total"] - again["memory_bytes"]["total"] == pytest.approx(layers)
+
+
+def test_a_search_keeps_gathered_weights_as_it_is_told():
+    question = Question(devices=8, length=4096, batch=64, remat=Remat.FULL, zero=3)
+    for told, keeps in ((None, True), (False, False), (True, True)):
+        found = search(EIGHT_B, dataclasses.replace(question, keep_gathered=told), H200)
+        assert found.best.layout.mesh.fsdp > 1
+        assert found.best.layout.keep_gathered is keeps
+        assert found.best.asked.keep_gathered is told
+        kept = [plan.layout for plan, _ in found.runners_up if plan.layout.keep_gathered]
+        assert all(each.may_keep_gathered for each in kept)
+        assert told is not True or len(kept) == len(found.runners_up)
+
+
 def test_parameters_of_all_stages_add_up():
     """Two stages of equal layers, each with one table: what is counted twice is the final norm."""
     whole = memory(EIGHT_B, layout(), H200).weights
@@ -103,20 +154,23 @@ def test_pipeline_activations_do_not_grow_with_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "remat", "compiled_gib"),
+    ("name", "sizes", "compiled_gib"),
     [
-        ("llama32_1b", 4, Remat.NONE, 62.44),
-        ("llama32_1b", 4, Remat.DOTS, 18.44),
-        ("llama32_1b", 4, Remat.FULL, 7.25),
+        ("llama32_1b", {"batch": 4, "remat": Remat.NONE}, 62.44),
+        ("llama32_1b", {"batch": 4}, 18.44),
+        ("llama32_1b", {"batch": 4, "remat": Remat.FULL}, 7.25),
         # Not looked at when the formula was written.
-        ("llama32_1b", 4, Remat.MLP, 10.69),
-        ("llama32_3b", 2, Remat.DOTS, 25.92),
-        ("llama32_3b", 2, Remat.FULL, 14.38),
+        ("llama32_1b", {"batch": 4, "remat": Remat.MLP}, 10.69),
+        ("llama32_3b", {"batch": 2}, 25.92),
+        ("llama32_3b", {"batch": 2, "remat": Remat.FULL}, 14.38),
+        ("llama32_1b", {"batch": 16, "fsdp": 4}, 16.06),
+        ("llama32_1b", {"batch": 16, "fsdp": 4, "keep_gathered": True}, 17.61),
+        ("llama32_1b", {"batch": 2, "accumulation": 2, "remat": Remat.FULL}, 10.82),
     ],
 )
-def test_temporaries_are_those_of_a_step_compiled_for_an_h200(name, batch, remat, compiled_gib):
+def test_temporaries_are_those_of_a_step_compiled_for_an_h200(name, sizes, compiled_gib):
     """XLA's buffer assignment without a GPU (``--compile gpu``): attention hopper, length 4096."""
-    predicted = memory(find_model(name), layout(batch=batch, remat=remat), H200).temporaries
+    predicted = memory(find_model(name), layout(**sizes), H200).temporaries
     assert abs(predicted / 2**30 / compiled_gib - 1) < 0.15
 
 
@@ -170,6 +224,10 @@ def test_a_matmul_is_bound_by_memory_or_arithmetic():
         ({"recipe": "fp9"}, "unknown recipe"),
         ({"zero": 4}, "stages are 0 to 3"),
         ({"chunks": 2}, "pipe=1"),
+        ({"keep_gathered": True}, "keep_gathered with fsdp=1"),
+        ({"keep_gathered": True, "fsdp": 8, "zero": 2}, "zero=2"),
+        ({"keep_gathered": True, "fsdp": 8, "pipe": 2, "accumulation": 2}, "pipe=2"),
+        ({"keep_gathered": True, "fsdp": 8, "recipe": "fp8"}, "recipe fp8"),
     ],
 )
 def test_nonsense_is_refused_with_the_rule(sizes, words):
