@@ -37,7 +37,7 @@ def draw(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=400, help="20 at least")
     parser.add_argument("--out", type=Path, default=Path("runs/mixture"))
     parser.add_argument("--set", action="append", default=[], help="settings of all runs")
     args = parser.parse_args()

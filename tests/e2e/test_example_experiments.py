@@ -28,7 +28,7 @@ FIGURES = {
     "preferences": (["--steps", "20", "--rate", "1e-2"], ["dpo: 1.00", "simpo: 1.00", "orpo: "]),
     "long_context": (["--steps", "2", "--length", "64"], ["one: final loss", "difference"]),
     "fine_tune": (["--steps", "4"], ["before", "after"]),
-    "mixture": (["--steps", "4"], ["tiny_moe: ", "times the mean load"]),
+    "mixture": (["--steps", "24"], ["tiny_moe: ", "times the mean load"]),
 }
 
 
