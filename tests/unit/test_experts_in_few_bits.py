@@ -2,8 +2,6 @@
 
 import functools
 import json
-import math
-import re
 from pathlib import Path
 
 import jax
@@ -20,6 +18,7 @@ from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.serving.generate import generate
 from jaxinfra.serving.sampling import GREEDY
+from tests.largest_float import largest_float
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf"
 E, D, F = 16, 32, 48
@@ -37,12 +36,7 @@ CHOICES = (
     jnp.asarray([[E, E], [E, E]], jnp.int32),
 )
 SIZES = {
-    "qwen2_moe": {
-        "hidden_size": 32,
-        "moe_intermediate_size": 32,
-        "num_experts": 16,
-        "num_hidden_layers": 1,
-    },
+    "qwen2_moe": {"hidden_size": 32, "moe_intermediate_size": 32, "num_experts": 16},
     "deepseek_v3": {"hidden_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 16},
 }
 
@@ -112,8 +106,8 @@ def test_formats_biases_and_bounded_room(form):
     require_equal(experts, many, room=7)
 
 
-def model(family):
-    values = json.loads((GOLDEN / family / "config.json").read_text()) | SIZES[family]
+def model(family, **keys):
+    values = json.loads((GOLDEN / family / "config.json").read_text()) | SIZES[family] | keys
     return define_model(from_hf_config(values), execution_on())
 
 
@@ -127,23 +121,21 @@ def rounded(parameters):
     return jax.tree_util.tree_map_with_path(in_int4, parameters)
 
 
-def largest_floats(definition, parameters, num_tokens):
-    """Elements of the largest floating array of a pass over so many tokens."""
-    ids = jnp.zeros((1, num_tokens), jnp.int32)
-    program = str(jax.make_jaxpr(lambda tree: definition.bind(tree)(ids))(parameters))
-    shapes = re.findall(r"\b(?:bf16|f32)\[([\d,]+)\]", program)
-    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
-
-
 def test_a_step_makes_no_array_of_all_experts():
-    definition = model("qwen2_moe")
+    one = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
+    definition = model("qwen2_moe", **one)
     few = jax.eval_shape(rounded, definition.arrays)
     experts = definition.config.blocks[0].feed_forward
     whole = experts.num_experts * experts.hidden_dim * definition.config.model_dim
+
+    def largest(num_tokens):
+        ids = jnp.zeros((1, num_tokens), jnp.int32)
+        return largest_float(lambda tree: definition.bind(tree)(ids), few)
+
     fewer = (experts.num_experts - 1) // experts.top_k  # tokens, with fewer choices than experts
-    assert largest_floats(definition, few, fewer) < whole
+    assert largest(fewer) < whole
     # With more choices all are dequantized together, which this sees.
-    assert largest_floats(definition, few, fewer + 1) >= whole
+    assert largest(fewer + 1) >= whole
 
 
 @pytest.mark.slow  # Whole models; what a layer computes is held above.
