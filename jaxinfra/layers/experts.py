@@ -4,6 +4,7 @@ Dims: B batch, T position, D model width, E experts, F hidden width, K experts o
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ from jaxinfra.layers.routing import EvenLoads, ExpertChoice, balance_sums, choos
 from jaxinfra.numerics.recipe import Site
 from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import CHOICE_NAME, ExpertWeights
-from jaxinfra.ops.quantized import QuantizedWeight
 
 
 class Experts(nnx.Module):
@@ -135,22 +135,15 @@ class Experts(nnx.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """The routed experts'."""
+        """The routed experts', as they are kept."""
 
-        def value(parameter: nnx.Param | None) -> jax.Array | None:
-            return None if parameter is None else used(parameter)
-
-        def used(parameter: nnx.Param) -> jax.Array:
-            weight = parameter.get_value()
-            if isinstance(weight, QuantizedWeight):
-                # Of all experts of this layer: a product of groups takes plain weights.
-                return weight.dequantize(self.execution.policy.compute)
-            return weight
+        def value(parameter: nnx.Param | None) -> Any:
+            return None if parameter is None else parameter.get_value()
 
         return ExpertWeights(
             gate_EDF=value(self.gate),
-            up_EDF=used(self.up),
-            down_EFD=used(self.down),
+            up_EDF=value(self.up),
+            down_EFD=value(self.down),
             gate_bias_EF=value(self.gate_bias),
             up_bias_EF=value(self.up_bias),
             down_bias_ED=value(self.down_bias),

@@ -1,10 +1,17 @@
 """The feed-forward layers of several experts, each on the tokens that chose it.
 
+A product of groups takes plain weights. Of weights in few bits all experts' are dequantized where
+there are at least as many copies of tokens as experts. Where there are fewer, as in a decode step,
+only as many experts as copies are: those that the tokens met, gathered while in few bits. Both
+numbers are static, so a program has one form or the other.
+
 Dims: N token, K choice of a token, M copy of a token for one of its choices, sorted by expert,
-E expert, D model width, F hidden width.
+E expert, S one of the experts that are dequantized, D model width, F hidden width.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +22,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels import combine as combine_rows
 from pallas_kernels import grouped_matmul, grouped_swiglu
@@ -36,12 +44,24 @@ otherwise, and the backward pass would go to other experts.
 class ExpertWeights:
     """Weights of all experts, or of those that a device has, as stored."""
 
-    gate_EDF: jax.Array | None
-    up_EDF: jax.Array
-    down_EFD: jax.Array
+    gate_EDF: jax.Array | QuantizedWeight | None
+    up_EDF: jax.Array | QuantizedWeight
+    down_EFD: jax.Array | QuantizedWeight
     gate_bias_EF: jax.Array | None = None
     up_bias_EF: jax.Array | None = None
     down_bias_ED: jax.Array | None = None
+
+    @property
+    def in_few_bits(self) -> bool:
+        """Whether some must be dequantized before they are multiplied with."""
+        weights = (self.gate_EDF, self.up_EDF, self.down_EFD)
+        return any(isinstance(weight, QuantizedWeight) for weight in weights)
+
+    def changed(self, change: Callable[[QuantizedWeight], Any]) -> "ExpertWeights":
+        """With what ``change`` makes of each weight in few bits."""
+        weights = {name: getattr(self, name) for name in ("gate_EDF", "up_EDF", "down_EFD")}
+        few = {name: w for name, w in weights.items() if isinstance(w, QuantizedWeight)}
+        return dataclasses.replace(self, **{name: change(w) for name, w in few.items()})
 
 
 @jax.tree_util.register_dataclass
@@ -133,6 +153,8 @@ def apply_experts(
     with jax.named_scope("sort"):
         copies = sorted_copies(expert_NK, num_experts=num_experts, room=room)
         rows_M = jnp.minimum(copies.choice_M // top_k, x_ND.shape[0] - 1)
+        if experts.in_few_bits and room < num_experts:
+            experts, copies = _met(experts, copies)
     x_ND = x_ND.astype(recipe.compute)
     try:
         with jax.named_scope("experts"):
@@ -147,6 +169,16 @@ def apply_experts(
     except KernelUnsupported as error:
         raise UnsupportedError(str(error)) from error
     return y_ND, copies.left_out
+
+
+def _met(experts: ExpertWeights, copies: Copies) -> tuple[ExpertWeights, Copies]:
+    """As many experts as there are copies: those that have some, in their order, then others."""
+    has_none_E = (copies.sizes_E == 0).astype(jnp.int32)
+    expert_S = jnp.argsort(has_none_E, stable=True)[: copies.choice_M.size]
+
+    experts = experts.changed(lambda weight: weight.plain)  # whose parts all begin with experts
+    experts = jax.tree.map(lambda part: part[expert_S], experts)
+    return experts, dataclasses.replace(copies, sizes_E=copies.sizes_E[expert_S])
 
 
 def _hidden(
@@ -169,7 +201,7 @@ def _hidden(
             positions=copies.place_NK,
         )
 
-    def inward(weight_EDF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
+    def inward(weight_EDF: jax.Array | QuantizedWeight, bias_EF: jax.Array | None) -> jax.Array:
         y_MF = _product(x_ND, weight_EDF, copies, recipe, rows_M=rows_M).astype(recipe.accum)
         return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
 
@@ -179,7 +211,7 @@ def _hidden(
 
 def _product(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | QuantizedWeight,
     copies: Copies,
     recipe: Recipe,
     *,
@@ -194,8 +226,10 @@ def _product(
     )
 
 
-def _stored(weight: jax.Array, recipe: Recipe) -> jax.Array:
+def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:
     """The weight in the format that its gradient is handed on in; products are of x's format."""
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dequantize(recipe.compute)
     return weight if recipe.gradient is None else weight.astype(recipe.gradient)
 
 

@@ -13,12 +13,12 @@ from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.target import H200, compiling_for
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels.quantized_matmul import Activations as Activations
+from pallas_kernels.quantized_matmul import Arrangement, arranged, takes_kernel, why_not_arranged
 from pallas_kernels.quantized_matmul import DoubleQuantizedScales as DoubleQuantizedScales
 from pallas_kernels.quantized_matmul import QuantizedWeight as QuantizedWeight
 from pallas_kernels.quantized_matmul import WeightCode as WeightCode
 from pallas_kernels.quantized_matmul import WeightFormat as WeightFormat
 from pallas_kernels.quantized_matmul import are_alike as are_alike
-from pallas_kernels.quantized_matmul import arranged, takes_kernel, why_not_arranged
 from pallas_kernels.quantized_matmul import concatenated_columns as concatenated_columns
 from pallas_kernels.quantized_matmul import double_quantized as double_quantized
 from pallas_kernels.quantized_matmul import repeated_outputs as repeated_outputs
@@ -91,6 +91,16 @@ def kept_for_kernel(weight: QuantizedWeight, kind: str) -> QuantizedWeight | Non
         if why_not_arranged(weight) is not None or not takes_kernel(weight):
             return None
         return jax.eval_shape(arranged, weight)
+
+
+def of_device(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight that a device's share of the codes of a matrix in rows stands for: as many rows
+    and columns as it has.
+    """
+    assert weight.arrangement is Arrangement.ROWS, "only one device has another order"
+    rows, columns = weight.data.shape[-2:]
+    rows = rows * 8 // weight.format.code.bits
+    return dataclasses.replace(weight, inputs=(rows,), outputs=(columns,)).check()
 
 
 def rounded_input(

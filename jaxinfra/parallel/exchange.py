@@ -28,8 +28,10 @@ from jaxinfra.core import axes
 from jaxinfra.layers.execution import ExpertExchange, within_device
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.experts import ExpertWeights, apply_experts, combine_rows, spread
+from jaxinfra.ops.quantized import QuantizedWeight, of_device
 from jaxinfra.parallel.exchange_room import Level, room_for
 from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place_quantized import quantized_shardings
 from jaxinfra.parallel.travel import Peers, equal, peers_of, ragged
 
 _TOKENS = (axes.BATCH, axes.SEQUENCE, None)
@@ -49,7 +51,9 @@ class ShardedExchange:
     each of one or two levels, or a sum over them.
 
     Weights are gathered over the axes that split their width, where they are used. Over ``tensor``
-    each device has a part of every expert's hidden layer, and their results are summed.
+    each device has a part of every expert's hidden layer, and their results are summed. Weights in
+    few bits come to a device as they are kept; where their width is split, which gathers plain
+    weights, all are dequantized first.
     """
 
     placement: Placement
@@ -68,10 +72,6 @@ class ShardedExchange:
         """Returns x placed as given, and the choices that had no room; None where all have."""
         place = self.placement
         tokens = place.spec(_TOKENS)
-        specs: dict[str, Any] = {
-            name: None if getattr(experts, name) is None else place.spec(dims)
-            for name, dims in _DIMS.items()
-        }
         holders = place.axes(axes.EXPERTS)
         apart = (*place.axes(axes.BATCH), *place.axes(axes.SEQUENCE))
         between = holders if set(holders) & set(apart) else ()
@@ -80,13 +80,16 @@ class ShardedExchange:
             """Of a dim's axes those that experts, which come first, leave it."""
             return tuple(axis for axis in place.axes(dim) if axis not in holders)
 
+        by_width = left(axes.EMBED)
+        if by_width:
+            experts = experts.changed(lambda weight: weight.dequantize(recipe.compute))
         local = functools.partial(
             _of_device,
             between=between,
             own=() if between else holders,
             num_devices=math.prod(place.mesh.shape[axis] for axis in between),
             by_hidden=left(axes.MLP),
-            by_width=left(axes.EMBED),
+            by_width=by_width,
             apart=apart,
             config=config,
             recipe=recipe,
@@ -94,11 +97,25 @@ class ShardedExchange:
         )
         y_BTD, left_out = place.on_each_device(
             local,
-            in_specs=(tokens, tokens, tokens, ExpertWeights(**specs)),
+            in_specs=(tokens, tokens, tokens, _specs(place, experts)),
             out_specs=(tokens, PartitionSpec()),
         )(x_BTD, expert_BTK, weight_BTK, experts)
         bounded = bool(between) and self.config.room_factor is not None
         return y_BTD, left_out if bounded else None
+
+
+def _specs(place: Placement, experts: ExpertWeights) -> Any:
+    """The partition of each weight, and of each part of one in few bits."""
+
+    def spec(name: str, dims: axes.Dims) -> Any:
+        weight = getattr(experts, name)
+        if isinstance(weight, QuantizedWeight):
+            shardings = quantized_shardings(place, weight, dims, path=f"experts' {name}")
+            return jax.tree.map(lambda each: each.spec, shardings)
+        return None if weight is None else place.spec(dims)
+
+    specs: dict[str, Any] = {name: spec(name, dims) for name, dims in _DIMS.items()}
+    return ExpertWeights(**specs)
 
 
 def _of_device(
@@ -118,7 +135,7 @@ def _of_device(
     exchange: ExchangeConfig,
 ) -> tuple[jax.Array, jax.Array]:
     batch, length, width = x_btd.shape
-    experts = _whole(experts, recipe, by_width)
+    experts = _whole(experts.changed(of_device), recipe, by_width)
     x_ND = x_btd.reshape(-1, width).astype(recipe.compute)
     expert_NK = expert_btK.reshape(batch * length, -1)
     weight_NK = weight_btK.reshape(batch * length, -1)

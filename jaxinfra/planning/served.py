@@ -59,8 +59,9 @@ class ServedArray:
         if not isinstance(self.held, QuantizedWeight):
             return met * self.nbytes
         plain = self.held.size * _PLAIN_BYTES
-        if self.is_expert:  # all of a layer are dequantized together
-            return self.nbytes + (1.0 + met) * plain
+        if self.is_expert:  # as many are dequantized as tokens have choices, or all of a layer
+            dequantized = min(tokens * self.active, 1.0)
+            return dequantized * (self.nbytes + plain) + met * plain
         if self.held.format.activations is not None:  # products of 8 bits
             return self.nbytes
         if self.is_dequantized or tokens > MOST_ROWS_MEASURED:

@@ -1,6 +1,7 @@
 """Weights and caches in few bits over devices: what one device computes, or a refusal."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -10,11 +11,18 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import ExpertsConfig, stacked
+from jaxinfra.config.precision import PolicyName
 from jaxinfra.core.axes import EMBED, HEAD, LAYERS, MLP, Q_HEADS
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.models.definition import define_model
+from jaxinfra.numerics.policy import POLICIES
+from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.ops.quantized import WeightCode, WeightFormat, round_weight
+from jaxinfra.parallel.exchange import exchange_on
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
 from jaxinfra.parallel.place import Placement
@@ -26,6 +34,7 @@ from jaxinfra.weights.load_pretrained import load_pretrained
 from jaxinfra.weights.model_directory import read_model_directory
 from tests.decoder_oracle import drawn
 from tests.engine_models import CONFIG
+from tests.largest_float import largest_float
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "quantized"
 
@@ -139,3 +148,39 @@ def test_experts_are_dequantized_by_layer():
             block["mlp"][name] = block["mlp"][name].dequantize(jnp.float32)
     want = model.definition.bind(plain)(jnp.arange(12, dtype=jnp.int32).reshape(2, 6))
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shares", "gathers"),
+    [
+        (MeshConfig(fsdp=2, tensor=2, expert=2), 4, False),
+        # The shares alone, and the form that is kept where plain weights are gathered.
+        pytest.param(MeshConfig(tensor=2), 2, False, marks=pytest.mark.slow),
+        pytest.param(MeshConfig(fsdp=2, tensor=2), 4, True, marks=pytest.mark.slow),
+    ],
+    ids=["experts and tensor", "tensor", "width"],
+)
+def test_few_tokens_over_devices_meet_few_experts(mesh, shares, gathers):
+    """To the bit what plain numbers give; no device makes all that it has of the experts."""
+    config = ExpertsConfig(num_experts=16, top_k=2, hidden_dim=32)
+    block = dataclasses.replace(CONFIG.blocks[0], feed_forward=config)
+    place = serving_placement(
+        dataclasses.replace(CONFIG, stacks=stacked(block, num_layers=1)), mesh
+    )
+    recipe = POLICIES[PolicyName.FP32].recipe(Site.EXPERTS)
+    form = WeightFormat(code=WeightCode.INT4, group_rows=8)
+    rng = np.random.default_rng(0)
+
+    def few_bits():
+        weight = jnp.asarray(rng.normal(size=(16, 32, 32)), jnp.float32)
+        return round_weight(weight, form, num_leading=1, has_zeros=True)
+
+    few = ExpertWeights(gate_EDF=few_bits(), up_EDF=few_bits(), down_EFD=few_bits())
+    plain = few.changed(lambda weight: weight.dequantize(recipe.compute))
+    x_BTD = jnp.asarray(rng.normal(size=(2, 1, 32)), jnp.float32)
+    expert_BTK = jnp.asarray([[[3, 12]], [[12, 9]]], jnp.int32)
+    weight_BTK = jnp.asarray(rng.uniform(size=(2, 1, 2)), jnp.float32)
+    exchange = functools.partial(exchange_on(place, ExchangeConfig()), config=config, recipe=recipe)
+    step = jax.jit(lambda experts: exchange(x_BTD, expert_BTK, weight_BTK, experts)[0])
+    np.testing.assert_array_equal(step(few), step(plain))
+    assert (largest_float(step, few) >= 16 * 32 * 32 // shares) == gathers

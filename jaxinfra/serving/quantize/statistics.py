@@ -18,7 +18,7 @@ from jaxinfra.ops.activation import activated
 from jaxinfra.ops.experts import ExpertWeights
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.multiply import multiply
-from jaxinfra.ops.quantized import Activations, rounded_input
+from jaxinfra.ops.quantized import Activations, QuantizedWeight, rounded_input
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +107,8 @@ class RoutedTokens:
         return jax.lax.map(of_expert, (experts, self.weights))
 
     def _hidden(self, x_MD: jax.Array, weights: ExpertWeights) -> jax.Array:
-        def inward(w_DF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
+        def inward(w_DF: jax.Array | QuantizedWeight, bias_F: jax.Array | None) -> jax.Array:
+            assert isinstance(w_DF, jax.Array), "what is calibrated is not in few bits yet"
             y_MF = jnp.dot(x_MD, w_DF.astype(EXACT))
             return y_MF if bias_F is None else y_MF + bias_F.astype(EXACT)[None]
 
