@@ -8,27 +8,13 @@ from pathlib import Path
 import pytest
 
 from jaxinfra.config.exchange import ExchangeConfig
-from jaxinfra.config.model import stacked
 from jaxinfra.config.run import Remat
 from jaxinfra.core.errors import ConfigError
 from jaxinfra.planning.devices import NAMES, find_device, with_measurements
-from jaxinfra.planning.inference import (
-    Serving,
-    by_batch,
-    by_cache,
-    crossover_batch,
-    decode,
-    max_batch,
-    max_context,
-    prefill,
-    ridge,
-    weight_bytes,
-)
-from jaxinfra.planning.kv import kv_bytes, kv_bytes_per_token
 from jaxinfra.planning.layout import Layout, check, lay_out
 from jaxinfra.planning.measured import with_bench_results
 from jaxinfra.planning.memory import memory
-from jaxinfra.planning.model import find_model, plan_model, total_parameters
+from jaxinfra.planning.model import find_model, total_parameters
 from jaxinfra.planning.operations import PlannedMatmul
 from jaxinfra.planning.plan import make_plan, traffic
 from jaxinfra.planning.search import CHOICES, Question, search
@@ -323,66 +309,6 @@ def test_search_finds_what_trying_everything_finds():
 def test_search_says_why_nothing_fits():
     with pytest.raises(ConfigError, match="no layout fits 141 GB"):
         search(find_model("llama3_405b"), Question(devices=8, length=4096, batch=8), H200)
-
-
-def test_caches():
-    model = find_model("llama2_70b")
-    assert kv_bytes(model, batch=3, context=100) == 3 * 100 * kv_bytes_per_token(model)
-    (block,) = model.config.blocks
-    mha = dataclasses.replace(block.mixer, num_kv_heads=block.mixer.num_q_heads)
-    stacks = stacked(dataclasses.replace(block, mixer=mha), num_layers=model.config.num_layers)
-    wide = plan_model(dataclasses.replace(model.config, stacks=stacks))
-    assert kv_bytes_per_token(wide) == 8 * kv_bytes_per_token(model) == 2.5 * 2**20
-    # A windowed layer keeps its window: half of Gemma-2's layers see 4,096 tokens.
-    gemma = find_model("gemma2_9b")
-    assert kv_bytes(gemma, batch=1, context=8192) == 0.75 * 8192 * kv_bytes_per_token(gemma)
-
-
-def test_what_fits_beside_the_weights():
-    serving = Serving()
-    batch = max_batch(EIGHT_B, H200, serving, context=8192)
-    used = weight_bytes(EIGHT_B, H200, serving) + H200.reserved_bytes
-    one = kv_bytes(EIGHT_B, batch=1, context=8192)
-    assert used + batch * one <= H200.hbm_bytes < used + (batch + 1) * one
-    context = max_context(EIGHT_B, H200, serving, batch=4)
-    assert used + kv_bytes(EIGHT_B, batch=4, context=context) <= H200.hbm_bytes
-    assert used + kv_bytes(EIGHT_B, batch=4, context=context + 1) > H200.hbm_bytes
-    assert max_batch(find_model("llama3_405b"), H200, serving, context=1) == 0
-
-
-def test_latent_attention_decodes_its_latents():
-    """128 heads of (512 + 64) + 512 a cached token, against 2 (192 + 128) rebuilt ones."""
-    model = find_model("deepseek_v3")
-    a_token = model.decode_flops(4097) - model.decode_flops(4096)
-    assert a_token == 61 * 2 * 128 * (512 + 64 + 512)
-
-
-def test_batches_and_caches_that_fit_are_listed():
-    serving = Serving()
-    rows = by_batch(EIGHT_B, H200, serving, context=8192)
-    most = max_batch(EIGHT_B, H200, serving, context=8192)
-    assert max(row["batch"] for row in rows if row["fits"]) == most
-    assert [row["fits"] for row in rows][-1] is False
-    caches = {row["cache"]: row for row in by_cache(EIGHT_B, H200, serving, context=8192)}
-    # 8 bits, and a scale of 16 for the 128 of a token and head, in place of 16.
-    one = kv_bytes(EIGHT_B, batch=1, context=8192, cache_format="bf16") * (8 + 16 / 128) / 16
-    room = H200.hbm_bytes - H200.reserved_bytes - weight_bytes(EIGHT_B, H200, serving)
-    assert caches["fp8"]["max_batch"] == room // one > 1.9 * caches["bf16"]["max_batch"]
-    assert caches["int4"]["max_context"] > 3.5 * caches["bf16"]["max_context"]
-
-
-def test_prefill_is_compute_bound_and_decode_memory_bound():
-    serving = Serving()
-    assert prefill(EIGHT_B, H200, serving, batch=1, length=4096).bound == "compute"
-    step = decode(EIGHT_B, H200, serving, batch=1, context=4096)
-    assert step.bound == "memory"
-    assert step.intensity < 2
-    assert round(ridge(H100)) == 295
-    assert round(ridge(H200)) == 206
-    short = crossover_batch(EIGHT_B, H200, serving, context=1)
-    assert short is not None
-    assert abs(short / ridge(H200) - 1) < 0.1  # 2 bytes and 2 FLOPs a weight
-    assert crossover_batch(EIGHT_B, H200, serving, context=8192) is None
 
 
 def test_an_exchange_is_priced_with_the_room_it_has():
