@@ -184,9 +184,7 @@ def test_scaled_inputs_lose_less_than_rounding(tmp_path, family, sizes, name):
     for which, each in (("scaled", recipe), ("plain", plain)):
         report = quantize_model(model, tmp_path / which, each, ids_BT=IDS)
         errors[which] = [layer.error for layer in report.layers]
-    # A layer whose inputs have few channels that are larger gains little.
-    assert all(s < p for s, p in zip(errors["scaled"], errors["plain"], strict=True)), errors
-    assert sum(errors["scaled"]) < 0.8 * sum(errors["plain"]), errors
+    assert all(s < 0.8 * p for s, p in zip(errors["scaled"], errors["plain"], strict=True)), errors
 
 
 def test_clamped_hidden_layers_are_not_divided():
