@@ -54,10 +54,14 @@ class Prepare(Protocol):
         x: jax.Array,
         *,
         recipe: Recipe,
-        contracted: int = 1,
+        dims: Dims = (None,),
         history: jax.Array | None = None,
     ) -> jax.Array | Input:
-        """Returns x, quantized where the recipe multiplies in 8 bits."""
+        """Returns x, quantized where the recipe multiplies in 8 bits.
+
+        Args:
+            dims: logical dims of the weights that they contract.
+        """
         ...
 
 

@@ -122,9 +122,18 @@ class Projection(nnx.Module):
 
     def prepared(self, x: Float[Array, "B T *_"]) -> Float[Array, "B T *_"] | Input:
         """x for this projection and others that multiply with it alike: quantized once."""
-        x_dims, _, out_dims = self.spec.replace("->", ",").split(",")
-        contracted = sum(letter not in out_dims for letter in x_dims)
-        return self.prepare(x, recipe=self.recipe, contracted=contracted, history=self._history)
+        _, weight_dims, out_dims = self.spec.replace("->", ",").split(",")
+        each = zip(weight_dims, self._multiplied_dims, strict=True)
+        contracted = tuple(dim for letter, dim in each if letter not in out_dims)
+        return self.prepare(x, recipe=self.recipe, dims=contracted, history=self._history)
+
+    @property
+    def _multiplied_dims(self) -> Dims:
+        """Logical dims of ``_multiplied``: of one that was placed those that it still has."""
+        if self.place is None:
+            return self.dims
+        copied = range(len(self.dims))[self.copied_axis] if self.copies > 1 else None
+        return tuple(dim if at == copied else None for at, dim in enumerate(self.dims))
 
     @property
     def _history(self) -> jax.Array | None:
@@ -147,9 +156,7 @@ class Projection(nnx.Module):
         weight = self._repeated(weight)
         if self.place is None:
             return weight
-        copied = range(weight.ndim)[self.copied_axis]
-        dims = (dim if at == copied else None for at, dim in enumerate(self.dims))
-        return self.place(weight, tuple(dims))
+        return self.place(weight, self._multiplied_dims)
 
     def __call__(self, x: Float[Array, "B T *_"] | Input) -> Float[Array, "B T *_"]:
         """Applies the map; result in the compute dtype."""
@@ -159,7 +166,7 @@ class Projection(nnx.Module):
             self._multiplied,
             recipe=self.recipe,
             history=self._history,
-            dims=self.dims if self.place is None else None,
+            dims=self._multiplied_dims,
         )
         if self.adapter is not None:
             x = x.x if isinstance(x, Input) else x

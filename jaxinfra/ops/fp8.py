@@ -11,6 +11,11 @@ Per tensor and by blocks of 128 x 128 the directions share values; rows and bloc
 quantized once for each. x is quantized where the layer makes it (``quantized_input``), under a name
 that recomputation may keep (``QUANTIZED``), as is w: nothing is quantized again for the backward
 pass.
+
+What is computed is in parts: an operand is quantized, tokens are multiplied with a weight (y, dx),
+tokens with tokens (dw). ``Devices.each`` runs a part where its arrays are; on a mesh that is each
+device's share of them. With M shared out, y and dx need nothing of other devices and dw is a sum
+over them; with K shared out y is one, with N dx.
 """
 
 import dataclasses
@@ -25,8 +30,21 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Fp8Recipe, Recipe
 from jaxinfra.ops import fp8_operands as operands
-from jaxinfra.ops.fp8_operands import COTANGENT, ONE_DEVICE, WEIGHT, Devices, Input, X
+from jaxinfra.ops.fp8_devices import (
+    TOKENS,
+    WHOLE,
+    Devices,
+    FindDevices,
+    Held,
+    PlacedMatrix,
+    Side,
+    of_matrix,
+    one_device,
+    unmerged,
+)
+from jaxinfra.ops.fp8_operands import COTANGENT, WEIGHT, BothWays, Caster, Input, X
 from jaxinfra.ops.fp8_product import product
+from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.scales import Quantized, Scaling
 
 QUANTIZED = "quantized"
@@ -74,42 +92,84 @@ def _form(spec: str) -> _Form:
     return _Form(tokens=len(tokens), contracted=len(contracted), contracted_first=orders[weight])
 
 
+def _fitting(devices: Devices, sides: tuple[Side, ...], fp8: Fp8Recipe) -> Devices:
+    """These devices; spread over by the compiler where a share would not have whole blocks."""
+    form = operands.form_of(fp8)
+    why = devices.unfit(sides, by_blocks=form.by_blocks)
+    if why is None:
+        return devices
+    case = f"scales by {form} of {' x '.join(str(math.prod(sizes)) for _, sizes in sides)}"
+    announce("8-bit matmul", "xla", case, because=why)
+    return devices.together
+
+
 def _matrix(x: jax.Array, contracted: int, devices: Devices, fp8: Fp8Recipe) -> jax.Array:
-    """x as [M, K] where one device has it, else [..., T, K]."""
+    """x as [M, K] where a device has it, else [..., T, K]."""
     *lead, _ = x.shape[: x.ndim - contracted + 1]
     x = x.reshape(*lead, math.prod(x.shape[len(lead) :]))
-    flat = devices.num == 1 and (not operands.form_of(fp8).by_blocks or operands.in_blocks(x))
+    flat = devices.spread == 1 and (not operands.form_of(fp8).by_blocks or operands.in_blocks(x))
     return x.reshape(-1, x.shape[-1]) if flat or x.ndim < 3 else x
+
+
+def _quantized_tokens(
+    x: jax.Array,
+    history: jax.Array | None,
+    *,
+    operand: int,
+    recipe: Recipe,
+    dims: Dims,
+    devices: Devices,
+) -> tuple[BothWays, jax.Array]:
+    """x or a cotangent, whose last dims ``dims`` a product contracts, and what was seen of it."""
+    fp8 = recipe.fp8
+    assert fp8 is not None
+    caster = Caster(operand, fp8, devices)
+
+    def part(x: jax.Array, history: jax.Array | None) -> tuple[BothWays, jax.Array]:
+        matrix = _matrix(x.astype(recipe.compute), len(dims), devices, fp8)
+        return caster.tokens(matrix, history, dims)
+
+    form = caster.form
+    both = BothWays._make((of_matrix(form, TOKENS, dims), of_matrix(form, dims, TOKENS)))
+    takes = (unmerged((*TOKENS, *dims)), WHOLE)
+    return devices.each(part, takes=takes, gives=(both, WHOLE))(x, history)
 
 
 def quantized_input(
     x: jax.Array,
     *,
     recipe: Recipe,
-    contracted: int = 1,
+    dims: Dims = (None,),
     history: jax.Array | None = None,
-    devices: Devices = ONE_DEVICE,
+    devices: FindDevices = one_device,
 ) -> Input:
     """An activation, quantized once for all projections that multiply with it.
 
     Args:
-        x: [B, T, ...], the last ``contracted`` dims of which are the width.
+        x: [B, T, ...], with the width at the end.
+        dims: logical dims of the width, as weights that multiply it have them.
         history: of a matmul that multiplies with x.
     """
-    assert recipe.fp8 is not None
     fp8 = recipe.fp8
+    assert fp8 is not None
+    shape = x.shape
+    here = _fitting(devices(), _sides(shape, dims), fp8)
 
     def quantized(x: jax.Array, history: jax.Array | None):
-        matrix = _matrix(x.astype(recipe.compute), contracted, devices, fp8)
-        scale = operands.delayed_scale(fp8, history, X, matrix, fp8.forward)
-        both = operands.both_ways(matrix, fp8, dtype=fp8.forward, scale=scale, devices=devices)
-        seen = operands.seen(matrix, both.rows, operands.form_of(fp8), devices=devices)
-        return _named((both, seen))
+        return _named(
+            _quantized_tokens(x, history, operand=X, recipe=recipe, dims=dims, devices=here)
+        )
 
     # Its gradient is nothing: cotangents reach x through the products.
     constant = jax.custom_vjp(quantized)
     constant.defvjp(lambda x, history: (quantized(x, history), None), lambda *_: (None, None))
     return Input(x, *constant(x, history))
+
+
+def _sides(shape: tuple[int, ...], dims: Dims) -> tuple[Side, Side]:
+    """Tokens, and the width that the last ``dims`` of an array of this shape are."""
+    width = len(shape) - len(dims)
+    return (TOKENS, shape[:width]), (dims, shape[width:])
 
 
 def multiply_fp8(
@@ -121,7 +181,7 @@ def multiply_fp8(
     out: jnp.dtype | None = None,
     history: jax.Array | None = None,
     dims: Dims | None = None,
-    devices: Devices = ONE_DEVICE,
+    devices: FindDevices = one_device,
 ) -> jax.Array:
     """``einsum(spec, x, weight)`` of 8-bit operands, and its gradients, as the recipe says.
 
@@ -129,31 +189,38 @@ def multiply_fp8(
         spec: a matmul: dims of x that are not contracted come first.
         history: fp32, ``fp8_operands.empty_history``; the backward pass hands out its next values
             as its cotangent.
-        dims: logical dims of the weight, for ``devices.gather``.
+        dims: logical dims of the weight; by default no device has a share of any.
 
     Raises:
         UnsupportedError: the einsum is no matmul.
     """
     fp8, form = recipe.fp8, _form(spec)
     assert fp8 is not None
+    dims = (None,) * weight.ndim if dims is None else dims
+    split = form.contracted if form.contracted_first else weight.ndim - form.contracted
+    ends = slice(None, split), slice(split, None)
+    contracted, outer = ends if form.contracted_first else ends[::-1]
+    shape = (x.x if isinstance(x, Input) else x).shape
+    sides = (*_sides(shape, dims[contracted]), (dims[outer], weight.shape[outer]))
+    here = devices()
+    fitting = _fitting(here, sides, fp8)
+    if isinstance(x, Input) and fitting is not here and x.is_matrix:
+        x = x.x  # quantized by each device for other weights, which fit
     if not isinstance(x, Input):
         x = quantized_input(
-            x, recipe=recipe, contracted=form.contracted, history=history, devices=devices
+            x, recipe=recipe, dims=dims[contracted], history=history, devices=lambda: fitting
         )
-    split = form.contracted if form.contracted_first else weight.ndim - form.contracted
     call = _Call(
         recipe=recipe,
         fp8=fp8,
         contracted_first=form.contracted_first,
         weight_shape=weight.shape,
-        matrix_shape=(math.prod(weight.shape[:split]), math.prod(weight.shape[split:])),
+        matrix_dims=(dims[:split], dims[split:]),
+        tokens=shape[: form.tokens],
         out=out or recipe.compute,
-        dims=dims,
-        devices=devices,
+        devices=fitting,
     )
-    outer = weight.shape[split:] if form.contracted_first else weight.shape[:split]
-    y = call.product(x.x, x.quantized, x.seen, weight, history)
-    return y.reshape(*x.x.shape[: form.tokens], *outer)
+    return call.product(x.x, x.quantized, x.seen, weight, history)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,14 +231,14 @@ class _Call:
     fp8: Fp8Recipe
     contracted_first: bool
     weight_shape: tuple[int, ...]
-    matrix_shape: tuple[int, int]
+    matrix_dims: tuple[Dims, Dims]  # of the weight, as a matrix
+    tokens: tuple[int, ...]
     out: jnp.dtype
-    dims: Dims | None
     devices: Devices
 
     def product(self, x, quantized, x_seen, weight, history) -> jax.Array:
-        """[M, N] or [B, T, N]; what a gradient needs of x are its shape and dtype."""
-        x_like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        """[B, T, N]; what a gradient needs of x is its dtype."""
+        x_dtype = x.dtype
 
         @jax.custom_vjp
         def call(x, quantized, x_seen, weight, history):
@@ -182,72 +249,106 @@ class _Call:
 
         def backward(kept, cotangent):
             dx, dweight, emitted = self.backward(kept, cotangent)
-            dx = dx.reshape(x_like.shape).astype(x_like.dtype)
-            return dx, None, None, dweight.astype(weight.dtype), emitted
+            return dx.astype(x_dtype), None, None, dweight.astype(weight.dtype), emitted
 
         call.defvjp(forward, backward)
         return call(x, quantized, x_seen, weight, history)
 
-    @property
-    def by_rows(self) -> bool:
-        """Whether both directions of a weight are quantized, each by itself."""
-        return operands.weight_form_of(self.fp8) is Scaling.ROW
-
     def forward(self, quantized, x_seen, weight, history):
         """y, and what the backward pass reads."""
-        fp8 = self.fp8
-        matrix = weight.reshape(self.matrix_shape).astype(self.recipe.compute)
-        scale = operands.delayed_scale(fp8, history, WEIGHT, matrix, fp8.forward)
-        cast = functools.partial(
-            operands.quantized_weight, matrix, fp8, scale=scale, devices=self.devices
-        )
-        w = _named(cast(by_columns=self.contracted_first))
-        seen = _named(
-            operands.seen(matrix, w, operands.weight_form_of(fp8), devices=self.devices)
-            if history is not None
-            else jnp.zeros_like(x_seen)
-        )
-        whole = self._whole(w)
-        b = operands.across(whole, fp8) if self.contracted_first else whole
-        y = self._multiply(quantized.rows, b, (operands.form_of(fp8), self._weight_form), self.out)
-        if self.by_rows:
-            w = _named(cast(by_columns=not self.contracted_first))
+        cast = functools.partial(self._quantized_weight, weight, history)
+        w, seen = _named(cast(by_columns=self.contracted_first))
+        y = self._with_weight(quantized.rows, w, out=self.out, along_first=self.contracted_first)
+        if self._weight_form is Scaling.ROW:  # each direction is quantized by itself
+            w, _ = _named(cast(by_columns=not self.contracted_first))
         return y, (quantized.tokens, x_seen, w, seen, history)
 
     def backward(self, kept, cotangent):
-        """dx and dweight as matrices, and what the history emits."""
+        """dx, dweight, and what the history emits."""
         x_tokens, x_seen, w, w_seen, history = kept
-        fp8, devices = self.fp8, self.devices
-        lead = x_tokens.values.shape[:-2]
-        columns = self.matrix_shape[1 if self.contracted_first else 0]
-        g = cotangent.reshape(*lead, x_tokens.values.shape[-1], columns)
-        g = g.astype(self.recipe.compute)
-        scale = operands.delayed_scale(fp8, history, COTANGENT, g, fp8.gradient)
-        both = operands.both_ways(g, fp8, dtype=fp8.gradient, scale=scale, devices=devices)
-        form = operands.form_of(fp8)
-        whole = self._whole(w)
-        b = whole if self.contracted_first else operands.across(whole, fp8)
-        dx = self._multiply(both.rows, b, (form, self._weight_form), self.recipe.compute)
-        sides = (x_tokens, both.tokens) if self.contracted_first else (both.tokens, x_tokens)
+        outer = self.matrix_dims[1 if self.contracted_first else 0]
+        both, g_seen = _quantized_tokens(
+            cotangent,
+            history,
+            operand=COTANGENT,
+            recipe=self.recipe,
+            dims=outer,
+            devices=self.devices,
+        )
+        compute, first = self.recipe.compute, self.contracted_first
+        dx = self._with_weight(both.rows, w, out=compute, along_first=not first)
+        sides = (x_tokens, both.tokens) if first else (both.tokens, x_tokens)
+        dweight = self._of_weight(*sides)
+        if history is None:
+            return dx, dweight, None
+        return dx, dweight, operands.emitted(history, [x_seen, w_seen, g_seen])
+
+    def _quantized_weight(self, weight, history, *, by_columns: bool):
+        """In this device's share, and what was seen of it."""
+        caster = Caster(WEIGHT, self.fp8, self.devices)
+        rows, columns = self.matrix_dims
+
+        def part(weight: jax.Array, history: jax.Array | None):
+            matrix = weight.reshape(self._as_matrix(weight.shape)).astype(self.recipe.compute)
+            return caster.weight(matrix, history, self.matrix_dims, by_columns=by_columns)
+
+        takes = (unmerged((*rows, *columns), Held.STORED), WHOLE)
+        gives = (self._weight_placed(by_columns=by_columns), WHOLE)
+        return self.devices.each(part, takes=takes, gives=gives)(weight, history)
+
+    def _with_weight(self, tokens: Quantized, w: Quantized, *, out: jnp.dtype, along_first: bool):
+        """[B, T, ...]: tokens times the weight, which they contract along its first dim or last."""
+        devices, fp8, forms = self.devices, self.fp8, (self._form, self._weight_form)
+        rows, columns = self.matrix_dims
+        contracted, outer = (rows, columns) if along_first else (columns, rows)
+        placed = self._weight_placed(by_columns=along_first)
+        split = len(rows)
+        outer_shape = self.weight_shape[split:] if along_first else self.weight_shape[:split]
+        shape = devices.share((*self.tokens, *outer_shape), (*TOKENS, *outer))
+
+        def part(tokens: Quantized, w: Quantized) -> jax.Array:
+            whole = devices.whole(w, placed, self.weight_shape)
+            b = operands.across(whole, fp8) if along_first else whole
+            y = self._multiply(tokens, b, forms, out)
+            return devices.total(y.reshape(shape), contracted)
+
+        takes = (of_matrix(self._form, TOKENS, contracted), placed)
+        gives = unmerged((*devices.tokens_of_sum(contracted), *outer))
+        return devices.each(part, takes=takes, gives=gives)(tokens, w)
+
+    def _of_weight(self, a: Quantized, b: Quantized) -> jax.Array:
+        """The weight's gradient, of tokens along one another."""
+        devices, (rows, columns) = self.devices, self.matrix_dims
+        dims, form = (*rows, *columns), self._form
         handed_on = self.recipe.gradient or self.recipe.accum
-        dweight = self._multiply(*sides, (form, form), self.recipe.accum).astype(handed_on)
-        emitted = None
-        if history is not None:
-            g_seen = operands.seen(g, both.rows, form, devices=devices)
-            emitted = operands.emitted(history, [x_seen, w_seen, g_seen])
-        return dx, dweight.reshape(self.weight_shape), emitted
+        shape = devices.share(self.weight_shape, dims)
+
+        def part(a: Quantized, b: Quantized) -> jax.Array:
+            gradient = self._multiply(a, b, (form, form), self.recipe.accum).astype(handed_on)
+            return devices.total_gradient(gradient.reshape(shape), dims)
+
+        takes = (of_matrix(form, rows, TOKENS), of_matrix(form, columns, TOKENS))
+        return devices.each(part, takes=takes, gives=unmerged(dims, Held.SUMMED))(a, b)
+
+    def _as_matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        split = len(self.matrix_dims[0])
+        return math.prod(shape[:split]), math.prod(shape[split:])
+
+    @property
+    def _form(self) -> Scaling:
+        return operands.form_of(self.fp8)
 
     @property
     def _weight_form(self) -> Scaling:
         return operands.weight_form_of(self.fp8)
 
-    def _whole(self, w: Quantized) -> Quantized:
-        """The weight as this product reads it: its shares come together in 8 bits."""
-        if self.devices.gather is None or self.dims is None:
-            return w
-        shaped = w.values.reshape(self.weight_shape)
-        values, scale = self.devices.gather(shaped, w.scale, self.dims)
-        return Quantized(values.reshape(self.matrix_shape), scale)
+    def _weight_placed(self, *, by_columns: bool) -> PlacedMatrix:
+        """Where a quantized weight lies: scales of rows are those of columns where these are."""
+        rows, columns = self.matrix_dims
+        if self._weight_form is Scaling.ROW and by_columns:
+            lies = of_matrix(Scaling.ROW, columns, rows, Held.STORED)
+            return lies._replace(values=of_matrix(Scaling.ROW, rows, columns, Held.STORED).values)
+        return of_matrix(self._weight_form, rows, columns, Held.STORED)
 
     def _multiply(self, a: Quantized, b: Quantized, forms, out: jnp.dtype) -> jax.Array:
         return product(
@@ -256,5 +357,5 @@ class _Call:
             forms=forms,
             out=out,
             compute=self.recipe.compute,
-            num_devices=self.devices.num,
+            num_devices=self.devices.spread,
         )

@@ -1,14 +1,14 @@
 """Operands of matmuls in 8 bits: how they are quantized, in which direction, and what that lost.
 
-On one device a matrix of tokens is [M, K] and the kernels of ``pallas_kernels.quantize`` round it.
-On a mesh it keeps the dims that devices share out, [B, T, K], and XLA rounds it by the same formula
-to the same bits. Blocks of tokens are 128 of one sequence.
+Where a device has its tokens, of all sequences or of its share, they are a matrix [M, K] and the
+kernels of ``pallas_kernels.quantize`` round it. Where the compiler spreads them over a mesh they
+keep the dims that devices share out, [B, T, K], and XLA rounds them by the same formula to the same
+bits. Blocks of tokens are 128 of one sequence.
 
-Dims: B sequence, T token, M token of all sequences, K contracted, N column of the result.
+Dims: B sequence, T token, M token of all sequences, K contracted, N column of the result, R row and
+C column of a weight.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxinfra.config.precision import Fp8Scaling
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Fp8Recipe
+from jaxinfra.ops.fp8_devices import TOKENS, Devices, Held
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.quantize import quantize
@@ -24,7 +25,7 @@ from pallas_kernels.quantize.formula import largest_of, magnitude, scale_and_inv
 from pallas_kernels.quantize.xla import quantize_across_xla, quantize_xla
 
 SAMPLED_ROWS = 256
-"""On one device: tokens whose lost elements are counted. On a mesh it is all of them."""
+"""Rows of a device's matrix whose lost elements are counted; all where the compiler spreads it."""
 BEYOND_ROUNDING = 1.0625
 """Times the largest number of a format: what exceeds it has saturated, not been rounded."""
 X, WEIGHT, COTANGENT = range(3)
@@ -43,21 +44,6 @@ _FORMS = {
 }
 
 
-type GatherQuantized = Callable[[jax.Array, jax.Array, Dims], tuple[jax.Array, jax.Array]]
-"""8-bit values and scales of a weight, and its dims, to those that all devices multiply with."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Devices:
-    """Over what a matmul is spread, and how quantized weights come together there."""
-
-    num: int = 1
-    gather: GatherQuantized | None = None
-
-
-ONE_DEVICE = Devices()
-
-
 class BothWays(NamedTuple):
     """A matrix of tokens, quantized for both products that it enters, each contracting its last
     dim.
@@ -73,6 +59,11 @@ class Input(NamedTuple):
     x: jax.Array  # as the layer made it; cotangents go back to it
     quantized: BothWays
     seen: jax.Array  # fp32 [3]: as ``seen``
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether tokens of all sequences are rows of one matrix, as where a device has them."""
+        return self.quantized.rows.values.ndim == 2
 
 
 def form_of(fp8: Fp8Recipe) -> Scaling:
@@ -107,74 +98,137 @@ def emitted(history: jax.Array, rows: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([each[:, :1], unused, each[:, 1:]], axis=-1)
 
 
-def delayed_scale(
-    fp8: Fp8Recipe, history: jax.Array | None, operand: int, x: jax.Array, dtype: jnp.dtype
-) -> jax.Array | None:
-    """The scale that earlier steps give an operand; x's own where there were none. None where the
-    recipe does not look back.
-    """
-    if fp8.scaling is not Fp8Scaling.DELAYED:
-        return None
-    assert history is not None, "delayed scaling needs its history"
-    before = jnp.max(history[operand, : fp8.history])
-    largest = jnp.where(before > 0.0, before, jnp.max(magnitude(x.astype(ACCUMULATOR))))
-    return scale_and_inverse(largest, dtype, power_of_two=fp8.power_of_two)[0]
+class Caster(NamedTuple):
+    """What rounds one operand to 8 bits, and counts what that loses."""
 
+    operand: int  # X, WEIGHT or COTANGENT
+    fp8: Fp8Recipe
+    devices: Devices
 
-def both_ways(
-    x: jax.Array,
-    fp8: Fp8Recipe,
-    *,
-    dtype: jnp.dtype,
-    scale: jax.Array | None,
-    devices: Devices,
-) -> BothWays:
-    """Tokens quantized along their width, and along one another.
+    @property
+    def form(self) -> Scaling:
+        """How its scales lie."""
+        return weight_form_of(self.fp8) if self.operand == WEIGHT else form_of(self.fp8)
 
-    Args:
-        x: [M, K] or [B, T, K].
-        scale: of the tensor, where it is known before.
-    """
-    form = form_of(fp8)
-    if x.ndim == 2:
-        # One array for what rounds it, by rows and across: XLA would compute it again for each.
-        x = jax.lax.optimization_barrier(x)
-    rows = _cast(x, form, fp8, dtype=dtype, scale=scale, devices=devices)
-    if form is Scaling.TENSOR:
-        return BothWays(rows, Quantized(jnp.swapaxes(rows.values, -1, -2), rows.scale))
-    if form is Scaling.BLOCK:
-        return BothWays(rows, Quantized(*(jnp.swapaxes(each, -1, -2) for each in rows)))
-    if form is Scaling.BLOCK_OF_ROW:
-        tokens = quantize_across_xla(x, dtype=dtype, power_of_two=fp8.power_of_two)
-        return BothWays(rows, tokens)
-    across, largest = jnp.swapaxes(x, -1, -2), None
-    if x.ndim > 2:
-        # One scale of all sequences: their products are summed.
-        size = magnitude(across.astype(ACCUMULATOR))
-        largest = jnp.max(size, axis=(*range(x.ndim - 2), x.ndim - 1))
-    tokens = _cast(across, form, fp8, dtype=dtype, scale=None, devices=devices, largest=largest)
-    return BothWays(rows, tokens)
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Its format."""
+        return self.fp8.gradient if self.operand == COTANGENT else self.fp8.forward
 
+    @property
+    def held(self) -> Held:
+        """How a mesh holds it."""
+        return Held.STORED if self.operand == WEIGHT else Held.USED
 
-def quantized_weight(
-    weight_RC: jax.Array,
-    fp8: Fp8Recipe,
-    *,
-    by_columns: bool,
-    scale: jax.Array | None,
-    devices: Devices,
-) -> Quantized:
-    """A weight as it is stored, with the scales of a product that contracts its last dim or, by
-    columns, its first: of blocks and of a tensor they are the same.
+    def tokens(
+        self, x: jax.Array, history: jax.Array | None, dims: Dims
+    ) -> tuple[BothWays, jax.Array]:
+        """Tokens along their width, and along one another; and what was ``seen``.
 
-    Returns:
-        Values [R, C]; scales of rows are those of columns where these are multiplied.
-    """
-    form = weight_form_of(fp8)
-    if form is Scaling.ROW and by_columns:
-        across = _cast(weight_RC.T, form, fp8, dtype=fp8.forward, scale=None, devices=devices)
-        return Quantized(across.values.T, across.scale)
-    return _cast(weight_RC, form, fp8, dtype=fp8.forward, scale=scale, devices=devices)
+        Args:
+            x: [M, K] or [B, T, K].
+            dims: logical dims that are merged in K.
+        """
+        if x.ndim == 2:
+            # One array for what rounds it, by rows and across: XLA would compute it again for each.
+            x = jax.lax.optimization_barrier(x)
+        if self.form is Scaling.TENSOR:
+            rows, largest = self._by_tensor(x, history, TOKENS + dims)
+            both = BothWays(rows, Quantized(jnp.swapaxes(rows.values, -1, -2), rows.scale))
+            return both, self._seen(x, rows, TOKENS + dims, largest)
+        if self.form is Scaling.ROW:
+            rows = self._by_rows(x, dims)
+            tokens = self._by_rows(jnp.swapaxes(x, -1, -2), TOKENS, sequences=range(x.ndim - 2))
+        elif self.form is Scaling.BLOCK:
+            rows = self._by_blocks(x)
+            tokens = Quantized(*(jnp.swapaxes(each, -1, -2) for each in rows))
+        else:
+            rows = self._by_blocks(x)
+            options = {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
+            tokens = quantize_across_xla(x, **options)
+        return BothWays(rows, tokens), self._seen(x, rows, TOKENS + dims)
+
+    def weight(
+        self,
+        weight_RC: jax.Array,
+        history: jax.Array | None,
+        dims: tuple[Dims, Dims],
+        *,
+        by_columns: bool,
+    ) -> tuple[Quantized, jax.Array]:
+        """A weight as it is stored, with the scales of a product that contracts its last dim or, by
+        columns, its first: of blocks and of a tensor they are the same. And what was ``seen``.
+
+        Args:
+            dims: logical dims that are merged in R, and in C.
+
+        Returns:
+            Values [R, C]; scales of rows are those of columns where these are multiplied.
+        """
+        rows, columns = dims
+        largest = None
+        if self.form is Scaling.TENSOR:
+            quantized, largest = self._by_tensor(weight_RC, history, rows + columns)
+        elif self.form is Scaling.BLOCK:
+            quantized = self._by_blocks(weight_RC)
+        elif by_columns:
+            transposed = self._by_rows(weight_RC.T, rows)
+            quantized = Quantized(transposed.values.T, transposed.scale)
+        else:
+            quantized = self._by_rows(weight_RC, columns)
+        return quantized, self._seen(weight_RC, quantized, rows + columns, largest)
+
+    def _by_tensor(
+        self, x: jax.Array, history: jax.Array | None, dims: Dims
+    ) -> tuple[Quantized, jax.Array]:
+        """x by its own largest element, or by that of earlier steps where there were some; and its
+        own largest.
+        """
+        fp8 = self.fp8
+        own = self.devices.largest(jnp.max(magnitude(x.astype(ACCUMULATOR))), dims, self.held)
+        given = {"dtype": self.dtype, "power_of_two": fp8.power_of_two}
+        if fp8.scaling is not Fp8Scaling.DELAYED:
+            return quantize_xla(x, Scaling.TENSOR, largest=own, **given), own
+        assert history is not None, "delayed scaling needs its history"
+        before = jnp.max(history[self.operand, : fp8.history])
+        scale, _ = scale_and_inverse(jnp.where(before > 0.0, before, own), **given)
+        given["power_of_two"] = False
+        return quantize_xla(x, Scaling.TENSOR, scale=scale, **given), own
+
+    def _by_rows(self, x: jax.Array, dims: Dims, sequences: range = range(0)) -> Quantized:
+        """x [..., R, C], each row by its largest element.
+
+        Args:
+            dims: logical dims that are merged in C.
+            sequences: dims of x in front, whose rows of one number share a scale: their products
+                are summed.
+        """
+        size = magnitude(x.astype(ACCUMULATOR))
+        largest = self.devices.largest(
+            jnp.max(size, axis=(*sequences, x.ndim - 1)), dims, self.held
+        )
+        power_of_two = self.fp8.power_of_two
+        return quantize_xla(
+            x, Scaling.ROW, dtype=self.dtype, power_of_two=power_of_two, largest=largest
+        )
+
+    def _by_blocks(self, x: jax.Array) -> Quantized:
+        given = {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
+        if x.ndim > 2:
+            return quantize_xla(x, self.form, **given)
+        return quantize(x, self.form, num_devices=self.devices.spread, **given)
+
+    def _seen(
+        self,
+        x: jax.Array,
+        quantized: Quantized,
+        dims: Dims,
+        largest: jax.Array | None = None,
+    ) -> jax.Array:
+        each = self.devices.of_all(
+            seen(x, quantized, largest=largest, whole=self.devices.spread == 1), dims, self.held
+        )
+        return jnp.concatenate([jnp.max(each[:, :1], axis=0), jnp.mean(each[:, 1:], axis=0)])
 
 
 def across(weight: Quantized, fp8: Fp8Recipe) -> Quantized:
@@ -183,41 +237,25 @@ def across(weight: Quantized, fp8: Fp8Recipe) -> Quantized:
     return Quantized(weight.values.T, scale)
 
 
-def _cast(
-    x: jax.Array,
-    form: Scaling,
-    fp8: Fp8Recipe,
-    *,
-    dtype: jnp.dtype,
-    scale: jax.Array | None,
-    devices: Devices,
-    largest: jax.Array | None = None,
-) -> Quantized:
-    own = fp8.power_of_two and scale is None
-    if x.ndim == 2 and largest is None:
-        return quantize(
-            x, form, dtype=dtype, power_of_two=own, scale=scale, num_devices=devices.num
-        )
-    return quantize_xla(x, form, dtype=dtype, power_of_two=own, scale=scale, largest=largest)
-
-
-def seen(x: jax.Array, quantized: Quantized, form: Scaling, *, devices: Devices) -> jax.Array:
+def seen(
+    x: jax.Array, quantized: Quantized, *, largest: jax.Array | None, whole: bool
+) -> jax.Array:
     """fp32 [3]: x's largest element, and the shares of its elements that became 0 without being it,
     and that saturated or were not finite.
 
-    The largest element is the one that the scales tell, except where a scale was given.
+    Args:
+        largest: of a tensor with one scale; of others the scales tell it.
+        whole: x is on one device, and a sample of its rows is counted.
     """
     values, scale = quantized
     top = largest_of(values.dtype)
-    if form is Scaling.TENSOR:
-        largest = jnp.max(magnitude(x.astype(ACCUMULATOR)))
-    else:
-        largest = jnp.max(scale) * top
-    stride = max(1, x.shape[0] // SAMPLED_ROWS) if devices.num == 1 and x.ndim == 2 else 1
+    stride = max(1, x.shape[0] // SAMPLED_ROWS) if whole and x.ndim == 2 else 1
     x, values = x[::stride].astype(ACCUMULATOR), values[::stride].astype(ACCUMULATOR)
     vanished = (values == 0.0) & (x != 0.0)
     lost = jnp.isnan(values)
-    if form is Scaling.TENSOR:
+    if largest is None:
+        largest = jnp.max(scale) * top
+    else:
         lost |= jnp.abs(x) > BEYOND_ROUNDING * top * scale
     return jnp.stack([largest, *(jnp.mean(each.astype(ACCUMULATOR)) for each in (vanished, lost))])
 

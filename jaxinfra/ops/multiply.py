@@ -7,7 +7,8 @@ from jaxtyping import Array, Float
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
-from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices, Input
+from jaxinfra.ops.fp8_devices import FindDevices, one_device
+from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, multiply_quantized
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
@@ -22,7 +23,7 @@ def multiply(
     out: jnp.dtype | None = None,
     history: jax.Array | None = None,
     dims: Dims | None = None,
-    devices: Devices = ONE_DEVICE,
+    devices: FindDevices = one_device,
 ) -> Float[Array, "..."]:
     """``einsum(spec, x, weight)`` as the recipe says: what ``Execution.multiply`` is by default.
 
@@ -41,7 +42,7 @@ def multiply(
     if isinstance(weight, QuantizedWeight):
         x = x.x if isinstance(x, Input) else x
         return multiply_quantized(
-            spec, x, weight, recipe=recipe, out=out, is_whole=devices.num == 1
+            spec, x, weight, recipe=recipe, out=out, is_whole=devices().num == 1
         )
     if recipe.fp8 is not None:
         assert not isinstance(weight, GatheredWeight), "validate"
@@ -98,18 +99,16 @@ def prepared(
     x: Float[Array, "..."],
     *,
     recipe: Recipe,
-    contracted: int = 1,
+    dims: Dims = (None,),
     history: jax.Array | None = None,
-    devices: Devices = ONE_DEVICE,
+    devices: FindDevices = one_device,
 ) -> Float[Array, "..."] | Input:
     """x for several matmuls of one recipe: quantized once, or as it is.
 
     Args:
-        contracted: trailing dims of x that they contract.
+        dims: logical dims of their weights that they contract, x's last ones.
         history: of one of them.
     """
     if recipe.fp8 is None:
         return x
-    return quantized_input(
-        x, recipe=recipe, contracted=contracted, history=history, devices=devices
-    )
+    return quantized_input(x, recipe=recipe, dims=dims, history=history, devices=devices)

@@ -11,11 +11,11 @@ from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.append_heads import append_packed_heads
 from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
-from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
 from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
 from jaxinfra.parallel.exchange import exchange_on
-from jaxinfra.parallel.gather import QuantizedWeights, gather_on
+from jaxinfra.parallel.fp8 import fp8_devices_on
+from jaxinfra.parallel.gather import gather_on
 from jaxinfra.parallel.lookup import lookup_on
 from jaxinfra.parallel.loss import cross_entropy_on
 from jaxinfra.parallel.place import Placement
@@ -63,7 +63,7 @@ def execution_on(
         )
     # Kernels are custom calls, which the compiler cannot split.
     serves_alone = packed and (placement is None or placement.mesh.size == 1)
-    devices = _devices(placement)
+    devices = fp8_devices_on(placement)
     multiply_anywhere = functools.partial(multiply, devices=devices)
     return Execution(
         policy=policy,
@@ -85,10 +85,3 @@ def execution_on(
         packed=packed,
         cache_format=cache_format,
     )
-
-
-def _devices(placement: Placement | None) -> Devices:
-    """Over what 8-bit matmuls are spread."""
-    if placement is None or placement.mesh.size == 1:
-        return ONE_DEVICE
-    return Devices(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))

@@ -22,13 +22,8 @@ from jaxinfra.core.errors import ConfigError, UnsupportedError
 from jaxinfra.numerics.policy import policy_of, unquantized
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import QUANTIZED
-from jaxinfra.ops.fp8_operands import (
-    ONE_DEVICE,
-    SAMPLED_ROWS,
-    Devices,
-    empty_history,
-    next_history,
-)
+from jaxinfra.ops.fp8_devices import Together, one_device
+from jaxinfra.ops.fp8_operands import SAMPLED_ROWS, empty_history, next_history
 from jaxinfra.ops.multiply import multiply
 from jaxinfra.training.fp8_watch import Fp8Watch, fp8_record
 from tests.rounding import Rounded
@@ -38,7 +33,7 @@ B, T, D, N, H = 2, 256, 200, 2, 72
 SPEC = "BTD,DNH->BTNH"
 TYPES = {Fp8Format.E4M3: ml_dtypes.float8_e4m3fn, Fp8Format.E5M2: ml_dtypes.float8_e5m2}
 LARGEST = {Fp8Format.E4M3: 448.0, Fp8Format.E5M2: 57344.0}
-PLACES = {"one device": ONE_DEVICE, "mesh": Devices(num=2)}
+PLACES = {"one device": one_device, "mesh": lambda: Together(num=2)}
 
 
 def recipe_of(config: Fp8Matmuls) -> Recipe:

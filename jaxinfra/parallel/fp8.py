@@ -1,0 +1,191 @@
+"""Matmuls in 8 bits on a mesh: each device multiplies its share of tokens with its share of a
+weight, by the kernels of one device.
+
+What devices tell each other, N being those of an axis:
+
+    weights    gathered over ``fsdp`` in 8 bits, with their scales
+    y, dx      where ``tensor`` shares out what is contracted, summed in the dtype of the result: an
+               all-reduce, or for a residual stream split by sequence a reduce-scatter
+    dw         summed over the axes of the tokens in the dtype that gradients are handed on in,
+               reduce-scattered over those that split the gradient
+    scales     of a tensor, or of rows that are in shares: the largest element of all shares
+    counts     of what was lost: three numbers
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxinfra.core.axes import BATCH, SEQUENCE, STREAM_SEQUENCE, Dims
+from jaxinfra.ops.fp8_devices import (
+    BLOCK,
+    TOKENS,
+    FindDevices,
+    Held,
+    Placed,
+    PlacedMatrix,
+    Quantized,
+    Side,
+    Together,
+    one_device,
+)
+from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from jaxinfra.parallel.gather import QuantizedWeights
+from jaxinfra.parallel.place import Placement
+
+type _Axes = Mapping[str, tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class OnEachDevice:
+    """``ops.fp8_devices.Devices`` of a mesh whose axes, as a trace found them, are ``axes``."""
+
+    placement: Placement
+    axes: Mapping[Held, _Axes]  # of dims that are sharded
+    together: Together
+    spread: int = 1
+
+    @property
+    def num(self) -> int:
+        """All of the mesh."""
+        return self.placement.mesh.size
+
+    def unfit(self, sides: tuple[Side, ...], *, by_blocks: bool) -> str | None:
+        """Why some device would not have whole blocks, or not what is contiguous."""
+        for dims, sizes in sides:
+            if dims == TOKENS:
+                if len(sizes) != len(TOKENS):
+                    return f"tokens have {len(sizes)} dims and devices share out batch and sequence"
+                sizes, dims = sizes[1:], dims[1:]  # blocks are of one sequence
+            inner = [dim for dim in dims[1:] if self._shards((dim,), Held.STORED) > 1]
+            if inner:
+                return f"{inner[0]} is sharded and not the first of {dims}"
+            size = math.prod(sizes)
+            shards = self._shards(dims, Held.STORED)
+            whole_blocks = size % (shards * BLOCK) == 0 or (shards == 1 and dims != (SEQUENCE,))
+            if by_blocks and not whole_blocks:
+                return (
+                    f"{size} of {dims[0]} over {shards} devices are not whole blocks of {BLOCK} on "
+                    "each"
+                )
+        return None
+
+    def each(self, part: Callable, *, takes: Any, gives: Any) -> Callable:
+        """The part on each device."""
+        specs = [jax.tree.map(self._specs, tree, is_leaf=_is_placed) for tree in (takes, gives)]
+        # A kernel does not say over which axes its results vary; parts sum what there is to sum.
+        return self.placement.on_each_device(
+            part, in_specs=specs[0], out_specs=specs[1], check_vma=False
+        )
+
+    def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
+        """A device's part of each dim."""
+        each = zip(shape, dims, strict=True)
+        return tuple(size // self._shards((dim,), Held.USED) for size, dim in each)
+
+    def largest(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+        """Of all shares: a float for each element of x, which is a scalar or one row's."""
+        over = self._over(dims, held)
+        return jax.lax.pmax(x, over) if over else x
+
+    def of_all(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+        """Each share's x."""
+        over = self._over(dims, held)
+        return all_gather(x[None], over) if over else x[None]
+
+    def whole(self, weight: Quantized, placed: PlacedMatrix, shape: tuple[int, ...]) -> Quantized:
+        """Gathered over the axes that share out what is stored and not what is used."""
+        del shape
+        # As integers: XLA's CPU backend would send 8-bit floats as 16-bit ones.
+        values = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
+        values, scale = (
+            self._gathered(array, where)
+            for array, where in ((values, placed.values), (weight.scale, placed.scale))
+        )
+        return Quantized(jax.lax.bitcast_convert_type(values, weight.values.dtype), scale)
+
+    def tokens_of_sum(self, over: Dims) -> Dims:
+        """Those of a residual stream that the devices of the sum split by sequence."""
+        return (BATCH, STREAM_SEQUENCE) if self._scatters(over) else TOKENS
+
+    def total(self, y: jax.Array, over: Dims) -> jax.Array:
+        """In y's dtype: all-reduced, 2 D (N-1)/N bytes per device, or reduce-scattered."""
+        axes = self._over(over, Held.USED)
+        if not axes:
+            return y
+        return reduce_scatter(y, axes, dim=1) if self._scatters(over) else all_reduce(y, axes)
+
+    def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
+        """In its dtype: D (N-1)/N bytes per device over axes that split it, 2 D (N-1)/N over
+        others.
+        """
+        rest = list(self._over(TOKENS, Held.USED))
+        for at, dim in enumerate(dims):
+            for axis in self._only(dim, Held.SUMMED):
+                gradient = reduce_scatter(gradient, axis, dim=at)
+                rest.remove(axis)
+        return all_reduce(gradient, tuple(rest)) if rest else gradient
+
+    def _scatters(self, over: Dims) -> bool:
+        used = self.axes[Held.USED]
+        split = used.get(STREAM_SEQUENCE, ())
+        summed = self._over(over, Held.USED)
+        return bool(summed) and split == used.get(SEQUENCE, ()) + summed
+
+    def _gathered(self, x: jax.Array, placed: Placed) -> jax.Array:
+        for at, merged in enumerate(placed.dims):
+            axes = tuple(axis for dim in merged for axis in self._only(dim, Held.STORED))
+            if axes:
+                x = all_gather(x, axes, dim=at)
+        return x
+
+    def _only(self, dim: str | None, held: Held) -> tuple[str, ...]:
+        """The axes of a dim that it is not sharded over where it is used."""
+        used = self.axes[Held.USED].get(dim or "", ())
+        return tuple(axis for axis in self.axes[held].get(dim or "", ()) if axis not in used)
+
+    def _over(self, dims: Dims, held: Held) -> tuple[str, ...]:
+        return tuple(axis for dim in dims for axis in self.axes[held].get(dim or "", ()))
+
+    def _shards(self, dims: Dims, held: Held) -> int:
+        return math.prod(self.placement.mesh.shape[axis] for axis in self._over(dims, held))
+
+    def _specs(self, placed: Placed | PlacedMatrix) -> PartitionSpec | Quantized:
+        """In the place of an array, or of a ``Quantized``."""
+        if isinstance(placed, PlacedMatrix):
+            return Quantized._make(map(self._spec, placed))
+        return self._spec(placed)
+
+    def _spec(self, placed: Placed) -> PartitionSpec:
+        return PartitionSpec(*(self._over(merged, placed.held) or None for merged in placed.dims))
+
+
+def _is_placed(node: Any) -> bool:
+    return isinstance(node, Placed | PlacedMatrix)
+
+
+def fp8_devices_on(placement: Placement | None) -> FindDevices:
+    """Over what 8-bit matmuls are spread."""
+    if placement is None or placement.mesh.size == 1:
+        return one_device
+    together = Together(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))
+    rules = placement.rules
+    tables = {
+        Held.USED: rules.used,
+        Held.STORED: rules.parameters,
+        Held.SUMMED: rules.gradients,
+    }
+
+    def here() -> OnEachDevice:
+        axes = {
+            held: {dim: placement.axes(dim, table) for dim in table}
+            for held, table in tables.items()
+        }
+        return OnEachDevice(placement=placement, axes=axes, together=together)
+
+    return here
