@@ -32,6 +32,7 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass, joined
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.statistics import site_sums
+from jaxinfra.numerics.recipe import Site
 
 type _Layer = Callable[[jax.Array, Pass], LayerOutput]
 """(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""
@@ -102,13 +103,13 @@ class Block(nnx.Module):
         keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):
             mixed = self.attention(
-                self._inward(self.attention_norm(x_BTD)),
+                self._inward(self.attention_norm(x_BTD), self.attention),
                 dataclasses.replace(given, dropout_key=keys[0]),
             )
             x_BTD = self._add(x_BTD, mixed.x, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
             fed = self.mlp(
-                self._inward(self.mlp_norm(x_BTD)),
+                self._inward(self.mlp_norm(x_BTD), self.mlp),
                 dataclasses.replace(given, dropout_key=keys[1]),
             )
             x_BTD = self._add(x_BTD, fed.x, self.mlp_post_norm, keys[1])
@@ -118,9 +119,12 @@ class Block(nnx.Module):
             sums = joined(sums, site_sums(sites, policy=self.execution.policy))
         return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
 
-    def _inward(self, x_BTD: jax.Array) -> jax.Array:
-        # One gather for all the projections that read it, where the stream is split by sequence.
-        return self.execution.place(x_BTD, _NORMED)
+    def _inward(self, x_BTD: jax.Array, layer: _Layer) -> jax.Array:
+        # One gather for all the projections that read it, where the stream is split by sequence;
+        # of a layer that prepares its input, in 8 bits after that.
+        prepares = isinstance(layer, GroupedAttention | Mlp)
+        is_quantized = self.execution.policy.recipe(Site.PROJECTION).fp8 is not None
+        return self.execution.place(x_BTD, _STREAM if prepares and is_quantized else _NORMED)
 
     def _add(
         self, x_BTD: jax.Array, branch_BTD: jax.Array, norm: Norm | None, key: jax.Array | None

@@ -60,6 +60,7 @@ class Prepare(Protocol):
         """Returns x, quantized where the recipe multiplies in 8 bits.
 
         Args:
+            x: of the residual stream, placed as it is where devices quantize their parts.
             dims: logical dims of the weights that they contract.
         """
         ...

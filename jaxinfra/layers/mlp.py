@@ -77,7 +77,7 @@ class Mlp(nnx.Module):
         """What ``down`` reads, in the compute dtype."""
         policy, swiglu = self.execution.policy, self.execution.swiglu
         if self.packed is None:
-            given_BTD = x_BTD if self.gate is None else self.up.prepared(x_BTD)
+            given_BTD = self.up.prepared(x_BTD)
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))
         elif swiglu is not None and self.config.kind is MlpKind.SWIGLU and not self.config.bias:

@@ -118,20 +118,29 @@ def _quantized_tokens(
     operand: int,
     recipe: Recipe,
     dims: Dims,
+    tokens: Dims,
     devices: Devices,
 ) -> tuple[BothWays, jax.Array]:
-    """x or a cotangent, whose last dims ``dims`` a product contracts, and what was seen of it."""
+    """x or a cotangent, whose last dims ``dims`` a product contracts, and what was seen of it.
+
+    Args:
+        tokens: logical dims of x's tokens.
+    """
     fp8 = recipe.fp8
     assert fp8 is not None
     caster = Caster(operand, fp8, devices)
+    form = caster.form
+    sizes = x.shape[: x.ndim - len(dims)]
+    if devices.unfit(((tokens, sizes),), by_blocks=form.by_blocks) is not None:
+        tokens = TOKENS  # brought together in 16 bits
 
     def part(x: jax.Array, history: jax.Array | None) -> tuple[BothWays, jax.Array]:
         matrix = _matrix(x.astype(recipe.compute), len(dims), devices, fp8)
-        return caster.tokens(matrix, history, dims)
+        sequences = x.shape[0]
+        return caster.tokens(matrix, history, dims=dims, lie=tokens, sequences=sequences)
 
-    form = caster.form
     both = BothWays._make((of_matrix(form, TOKENS, dims), of_matrix(form, dims, TOKENS)))
-    takes = (unmerged((*TOKENS, *dims)), WHOLE)
+    takes = (unmerged((*tokens, *dims)), WHOLE)
     return devices.each(part, takes=takes, gives=(both, WHOLE))(x, history)
 
 
@@ -140,6 +149,7 @@ def quantized_input(
     *,
     recipe: Recipe,
     dims: Dims = (None,),
+    tokens: Dims = TOKENS,
     history: jax.Array | None = None,
     devices: FindDevices = one_device,
 ) -> Input:
@@ -148,6 +158,7 @@ def quantized_input(
     Args:
         x: [B, T, ...], with the width at the end.
         dims: logical dims of the width, as weights that multiply it have them.
+        tokens: those of its tokens.
         history: of a matmul that multiplies with x.
     """
     fp8 = recipe.fp8
@@ -157,7 +168,9 @@ def quantized_input(
 
     def quantized(x: jax.Array, history: jax.Array | None):
         return _named(
-            _quantized_tokens(x, history, operand=X, recipe=recipe, dims=dims, devices=here)
+            _quantized_tokens(
+                x, history, operand=X, recipe=recipe, dims=dims, tokens=tokens, devices=here
+            )
         )
 
     # Its gradient is nothing: cotangents reach x through the products.
@@ -266,13 +279,14 @@ class _Call:
     def backward(self, kept, cotangent):
         """dx, dweight, and what the history emits."""
         x_tokens, x_seen, w, w_seen, history = kept
-        outer = self.matrix_dims[1 if self.contracted_first else 0]
+        contracted, outer = self.matrix_dims if self.contracted_first else self.matrix_dims[::-1]
         both, g_seen = _quantized_tokens(
             cotangent,
             history,
             operand=COTANGENT,
             recipe=self.recipe,
             dims=outer,
+            tokens=self.devices.tokens_of_sum(contracted),
             devices=self.devices,
         )
         compute, first = self.recipe.compute, self.contracted_first

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxinfra.core.axes import BATCH, SEQUENCE, Dims
+from jaxinfra.core.axes import BATCH, SEQUENCE, STREAM_SEQUENCE, Dims
 from pallas_kernels.common.scales import BLOCK as BLOCK
 from pallas_kernels.common.scales import Quantized as Quantized
 from pallas_kernels.common.scales import Scaling
 
 TOKENS: Dims = (BATCH, SEQUENCE)
+STREAM_TOKENS: Dims = (BATCH, STREAM_SEQUENCE)
+"""Of the residual stream: with sequence parallelism the devices of a product have parts of them."""
 
 
 class Held(enum.Enum):
@@ -123,6 +125,14 @@ class Devices(Protocol):
         """
         ...
 
+    def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
+        """x with all of ``TOKENS`` of which this device has those of ``tokens``.
+
+        Args:
+            dim: of x, with the tokens, or blocks of them, of this many sequences.
+        """
+        ...
+
     def tokens_of_sum(self, over: Dims) -> Dims:
         """Logical dims of the tokens of ``total``'s result."""
         ...
@@ -184,6 +194,11 @@ class Together:
         dims = tuple(dim for merged in placed.values.dims for dim in merged)
         values, scale = self.gather(weight.values.reshape(shape), weight.scale, dims)
         return Quantized(values.reshape(weight.values.shape), scale)
+
+    def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
+        """x itself."""
+        del tokens, dim, sequences
+        return x
 
     def tokens_of_sum(self, over: Dims) -> Dims:
         """The compiler says where they are."""

@@ -9,6 +9,7 @@ Dims: B sequence, T token, M token of all sequences, K contracted, N column of t
 C column of a weight.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -121,32 +122,48 @@ class Caster(NamedTuple):
         return Held.STORED if self.operand == WEIGHT else Held.USED
 
     def tokens(
-        self, x: jax.Array, history: jax.Array | None, dims: Dims
+        self,
+        x: jax.Array,
+        history: jax.Array | None,
+        *,
+        dims: Dims,
+        lie: Dims = TOKENS,
+        sequences: int = 1,
     ) -> tuple[BothWays, jax.Array]:
         """Tokens along their width, and along one another; and what was ``seen``.
 
         Args:
             x: [M, K] or [B, T, K].
             dims: logical dims that are merged in K.
+            lie: those of x's tokens; the result has ``TOKENS``, brought together in 8 bits.
+            sequences: that M has tokens of.
         """
         if x.ndim == 2:
             # One array for what rounds it, by rows and across: XLA would compute it again for each.
             x = jax.lax.optimization_barrier(x)
-        if self.form is Scaling.TENSOR:
-            rows, largest = self._by_tensor(x, history, TOKENS + dims)
-            both = BothWays(rows, Quantized(jnp.swapaxes(rows.values, -1, -2), rows.scale))
-            return both, self._seen(x, rows, TOKENS + dims, largest)
-        if self.form is Scaling.ROW:
+        form, largest = self.form, None
+        if form is Scaling.TENSOR:
+            rows, largest = self._by_tensor(x, history, lie + dims)
+        elif form is Scaling.ROW:
             rows = self._by_rows(x, dims)
-            tokens = self._by_rows(jnp.swapaxes(x, -1, -2), TOKENS, sequences=range(x.ndim - 2))
-        elif self.form is Scaling.BLOCK:
-            rows = self._by_blocks(x)
-            tokens = Quantized(*(jnp.swapaxes(each, -1, -2) for each in rows))
         else:
             rows = self._by_blocks(x)
-            options = {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
-            tokens = quantize_across_xla(x, **options)
-        return BothWays(rows, tokens), self._seen(x, rows, TOKENS + dims)
+        seen = self._seen(x, rows, lie + dims, largest)
+        join = functools.partial(self.devices.joined, tokens=lie, sequences=sequences)
+        scale_dim = rows.scale.ndim - 1  # of rows, after that of blocks of columns
+        scale = rows.scale if form is Scaling.TENSOR else join(rows.scale, dim=scale_dim)
+        rows = Quantized(join(rows.values, dim=0), scale)
+        if form is Scaling.TENSOR:
+            return BothWays(rows, Quantized(jnp.swapaxes(rows.values, -1, -2), scale)), seen
+        if form is Scaling.BLOCK:
+            return BothWays(rows, Quantized(*(jnp.swapaxes(each, -1, -2) for each in rows))), seen
+        if form is Scaling.ROW:
+            tokens = self._by_rows(jnp.swapaxes(x, -1, -2), lie, sequences=range(x.ndim - 2))
+            return BothWays(rows, Quantized(join(tokens.values, dim=1), tokens.scale)), seen
+        options = {"dtype": self.dtype, "power_of_two": self.fp8.power_of_two}
+        values, scale = quantize_across_xla(x, **options)
+        tokens = Quantized(join(values, dim=1), join(scale, dim=0))
+        return BothWays(rows, tokens), seen
 
     def weight(
         self,

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.fp8 import multiply_fp8, quantized_input
-from jaxinfra.ops.fp8_devices import FindDevices, one_device
+from jaxinfra.ops.fp8_devices import STREAM_TOKENS, FindDevices, one_device
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, multiply_quantized
@@ -106,9 +106,12 @@ def prepared(
     """x for several matmuls of one recipe: quantized once, or as it is.
 
     Args:
+        x: of the residual stream.
         dims: logical dims of their weights that they contract, x's last ones.
         history: of one of them.
     """
     if recipe.fp8 is None:
         return x
-    return quantized_input(x, recipe=recipe, dims=dims, history=history, devices=devices)
+    return quantized_input(
+        x, recipe=recipe, dims=dims, tokens=STREAM_TOKENS, history=history, devices=devices
+    )

@@ -4,6 +4,8 @@ weight, by the kernels of one device.
 What devices tell each other, N being those of an axis:
 
     weights    gathered over ``fsdp`` in 8 bits, with their scales
+    x, g       of a residual stream split by sequence: gathered over ``tensor`` in 8 bits; twice,
+               along rows and across, where these are rounded apart
     y, dx      where ``tensor`` shares out what is contracted, summed in the dtype of the result: an
                all-reduce, or for a residual stream split by sequence a reduce-scatter
     dw         summed over the axes of the tokens in the dtype that gradients are handed on in,
@@ -21,9 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxinfra.core.axes import BATCH, SEQUENCE, STREAM_SEQUENCE, Dims
+from jaxinfra.core.axes import SEQUENCE, STREAM_SEQUENCE, Dims
 from jaxinfra.ops.fp8_devices import (
     BLOCK,
+    STREAM_TOKENS,
     TOKENS,
     FindDevices,
     Held,
@@ -37,6 +40,8 @@ from jaxinfra.ops.fp8_devices import (
 from jaxinfra.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from jaxinfra.parallel.gather import QuantizedWeights
 from jaxinfra.parallel.place import Placement
+
+_SEQUENCES = (SEQUENCE, STREAM_SEQUENCE)
 
 type _Axes = Mapping[str, tuple[str, ...]]
 
@@ -58,7 +63,7 @@ class OnEachDevice:
     def unfit(self, sides: tuple[Side, ...], *, by_blocks: bool) -> str | None:
         """Why some device would not have whole blocks, or not what is contiguous."""
         for dims, sizes in sides:
-            if dims == TOKENS:
+            if dims in (TOKENS, STREAM_TOKENS):
                 if len(sizes) != len(TOKENS):
                     return f"tokens have {len(sizes)} dims and devices share out batch and sequence"
                 sizes, dims = sizes[1:], dims[1:]  # blocks are of one sequence
@@ -67,7 +72,9 @@ class OnEachDevice:
                 return f"{inner[0]} is sharded and not the first of {dims}"
             size = math.prod(sizes)
             shards = self._shards(dims, Held.STORED)
-            whole_blocks = size % (shards * BLOCK) == 0 or (shards == 1 and dims != (SEQUENCE,))
+            whole_blocks = size % (shards * BLOCK) == 0 or (
+                shards == 1 and dims[0] not in _SEQUENCES
+            )
             if by_blocks and not whole_blocks:
                 return (
                     f"{size} of {dims[0]} over {shards} devices are not whole blocks of {BLOCK} on "
@@ -109,9 +116,24 @@ class OnEachDevice:
         )
         return Quantized(jax.lax.bitcast_convert_type(values, weight.values.dtype), scale)
 
+    def joined(self, x: jax.Array, tokens: Dims, *, dim: int, sequences: int) -> jax.Array:
+        """From the devices that split a sequence further: D (N-1) bytes per device of parts of D
+        bytes.
+        """
+        used = self.axes[Held.USED]
+        by_all = used.get(SEQUENCE, ())
+        axes = tuple(axis for axis in self._over(tokens[1:], Held.USED) if axis not in by_all)
+        if not axes:
+            return x
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
+        apart = bits.reshape(*x.shape[:dim], sequences, -1, *x.shape[dim + 1 :])
+        whole = all_gather(apart, axes, dim=dim + 1)
+        whole = whole.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        return jax.lax.bitcast_convert_type(whole, x.dtype)
+
     def tokens_of_sum(self, over: Dims) -> Dims:
         """Those of a residual stream that the devices of the sum split by sequence."""
-        return (BATCH, STREAM_SEQUENCE) if self._scatters(over) else TOKENS
+        return STREAM_TOKENS if self._scatters(over) else TOKENS
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
         """In y's dtype: all-reduced, 2 D (N-1)/N bytes per device, or reduce-scattered."""
