@@ -3,7 +3,8 @@
 A name is a base and what differs from its settings, joined by "+": ``fsdp+unroll16+O1`` is fully
 sharded, 16 layers a loop body, under XLA's options of the name O1. ``rounded`` sums weights'
 gradients over devices in bf16, as plain JAX does; ``kept`` gathers weights once for both passes,
-and rounds too. ``NAME=VALUE`` is an XLA option by itself.
+and rounds too. ``squares`` and other scalings multiply projections in 8 bits. ``NAME=VALUE`` is an
+XLA option by itself.
 """
 
 import contextlib
@@ -23,7 +24,13 @@ from experiments.bench.step_programs import LEARNING_RATE, WEIGHT_DECAY, data
 from jaxinfra.config.mesh import MeshConfig, ShardingConfig
 from jaxinfra.config.model import ModelConfig
 from jaxinfra.config.optimizer import LearningRateSchedule, OptimizerConfig
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import (
+    Fp8Matmuls,
+    Fp8Scaling,
+    PolicyName,
+    PrecisionConfig,
+    WeightGradients,
+)
 from jaxinfra.config.presets import runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.data.batch import Batch
@@ -111,7 +118,7 @@ def contender(name: str, setting: Setting) -> Contender:
         )
     mesh, sharding = _BASES[base](len(setting.devices))
     options: Options = {}
-    unroll, remat, gradients = 1, setting.remat, WeightGradients.FP32
+    unroll, remat, gradients, fp8 = 1, setting.remat, WeightGradients.FP32, None
     for change in changes:
         if change in OPTIONS:
             options |= OPTIONS[change]
@@ -124,9 +131,11 @@ def contender(name: str, setting: Setting) -> Contender:
             gradients = WeightGradients.COMPUTE
         elif change in list(Remat):
             remat = change
+        elif change in list(Fp8Scaling):
+            fp8 = Fp8Matmuls(scaling=Fp8Scaling(change))
         else:
             options |= parse_options([change])
-    precision = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=gradients)
+    precision = PrecisionConfig(policy=PolicyName.BF16, weight_gradients=gradients, fp8=fp8)
     return _ours(
         name,
         setting,

@@ -1,4 +1,5 @@
-"""Products of operands in 8 bits: by kernels on one device, by XLA's partitioner on a mesh.
+"""Products of operands in 8 bits: by kernels where a device has them, by XLA's partitioner where it
+spreads them over a mesh.
 
 Dims: M row of a and of the result, N row of b and column of the result, K contracted; others in
 front of M belong to sequences.
@@ -30,7 +31,8 @@ def product(
     Args:
         forms: of the scales of a and b.
         out: dtype of the result, rounded to from fp32.
-        compute: on a mesh of GPUs, what XLA dequantizes blocks to.
+        compute: what XLA dequantizes blocks to, where it spreads them over GPUs.
+        num_devices: over which it spreads them.
     """
     if a.values.ndim == 2:
         return scaled_matmul(

@@ -75,9 +75,11 @@ def expected(config: Fp8Matmuls):
     return y.reshape(B, T, F), dx.reshape(B, T, D), dw
 
 
-def computed(config: Fp8Matmuls, placement: Placement, *directions):
+def computed(
+    config: Fp8Matmuls, placement: Placement, *directions, policy: PolicyName = PolicyName.FP32
+):
     """Of each direction y, dx, dweight and what the history emits."""
-    precision = PrecisionConfig(policy=PolicyName.FP32, fp8=config)
+    precision = PrecisionConfig(policy=policy, fp8=config)
     execution = execution_on(placement, policy=policy_of(precision))
     recipe = execution.policy.recipe(Site.PROJECTION)
 
@@ -93,7 +95,8 @@ def computed(config: Fp8Matmuls, placement: Placement, *directions):
         x = execution.place(x, stream if inward else hidden)
         weight = jax.lax.with_sharding_constraint(weight, placement.sharding(dims))
         y, pull = jax.vjp(product, x, weight, empty_history(recipe.fp8))
-        return y, *pull(execution.place(cotangent, hidden if inward else stream))
+        cotangent = execution.place(cotangent.astype(y.dtype), hidden if inward else stream)
+        return y, *pull(cotangent)
 
     def run(*arrays):
         return [one(*direction, *arrays) for direction in directions]
