@@ -134,7 +134,7 @@ def test_every_recipe_multiplies_shares_as_the_whole(name):
     assert_as_numpy(CONFIGS[name], placement_of(MESH))
 
 
-@pytest.mark.slow  # 35 programs; all axes together are above
+@pytest.mark.slow  # 40 programs; all axes together are above
 @pytest.mark.parametrize("name", ["tensor", "delayed", "row", "blocks", "squares"])
 @pytest.mark.parametrize(
     "mesh",
@@ -146,8 +146,18 @@ def test_every_recipe_multiplies_shares_as_the_whole(name):
         MeshConfig(replica=2, tensor=2),
         MeshConfig(pipe=2),
         MeshConfig(pipe=2, fsdp=2, tensor=2),
+        MeshConfig(fsdp=2, expert=2),
     ],
-    ids=["fsdp", "tensor", "fsdp-tensor", "context", "replica-tensor", "pipe", "pipe-fsdp-tensor"],
+    ids=[
+        "fsdp",
+        "tensor",
+        "fsdp-tensor",
+        "context",
+        "replica-tensor",
+        "pipe",
+        "pipe-fsdp-tensor",
+        "expert",
+    ],
 )
 def test_each_mesh_multiplies_as_one_device(mesh, name):
     assert_as_numpy(CONFIGS[name], placement_of(mesh, ShardingConfig()))
