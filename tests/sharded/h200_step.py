@@ -1,9 +1,9 @@
 """Compiles a step for four H200s that are not there, and prints as JSON its collectives, how many
-activations it holds with the width outermost, and of all-to-alls how many products of shared
-experts the schedule puts beside them.
+activations it holds with the width outermost, of all-to-alls how many products of shared experts
+the schedule puts beside them, which products in layers are XLA's, and how many kernels are ours.
 
     python -m tests.sharded.h200_step fsdp=4 [--sequence-parallel] [--o1] [--rounded]
-        [--preset NAME] [--experts]
+        [--preset NAME] [--experts] [--fp8 SCALING]
 
 A process of its own: the CUDA plugin is loaded by hand, before JAX looks for it.
 """
@@ -18,7 +18,13 @@ import jax
 from jaxinfra.config.exchange import ExchangeConfig
 from jaxinfra.config.mesh import ShardingConfig, parse_mesh
 from jaxinfra.config.model import ExpertsConfig, stacked
-from jaxinfra.config.precision import PolicyName, PrecisionConfig, WeightGradients
+from jaxinfra.config.precision import (
+    Fp8Matmuls,
+    Fp8Scaling,
+    PolicyName,
+    PrecisionConfig,
+    WeightGradients,
+)
 from jaxinfra.config.presets import MODELS, runs
 from jaxinfra.config.run import AttentionImplementation, Remat
 from jaxinfra.ops.target import compiling_for
@@ -39,6 +45,7 @@ def main() -> None:
     parser.add_argument("--rounded", action="store_true", help="weights' gradients in bf16")
     parser.add_argument("--preset", default="llama32_1b", help="whose shapes, of 4 layers")
     parser.add_argument("--experts", action="store_true", help="with shared ones, in place of mlp")
+    parser.add_argument("--fp8", choices=list(Fp8Scaling), help="projections in 8 bits")
     args = parser.parse_args()
     devices, facts = compile_only_devices(find_device("h200"), 4)
     model = MODELS[args.preset]().with_layers(LAYERS)
@@ -62,6 +69,7 @@ def main() -> None:
         precision=PrecisionConfig(
             policy=PolicyName.BF16,
             weight_gradients=WeightGradients.COMPUTE if args.rounded else WeightGradients.FP32,
+            fp8=Fp8Matmuls(scaling=Fp8Scaling(args.fp8)) if args.fp8 else None,
         ),
         mesh=parse_mesh(args.mesh),
         exchange=ExchangeConfig(room_factor=1.5),
@@ -84,6 +92,8 @@ def main() -> None:
         "collectives": found,
         "width_first": len(width_first),
         "shared_beside": shared_beside(compiled),
+        "products": xla_products(compiled),
+        "kernels": (compiled.as_text() or "").count('custom_call_target="mosaic_gpu'),
     }
     print(json.dumps(printed))
 
@@ -101,6 +111,16 @@ def shared_beside(compiled: jax.stages.Compiled) -> dict[str, int]:
         elif each.name.startswith("gemm") and re.search(r"shared\)*/[^\"]*dot_general", each.rest):
             beside |= {name: beside[name] + 1 for name in running}
     return beside
+
+
+def xla_products(compiled: jax.stages.Compiled) -> list[str]:
+    """Names of the products in layers that are XLA's."""
+    names = (
+        re.search(r'op_name="([^"]*)"', each.rest)
+        for each in compiled_instructions(compiled)[0]
+        if each.opcode == "dot" or each.name.startswith("gemm")
+    )
+    return [name[1] for name in names if name is not None and "(layer)" in name[1]]
 
 
 if __name__ == "__main__":

@@ -146,3 +146,23 @@ def test_rounded_gradients_are_summed_in_half_the_bytes():
 def test_gathered_weights_do_not_turn_the_residual_stream():
     """Its width stays contiguous; a weight gathered along it arrives with the width outermost."""
     assert compiled("fsdp=4")["width_first"] == 0
+
+
+def test_in_8_bits_layers_have_no_product_of_xlas_and_the_reductions_of_bf16():
+    mesh = ("fsdp=2,tensor=2", "--sequence-parallel")
+    eight, sixteen = compiled(*mesh, "--fp8", "squares"), compiled(*mesh)
+    assert sixteen["products"]
+    assert not eight["products"]
+    # Of a layer: 21 products, and what quantizes 7 weights, 4 inputs and 7 cotangents.
+    assert eight["kernels"] - sixteen["kernels"] >= 39
+    sent: list[collections.Counter[tuple[str, str]]] = []
+    for found in (eight, sixteen):
+        sent.append(collections.Counter())
+        for each in found["collectives"]:
+            if "(layer)" in each["scope"]:
+                sent[-1][each["kind"], each["dtype"]] += each["sent_bytes"]
+    for key in (("reduce-scatter", "bf16"), ("reduce-scatter", "f32"), ("all-reduce", "bf16")):
+        assert abs(sent[0][key] - sent[1][key]) < 2**20, (key, sent)
+    # Weights for both passes, inputs and cotangents; bf16 gathers inputs again for the backward.
+    assert sent[0]["all-gather", "bf16"] == 0
+    assert sent[0]["all-gather", "u8"] < 0.5 * sent[1]["all-gather", "bf16"]
