@@ -114,10 +114,7 @@ class ClusterSums:
         @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
             del ctx
-            place = total(address(ref), (thread(), 4))
-            for i, number in enumerate(self.numbers(sums)):
-                text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
-                assembly(None, [place, number], text, "r,f", pure=False)
+            self.keep(self.numbers(sums), ref)
 
         keep(sums, smem.sums.at[group])
         _meet(ordered=True)
@@ -139,6 +136,13 @@ class ClusterSums:
         row = lax.axis_index("rows") * self.rows_at_a_time
         add(*(jnp.broadcast_to(x, ()) for x in (column, row, group)), *refs)
         _meet(ordered=False)
+
+    def keep(self, numbers: list[Any], sums) -> None:
+        """A thread's numbers to the sums of its warpgroup."""
+        place = total(address(sums), (thread(), 4))
+        for i, number in enumerate(numbers):
+            text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
+            assembly(None, [place, number], text, "r,f", pure=False)
 
     def meet_as_bystander(self) -> None:
         """What a warpgroup without sums does meanwhile."""

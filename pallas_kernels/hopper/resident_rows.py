@@ -93,12 +93,13 @@ class ResidentRows:
         @plgpu.inline_mgpu(arg_types=(splat, splat, *kinds))
         def put(ctx, first, group, x, target, *of_norm):
             del ctx
-            self._put(first.registers.flat[0], group.registers.flat[0], x, target, *of_norm)
+            self.put(first.registers.flat[0], group.registers.flat[0], x, target, *of_norm)
             mgpu.warpgroup_barrier()
 
         put(*(jnp.broadcast_to(x, ()) for x in (first, group)), *refs)
 
-    def _put(self, first, group, x, target, scale=None, squares=None) -> None:
+    def put(self, first, group, x, target, scale=None, squares=None) -> None:
+        """``place`` as one thread does it."""
         pieces = self.turns * self.M * CHUNKS
         # Threads beyond the last piece write that piece once more.
         places = [
