@@ -174,6 +174,11 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "sharded/test_zero.py": {
         "test_bytes_on_a_device[fsdp=8-2]": "test_bytes_on_a_device[fsdp=8-3], and its formula",
     },
+    "unit/test_decode_launches.py": {
+        "test_a_layer_is_seven_kernels[int4 g128]": (
+            "the same test of bf16; kernels/test_resident_rows.py, what both kernels are made of"
+        ),
+    },
     "unit/test_experts.py": _ROUTING,
     "unit/test_finetune.py": {
         "test_it_resumes_without_what_it_started_from": (
