@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import InputError, UnsupportedError, fused_matmul
 from pallas_kernels.common import device, tables
 from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.fused_matmul import hopper
 from pallas_kernels.fused_matmul.choice import OP, QUESTION, case_of, measured_config
 from pallas_kernels.fused_matmul.config import FusedConfig, config_for, configs
 from pallas_kernels.fused_matmul.reference import FusedCall
+from pallas_kernels.hopper.cluster_sums import ClusterSums
 from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
 from tests.kernels.fused_cases import OPTIONS, exact, operands
 from tests.tolerance import assert_within_rounding
 
@@ -39,6 +45,52 @@ def test_portable_forms_compute_the_formula(case, implementation):
         wrong["norm"] = dataclasses.replace(given["norm"], epsilon=0.3)
     with pytest.raises(AssertionError):
         assert_within_rounding(computed(x, w, implementation=implementation, **wrong), true)
+
+
+def placed_by_copies(rows, gmem, smem, x_smem, first, group, *, transforms) -> None:
+    """``ResidentRows.place`` of plain rows, as the interpreter can."""
+    del smem, group, transforms
+    steps, _, depth = x_smem.shape
+    for i in range(steps):
+        columns = pl.ds(first * DEPTH + i * depth, depth)
+        x_smem[i, pl.ds(0, rows.M)] = gmem.x[:, columns]
+
+
+def finished_in_registers(sums, accumulators, gmem, smem, group) -> None:
+    """``ClusterSums.finish`` of one block, of accumulators [columns, 8]."""
+    del smem, group
+    product = jnp.concatenate(accumulators).T[: sums.rows]
+    if sums.gated:
+        gate, up = jnp.split(product, 2, axis=1)
+        product = jax.nn.silu(gate) * up
+    columns = pl.ds(lax.axis_index("columns") * sums.width, sums.width)
+    gmem.out[:, columns] = product.astype(sums.out_dtype)
+
+
+@pytest.mark.slow  # the interpreter takes seconds; a GPU runs the same in test_fused_matmul_gpu
+@pytest.mark.parametrize(("tiles", "swiglu"), [(1, False), (2, True), (4, True)])
+def test_ring_and_products_in_the_interpreter(tiles, swiglu, monkeypatch):
+    def load(kernel, gmem, smem) -> None:
+        loaded(kernel, gmem, smem)
+        # The interpreter wants every arrival seen.
+        steps = kernel.c.steps(kernel.K)
+        for i in range(max(0, steps - kernel.num_stages), steps - 1):
+            plgpu.barrier_wait(smem.empty.at[i % kernel.num_stages])
+
+    loaded = hopper._FusedKernel.load
+    monkeypatch.setattr(hopper._FusedKernel, "load", load)
+    monkeypatch.setattr(hopper._FusedKernel, "together", lambda kernel, sums: sums)
+    monkeypatch.setattr(ResidentRows, "place", placed_by_copies)
+    monkeypatch.setattr(ClusterSums, "finish", finished_in_registers)
+    monkeypatch.setattr(ClusterSums, "meet_as_bystander", lambda sums: None)
+    x, w, given = operands(5, 1536, 512, {"swiglu": swiglu})
+    config = FusedConfig(tiles=tiles, split=1)
+    f = jax.jit(
+        lambda x, w: hopper.fused_matmul_hopper(FusedCall(x=x, weight=w, **given), config=config)
+    )
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = f(x, w)
+    assert_within_rounding(got, exact(x, w, given))
 
 
 @pytest.mark.slow  # lowering takes seconds; test_decode_launches traces the same kernels
