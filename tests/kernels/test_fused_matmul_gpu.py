@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fused_matmul
-from pallas_kernels.fused_matmul.config import FusedConfig, configs
+from pallas_kernels.fused_matmul.config import configs
 from pallas_kernels.fused_matmul.hopper import fused_matmul_hopper
 from pallas_kernels.fused_matmul.reference import FusedCall
 from pallas_kernels.quantized_matmul import arranged
@@ -18,7 +18,15 @@ from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = ((1, 1024, 512), (3, 2048, 256), (8, 512, 1024))
+CASES = [
+    (case, shape, jnp.bfloat16) for case in OPTIONS for shape in ((1, 1024, 512), (8, 2048, 256))
+] + [("norm of fp32, gated", (3, 512, 1024), jnp.float16)]
+IN_FEW_BITS = [
+    (case, rows, form)
+    for rows, form in ((1, "int4"), (7, "e4m3"))
+    for case in OPTIONS
+    if "swiglu" not in OPTIONS[case]
+] + [("norm", 4, "int8")]
 
 
 def checked(f, x, w, given) -> None:
@@ -34,32 +42,24 @@ def checked(f, x, w, given) -> None:
             assert_within_rounding(f(*wrong), true)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("case", list(OPTIONS))
+@pytest.mark.parametrize(("case", "shape", "dtype"), CASES, ids=str)
 def test_kernel_computes_the_formula(case, shape, dtype):
     x, w, given = operands(*shape, OPTIONS[case], dtype)
-    swiglu = given.get("swiglu", False)
-    every = configs(shape[2], shape[1], swiglu=swiglu)
-    assert len(every) > 3
-
-    def with_tiles(config: FusedConfig):
-        return jax.jit(
-            lambda x, w, given: fused_matmul_hopper(
-                FusedCall(x=x, weight=w, **given, **flags), config=config
-            )
-        )
-
     flags = {name: given[name] for name in given if name.startswith("swiglu")}
     arrays = {name: given[name] for name in given if name not in flags}
-    for config in every:
-        run = with_tiles(config)
+    every = configs(shape[2], shape[1], swiglu=given.get("swiglu", False))
+    # Most and fewest parts of K, most and fewest columns.
+    for config in dict.fromkeys((every[0], every[len(every) // 2], every[-1])):
+
+        def multiply(x, w, arrays, config=config):
+            call = FusedCall(x=x, weight=w, **arrays, **flags)
+            return fused_matmul_hopper(call, config=config)
+
+        run = jax.jit(multiply)
         checked(lambda x, w, _, run=run: run(x, w, arrays), x, w, given)
 
 
-@pytest.mark.parametrize("form", ["int4", "int8", "e4m3"])
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("case", [name for name in OPTIONS if "swiglu" not in OPTIONS[name]])
+@pytest.mark.parametrize(("case", "rows", "form"), IN_FEW_BITS)
 def test_weights_in_few_bits(case, rows, form):
     depth, columns = 2048, 512
     x, _, given = operands(rows, depth, columns, OPTIONS[case])
