@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .flash_attention import flash_attention_fp8 as flash_attention_fp8
     from .flash_attention import flash_attention_gradient as flash_attention_gradient
     from .flash_attention import quantize_fp8 as quantize_fp8
+    from .fused_matmul import fused_matmul as fused_matmul
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
     from .grouped_matmul import grouped_swiglu as grouped_swiglu
@@ -46,6 +47,7 @@ _PUBLIC = {
         "flash_attention_gradient",
         "quantize_fp8",
     ),
+    "fused_matmul": ("fused_matmul",),
     "grouped_matmul": ("combine", "grouped_matmul", "grouped_swiglu"),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),

@@ -134,6 +134,10 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     "kernels/test_attention_sharding.py": {
         "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
     },
+    "kernels/test_fused_matmul.py": {
+        f"test_portable_forms_compute_the_formula[{case}-reference]": "the same test of apart"
+        for case in ("norm", "norm of fp32, gated", "hidden values, residual")
+    },
     "kernels/test_grouped_matmul_hopper.py": {"test_lowers[odd]": "test_lowers[gated]"},
     "kernels/test_hopper.py": _HOPPER,
     "kernels/test_linear_cross_entropy_hopper.py": {
@@ -173,6 +177,11 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     },
     "sharded/test_zero.py": {
         "test_bytes_on_a_device[fsdp=8-2]": "test_bytes_on_a_device[fsdp=8-3], and its formula",
+    },
+    "unit/test_decode_launches.py": {
+        "test_a_layer_is_seven_kernels[int4 g128]": (
+            "the same test of bf16; kernels/test_resident_rows.py, what both kernels are made of"
+        ),
     },
     "unit/test_experts.py": _ROUTING,
     "unit/test_finetune.py": {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxinfra.config.model import ModelConfig
@@ -143,7 +143,7 @@ def one_repetition(
     written, sums = [], []
     for graphdef, stacked, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
         block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
-        seen = in_layer(cached, cached.arrays, jnp.int32(0))
+        seen = in_layer(cached, cached.arrays, np.zeros((), np.int32))  # known when traced
         out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
         x_BTD = out.x
         sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))

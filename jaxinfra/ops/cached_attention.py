@@ -14,6 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
 from jaxinfra.config.cache import SCALE, CacheFormat
@@ -40,8 +41,9 @@ class Pages:
 
     # By the names of the mixer's CacheSpec, [P, size, ...] each; [L, B, slots, ...] without tables.
     arrays: dict[str, jax.Array]
-    tables_BM: jax.Array | None = None  # int32; in rows' pages within 0..P-1
-    layer: jax.Array | None = None  # int32: without tables
+    # int32; in rows' pages within 0..P-1. Numbers that are known when traced are constants.
+    tables_BM: jax.Array | np.ndarray | None = None
+    layer: jax.Array | np.ndarray | None = None  # int32: without tables
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
     def tokens(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
@@ -85,14 +87,14 @@ class Pages:
         size = math.gcd(self._num_slots, _PAGE)
         num_layers, batch = next(iter(self.arrays.values())).shape[:2]
         per_row = self._num_slots // size
-        rows_B = self.layer * batch + jnp.arange(batch, dtype=jnp.int32)
+        rows_B = self.layer * batch + np.arange(batch, dtype=np.int32)
         num_pages = num_layers * batch * per_row
         return Pages(
             arrays={
                 name: stored.reshape(num_pages, size, *stored.shape[3:])
                 for name, stored in self.arrays.items()
             },
-            tables_BM=rows_B[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)[None, :],
+            tables_BM=rows_B[:, None] * per_row + np.arange(per_row, dtype=np.int32)[None, :],
         )
 
     @property

@@ -4,6 +4,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
@@ -27,7 +28,7 @@ def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    page_tables: jax.Array,
+    page_tables: jax.Array | np.ndarray,
     lengths: jax.Array,
     *,
     query_lengths: jax.Array | None = None,

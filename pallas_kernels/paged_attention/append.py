@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
@@ -88,7 +89,7 @@ def append_heads(
     heads: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    page_tables: jax.Array,
+    page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
@@ -124,6 +125,7 @@ def append_heads(
         >>> q.shape, k[..., 0, 0].tolist()
         ((1, 1, 2, 4), [[0.0, 0.0], [0.0, 1.0]])
     """
+    page_tables = jnp.asarray(page_tables)
     num_kv_heads = k_pages.shape[2]
     num_q_heads = heads.shape[2] - 2 * num_kv_heads
     if num_q_heads < 1 or k_pages.shape != v_pages.shape or heads.shape[3] != k_pages.shape[3]:

@@ -5,6 +5,7 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.errors import InputError
 
@@ -17,7 +18,7 @@ def make_call(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    page_tables: jax.Array,
+    page_tables: jax.Array | np.ndarray,
     lengths: jax.Array,
     *,
     query_lengths: jax.Array | None,
@@ -90,7 +91,7 @@ def make_call(
     )
 
 
-def _integers(name: str, x: jax.Array, shape: tuple[int | None, ...]) -> jax.Array:
+def _integers(name: str, x: jax.Array | np.ndarray, shape: tuple[int | None, ...]) -> jax.Array:
     x = jnp.asarray(x)
     fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
     if not fits or x.dtype != jnp.int32:
