@@ -5,3 +5,4 @@ from .api import UP_NAME as UP_NAME
 from .api import grouped_matmul as grouped_matmul
 from .api import grouped_swiglu as grouped_swiglu
 from .combine import combine as combine
+from .fp8 import scaled_grouped_matmul as scaled_grouped_matmul
