@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
     from .grouped_matmul import grouped_swiglu as grouped_swiglu
+    from .grouped_matmul import grouped_weight_gradient as grouped_weight_gradient
     from .grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
     from .norm import layer_norm as layer_norm
     from .norm import layer_norm_fp8 as layer_norm_fp8
@@ -47,7 +48,13 @@ _PUBLIC = {
         "flash_attention_gradient",
         "quantize_fp8",
     ),
-    "grouped_matmul": ("combine", "grouped_matmul", "grouped_swiglu", "scaled_grouped_matmul"),
+    "grouped_matmul": (
+        "combine",
+        "grouped_matmul",
+        "grouped_swiglu",
+        "grouped_weight_gradient",
+        "scaled_grouped_matmul",
+    ),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantize": ("quantize", "quantize_both_ways"),

@@ -22,6 +22,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.fp8_experts import Gathered, multiply_groups_fp8
 from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels import combine as combine_rows
@@ -160,7 +161,7 @@ def apply_experts(
         with jax.named_scope("experts"):
             hidden_MF = _hidden(x_ND, rows_M, copies, experts, kind=kind, recipe=recipe)
             hidden_MF = checkpoint_name(hidden_MF, _HIDDEN)
-            y_MD = _product(hidden_MF, experts.down_EFD, copies, recipe)
+            (y_MD,) = _products(hidden_MF, (experts.down_EFD,), copies, recipe)
             if experts.down_bias_ED is not None:
                 y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
             y_MD = checkpoint_name(y_MD.astype(recipe.compute), OUT_NAME)
@@ -191,7 +192,8 @@ def _hidden(
     recipe: Recipe,
 ) -> jax.Array:
     gate_EDF, up_EDF = experts.gate_EDF, experts.up_EDF
-    if kind is MlpKind.SWIGLU and gate_EDF is not None and experts.up_bias_EF is None:
+    gated, has_bias = gate_EDF is not None, experts.up_bias_EF is not None
+    if kind is MlpKind.SWIGLU and gate_EDF is not None and not has_bias and recipe.fp8 is None:
         return grouped_swiglu(
             x_ND,
             _stored(gate_EDF, recipe),
@@ -200,30 +202,46 @@ def _hidden(
             rows=rows_M,
             positions=copies.place_NK,
         )
+    weights = (gate_EDF, up_EDF) if gate_EDF is not None else (up_EDF,)
+    biases = [experts.gate_bias_EF] * gated + [experts.up_bias_EF]
+    products = _products(x_ND, weights, copies, recipe, rows_M=rows_M)
 
-    def inward(weight_EDF: jax.Array | QuantizedWeight, bias_EF: jax.Array | None) -> jax.Array:
-        y_MF = _product(x_ND, weight_EDF, copies, recipe, rows_M=rows_M).astype(recipe.accum)
+    def biased(y_MF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
+        y_MF = y_MF.astype(recipe.accum)
         return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
 
-    gate_MF = None if gate_EDF is None else inward(gate_EDF, experts.gate_bias_EF)
-    return activated(kind, inward(up_EDF, experts.up_bias_EF), gate_MF).astype(recipe.compute)
+    def hidden(products: tuple[jax.Array, ...], biases: list[jax.Array | None]) -> jax.Array:
+        y_MF = list(map(biased, products, biases))
+        gate_MF = y_MF[0] if gated else None
+        return activated(kind, y_MF[-1], gate_MF).astype(recipe.compute)
+
+    if recipe.fp8 is None:
+        return hidden(products, biases)
+    names = (GATE_NAME, UP_NAME)[-len(products) :]
+    products = tuple(map(checkpoint_name, products, names))
+    # Kept are the products in their format, and nothing of what becomes of them in fp32.
+    return jax.checkpoint(hidden)(products, biases)
 
 
-def _product(
+def _products(
     x: jax.Array,
-    weight: jax.Array | QuantizedWeight,
+    weights: tuple[jax.Array | QuantizedWeight, ...],
     copies: Copies,
     recipe: Recipe,
     *,
     rows_M: jax.Array | None = None,
-) -> jax.Array:
-    return grouped_matmul(
-        x,
-        _stored(weight, recipe),
-        copies.sizes_E,
-        rows=rows_M,
-        positions=None if rows_M is None else copies.place_NK,
-    )
+) -> tuple[jax.Array, ...]:
+    """Each copy, a row of x or one that is named, times its expert's weights."""
+    stored = tuple(_stored(weight, recipe) for weight in weights)
+    if recipe.fp8 is None:
+        place_NK = None if rows_M is None else copies.place_NK
+        return tuple(
+            grouped_matmul(x, w, copies.sizes_E, rows=rows_M, positions=place_NK) for w in stored
+        )
+    gathered = None
+    if rows_M is not None:
+        gathered = Gathered(rows_M=rows_M, choice_M=copies.choice_M, place_NK=copies.place_NK)
+    return multiply_groups_fp8(x, stored, copies.sizes_E, recipe=recipe, gathered=gathered)
 
 
 def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:
