@@ -28,6 +28,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
+from pallas_kernels.common.varying import vary_alike
 from pallas_kernels.quantize.xla import quantize_xla
 
 
@@ -92,7 +93,7 @@ def multiply_groups_fp8(
         return dx.astype(dtypes[0]), dws, None, None
 
     product.defvjp(forward, backward)
-    return product(x, weights, sizes_E, gathered)
+    return product(*vary_alike((x, weights, sizes_E, gathered)))
 
 
 def _quantized_rows(x_MK: jax.Array, fp8: Fp8Recipe, dtype: jnp.dtype) -> Quantized:

@@ -59,7 +59,9 @@ def exact(a, b, a_scale, b_scale, sizes):
     return grouped_oracle.by_groups(sizes, NUM_ROWS, N, product)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("reference", marks=pytest.mark.slow)]
+)
 def test_products_are_those_of_dequantized_operands(implementation):
     arrays = operands((E5M2, E4M3))
     got = run(*arrays, out_dtype=jnp.float32, implementation=implementation)
@@ -117,10 +119,9 @@ def shapes(M, K, N, G):
     )
 
 
+@pytest.mark.slow  # two seconds; what it shares with other kernels is lowered with those
 @pytest.mark.parametrize(
-    "shape",
-    [(13, 128, 192, 3), pytest.param((65536, 2048, 768, 128), marks=pytest.mark.slow)],
-    ids=["odd", "large"],  # the same kernel
+    "shape", [(13, 128, 192, 3), (65536, 2048, 768, 128)], ids=["odd", "large"]
 )
 def test_lowers(shape):
     with device.compiling_for(device.H200):
