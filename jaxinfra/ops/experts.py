@@ -161,7 +161,7 @@ def apply_experts(
         with jax.named_scope("experts"):
             hidden_MF = _hidden(x_ND, rows_M, copies, experts, kind=kind, recipe=recipe)
             hidden_MF = checkpoint_name(hidden_MF, _HIDDEN)
-            (y_MD,) = _products(hidden_MF, (experts.down_EFD,), copies, recipe)
+            y_MD = _product(hidden_MF, experts.down_EFD, copies, recipe)
             if experts.down_bias_ED is not None:
                 y_MD = y_MD.astype(recipe.accum) + _bias(experts.down_bias_ED, copies, recipe)
             y_MD = checkpoint_name(y_MD.astype(recipe.compute), OUT_NAME)
@@ -204,43 +204,60 @@ def _hidden(
         )
     weights = (gate_EDF, up_EDF) if gate_EDF is not None else (up_EDF,)
     biases = [experts.gate_bias_EF] * gated + [experts.up_bias_EF]
-    products = _products(x_ND, weights, copies, recipe, rows_M=rows_M)
 
     def biased(y_MF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
         y_MF = y_MF.astype(recipe.accum)
         return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
 
-    def hidden(products: tuple[jax.Array, ...], biases: list[jax.Array | None]) -> jax.Array:
+    def hidden(products: list[jax.Array]) -> jax.Array:
         y_MF = list(map(biased, products, biases))
         gate_MF = y_MF[0] if gated else None
         return activated(kind, y_MF[-1], gate_MF).astype(recipe.compute)
 
     if recipe.fp8 is None:
-        return hidden(products, biases)
-    names = (GATE_NAME, UP_NAME)[-len(products) :]
-    products = tuple(map(checkpoint_name, products, names))
-    # Kept are the products in their format, and nothing of what becomes of them in fp32.
-    return jax.checkpoint(hidden)(products, biases)
+        return hidden([_product(x_ND, w, copies, recipe, rows_M=rows_M) for w in weights])
+    y_MF = _product_fp8(x_ND, weights, copies, recipe, rows_M=rows_M)
+
+    @jax.checkpoint  # keeps the products in their format, and nothing of what becomes of them
+    def hidden_of_all(y_MF: jax.Array) -> jax.Array:
+        return hidden(jnp.split(y_MF, len(weights), axis=1))
+
+    return hidden_of_all(checkpoint_name(y_MF, UP_NAME))
 
 
-def _products(
+def _product(
+    x: jax.Array,
+    weight: jax.Array | QuantizedWeight,
+    copies: Copies,
+    recipe: Recipe,
+    *,
+    rows_M: jax.Array | None = None,
+) -> jax.Array:
+    """Each copy, a row of x or one that is named, times its expert's weight."""
+    if recipe.fp8 is not None:
+        return _product_fp8(x, (weight,), copies, recipe, rows_M=rows_M)
+    return grouped_matmul(
+        x,
+        _stored(weight, recipe),
+        copies.sizes_E,
+        rows=rows_M,
+        positions=None if rows_M is None else copies.place_NK,
+    )
+
+
+def _product_fp8(
     x: jax.Array,
     weights: tuple[jax.Array | QuantizedWeight, ...],
     copies: Copies,
     recipe: Recipe,
     *,
-    rows_M: jax.Array | None = None,
-) -> tuple[jax.Array, ...]:
-    """Each copy, a row of x or one that is named, times its expert's weights."""
-    stored = tuple(_stored(weight, recipe) for weight in weights)
-    if recipe.fp8 is None:
-        place_NK = None if rows_M is None else copies.place_NK
-        return tuple(
-            grouped_matmul(x, w, copies.sizes_E, rows=rows_M, positions=place_NK) for w in stored
-        )
+    rows_M: jax.Array | None,
+) -> jax.Array:
+    """The same of all weights, side by side."""
     gathered = None
     if rows_M is not None:
         gathered = Gathered(rows_M=rows_M, choice_M=copies.choice_M, place_NK=copies.place_NK)
+    stored = tuple(_stored(weight, recipe) for weight in weights)
     return multiply_groups_fp8(x, stored, copies.sizes_E, recipe=recipe, gathered=gathered)
 
 

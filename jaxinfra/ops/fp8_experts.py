@@ -14,6 +14,7 @@ of 128 columns, I blocks of 128 rows.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +50,18 @@ def multiply_groups_fp8(
     *,
     recipe: Recipe,
     gathered: Gathered | None = None,
-) -> tuple[jax.Array, ...]:
-    """Rows of x, or copies of them, times their expert's weights: [M, F] in the compute dtype.
+) -> jax.Array:
+    """Rows of x, or copies of them, times their expert's weights: [M, F of all weights] in the
+    compute dtype.
 
     Args:
         x: [M, D], or [N, D] where rows are gathered.
         weights: [E, D, F] each, multiplied as one; their gradients are in their dtypes.
         sizes_E: int32, rows of each expert.
     """
-    fp8, widths = recipe.fp8, [w.shape[-1] for w in weights]
+    fp8 = recipe.fp8
     assert fp8 is not None
-    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    ends = list(itertools.accumulate(w.shape[-1] for w in weights))
     dtypes = x.dtype, [w.dtype for w in weights]
 
     @jax.custom_vjp
@@ -73,22 +75,20 @@ def multiply_groups_fp8(
             rows = Quantized(rows.values[gathered.rows_M], rows.scale[:, gathered.rows_M])
         w = named(quantized_weights(weights, recipe))
         across = Quantized(*(jnp.swapaxes(each, 1, 2) for each in w))
-        y_MF = _multiply(rows, across, sizes_E, recipe)
-        parts = jnp.split(y_MF, ends[:-1], axis=1)
-        return tuple(parts), (x, w, sizes_E, gathered)
+        return _multiply(rows, across, sizes_E, recipe), (x, w, sizes_E, gathered)
 
-    def backward(kept, cotangents):
+    def backward(kept, g_MF):
         x, w, sizes_E, gathered = kept
-        each = [g_MF.astype(recipe.compute) for g_MF in cotangents]
-        g = _quantized_rows(jnp.concatenate(each, axis=1), fp8, fp8.gradient)
+        g_MF = g_MF.astype(recipe.compute)
+        g = _quantized_rows(g_MF, fp8, fp8.gradient)
         dx = _multiply(g, w, sizes_E, recipe)
         rows_M = None
         if gathered is not None:
             rows_M, ones = gathered.rows_M, jnp.ones(gathered.place_NK.shape, ACCUMULATOR)
             dx = combine(dx, gathered.place_NK, ones, inverse=gathered.choice_M)
         dws = tuple(
-            grouped_weight_gradient(x, g_MF, sizes_E, rows=rows_M, out_dtype=dtype)
-            for g_MF, dtype in zip(each, dtypes[1], strict=True)
+            grouped_weight_gradient(x, part_MF, sizes_E, rows=rows_M, out_dtype=dtype)
+            for part_MF, dtype in zip(jnp.split(g_MF, ends[:-1], axis=1), dtypes[1], strict=True)
         )
         return dx.astype(dtypes[0]), dws, None, None
 
