@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
     from .grouped_matmul import grouped_swiglu as grouped_swiglu
+    from .grouped_matmul import grouped_weight_gradient as grouped_weight_gradient
+    from .grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
     from .norm import layer_norm as layer_norm
     from .norm import layer_norm_fp8 as layer_norm_fp8
     from .norm import rms_norm as rms_norm
@@ -48,7 +50,13 @@ _PUBLIC = {
         "quantize_fp8",
     ),
     "fused_matmul": ("fused_matmul",),
-    "grouped_matmul": ("combine", "grouped_matmul", "grouped_swiglu"),
+    "grouped_matmul": (
+        "combine",
+        "grouped_matmul",
+        "grouped_swiglu",
+        "grouped_weight_gradient",
+        "scaled_grouped_matmul",
+    ),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantize": ("quantize", "quantize_both_ways"),
