@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu, vector
+from pallas_kernels.hopper.held import Held
+from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
 
 from .codes import COLUMNS
 from .config import STRIP, WARPGROUP, WIDTH, ProductShape, QuantizedConfig
@@ -42,50 +42,28 @@ class ProductSums:
         return self.c.tiles * self.s.strips * 4
 
     @property
-    def layout(self) -> Any:
-        """Of numbers that no other thread has anything to do with."""
-        return plgpu.Layout.WG_STRIDED((self.count * WARPGROUP,), 1)
-
-    @property
-    def array(self) -> Any:
-        """As Pallas sees them."""
-        shape = (self.count * WARPGROUP,)
-        return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=self.layout)
+    def held(self) -> Held:
+        """The numbers as an array."""
+        return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
         """Sums of nothing."""
 
-        @plgpu.inline_mgpu(return_type=self.array)
+        @plgpu.inline_mgpu(return_type=self.held.array)
         def zeros(ctx):
             del ctx
-            return self.fragmented([mgpu.c(0.0, ir.F32Type.get())] * self.count)
+            return self.held.together([mgpu.c(0.0, ir.F32Type.get())] * self.count)
 
         return zeros()
-
-    def fragmented(self, numbers: list[Any]) -> Any:
-        """A thread's numbers, as Mosaic's."""
-        kind = ir.VectorType.get((1,), ir.F32Type.get())
-        registers = np.array([vector.broadcast(kind, x) for x in numbers], dtype=object)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=self.layout.to_mgpu(), _is_signed=None
-        )
-
-    def numbers(self, sums: Any) -> list[Any]:
-        """The inverse."""
-        first = ir.DenseI64ArrayAttr.get([0])
-        return [
-            vector.extract(x, dynamic_position=[], static_position=first)
-            for x in sums.registers.flat
-        ]
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
         """Everyone's sums of this block's part of the columns, to the result."""
 
-        @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()))
+        @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
             del ctx
             place = total(address(ref), (thread(), 4))
-            for i, number in enumerate(self.numbers(sums)):
+            for i, number in enumerate(self.held.apart(sums)):
                 text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
                 assembly(None, [place, number], text, "r,f", pure=False)
 

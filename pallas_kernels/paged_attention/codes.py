@@ -1,0 +1,43 @@
+"""Keys and values in few bits as numbers. Dims: as in ``spec``."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantized_matmul import WeightCode
+
+from .spec import PagedCall
+
+
+def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.dtype) -> jax.Array:
+    """Codes [..., W] times scales [...], in fp32, rounded once to ``dtype``."""
+    if code is WeightCode.INT4:
+        halves = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+        wide = halves.astype(jnp.float32) - 8.0
+    else:
+        wide = codes.astype(jnp.float32)
+    return (wide * scale.astype(jnp.float32)[..., None]).astype(dtype)
+
+
+def rows_as_pages(call: PagedCall) -> PagedCall:
+    """The call on its rows' pages, one after another, as numbers: for many queries of a row."""
+    tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
+
+    def widened(codes_PSKW: jax.Array, scale_PSK: jax.Array) -> jax.Array:
+        assert call.code is not None
+        gathered = (x[tables_BM].reshape(-1, *x.shape[1:]) for x in (codes_PSKW, scale_PSK))
+        return numbers_of(*gathered, call.code, call.q_BTNH.dtype)
+
+    assert call.v_PSKV is not None
+    assert call.k_scale_PSK is not None
+    assert call.v_scale_PSK is not None
+    in_order = jnp.arange(tables_BM.size, dtype=jnp.int32)
+    return dataclasses.replace(
+        call,
+        k_PSKH=widened(call.k_PSKH, call.k_scale_PSK),
+        v_PSKV=widened(call.v_PSKV, call.v_scale_PSK),
+        k_scale_PSK=None,
+        v_scale_PSK=None,
+        tables_BM=in_order.reshape(tables_BM.shape),
+    )
