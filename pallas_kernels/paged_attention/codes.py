@@ -24,14 +24,13 @@ def rows_as_pages(call: PagedCall) -> PagedCall:
     """The call on its rows' pages, one after another, as numbers: for many queries of a row."""
     tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
 
-    def widened(codes_PSKW: jax.Array, scale_PSK: jax.Array) -> jax.Array:
+    def widened(codes_PSKW: jax.Array | None, scale_PSK: jax.Array | None) -> jax.Array:
         assert call.code is not None
-        gathered = (x[tables_BM].reshape(-1, *x.shape[1:]) for x in (codes_PSKW, scale_PSK))
-        return numbers_of(*gathered, call.code, call.q_BTNH.dtype)
+        assert codes_PSKW is not None
+        assert scale_PSK is not None
+        codes, scale = (x[tables_BM].reshape(-1, *x.shape[1:]) for x in (codes_PSKW, scale_PSK))
+        return numbers_of(codes, scale, call.code, call.q_BTNH.dtype)
 
-    assert call.v_PSKV is not None
-    assert call.k_scale_PSK is not None
-    assert call.v_scale_PSK is not None
     in_order = jnp.arange(tables_BM.size, dtype=jnp.int32)
     return dataclasses.replace(
         call,

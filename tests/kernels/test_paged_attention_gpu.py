@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import append_heads, paged_attention
 from pallas_kernels.common import device
+from pallas_kernels.quantized_matmul import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.kernels import test_append_heads as appended
 from tests.kernels.test_paged_attention import run
@@ -37,6 +38,29 @@ def test_kernels_are_the_definition(name, dtype):
     arguments, arrays = case.arrays(dtype)
     got = run(case, arguments, arrays, "hopper")
     assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+CODED = (
+    "pages-16", "pages-32", "pages-64", "pages-128", "empty-rows", "window", "window-of-one", "cap",
+    "sinks", "everything", "chunk", "more-queries-than-keys",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT8, WeightCode.INT4])
+@pytest.mark.parametrize("name", [*CODED, "long"])
+def test_caches_in_few_bits_are_codes_times_scales(name, code):
+    """Numbers of a call with more queries are rounded, as its rows become pages of 16 bits."""
+    case = LONG if name == "long" else cases.NAMED[name]
+    arguments, arrays = case.arrays("bfloat16")
+    given, scales, true = cases.coded(arguments, code, rounds=name == "chunk")
+    got = run(case, given, arrays | scales, "hopper")
+    want = cases.expected(case, true, arrays)
+    assert_within_rounding(got, want)
+    np.testing.assert_array_equal(got, run(case, given, arrays | scales, "hopper"))
+    if name == "long":
+        another = {"v_scale": np.roll(scales["v_scale"], 1, 1)}
+        with pytest.raises(AssertionError):
+            assert_within_rounding(run(case, given, arrays | scales | another, "hopper"), want)
 
 
 def test_long_rows_are_split_and_repeat_bit_for_bit():

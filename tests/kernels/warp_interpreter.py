@@ -1,4 +1,4 @@
-"""Runs the instructions that a kernel's threads are given, on a CPU: straight lines of MLIR and PTX.
+"""Runs on a CPU the instructions that a kernel's threads are given: straight MLIR and PTX.
 
 A warpgroup's 128 threads go in step, each operation on an array of 128 numbers. Operations are
 those that kernels of ours write; another one is a KeyError.
@@ -79,7 +79,7 @@ def _execute(op: ir.Operation, given: list, memory: Memory) -> list:
         case "arith.select":
             return [np.where(*given)]
         case "llvm.extractvalue":
-            return [given[0][list(op.attributes["position"])[0]]]
+            return [given[0][next(iter(op.attributes["position"]))]]
         case "llvm.inline_asm":
             return _assembly(op, given, memory)
     return [_ARITHMETIC[op.name](*given)]

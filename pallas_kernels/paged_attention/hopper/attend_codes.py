@@ -34,6 +34,8 @@ from .scores import NO_MAXIMUM
 from .segments import Segment
 
 F32, I32 = jnp.dtype("float32"), jnp.dtype("int32")
+REGISTERS = {1: (240, 24), 2: (216, 40), 3: (128, 40)}
+"""Of a warpgroup that computes and of one that loads, by workers."""
 LINE = 64  # scales of a row in shared memory, where a slot has few
 
 
@@ -151,7 +153,7 @@ class _AttendCodes:
         workers = self.c.num_workers
         wg = lax.axis_index("wg")
         # What all warpgroups hold together must not exceed a multiprocessor's registers.
-        most, least = (216, 40) if workers == 2 else (240, 24)
+        most, least = REGISTERS[workers]
 
         @pl.when(wg < workers)
         def _():
