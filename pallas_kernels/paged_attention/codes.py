@@ -9,6 +9,28 @@ from pallas_kernels.quantized_matmul import WeightCode
 
 from .spec import PagedCall
 
+LARGEST = {WeightCode.E4M3: 448.0, WeightCode.INT8: 127.0, WeightCode.INT4: 7.0}
+"""What a head's largest element becomes."""
+LEAST_SCALE = 2.0**-20  # in float16 too it is not 0
+
+
+def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Codes of [..., W], and scales [...] by which x is about their product.
+
+    An element that is not finite makes its head's scale so.
+    """
+    wide = x.astype(jnp.float32)
+    top = LARGEST[code]
+    size = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), LEAST_SCALE * top)
+    scale = (size / top).astype(scale_dtype)
+    scaled = jnp.clip(wide / scale.astype(jnp.float32)[..., None], -top, top)
+    if code is WeightCode.E4M3:
+        return scaled.astype(code.storage), scale
+    if code is WeightCode.INT8:
+        return jnp.round(scaled).astype(jnp.int8), scale
+    low, high = jnp.split((jnp.round(scaled) + 8.0).astype(jnp.uint8), 2, axis=-1)
+    return low | (high << 4), scale
+
 
 def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.dtype) -> jax.Array:
     """Codes [..., W] times scales [...], in fp32, rounded once to ``dtype``."""
