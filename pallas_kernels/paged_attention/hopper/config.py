@@ -17,6 +17,7 @@ WIDEST_PART = 256  # columns of an accumulator
 BARRIER_BYTES = 1024
 RING_BYTES = 128 * 1024
 CODE_RING_BYTES = 160 * 1024  # scales are a tenth, or a fifth
+MOST_STAGES = 8
 RESULT_PADDING = 4  # columns of a warp's result in shared memory, so that banks differ
 SCALE_HEADS = 8  # whose scales are copied together: copies are of at least 16 bytes
 
@@ -163,6 +164,7 @@ def config_for(layout: QueryLayout) -> PagedConfig:
 def _config_for_codes(layout: QueryLayout) -> PagedConfig:
     """As many bytes on their way as of 16 bits: tiles of 128 keys, 32 for each warp."""
     config = PagedConfig(block_kv=128 if layout.size >= 64 else 64)
-    most = max(2, CODE_RING_BYTES // (config.num_workers * config.block_kv * layout.slot_bytes))
+    fit = CODE_RING_BYTES // (config.num_workers * config.block_kv * layout.slot_bytes)
+    most = min(max(2, fit), MOST_STAGES)
     configs = [dataclasses.replace(config, num_stages=n) for n in range(most, 1, -1)]
     return next((c for c in configs if c.smem_bytes(layout) <= SMEM_BYTES), configs[-1])
