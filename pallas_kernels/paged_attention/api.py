@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from .hopper import paged_attention_hopper, unsupported
+from .hopper import numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
 from .spec import PagedCall
 from .validate import make_call
@@ -105,7 +105,7 @@ def _compute(implementation: str, call: PagedCall) -> jax.Array:
     reason = unsupported(call) if implementation in ("auto", "hopper") else None
     if implementation == "auto":
         implementation = "hopper" if reason is None else "xla"
-        because = None if reason is None else f"not hopper: {reason}"
+        because = numbers_first(call) if reason is None else f"not hopper: {reason}"
         announce("paged_attention", implementation, call.describe(), because=because)
     elif reason is not None:
         raise UnsupportedError(

@@ -171,13 +171,7 @@ CASES = {
 }
 
 
-SLOW = ("int4-128", "fp8-64")  # what they take apart the others do: a format, a width, a cap
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_threads_compute_the_definition(name):
     tile, positions = CASES[name]
     tiles = Tiles(tile)

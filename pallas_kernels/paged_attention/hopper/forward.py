@@ -73,6 +73,14 @@ def reads_codes(call: PagedCall) -> bool:
     return call.code is not None and QueryLayout.of(call).num_q_tiles <= MOST_CODE_TILES
 
 
+def numbers_first(call: PagedCall) -> str | None:
+    """Why codes of rows become numbers in memory; None where they are read, or there are none."""
+    if call.code is None or reads_codes(call):
+        return None
+    tiles = QueryLayout.of(call).num_q_tiles
+    return f"rows are dequantized first: {tiles} query tiles are above {MOST_CODE_TILES}"
+
+
 def _unsupported_codes(call: PagedCall, layout: QueryLayout) -> str | None:
     if call.q_BTNH.dtype.name != "bfloat16":
         # A probability times a scale may be smaller than any number of float16.
