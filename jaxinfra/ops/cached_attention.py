@@ -1,7 +1,8 @@
 """Attention of new tokens to a cache, contiguous or in pages.
 
 On a Hopper GPU caches are read where they lie (``pallas_kernels.paged_attention``), contiguous ones
-as pages in their order; elsewhere the keys of a layer's rows are gathered first.
+as pages in their order, and in few bits as they are; elsewhere the keys of a layer's rows are
+gathered first.
 
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width, R width of a latent; P page, M page of a row.
@@ -74,9 +75,7 @@ class Pages:
 
     @property
     def can_be_paged(self) -> bool:
-        """Whether rows are pages, or slots divide into such as kernels read, in plain elements."""
-        if self.format is not CacheFormat.PLAIN:
-            return False
+        """Whether rows are pages, or slots divide into such as kernels read."""
         return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
 
     def paged(self) -> "Pages":
@@ -95,6 +94,7 @@ class Pages:
                 for name, stored in self.arrays.items()
             },
             tables_BM=rows_B[:, None] * per_row + np.arange(per_row, dtype=np.int32)[None, :],
+            format=self.format,
         )
 
     @property
@@ -180,6 +180,8 @@ def paged_attention(
         pages.arrays["v"],
         pages.tables_BM,
         jnp.max(positions_BT, axis=1) + 1,
+        k_scale=pages.arrays.get("k" + SCALE),
+        v_scale=pages.arrays.get("v" + SCALE),
         query_lengths=None if positions_BT.shape[1] == 1 else jnp.sum(positions_BT >= 0, axis=1),
         window=config.window,
         soft_cap=config.logit_soft_cap,

@@ -195,10 +195,10 @@ class _FusedKernel:
     def together(self, sums: list[jax.Array]) -> jax.Array:
         """Sums of all tiles as ``ClusterSums`` has them."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=self.sums.array)
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=held.array)
         def join(ctx, *sums):
             del ctx
-            numbers = [x for each in sums for x in self.sums.numbers(each)]
-            return self.sums.fragmented(numbers)
+            numbers = [x for each in sums for x in held.apart(each)]
+            return held.together(numbers)
 
         return join(*sums)

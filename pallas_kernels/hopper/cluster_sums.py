@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxlib.mlir import ir
 
+from .held import Held
 from .machine import WARPGROUP
-from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu, vector
+from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
 from .threads import (
     address,
     assembly,
@@ -71,50 +71,27 @@ class ClusterSums:
         return self.tiles * self.strips * 4
 
     @property
-    def layout(self) -> Any:
-        """Of numbers that no other thread has anything to do with."""
-        return plgpu.Layout.WG_STRIDED((self.count * WARPGROUP,), 1)
-
-    @property
-    def array(self) -> Any:
-        """As Pallas sees them."""
-        shape = (self.count * WARPGROUP,)
-        return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=self.layout)
+    def held(self) -> Held:
+        """The numbers as an array."""
+        return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
         """Sums of nothing."""
 
-        @plgpu.inline_mgpu(return_type=self.array)
+        @plgpu.inline_mgpu(return_type=self.held.array)
         def zeros(ctx):
             del ctx
-            return self.fragmented([mgpu.c(0.0, ir.F32Type.get())] * self.count)
+            return self.held.together([mgpu.c(0.0, ir.F32Type.get())] * self.count)
 
         return zeros()
-
-    def fragmented(self, numbers: list[Any]) -> Any:
-        """A thread's numbers, as Mosaic's."""
-        kind = ir.VectorType.get((1,), ir.F32Type.get())
-        registers = np.array([vector.broadcast(kind, x) for x in numbers], dtype=object)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=self.layout.to_mgpu(), _is_signed=None
-        )
-
-    def numbers(self, sums: Any) -> list[Any]:
-        """A thread's numbers of Mosaic's array, such as an accumulator of WGMMA, in their order."""
-        found = []
-        for register in sums.registers.flat:
-            for i in range(ir.VectorType(register.type).shape[0]):
-                place = ir.DenseI64ArrayAttr.get([i])
-                found.append(vector.extract(register, dynamic_position=[], static_position=place))
-        return found
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
         """Everyone's sums of this block's part of the columns, to the result."""
 
-        @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()))
+        @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
             del ctx
-            self.keep(self.numbers(sums), ref)
+            self.keep(self.held.apart(sums), ref)
 
         keep(sums, smem.sums.at[group])
         _meet(ordered=True)

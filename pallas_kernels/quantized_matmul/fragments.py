@@ -57,9 +57,18 @@ class Dequantizer:
             zeros: of columns g and g + 8, as ``zero_pair`` gives them.
         """
         if self.code is WeightCode.INT4:
-            return [self._int4(words[0], r, zeros[r & 1]) for r in range(4)]
-        one = self._int8 if self.code is WeightCode.INT8 else self._e4m3
-        return [one(words[r >> 1], r & 1) for r in range(4)]
+            return [self.two(words[0], r, zeros[r & 1]) for r in range(4)]
+        return [self.two(words[r >> 1], r & 1) for r in range(4)]
+
+    def two(self, word: Any, place: int, zero: Any | None = None) -> Any:
+        """A register of two of a word's numbers, the first in its low bits.
+
+        They are, of 4 bits, nibbles ``place`` and ``place + 4``, less ``zero``; of int8, bytes
+        ``2 place`` and the next; of e4m3, bytes ``1 - place`` and ``3 - place``.
+        """
+        if self.code is WeightCode.INT4:
+            return self._int4(word, place, self.zero_pair(None) if zero is None else zero)
+        return (self._int8 if self.code is WeightCode.INT8 else self._e4m3)(word, place)
 
     def _int4(self, word: Any, place: int, zero: Any) -> Any:
         shifted = arith.shrui(word, constant(4 * place)) if place else word
@@ -117,7 +126,9 @@ def load_matrices(place: Any, offset: int) -> list[Any]:
 
 
 def load_words(place: Any, offset: int, count: int) -> list[Any]:
-    """Two or four words of shared memory."""
+    """One, two or four words of shared memory."""
+    if count == 1:
+        return [assembly(i32(), [place], f"ld.shared.b32 $0, [$1+{offset}];", "=r,r", pure=False)]
     return loaded(f"ld.shared.v{count}.b32", place, count, kind="r", offset=offset)
 
 

@@ -216,10 +216,12 @@ class QuantizedKernel:
         x_kind = plgpu.RefType(() if self.is_resident else tiled(128))
         kinds = [plgpu.RefType(), x_kind] + [plgpu.RefType()] * (len(refs) - 2)
 
-        @plgpu.inline_mgpu(arg_types=(self.sums.layout, *kinds), return_type=self.sums.array)
+        held = self.sums.held
+
+        @plgpu.inline_mgpu(arg_types=(held.layout, *kinds), return_type=held.array)
         def add(ctx, sums, *refs):
             del ctx
-            return self.sums.fragmented(self.stage(self.sums.numbers(sums), *refs))
+            return held.together(self.stage(held.apart(sums), *refs))
 
         return add(sums, *refs)
 
