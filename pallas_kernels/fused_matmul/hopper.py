@@ -194,6 +194,7 @@ class _FusedKernel:
 
     def together(self, sums: list[jax.Array]) -> jax.Array:
         """Sums of all tiles as ``ClusterSums`` has them."""
+        held = self.sums.held
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=held.array)
         def join(ctx, *sums):
