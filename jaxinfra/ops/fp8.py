@@ -35,7 +35,7 @@ from jaxinfra.ops.fp8_devices import (
     WHOLE,
     Devices,
     FindDevices,
-    Held,
+    Hold,
     PlacedMatrix,
     Side,
     of_matrix,
@@ -51,7 +51,7 @@ QUANTIZED = "quantized"
 """Name of quantized inputs and weights for recomputation policies."""
 
 
-def _named[Tree](tree: Tree) -> Tree:
+def named[Tree](tree: Tree) -> Tree:
     """The arrays under ``QUANTIZED``; 8-bit floats as the bytes that they are.
 
     ``jax.checkpoint`` rounds what it keeps by the bits of its exponent and mantissa. That takes
@@ -60,13 +60,13 @@ def _named[Tree](tree: Tree) -> Tree:
     which it does on GPUs unless told otherwise, and not on CPUs.
     """
 
-    def named(x: jax.Array) -> jax.Array:
+    def leaf(x: jax.Array) -> jax.Array:
         if x.dtype.itemsize > 1:
             return checkpoint_name(x, QUANTIZED)
         bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint8), QUANTIZED)
         return jax.lax.bitcast_convert_type(bits, x.dtype)
 
-    return jax.tree.map(named, tree)
+    return jax.tree.map(leaf, tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,7 @@ def quantized_input(
     here = _fitting(devices(), _sides(shape, dims), fp8)
 
     def quantized(x: jax.Array, history: jax.Array | None):
-        return _named(
+        return named(
             _quantized_tokens(
                 x, history, operand=X, recipe=recipe, dims=dims, tokens=tokens, devices=here
             )
@@ -270,10 +270,10 @@ class _Call:
     def forward(self, quantized, x_seen, weight, history):
         """y, and what the backward pass reads."""
         cast = functools.partial(self._quantized_weight, weight, history)
-        w, seen = _named(cast(by_columns=self.contracted_first))
+        w, seen = named(cast(by_columns=self.contracted_first))
         y = self._with_weight(quantized.rows, w, out=self.out, along_first=self.contracted_first)
         if self._weight_form is Scaling.ROW:  # each direction is quantized by itself
-            w, _ = _named(cast(by_columns=not self.contracted_first))
+            w, _ = named(cast(by_columns=not self.contracted_first))
         return y, (quantized.tokens, x_seen, w, seen, history)
 
     def backward(self, kept, cotangent):
@@ -306,7 +306,7 @@ class _Call:
             matrix = weight.reshape(self._as_matrix(weight.shape)).astype(self.recipe.compute)
             return caster.weight(matrix, history, self.matrix_dims, by_columns=by_columns)
 
-        takes = (unmerged((*rows, *columns), Held.STORED), WHOLE)
+        takes = (unmerged((*rows, *columns), Hold.STORED), WHOLE)
         gives = (self._weight_placed(by_columns=by_columns), WHOLE)
         return self.devices.each(part, takes=takes, gives=gives)(weight, history)
 
@@ -342,7 +342,7 @@ class _Call:
             return devices.total_gradient(gradient.reshape(shape), dims)
 
         takes = (of_matrix(form, rows, TOKENS), of_matrix(form, columns, TOKENS))
-        return devices.each(part, takes=takes, gives=unmerged(dims, Held.SUMMED))(a, b)
+        return devices.each(part, takes=takes, gives=unmerged(dims, Hold.SUMMED))(a, b)
 
     def _as_matrix(self, shape: tuple[int, ...]) -> tuple[int, int]:
         split = len(self.matrix_dims[0])
@@ -360,9 +360,9 @@ class _Call:
         """Where a quantized weight lies: scales of rows are those of columns where these are."""
         rows, columns = self.matrix_dims
         if self._weight_form is Scaling.ROW and by_columns:
-            lies = of_matrix(Scaling.ROW, columns, rows, Held.STORED)
-            return lies._replace(values=of_matrix(Scaling.ROW, rows, columns, Held.STORED).values)
-        return of_matrix(self._weight_form, rows, columns, Held.STORED)
+            lies = of_matrix(Scaling.ROW, columns, rows, Hold.STORED)
+            return lies._replace(values=of_matrix(Scaling.ROW, rows, columns, Hold.STORED).values)
+        return of_matrix(self._weight_form, rows, columns, Hold.STORED)
 
     def _multiply(self, a: Quantized, b: Quantized, forms, out: jnp.dtype) -> jax.Array:
         return product(

@@ -23,7 +23,7 @@ STREAM_TOKENS: Dims = (BATCH, STREAM_SEQUENCE)
 """Of the residual stream: with sequence parallelism the devices of a product have parts of them."""
 
 
-class Held(enum.Enum):
+class Hold(enum.Enum):
     """How a mesh holds an array."""
 
     USED = enum.auto()  # activations, and weights as products read them
@@ -36,14 +36,14 @@ class Placed:
     """Where an array lies: for each of its dims, the logical dims that are merged in it."""
 
     dims: tuple[Dims, ...]
-    held: Held = Held.USED
+    held: Hold = Hold.USED
 
 
 WHOLE = Placed(())
 """An array that every device has all of."""
 
 
-def unmerged(dims: Dims, held: Held = Held.USED) -> Placed:
+def unmerged(dims: Dims, held: Hold = Hold.USED) -> Placed:
     """Of an array with these logical dims, one in each of its own."""
     return Placed(tuple((dim,) for dim in dims), held)
 
@@ -55,7 +55,7 @@ class PlacedMatrix(NamedTuple):
     scale: Placed
 
 
-def of_matrix(form: Scaling, rows: Dims, columns: Dims, held: Held = Held.USED) -> PlacedMatrix:
+def of_matrix(form: Scaling, rows: Dims, columns: Dims, held: Hold = Hold.USED) -> PlacedMatrix:
     """Where values and scales of this form lie."""
     scale = {
         Scaling.TENSOR: (),
@@ -108,11 +108,11 @@ class Devices(Protocol):
         """Sizes within a part of an array of this shape."""
         ...
 
-    def largest(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+    def largest(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """The largest x, element by element, of those that have other shares of these dims."""
         ...
 
-    def of_all(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+    def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """[n, ...]: the x of each that has another share of these dims."""
         ...
 
@@ -142,7 +142,7 @@ class Devices(Protocol):
         ...
 
     def total_gradient(self, gradient: jax.Array, dims: Dims) -> jax.Array:
-        """A weight's gradient, summed over all tokens, in the share that is ``Held.SUMMED``."""
+        """A weight's gradient, summed over all tokens, in the share that is ``Hold.SUMMED``."""
         ...
 
 
@@ -177,12 +177,12 @@ class Together:
         del dims
         return shape
 
-    def largest(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+    def largest(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """x itself."""
         del dims, held
         return x
 
-    def of_all(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+    def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """x alone."""
         del dims, held
         return x[None]

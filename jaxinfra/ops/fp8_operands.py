@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxinfra.config.precision import Fp8Scaling
 from jaxinfra.core.axes import Dims
 from jaxinfra.numerics.recipe import Fp8Recipe
-from jaxinfra.ops.fp8_devices import TOKENS, Devices, Held
+from jaxinfra.ops.fp8_devices import TOKENS, Devices, Hold
 from pallas_kernels.common.dot import ACCUMULATOR
 from pallas_kernels.common.scales import BLOCK, Quantized, Scaling
 from pallas_kernels.quantize import quantize
@@ -117,9 +117,9 @@ class Caster(NamedTuple):
         return self.fp8.gradient if self.operand == COTANGENT else self.fp8.forward
 
     @property
-    def held(self) -> Held:
+    def held(self) -> Hold:
         """How a mesh holds it."""
-        return Held.STORED if self.operand == WEIGHT else Held.USED
+        return Hold.STORED if self.operand == WEIGHT else Hold.USED
 
     def tokens(
         self,

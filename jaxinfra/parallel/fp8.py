@@ -29,7 +29,7 @@ from jaxinfra.ops.fp8_devices import (
     STREAM_TOKENS,
     TOKENS,
     FindDevices,
-    Held,
+    Hold,
     Placed,
     PlacedMatrix,
     Quantized,
@@ -51,7 +51,7 @@ class OnEachDevice:
     """``ops.fp8_devices.Devices`` of a mesh whose axes, as a trace found them, are ``axes``."""
 
     placement: Placement
-    axes: Mapping[Held, _Axes]  # of dims that are sharded
+    axes: Mapping[Hold, _Axes]  # of dims that are sharded
     together: Together
     spread: int = 1
 
@@ -67,11 +67,11 @@ class OnEachDevice:
                 if len(sizes) != len(TOKENS):
                     return f"tokens have {len(sizes)} dims and devices share out batch and sequence"
                 sizes, dims = sizes[1:], dims[1:]  # blocks are of one sequence
-            inner = [dim for dim in dims[1:] if self._shards((dim,), Held.STORED) > 1]
+            inner = [dim for dim in dims[1:] if self._shards((dim,), Hold.STORED) > 1]
             if inner:
                 return f"{inner[0]} is sharded and not the first of {dims}"
             size = math.prod(sizes)
-            shards = self._shards(dims, Held.STORED)
+            shards = self._shards(dims, Hold.STORED)
             whole_blocks = size % (shards * BLOCK) == 0 or (
                 shards == 1 and dims[0] not in _SEQUENCES
             )
@@ -93,14 +93,14 @@ class OnEachDevice:
     def share(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
         """A device's part of each dim."""
         each = zip(shape, dims, strict=True)
-        return tuple(size // self._shards((dim,), Held.USED) for size, dim in each)
+        return tuple(size // self._shards((dim,), Hold.USED) for size, dim in each)
 
-    def largest(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+    def largest(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """Of all shares: a float for each element of x, which is a scalar or one row's."""
         over = self._over(dims, held)
         return jax.lax.pmax(x, over) if over else x
 
-    def of_all(self, x: jax.Array, dims: Dims, held: Held) -> jax.Array:
+    def of_all(self, x: jax.Array, dims: Dims, held: Hold) -> jax.Array:
         """Each share's x."""
         over = self._over(dims, held)
         return all_gather(x[None], over) if over else x[None]
@@ -120,9 +120,9 @@ class OnEachDevice:
         """From the devices that split a sequence further: D (N-1) bytes per device of parts of D
         bytes.
         """
-        used = self.axes[Held.USED]
+        used = self.axes[Hold.USED]
         by_all = used.get(SEQUENCE, ())
-        axes = tuple(axis for axis in self._over(tokens[1:], Held.USED) if axis not in by_all)
+        axes = tuple(axis for axis in self._over(tokens[1:], Hold.USED) if axis not in by_all)
         if not axes:
             return x
         bits = jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
@@ -137,7 +137,7 @@ class OnEachDevice:
 
     def total(self, y: jax.Array, over: Dims) -> jax.Array:
         """In y's dtype: all-reduced, 2 D (N-1)/N bytes per device, or reduce-scattered."""
-        axes = self._over(over, Held.USED)
+        axes = self._over(over, Hold.USED)
         if not axes:
             return y
         return reduce_scatter(y, axes, dim=1) if self._scatters(over) else all_reduce(y, axes)
@@ -146,35 +146,35 @@ class OnEachDevice:
         """In its dtype: D (N-1)/N bytes per device over axes that split it, 2 D (N-1)/N over
         others.
         """
-        rest = list(self._over(TOKENS, Held.USED))
+        rest = list(self._over(TOKENS, Hold.USED))
         for at, dim in enumerate(dims):
-            for axis in self._only(dim, Held.SUMMED):
+            for axis in self._only(dim, Hold.SUMMED):
                 gradient = reduce_scatter(gradient, axis, dim=at)
                 rest.remove(axis)
         return all_reduce(gradient, tuple(rest)) if rest else gradient
 
     def _scatters(self, over: Dims) -> bool:
-        used = self.axes[Held.USED]
+        used = self.axes[Hold.USED]
         split = used.get(STREAM_SEQUENCE, ())
-        summed = self._over(over, Held.USED)
+        summed = self._over(over, Hold.USED)
         return bool(summed) and split == used.get(SEQUENCE, ()) + summed
 
     def _gathered(self, x: jax.Array, placed: Placed) -> jax.Array:
         for at, merged in enumerate(placed.dims):
-            axes = tuple(axis for dim in merged for axis in self._only(dim, Held.STORED))
+            axes = tuple(axis for dim in merged for axis in self._only(dim, Hold.STORED))
             if axes:
                 x = all_gather(x, axes, dim=at)
         return x
 
-    def _only(self, dim: str | None, held: Held) -> tuple[str, ...]:
+    def _only(self, dim: str | None, held: Hold) -> tuple[str, ...]:
         """The axes of a dim that it is not sharded over where it is used."""
-        used = self.axes[Held.USED].get(dim or "", ())
+        used = self.axes[Hold.USED].get(dim or "", ())
         return tuple(axis for axis in self.axes[held].get(dim or "", ()) if axis not in used)
 
-    def _over(self, dims: Dims, held: Held) -> tuple[str, ...]:
+    def _over(self, dims: Dims, held: Hold) -> tuple[str, ...]:
         return tuple(axis for dim in dims for axis in self.axes[held].get(dim or "", ()))
 
-    def _shards(self, dims: Dims, held: Held) -> int:
+    def _shards(self, dims: Dims, held: Hold) -> int:
         return math.prod(self.placement.mesh.shape[axis] for axis in self._over(dims, held))
 
     def _specs(self, placed: Placed | PlacedMatrix) -> PartitionSpec | Quantized:
@@ -198,9 +198,9 @@ def fp8_devices_on(placement: Placement | None) -> FindDevices:
     together = Together(num=placement.mesh.size, gather=QuantizedWeights(placement=placement))
     rules = placement.rules
     tables = {
-        Held.USED: rules.used,
-        Held.STORED: rules.parameters,
-        Held.SUMMED: rules.gradients,
+        Hold.USED: rules.used,
+        Hold.STORED: rules.parameters,
+        Hold.SUMMED: rules.gradients,
     }
 
     def here() -> OnEachDevice:
