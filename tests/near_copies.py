@@ -164,8 +164,19 @@ _ROUTING = {
 
 # File, and the names in it, without `test_` only where pytest has none.
 NEAR_COPIES: dict[str, dict[str, str]] = {
+    "e2e/test_checkpoint_processes.py": {
+        "test_killed_at_random_moments[2]": (
+            "e2e/test_training_interrupted.py, killed in turn while a checkpoint is written"
+        ),
+    },
     "e2e/test_launch.py": {
         "test_fault[1]": "unit/test_launch.py, a killed rank; `make nightly` has every fault",
+    },
+    "e2e/test_training_run.py": {
+        "test_as_people_start_it": (
+            "e2e/test_launch.py's two processes, started by `python -m jaxinfra` too; the start of "
+            "e2e/test_package.py"
+        ),
     },
     "kernels/test_attention_numerics.py": _ATTENTION,
     "kernels/test_attention_sharding.py": {
@@ -207,6 +218,11 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
             "test_meshes.py of both"
         ),
     },
+    "sharded/test_context_attention.py": {
+        "test_bytes_sent_are_the_formula[ring-float32]": (
+            "sharded/test_context_step.py, what a step sends round, by the same formula"
+        ),
+    },
     "sharded/test_context_step.py": {
         "test_step_equals_one_device[tied-context4-ring-]": (
             "sharded/test_pipeline_gradients.py's zb_v with context, a ring within stages; "
@@ -224,7 +240,15 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         ),
     },
     "sharded/test_meshes.py": {
-        "test_mesh_equals_one_device[tied-replica8]": "the same test of replica2-fsdp2-tensor2",
+        "test_mesh_equals_one_device[tied-replica8]": "sharded/test_matrix.py of replica 2, fsdp 4",
+        "test_mesh_equals_one_device[capped-replica2-fsdp2-tensor2]": (
+            "test_one_device_equals_the_oracle[capped]; the same test of untied; "
+            "sharded/test_matrix.py of replica 2, fsdp 4"
+        ),
+        "test_mesh_equals_one_device[latent-fsdp2-tensor4]": (
+            "sharded/test_context_step.py's latent on replica, context and tensor; the same test "
+            "of untied"
+        ),
         "test_dropout_mask_is_the_same_on_a_mesh": (
             "e2e/test_training_damage.py, on two devices the same losses follow, with dropout; "
             "sharded/test_dropout.py of masks on a mesh"
