@@ -189,7 +189,7 @@ def drawn(config: ModelConfig) -> Any:
     """Parameters that scatter as initial ones do, on the host. ``ModelDefinition.initialize``
     would be a program that takes longer to compile than a step.
     """
-    rng = np.random.default_rng(seeded(0))
+    rng = np.random.default_rng(seeded(1))  # batches are drawn by 0
     into_stream = config.init_std / math.sqrt(2 * config.num_layers)
     constant = {"scale": 1.0 - config.final_norm.scale_offset, "bias": 0.0}
 
