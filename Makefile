@@ -11,7 +11,7 @@ PYTEST := $(ENV_PYTHON) -m pytest
 # Whole files go to one worker, because tests of a file share what they compile; in the order of
 # their names, which begins with the longest, those of processes, and ends with short ones. One file
 # alone starts soonest without workers.
-FILES := $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
+FILES := $(strip $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word))))
 PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 # Of a GPU's tests no worker need import all other tests.
 GPU_FILES = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from .flash_attention import flash_attention_fp8 as flash_attention_fp8
     from .flash_attention import flash_attention_gradient as flash_attention_gradient
     from .flash_attention import quantize_fp8 as quantize_fp8
+    from .fused_matmul import fused_matmul as fused_matmul
     from .grouped_matmul import combine as combine
     from .grouped_matmul import grouped_matmul as grouped_matmul
     from .grouped_matmul import grouped_swiglu as grouped_swiglu
+    from .grouped_matmul import grouped_weight_gradient as grouped_weight_gradient
+    from .grouped_matmul import scaled_grouped_matmul as scaled_grouped_matmul
     from .norm import layer_norm as layer_norm
     from .norm import layer_norm_fp8 as layer_norm_fp8
     from .norm import rms_norm as rms_norm
@@ -46,7 +49,14 @@ _PUBLIC = {
         "flash_attention_gradient",
         "quantize_fp8",
     ),
-    "grouped_matmul": ("combine", "grouped_matmul", "grouped_swiglu"),
+    "fused_matmul": ("fused_matmul",),
+    "grouped_matmul": (
+        "combine",
+        "grouped_matmul",
+        "grouped_swiglu",
+        "grouped_weight_gradient",
+        "scaled_grouped_matmul",
+    ),
     "norm": ("layer_norm", "layer_norm_fp8", "rms_norm", "rms_norm_fp8"),
     "paged_attention": ("append_heads", "append_to_pages", "paged_attention"),
     "quantize": ("quantize", "quantize_both_ways"),

@@ -178,9 +178,19 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
             "e2e/test_package.py"
         ),
     },
+    "kernels/test_append_heads.py": {
+        "test_heads_go_into_pages_in_few_bits[e4m3]": (
+            "the same test of int4; unit/test_cache_formats.py, what e4m3 keeps"
+        ),
+        "test_pools_in_few_bits_are_written_in_place[int8]": "the same test of e4m3",
+    },
     "kernels/test_attention_numerics.py": _ATTENTION,
     "kernels/test_attention_sharding.py": {
         "test_hopper_kernels_lower_on_a_mesh[fused-shard_map]": "the same test of a part of a mesh",
+    },
+    "kernels/test_fused_matmul.py": {
+        f"test_portable_forms_compute_the_formula[{case}-reference]": "the same test of apart"
+        for case in ("norm", "norm of fp32, gated", "hidden values, residual")
     },
     "kernels/test_grouped_matmul_hopper.py": {"test_lowers[odd]": "test_lowers[gated]"},
     "kernels/test_hopper.py": _HOPPER,
@@ -198,7 +208,16 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
             "the same test of 16384x8192 and of 4096x131072"
         ),
     },
+    "kernels/test_paged_attention.py": {
+        "test_caches_in_few_bits_are_codes_times_scales[pages-64-e4m3-xla]": (
+            "the same test of int4; unit/test_cache_formats.py, what e4m3 keeps"
+        ),
+    },
     "kernels/test_paged_attention_hopper.py": _PAGED,
+    "kernels/test_paged_codes.py": {
+        "test_threads_compute_the_definition[int4-128]": "the same test of int4-64 and fp8-128",
+        "test_threads_compute_the_definition[fp8-64]": "the same test of int4-64 and fp8-128",
+    },
     "kernels/test_rows_choice.py": _SHARED_MEMORY,
     "sharded/test_channel.py": {
         "test_equals_one_device[fsdp, tensor and context]": (
@@ -271,6 +290,11 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
             "test_two_levels_scatter_first, which gathers as often"
         ),
     },
+    "unit/test_decode_launches.py": {
+        "test_a_layer_is_seven_kernels[int4 g128]": (
+            "the same test of bf16; kernels/test_resident_rows.py, what both kernels are made of"
+        ),
+    },
     "unit/test_experts.py": _ROUTING,
     "unit/test_finetune.py": {
         "test_it_resumes_without_what_it_started_from": (
@@ -296,6 +320,12 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
         "test_generation_is_the_same[greedy]": "test_generation_is_the_same[drawn]",
     },
     "unit/test_serving_mesh.py": _SERVING_MESHES,
+    "unit/test_serving_pages.py": {
+        f"test_on_hopper_the_kernels_read_the_cache[bfloat16-{case}]": (
+            "the same test of plain-True and int4-False"
+        )
+        for case in ("plain-False", "fp8-True")
+    },
     "unit/test_serving_steps.py": {
         "test_chunks_continue_as_the_whole_prompt[window]": (
             "unit/test_serving_cache.py, a prompt in chunks of gemma, which has windows"

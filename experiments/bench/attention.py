@@ -253,7 +253,7 @@ def measure_case(case: Case, futures: dict, iterations: int, emit) -> None:
             continue
         ms = statistics.median(times[direction, implementation])
         flop = case.flop * (1 if direction == "fwd" else 3.5)
-        emit({**row, "fields": case.fields(), "ms": ms, "tflops": flop / ms / 1e9})
+        emit({**row, "fields": case.fields(direction), "ms": ms, "tflops": flop / ms / 1e9})
 
 
 def seconds_of(f, *args) -> float:

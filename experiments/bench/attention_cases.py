@@ -66,12 +66,13 @@ class Case:
         starts = np.random.default_rng(0).random((self.B, self.T)) < 1 / DOCUMENT_LENGTH
         return jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
 
-    def fields(self) -> dict:
-        """The case as the dispatch table names it."""
+    def fields(self, direction: str) -> dict:
+        """The case of a direction as the dispatch table names it."""
         q, k, v, _ = jax.eval_shape(self.arrays)
         ids: Any = jax.ShapeDtypeStruct((self.B, self.T), jnp.int32) if self.packed else None
         masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
-        return dispatch.case_of(AttentionCall(spec=self.spec, masks=masks, q=q, k=k, v=v))
+        call = AttentionCall(spec=self.spec, masks=masks, q=q, k=k, v=v)
+        return dispatch.case_of(call, gradient=direction == "fwd+bwd")
 
 
 def grid(dims: list[int]) -> list[Case]:

@@ -5,8 +5,8 @@ python -m experiments.bench.attention_sweep --seed 1 --programs /tmp/sweep --out
 python -m experiments.bench.attention_sweep --summary sweep.json more.json   # of an H200
 
 All contenders of a shape take turns in one process: kernel times by CUPTI, medians, random normal
-operands. ``auto`` is one of them, so that its time is that of the one it takes. A forward and
-backward is one program where cuDNN differentiates itself, and the sum of two elsewhere. XLA is
+operands. ``auto`` is one of them in each direction: its time is that of the one it takes. A forward
+and backward is one program where cuDNN differentiates itself, and the sum of two elsewhere. XLA is
 timed where a forward has at most ``XLA_FLOP``: beyond, it is several times slower than both others.
 A sweep goes on where it was stopped: shapes that --out has are left out.
 """
@@ -237,6 +237,15 @@ def _path(folder: pathlib.Path, shape: Shape) -> pathlib.Path:
     return folder / (shape.name.replace(" ", "-").replace("/", "_") + ".pickle")
 
 
+def chosen(shape: Shape) -> dict[str, str]:
+    """What "auto" takes for a forward, and for a forward that is differentiated."""
+    call = shape.call()
+    return {
+        "fwd": dispatch.choose("auto", call, gradient=False),
+        "fwd+bwd": dispatch.choose("auto", call),
+    }
+
+
 def measure(shape: Shape, ready: stored_programs.Programs, pool: np.ndarray) -> dict[str, Any]:
     """A row: milliseconds by direction and implementation, and what ``auto`` takes."""
     arrays, start = [], 0
@@ -266,8 +275,8 @@ def measure(shape: Shape, ready: stored_programs.Programs, pool: np.ndarray) -> 
             ms[direction][name] = median
         elif ("fwd", name) in found:
             ms["fwd+bwd"][name] = found["fwd", name] + median
-    row = {"name": shape.name, **dataclasses.asdict(shape), "flop": shape.flop, "ms": ms}
-    row["auto"] = dispatch.choose("auto", shape.call())
+    row: dict[str, Any] = {"name": shape.name, **dataclasses.asdict(shape), "flop": shape.flop}
+    row |= {"ms": ms, "auto": chosen(shape)}
     return row | ({"failed": failed} if failed else {})
 
 
@@ -296,17 +305,18 @@ def sweep(shapes: list[Shape], folder: pathlib.Path | None, out: pathlib.Path, b
 
 
 def _line(row: dict[str, Any]) -> str:
-    parts = [f"{row['name']:44} auto={row['auto']:7}"]
+    parts = [f"{row['name']:44}"]
     for direction, ms in row["ms"].items():
         each = " ".join(f"{name} {time:.4f}" for name, time in ms.items())
-        parts.append(f"{direction}: {each} (auto {of_best(row, direction):.3f})")
+        auto = f"{row['auto'][direction]} {of_best(row, direction):.3f}"
+        parts.append(f"{direction}: {each} (auto {auto})")
     return " ".join(parts) + (f" FAILED {row['failed']}" if "failed" in row else "")
 
 
 def of_best(row: dict[str, Any], direction: str) -> float:
     """The fastest contender's time over that of ``auto``'s choice."""
-    ms = row["ms"][direction]
-    return min(ms.values()) / ms[row["auto"]] if row["auto"] in ms else math.nan
+    ms, auto = row["ms"][direction], row["auto"][direction]
+    return min(ms.values()) / ms[auto] if auto in ms else math.nan
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -352,7 +362,7 @@ def main() -> None:
     if args.summary:
         rows = [row for path in args.summary for row in json.loads(path.read_text())["rows"]]
         with device.compiling_for(device.H200):  # by the table as it is now
-            rows = [row | {"auto": dispatch.choose("auto", Shape.of(row).call())} for row in rows]
+            rows = [row | {"auto": chosen(Shape.of(row))} for row in rows]
         print(json.dumps(summary(rows), indent=1))
         return
     i, n = map(int, args.part.split("/"))

@@ -12,6 +12,7 @@ of the sweep is left out of the table, and what "auto" takes there is held besid
 
 import argparse
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -21,6 +22,8 @@ from experiments.bench.attention_sweep import Shape, spread
 from pallas_kernels.common import device, tables
 from pallas_kernels.flash_attention import dispatch
 
+GRADIENT = {"fwd": False, "fwd+bwd": True}
+"""Of what was timed, whether it is differentiated."""
 _BATCH_AND_HEADS = re.compile(r"b(\d+) s\d+ h(\d+)/\d+ d\d+/\d+ \w+( window(\d+))?")
 
 
@@ -63,9 +66,13 @@ def _of_grid(result: dict[str, Any]) -> list[tables.Row]:
     if result["failures"]:
         raise ValueError(f"measured in part only: {'; '.join(result['failures'])}; measure again")
     return [
-        _row(_with_sizes(row), row["implementation"], row["ms"])
+        _row(
+            _with_sizes(row) | {"gradient": GRADIENT[row["direction"]]},
+            row["implementation"],
+            row["ms"],
+        )
         for row in result["rows"]
-        if row["direction"] == "fwd+bwd" and "ms" in row
+        if row["direction"] in GRADIENT and "ms" in row
     ]
 
 
@@ -85,23 +92,25 @@ def _with_sizes(row: dict[str, Any]) -> dict[str, Any]:
 
 def _of_sweep(result: dict[str, Any]) -> list[tables.Row]:
     return [
-        _row(case, name, ms)
+        _row(dispatch.case_of(Shape.of(row).call(), gradient=gradient), name, ms)
         for row in result["rows"]
-        for case in [dispatch.case_of(Shape.of(row).call())]
-        for name, ms in row["ms"]["fwd+bwd"].items()
+        for direction, gradient in GRADIENT.items()
+        for name, ms in row["ms"][direction].items()
     ]
 
 
-def left_out(table: tables.Table, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def left_out(table: tables.Table, rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What "auto" takes at a sweep's shapes by the other rows of a table, over the fastest."""
-    found = []
-    for row in rows:
-        case, ms = dispatch.case_of(Shape.of(row).call()), row["ms"]["fwd+bwd"]
+    found: dict[str, list[tuple[float, str]]] = {}
+    for row, (direction, gradient) in itertools.product(rows, GRADIENT.items()):
+        if not (ms := row["ms"][direction]):
+            continue
+        case = dispatch.case_of(Shape.of(row).call(), gradient=gradient)
         others = [each for each in table.rows if dict(each.case) != case]
         ranked = dispatch.rank(dataclasses.replace(table, rows=tuple(others)), case)
         taken = next(name for name in (*ranked, *dispatch.UNMEASURED) if name in ms)
-        found.append((min(ms.values()) / ms[taken], row["name"]))
-    return spread(found)
+        found.setdefault(direction, []).append((min(ms.values()) / ms[taken], row["name"]))
+    return {direction: spread(each) for direction, each in found.items()}
 
 
 def main() -> None:

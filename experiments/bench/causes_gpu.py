@@ -247,6 +247,12 @@ def main() -> None:
         "seconds": turns.seconds,
         "rows": {},
     }
+
+    def write() -> None:
+        if args.out is not None:
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    write()
     for name in steps:
         turns.trace(name, jobs[name], place / name)
     say("traced the steps")
@@ -268,8 +274,7 @@ def main() -> None:
         say(f"{name}: {'named' if row['named'] else 'NOT named'}: {row['said']}")
         predicted = row["predicted_ms"] or 0.0
         say(f"    predicted {predicted:.1f} ms, measured {row['measured_ms']:.1f} ms")
-        if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write()
 
 
 if __name__ == "__main__":

@@ -85,11 +85,11 @@ def theirs(direction: str, x, w, d, ends) -> dict[str, Run]:
         "input_gradient": lambda: d @ w[0].t(),
         "weight_gradient": lambda: x.t() @ d,
     }
-    wait = _wait_for_torch
+    wait = wait_for_torch
     return {"torch": (grouped[direction], wait), "dense": (dense[direction], wait)}
 
 
-def _wait_for_torch(result) -> None:
+def wait_for_torch(result) -> None:
     del result
     torch.cuda.synchronize()
 
@@ -265,12 +265,12 @@ def shaped(shape, *, gather: bool):
     return x, struct((G, K, N), bf16), third, struct((G,), int32)
 
 
-def _name(shape: tuple[int, ...]) -> str:
+def shape_name(shape: tuple[int, ...]) -> str:
     return f"{'x'.join(map(str, shape[:3]))} x{shape[3]}"
 
 
-def compiled(f: Callable, *shapes) -> jax.stages.Compiled:
-    return jax.jit(f).lower(*shapes).compile()
+def compiled(f: Callable, *shapes, options: dict | None = None) -> jax.stages.Compiled:
+    return jax.jit(f).lower(*shapes).compile(compiler_options=options)
 
 
 def main() -> None:
@@ -318,11 +318,11 @@ def main() -> None:
         }
     table.add("check plain", functools.partial(check, checks.pop("plain")))
     for (shape, direction), program in programs.items():
-        name = f"{direction} {_name(shape)}"
+        name = f"{direction} {shape_name(shape)}"
         table.add(name, functools.partial(measure, shape, program, direction, args))
     for (shape, direction), each in variants.items():
         each = {"hopper": programs[shape, direction], **each}
-        name = f"variants of {direction} {_name(shape)}"
+        name = f"variants of {direction} {shape_name(shape)}"
         table.add(name, functools.partial(measure_variants, shape, each, args))
     for kind, each in checks.items():
         table.add(f"check {kind}", functools.partial(check, each))

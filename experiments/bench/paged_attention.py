@@ -59,11 +59,14 @@ CHECKED = {
 }  # fmt: skip
 
 
-def with_tiles(*arguments, changes: dict[str, Any], value_width=None, window=None) -> jax.Array:
+def with_tiles(
+    q, k_pages, v_pages, page_tables, lengths, *, changes: dict[str, Any], **options
+) -> jax.Array:
+    unset = ("query_lengths", "value_width", "window", "soft_cap", "sinks", "scale")
+    options = dict.fromkeys(unset) | options
     call = make_call(
-        *arguments, query_lengths=None, value_width=value_width, window=window, soft_cap=None,
-        sinks=None, scale=None,
-    )  # fmt: skip
+        q[:, None] if q.ndim == 3 else q, k_pages, v_pages, page_tables, lengths, **options
+    )
     config = dataclasses.replace(config_for(QueryLayout.of(call)), **changes)
     return paged_attention_hopper(call, config=config)
 

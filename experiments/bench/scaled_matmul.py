@@ -148,17 +148,26 @@ class KernelClock:
     def __init__(self):
         self.cupti: Any = importlib.import_module("jax_cuda13_plugin._mosaic_gpu_ext")
 
-    def ms(self, call: Callable[[int], Any], wait: Callable[[Any], Any], count: int) -> list[float]:
-        """Of each of ``count`` calls the sum of its kernels."""
+    def kernels(self, run: Callable[[], Any]) -> list[tuple[str, float]]:
+        """Name and time of each kernel of what ``run`` calls and waits for."""
         self.cupti._cupti_init()
         try:
+            run()
+        finally:
+            found = self.cupti._cupti_get_timings(True)
+        return found
+
+    def ms(self, call: Callable[[int], Any], wait: Callable[[Any], Any], count: int) -> list[float]:
+        """Of each of ``count`` calls the sum of its kernels."""
+
+        def run() -> None:
             # Results are dropped as they come: hundreds would not fit.
             last = None
             for i in range(count):
                 last = call(i)
             wait(last)
-        finally:
-            taken = [ms for _, ms in self.cupti._cupti_get_timings(True)]
+
+        taken = [ms for _, ms in self.kernels(run)]
         each, rest = divmod(len(taken), count)
         assert each > 0, "the calls launched no kernel"
         assert rest == 0, f"{len(taken)} kernels of {count} calls"

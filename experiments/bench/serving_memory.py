@@ -5,7 +5,8 @@
 A model of random weights in the compute dtype, as a server loads a published one, becomes an
 engine, which answers as many requests as run at a time, and one that asks for the scores of its
 prompt. The weights are drawn as they come from a directory ("loaded"), from which an engine makes
-its own form as in ``jaxinfra serve``, or in that form ("direct").
+its own form as in ``jaxinfra serve``, or in that form ("direct"). The engine finds its programs in
+the cache of those compiled for the prediction.
 """
 
 import argparse
@@ -101,7 +102,6 @@ def served(
     case: ServingCase,
     form: str,
     tokenizer: Tokenizer,
-    programs: dict[ProgramKey, Any],
     *,
     prompt: int,
     new: int,
@@ -126,7 +126,6 @@ def served(
     else:
         engine = Engine.of(loaded, options=case.engine, consumes=True)
     row["made"] = _bytes()
-    engine.runner._compiled |= programs  # as it would compile them, one after another
     answers = engine.run(requests_of(engine, prompt=prompt, new=new))
     ends = [str(each.end) for answer in answers for each in answer if each.end is not None]
     row |= {"served": _bytes(), "ends": ends, "computed_tokens": engine.counts.computed_tokens}
@@ -189,7 +188,7 @@ def main() -> None:
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     tokenizer = Tokenizer.load(random_tokenizer(place, case.model.vocab_size))
     for form in args.forms:
-        row = served(case, form, tokenizer, programs, prompt=args.prompt, new=args.new)
+        row = served(case, form, tokenizer, prompt=args.prompt, new=args.new)
         peak = row["served"]["peak_bytes_in_use"]
         row["predicted_over_peak"] = needs / peak - 1 if peak else None
         rows.append(row)

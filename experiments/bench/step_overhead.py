@@ -9,7 +9,8 @@ callback waits for the device and gives a turn to "step", the run's own compiled
 state of its own, and to "again", which is the same once more: how far these two are apart is noise.
 
 A step's time is from the end of the step before to its own end, as the host learns of it with one
-more step in the queue. The first two of a turn, in which the queue fills, do not count.
+more step in the queue. The first two of a turn, in which the queue fills, do not count, nor does
+the last of a program by itself: with none behind it the host knows of its end sooner.
 
 With ``--trace`` two steps are traced at first, CUDA graphs and all, and it is counted how much of
 the device's time has a scope.
@@ -113,7 +114,7 @@ class _Turns(jaxinfra.Callback):
             self.traced = self._trace(job, args.trace)
 
     def _alone(self, steps: int) -> list[float]:
-        """Seconds of each step but the first two."""
+        """Seconds of each step but the first two and the last."""
         program, waiting, ends = self._jobs[-1].train_step, None, []
         for _ in range(steps):
             self._state, said = program(self._state, self._batch)
@@ -122,7 +123,6 @@ class _Turns(jaxinfra.Callback):
                 ends.append(time.perf_counter())
             waiting = said
         jax.block_until_ready(waiting)
-        ends.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(ends)][1:]
 
     def _trace(self, job: Job, directory: Path) -> dict[str, Any]:

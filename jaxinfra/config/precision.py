@@ -76,7 +76,6 @@ class Fp8Matmuls:
         if not 1 <= self.history <= 1024:
             raise ConfigError(f"fp8 history={self.history} must lie in [1, 1024] steps")
         refused = {
-            Site.EXPERTS: "there is no grouped matmul of 8-bit operands",
             Site.ROUTER: "a rounded score sends a token elsewhere",
             Site.LOGITS: "the loss multiplies with the vocabulary in a kernel of its own",
         }
@@ -86,6 +85,12 @@ class Fp8Matmuls:
                     f"fp8 sites={[each.value for each in self.sites]}: {site.value} cannot be in 8 "
                     f"bits, {refused[site]}; leave it out, and it stays in the policy's format"
                 )
+        if Site.EXPERTS in self.sites and self.scaling is not Fp8Scaling.BLOCKS:
+            raise ConfigError(
+                f"fp8 sites={[each.value for each in self.sites]} with scaling={self.scaling}: "
+                "groups of an expert's tokens begin anywhere, so that only scales of 1x128 blocks "
+                "are a token's own; choose scaling=blocks, or leave experts out"
+            )
         if not self.sites:
             raise ConfigError("fp8 sites=[] names no matmul; set precision.fp8=none instead")
 

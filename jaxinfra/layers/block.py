@@ -32,8 +32,9 @@ from jaxinfra.layers.norm import Norm
 from jaxinfra.layers.passes import LayerOutput, Pass, joined
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.statistics import site_sums
+from jaxinfra.ops.deferred import Deferred
 
-type _Layer = Callable[[jax.Array, Pass], LayerOutput]
+type _Layer = Callable[[jax.Array | Deferred, Pass], LayerOutput]
 """(x [B, T, D], what else it reads) -> x [B, T, D] in the compute dtype, and what else it gives."""
 
 LAYERS: dict[type, Callable[..., Any]] = {
@@ -101,22 +102,47 @@ class Block(nnx.Module):
         key = given.dropout_key
         keys = (None, None) if key is None else jax.random.split(key)
         with jax.named_scope("attention"):
-            mixed = self.attention(
-                self._inward(self.attention_norm(x_BTD)),
-                dataclasses.replace(given, dropout_key=keys[0]),
+            mixed, x_BTD = self._branch(
+                self.attention, self.attention_norm, self.attention_post_norm, x_BTD, given, keys[0]
             )
-            x_BTD = self._add(x_BTD, mixed.x, self.attention_post_norm, keys[0])
         with jax.named_scope("mlp"):
-            fed = self.mlp(
-                self._inward(self.mlp_norm(x_BTD)),
-                dataclasses.replace(given, dropout_key=keys[1]),
+            fed, x_BTD = self._branch(
+                self.mlp, self.mlp_norm, self.mlp_post_norm, x_BTD, given, keys[1]
             )
-            x_BTD = self._add(x_BTD, fed.x, self.mlp_post_norm, keys[1])
         sums = joined(mixed.sums, fed.sums)
         if self.execution.statistics:
             sites = {"attention": mixed.x, "mlp": fed.x, "stream": x_BTD}
             sums = joined(sums, site_sums(sites, policy=self.execution.policy))
         return LayerOutput(x=x_BTD, cache=mixed.cache, sums=sums)
+
+    def _branch(
+        self,
+        layer: _Layer,
+        norm: Norm,
+        post_norm: Norm | None,
+        x_BTD: jax.Array,
+        given: Pass,
+        key: jax.Array | None,
+    ) -> tuple[LayerOutput, jax.Array]:
+        """What a layer gives for norm(x), and x with it added.
+
+        Where nothing is between them, the layer's first product has the norm, its last one the sum.
+        """
+        given = dataclasses.replace(given, dropout_key=key)
+        is_fused = (
+            self.execution.fused is not None
+            and not self.execution.statistics
+            and post_norm is None
+            and key is None
+            and isinstance(layer, GroupedAttention | Mlp)
+            and layer.packed is not None
+        )
+        deferred = norm.deferred(x_BTD) if is_fused else None
+        if deferred is not None:
+            out = layer(deferred, dataclasses.replace(given, residual_BTD=x_BTD))
+            return out, out.x
+        out = layer(self._inward(norm(x_BTD)), given)
+        return out, self._add(x_BTD, out.x, post_norm, key)
 
     def _inward(self, x_BTD: jax.Array) -> jax.Array:
         # One gather for all the projections that read it, where the stream is split by sequence.

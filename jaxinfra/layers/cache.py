@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from jaxinfra.config.cache import SCALE, CacheFormat, CacheSpec
@@ -24,7 +25,7 @@ class ContiguousCache:
     """A slot is a position: row b's token at position p lies in slot p of row b."""
 
     arrays: dict[str, Shaped[Array, "L B S ..."]]  # by the CacheSpec's names
-    layer: Int[Array, ""] | None = None  # of the stack, in a layer
+    layer: Int[Array | np.ndarray, ""] | None = None  # of the stack, in a layer
     # Nothing was cached before the pass at hand: its tokens see each other only.
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
@@ -81,7 +82,7 @@ class PagedCache:
 
     arrays: dict[str, Shaped[Array, "L P size ..."]]  # by the CacheSpec's names
     tables_BM: Int[Array, "B M"]  # below 0 where a row has no page yet
-    layer: Int[Array, ""] | None = None  # as in ContiguousCache
+    layer: Int[Array | np.ndarray, ""] | None = None  # as in ContiguousCache
     is_empty: bool = dataclasses.field(default=False, metadata=dict(static=True))
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
@@ -152,7 +153,11 @@ type Cache = ContiguousCache | PagedCache
 """The cache of all layers of one kind, or of one of them: append(new, positions) and view()."""
 
 
-def in_layer(cache: Cache, arrays: dict[str, Shaped[Array, "..."]], layer: Int[Array, ""]) -> Cache:
+def in_layer(
+    cache: Cache,
+    arrays: dict[str, Shaped[Array, "..."]],
+    layer: Int[Array | np.ndarray, ""],
+) -> Cache:
     """The cache as one layer of the stack sees it.
 
     Args:

@@ -17,6 +17,7 @@ from jaxinfra.numerics.policy import Policy
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.cached_attention import Pages
 from jaxinfra.ops.cross_entropy import CrossEntropySums
+from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.experts import ExpertWeights, apply_experts
 from jaxinfra.ops.fp8_operands import Input
 from jaxinfra.ops.gathered import GatheredWeight
@@ -65,11 +66,33 @@ class SwiGlu(Protocol):
     """A gated layer's hidden values; ``jaxinfra.ops.few_rows.swiglu_few_rows`` is one."""
 
     def __call__(
-        self, x_BTD: jax.Array, weight_DF: jax.Array | QuantizedWeight, *, recipe: Recipe
-    ) -> jax.Array:
-        """Returns ``silu(x gate) * (x up)`` in the compute dtype; the weight's first half of
-        columns are gates.
+        self,
+        x_BTD: jax.Array | Deferred,
+        weight_DF: jax.Array | QuantizedWeight,
+        *,
+        recipe: Recipe,
+    ) -> jax.Array | Deferred:
+        """Returns ``silu(x gate) * (x up)`` in the compute dtype, or what the port ``fused`` makes
+        it of; the weight's first half of columns are gates.
         """
+        ...
+
+
+class Fused(Protocol):
+    """A product with what comes before and after it; ``jaxinfra.ops.few_rows.fused_few_rows`` is
+    one.
+    """
+
+    def __call__(
+        self,
+        spec: str,
+        x: jax.Array | Deferred,
+        weight: jax.Array | QuantizedWeight,
+        *,
+        recipe: Recipe,
+        residual: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns ``residual + einsum(spec, x, weight)`` in the compute dtype."""
         ...
 
 
@@ -331,6 +354,7 @@ class Execution:
     policy: Policy
     multiply: Multiply
     swiglu: SwiGlu | None  # of a packed weight; None: a product, then the activation
+    fused: Fused | None  # None: norms, products and sums one after another
     prepare: Prepare
     attend: Attend
     attend_latents: AttendLatents | None  # None: devices hold whole sequences, ``attend`` does

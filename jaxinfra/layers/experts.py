@@ -48,7 +48,8 @@ class Experts(nnx.Module):
         policy = execution.policy
         param, num = policy.param, config.num_experts
         active = config.top_k / num
-        read_as = policy.recipe(Site.EXPERTS).gradient  # as ``ops.experts`` rounds them
+        self.recipe = policy.recipe(Site.EXPERTS)
+        read_as = self.recipe.gradient  # as ``ops.experts`` rounds them
         build = functools.partial(Projection, execution=execution, rngs=rngs)
 
         def routed(shape: tuple[int, ...], dims: axes.Dims, std: float) -> nnx.Param:
@@ -124,7 +125,7 @@ class Experts(nnx.Module):
             place(choice.weight_BTK, (axes.BATCH, axes.SEQUENCE, None)),
             self.weights,
             config=self.config,
-            recipe=policy.recipe(Site.EXPERTS),
+            recipe=self.recipe,
         )
         if overflowed is not None:
             sums = joined(sums, Sums(added={"overflowed": overflowed}))

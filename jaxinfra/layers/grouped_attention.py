@@ -18,6 +18,7 @@ from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.rope import apply_rope
 from jaxinfra.ops.cache_format import as_cached
+from jaxinfra.ops.deferred import Deferred
 
 
 class GroupedAttention(nnx.Module):
@@ -83,7 +84,7 @@ class GroupedAttention(nnx.Module):
 
     def __call__(
         self,
-        x_BTD: Float[Array, "B T D"],
+        x_BTD: Float[Array, "B T D"] | Deferred,
         given: Pass,
     ) -> LayerOutput:
         """Attends within x, or with a cache that holds tokens to these and x.
@@ -125,7 +126,7 @@ class GroupedAttention(nnx.Module):
                 )
             else:
                 out_BTNH = self._decoded(q_BTNH, given, cache)
-        return LayerOutput(x=self.out(out_BTNH), cache=cache)
+        return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
     def _appended(self, heads_BTNH: jax.Array, given: Pass, cache: Cache) -> LayerOutput | None:
         """``__call__`` where a packed product goes straight into a cache; None where in parts."""
@@ -144,7 +145,7 @@ class GroupedAttention(nnx.Module):
         cache = with_pages(cache, arrays)
         with jax.named_scope("core"):
             out_BTNH = self._decoded(q_BTNH, given, cache)
-        return LayerOutput(x=self.out(out_BTNH), cache=cache)
+        return LayerOutput(x=self.out(out_BTNH, residual=given.residual_BTD), cache=cache)
 
     def _decoded(self, q_BTNH: jax.Array, given: Pass, cache: Cache) -> jax.Array:
         """What queries find in a cache that holds their tokens."""
@@ -161,10 +162,11 @@ class GroupedAttention(nnx.Module):
         return None if self.sinks is None else self.execution.policy.to_accum(self.sinks[...])
 
     def _projected(
-        self, x_BTD: jax.Array, heads_BTNH: jax.Array | None
+        self, x_BTD: jax.Array | Deferred, heads_BTNH: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, without position; of a packed product, where there is one."""
         if heads_BTNH is None:
+            assert not isinstance(x_BTD, Deferred), "Block"
             given_BTD = self.query.prepared(x_BTD)
             return self.query(given_BTD), self.key(given_BTD), self.value(given_BTD)
         first_key, first_value = self.config.num_q_heads, -self.config.num_kv_heads

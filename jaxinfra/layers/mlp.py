@@ -18,6 +18,7 @@ from jaxinfra.layers.passes import LayerOutput, Pass, labelled
 from jaxinfra.layers.projection import HIDDEN, Projection
 from jaxinfra.layers.statistics import site_sums
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.deferred import Deferred
 
 
 class Mlp(nnx.Module):
@@ -61,22 +62,22 @@ class Mlp(nnx.Module):
             std=out_std,
         )
 
-    def __call__(self, x_BTD: Float[Array, "B T D"], given: Pass) -> LayerOutput:
+    def __call__(self, x_BTD: Float[Array, "B T D"] | Deferred, given: Pass) -> LayerOutput:
         """[B, T, D] to [B, T, D] in the compute dtype."""
-        del given  # each position by itself
-        hidden_BTF = self.execution.place(
-            self._hidden(x_BTD), (axes.BATCH, axes.SEQUENCE, axes.MLP)
-        )
-        out_BTD = self.down(hidden_BTF)
-        if not self.execution.statistics:
+        hidden_BTF = self._hidden(x_BTD)
+        if not isinstance(hidden_BTF, Deferred):
+            hidden_BTF = self.execution.place(hidden_BTF, (axes.BATCH, axes.SEQUENCE, axes.MLP))
+        out_BTD = self.down(hidden_BTF, residual=given.residual_BTD)
+        if not self.execution.statistics or isinstance(hidden_BTF, Deferred):
             return LayerOutput(x=out_BTD)
         sums = site_sums({"mlp_hidden": hidden_BTF}, policy=self.execution.policy)
         return LayerOutput(x=out_BTD, sums=sums)
 
-    def _hidden(self, x_BTD: jax.Array) -> jax.Array:
+    def _hidden(self, x_BTD: jax.Array | Deferred) -> jax.Array | Deferred:
         """What ``down`` reads, in the compute dtype."""
         policy, swiglu = self.execution.policy, self.execution.swiglu
         if self.packed is None:
+            assert not isinstance(x_BTD, Deferred), "Block"
             given_BTD = x_BTD if self.gate is None else self.up.prepared(x_BTD)
             up_BTF = policy.to_accum(self.up(given_BTD))
             gate_BTF = None if self.gate is None else policy.to_accum(self.gate(given_BTD))

@@ -11,6 +11,7 @@ from jaxinfra.core.axes import Dims
 from jaxinfra.core.parts import find_part
 from jaxinfra.layers.execution import Execution
 from jaxinfra.layers.passes import labelled
+from jaxinfra.ops.deferred import Deferred, RmsNorm
 
 
 class Norm(nnx.Module):
@@ -26,6 +27,14 @@ class Norm(nnx.Module):
         param = execution.policy.param
         self.scale = nnx.Param(jnp.full(width, 1.0 - config.scale_offset, param), axes=dims)
         self.bias = nnx.Param(jnp.zeros(width, param), axes=dims) if config.bias else None
+
+    def deferred(self, x: Float[Array, "*rows width"]) -> Deferred | None:
+        """What the product that reads the rows may normalize itself; None where it cannot."""
+        config = self.config
+        if config.function is not None or config.kind is not NormKind.RMS or config.bias:
+            return None
+        norm = RmsNorm(scale=self.scale[...], epsilon=config.epsilon, offset=config.scale_offset)
+        return Deferred(x=x, norm=norm)
 
     def __call__(self, x: Float[Array, "*rows width"]) -> Float[Array, "*rows width"]:
         """The rows normalized, in the compute dtype."""

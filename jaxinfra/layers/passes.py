@@ -32,6 +32,8 @@ class Pass:
     rope: RopeTable | None = None  # of these positions; None without rotary
     cache: Cache | None = None  # appended to at the positions, then attended to
     dropout_key: jax.Array | None = None  # drops out where given
+    # [B, T, D] that the layer adds its result to; None: whoever called it does.
+    residual_BTD: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -14,6 +14,7 @@ from jaxinfra.layers.lora import Adapter
 from jaxinfra.layers.passes import ModelState, Sums, labelled
 from jaxinfra.layers.row_adapters import RowAdapters
 from jaxinfra.numerics.recipe import Site
+from jaxinfra.ops.deferred import Deferred
 from jaxinfra.ops.fp8_operands import Input, empty_history, next_history
 from jaxinfra.ops.gathered import GatheredWeight
 from jaxinfra.ops.quantized import QuantizedWeight, contracted_dims, repeated_outputs
@@ -69,6 +70,7 @@ class Projection(nnx.Module):
         self.policy = execution.policy
         self.multiply = execution.multiply
         self.recipe = execution.policy.recipe(site)
+        self.fused = execution.fused
         self.prepare = execution.prepare
         self.gather = execution.gather
         at = len(shape) if repeated is None else dims.index(repeated)
@@ -151,8 +153,19 @@ class Projection(nnx.Module):
         dims = (dim if at == copied else None for at, dim in enumerate(self.dims))
         return self.place(weight, tuple(dims))
 
-    def __call__(self, x: Float[Array, "B T *_"] | Input) -> Float[Array, "B T *_"]:
-        """Applies the map; result in the compute dtype."""
+    def __call__(
+        self,
+        x: Float[Array, "B T *_"] | Input | Deferred,
+        *,
+        residual: Float[Array, "B T *_"] | None = None,
+    ) -> Float[Array, "B T *_"]:
+        """Applies the map; result in the compute dtype.
+
+        Args:
+            residual: what the result is added to.
+        """
+        if isinstance(x, Deferred) or residual is not None:
+            return self._fused(x, residual)
         y = self.multiply(
             self.spec,
             x,
@@ -171,6 +184,23 @@ class Projection(nnx.Module):
             bias = jnp.expand_dims(bias, range(y.ndim - bias.ndim))
             y = (self.policy.to_accum(y) + bias).astype(y.dtype)
         return labelled(checkpoint_name(y, self.name), self.label)
+
+    @property
+    def _served(self) -> Float[Array, "..."] | QuantizedWeight:
+        weight = self._multiplied
+        assert not isinstance(weight, GatheredWeight), "one device"
+        return weight
+
+    def _fused(
+        self, x: jax.Array | Input | Deferred, residual: jax.Array | None
+    ) -> Float[Array, "B T *_"]:
+        """``__call__`` in one kernel, if there is nothing between the product and the residual."""
+        assert self.fused is not None, "Block"
+        assert not isinstance(x, Input), "no 8 bits"
+        if self.adapter is None and self.bias is None:
+            return self.fused(self.spec, x, self._served, recipe=self.recipe, residual=residual)
+        y = self(x.value() if isinstance(x, Deferred) else x)
+        return y if residual is None else residual + y
 
 
 def _next_history(history: jax.Array, sums: Sums, emitted: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxinfra.config.model import ModelConfig
@@ -17,6 +17,7 @@ from jaxinfra.core.errors import ConfigError
 from jaxinfra.layers.block import Block
 from jaxinfra.layers.cache import Cache, after_pass, in_layer
 from jaxinfra.layers.execution import Execution
+from jaxinfra.layers.experts import Experts
 from jaxinfra.layers.passes import LayerOutput, Pass
 from jaxinfra.layers.projection import Projection
 from jaxinfra.layers.rope import RopeTable
@@ -68,14 +69,14 @@ def check_recipes(config: ModelConfig, execution: Execution) -> None:
 
 
 def out_of_eight_bits(block: Block) -> Block:
-    """The same block, whose projections multiply in the policy's format.
+    """The same block, whose projections and experts multiply in the policy's format.
 
     The histories of what 8 bits hold stay among its arrays, unread: layers of a stack have the
     same arrays.
     """
     copy = nnx.merge(*nnx.split(block))
     for _, module in nnx.iter_modules(copy):
-        if isinstance(module, Projection):
+        if isinstance(module, Projection | Experts):
             module.recipe = module.recipe.unquantized
     return copy
 
@@ -143,7 +144,7 @@ def one_repetition(
     written, sums = [], []
     for graphdef, stacked, rope, cached in zip(graphdefs, parameters, ropes, cache, strict=True):
         block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], stacked))
-        seen = in_layer(cached, cached.arrays, jnp.int32(0))
+        seen = in_layer(cached, cached.arrays, np.zeros((), np.int32))  # known when traced
         out = block(x_BTD, dataclasses.replace(given, rope=rope, cache=seen))
         x_BTD = out.x
         sums.append(jax.tree.map(lambda leaf: leaf[None], out.sums))

@@ -6,7 +6,7 @@ Dims: B batch, T position, N heads of queries, keys and values, H head width.
 import jax
 
 import pallas_kernels
-from jaxinfra.config.cache import CacheFormat
+from jaxinfra.config.cache import SCALE
 from jaxinfra.config.model import GroupedAttentionConfig, MixerConfig
 from jaxinfra.config.rope import RopePairs
 from jaxinfra.ops.cached_attention import Pages
@@ -30,13 +30,20 @@ def append_packed_heads(
         or rope is None
         or config.rope.pairs is not RopePairs.HALVES
         or 2 * rope[0].shape[-1] != heads_BTNH.shape[-1]
-        or pages.format is not CacheFormat.PLAIN
         or pages.tables_BM is None
         or positions_BT.size > MOST_ROWS
         or device.target().capability != (9, 0)
     ):
         return None
-    q_BTNH, k_PSKH, v_PSKH = pallas_kernels.append_heads(
-        heads_BTNH, pages.arrays["k"], pages.arrays["v"], pages.tables_BM, positions_BT, rope
+    q_BTNH, *pools = pallas_kernels.append_heads(
+        heads_BTNH,
+        pages.arrays["k"],
+        pages.arrays["v"],
+        pages.tables_BM,
+        positions_BT,
+        rope,
+        k_scale=pages.arrays.get("k" + SCALE),
+        v_scale=pages.arrays.get("v" + SCALE),
     )
-    return q_BTNH, {"k": k_PSKH, "v": v_PSKH}
+    names = [name for name in ("k", "v", "k" + SCALE, "v" + SCALE) if name in pages.arrays]
+    return q_BTNH, dict(zip(names, pools, strict=True))

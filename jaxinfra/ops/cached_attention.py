@@ -1,7 +1,8 @@
 """Attention of new tokens to a cache, contiguous or in pages.
 
 On a Hopper GPU caches are read where they lie (``pallas_kernels.paged_attention``), contiguous ones
-as pages in their order; elsewhere the keys of a layer's rows are gathered first.
+as pages in their order, and in few bits as they are; elsewhere the keys of a layer's rows are
+gathered first.
 
 Dims: B batch, T query, S key, N query heads, K key/value heads, G query heads per key/value head,
 H head width, R width of a latent; P page, M page of a row.
@@ -14,6 +15,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
 from jaxinfra.config.cache import SCALE, CacheFormat
@@ -40,8 +42,9 @@ class Pages:
 
     # By the names of the mixer's CacheSpec, [P, size, ...] each; [L, B, slots, ...] without tables.
     arrays: dict[str, jax.Array]
-    tables_BM: jax.Array | None = None  # int32; in rows' pages within 0..P-1
-    layer: jax.Array | None = None  # int32: without tables
+    # int32; in rows' pages within 0..P-1. Numbers that are known when traced are constants.
+    tables_BM: jax.Array | np.ndarray | None = None
+    layer: jax.Array | np.ndarray | None = None  # int32: without tables
     format: CacheFormat = dataclasses.field(default=CacheFormat.PLAIN, metadata=dict(static=True))
 
     def tokens(self, dtype: jnp.dtype) -> dict[str, jax.Array]:
@@ -72,9 +75,7 @@ class Pages:
 
     @property
     def can_be_paged(self) -> bool:
-        """Whether rows are pages, or slots divide into such as kernels read, in plain elements."""
-        if self.format is not CacheFormat.PLAIN:
-            return False
+        """Whether rows are pages, or slots divide into such as kernels read."""
         return self.tables_BM is not None or self._num_slots % _LEAST_PAGE == 0
 
     def paged(self) -> "Pages":
@@ -85,14 +86,15 @@ class Pages:
         size = math.gcd(self._num_slots, _PAGE)
         num_layers, batch = next(iter(self.arrays.values())).shape[:2]
         per_row = self._num_slots // size
-        rows_B = self.layer * batch + jnp.arange(batch, dtype=jnp.int32)
+        rows_B = self.layer * batch + np.arange(batch, dtype=np.int32)
         num_pages = num_layers * batch * per_row
         return Pages(
             arrays={
                 name: stored.reshape(num_pages, size, *stored.shape[3:])
                 for name, stored in self.arrays.items()
             },
-            tables_BM=rows_B[:, None] * per_row + jnp.arange(per_row, dtype=jnp.int32)[None, :],
+            tables_BM=rows_B[:, None] * per_row + np.arange(per_row, dtype=np.int32)[None, :],
+            format=self.format,
         )
 
     @property
@@ -178,6 +180,8 @@ def paged_attention(
         pages.arrays["v"],
         pages.tables_BM,
         jnp.max(positions_BT, axis=1) + 1,
+        k_scale=pages.arrays.get("k" + SCALE),
+        v_scale=pages.arrays.get("v" + SCALE),
         query_lengths=None if positions_BT.shape[1] == 1 else jnp.sum(positions_BT >= 0, axis=1),
         window=config.window,
         soft_cap=config.logit_soft_cap,

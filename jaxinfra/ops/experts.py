@@ -22,6 +22,7 @@ from jaxinfra.config.kinds import MlpKind
 from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.numerics.recipe import Recipe
 from jaxinfra.ops.activation import activated
+from jaxinfra.ops.fp8_experts import Gathered, multiply_groups_fp8
 from jaxinfra.ops.quantized import QuantizedWeight
 from pallas_kernels import UnsupportedError as KernelUnsupported
 from pallas_kernels import combine as combine_rows
@@ -191,7 +192,8 @@ def _hidden(
     recipe: Recipe,
 ) -> jax.Array:
     gate_EDF, up_EDF = experts.gate_EDF, experts.up_EDF
-    if kind is MlpKind.SWIGLU and gate_EDF is not None and experts.up_bias_EF is None:
+    gated, has_bias = gate_EDF is not None, experts.up_bias_EF is not None
+    if kind is MlpKind.SWIGLU and gate_EDF is not None and not has_bias and recipe.fp8 is None:
         return grouped_swiglu(
             x_ND,
             _stored(gate_EDF, recipe),
@@ -200,13 +202,27 @@ def _hidden(
             rows=rows_M,
             positions=copies.place_NK,
         )
+    weights = (gate_EDF, up_EDF) if gate_EDF is not None else (up_EDF,)
+    biases = [experts.gate_bias_EF] * gated + [experts.up_bias_EF]
 
-    def inward(weight_EDF: jax.Array | QuantizedWeight, bias_EF: jax.Array | None) -> jax.Array:
-        y_MF = _product(x_ND, weight_EDF, copies, recipe, rows_M=rows_M).astype(recipe.accum)
+    def biased(y_MF: jax.Array, bias_EF: jax.Array | None) -> jax.Array:
+        y_MF = y_MF.astype(recipe.accum)
         return y_MF if bias_EF is None else y_MF + _bias(bias_EF, copies, recipe)
 
-    gate_MF = None if gate_EDF is None else inward(gate_EDF, experts.gate_bias_EF)
-    return activated(kind, inward(up_EDF, experts.up_bias_EF), gate_MF).astype(recipe.compute)
+    def hidden(products: list[jax.Array]) -> jax.Array:
+        y_MF = list(map(biased, products, biases))
+        gate_MF = y_MF[0] if gated else None
+        return activated(kind, y_MF[-1], gate_MF).astype(recipe.compute)
+
+    if recipe.fp8 is None:
+        return hidden([_product(x_ND, w, copies, recipe, rows_M=rows_M) for w in weights])
+    y_MF = _product_fp8(x_ND, weights, copies, recipe, rows_M=rows_M)
+
+    @jax.checkpoint  # keeps the products in their format, and nothing of what becomes of them
+    def hidden_of_all(y_MF: jax.Array) -> jax.Array:
+        return hidden(jnp.split(y_MF, len(weights), axis=1))
+
+    return hidden_of_all(checkpoint_name(y_MF, UP_NAME))
 
 
 def _product(
@@ -217,6 +233,9 @@ def _product(
     *,
     rows_M: jax.Array | None = None,
 ) -> jax.Array:
+    """Each copy, a row of x or one that is named, times its expert's weight."""
+    if recipe.fp8 is not None:
+        return _product_fp8(x, (weight,), copies, recipe, rows_M=rows_M)
     return grouped_matmul(
         x,
         _stored(weight, recipe),
@@ -224,6 +243,22 @@ def _product(
         rows=rows_M,
         positions=None if rows_M is None else copies.place_NK,
     )
+
+
+def _product_fp8(
+    x: jax.Array,
+    weights: tuple[jax.Array | QuantizedWeight, ...],
+    copies: Copies,
+    recipe: Recipe,
+    *,
+    rows_M: jax.Array | None,
+) -> jax.Array:
+    """The same of all weights, side by side."""
+    gathered = None
+    if rows_M is not None:
+        gathered = Gathered(rows_M=rows_M, choice_M=copies.choice_M, place_NK=copies.place_NK)
+    stored = tuple(_stored(weight, recipe) for weight in weights)
+    return multiply_groups_fp8(x, stored, copies.sizes_E, recipe=recipe, gathered=gathered)
 
 
 def _stored(weight: jax.Array | QuantizedWeight, recipe: Recipe) -> jax.Array:

@@ -33,7 +33,7 @@ QUANTIZED = "quantized"
 """Name of quantized inputs and weights for recomputation policies."""
 
 
-def _named[Tree](tree: Tree) -> Tree:
+def named[Tree](tree: Tree) -> Tree:
     """The arrays under ``QUANTIZED``; 8-bit floats as the bytes that they are.
 
     ``jax.checkpoint`` rounds what it keeps by the bits of its exponent and mantissa. That takes
@@ -42,13 +42,13 @@ def _named[Tree](tree: Tree) -> Tree:
     which it does on GPUs unless told otherwise, and not on CPUs.
     """
 
-    def named(x: jax.Array) -> jax.Array:
+    def leaf(x: jax.Array) -> jax.Array:
         if x.dtype.itemsize > 1:
             return checkpoint_name(x, QUANTIZED)
         bits = checkpoint_name(jax.lax.bitcast_convert_type(x, jnp.uint8), QUANTIZED)
         return jax.lax.bitcast_convert_type(bits, x.dtype)
 
-    return jax.tree.map(named, tree)
+    return jax.tree.map(leaf, tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,7 @@ def quantized_input(
         scale = operands.delayed_scale(fp8, history, X, matrix, fp8.forward)
         both = operands.both_ways(matrix, fp8, dtype=fp8.forward, scale=scale, devices=devices)
         seen = operands.seen(matrix, both.rows, operands.form_of(fp8), devices=devices)
-        return _named((both, seen))
+        return named((both, seen))
 
     # Its gradient is nothing: cotangents reach x through the products.
     constant = jax.custom_vjp(quantized)
@@ -201,8 +201,8 @@ class _Call:
         cast = functools.partial(
             operands.quantized_weight, matrix, fp8, scale=scale, devices=self.devices
         )
-        w = _named(cast(by_columns=self.contracted_first))
-        seen = _named(
+        w = named(cast(by_columns=self.contracted_first))
+        seen = named(
             operands.seen(matrix, w, operands.weight_form_of(fp8), devices=self.devices)
             if history is not None
             else jnp.zeros_like(x_seen)
@@ -211,7 +211,7 @@ class _Call:
         b = operands.across(whole, fp8) if self.contracted_first else whole
         y = self._multiply(quantized.rows, b, (operands.form_of(fp8), self._weight_form), self.out)
         if self.by_rows:
-            w = _named(cast(by_columns=not self.contracted_first))
+            w = named(cast(by_columns=not self.contracted_first))
         return y, (quantized.tokens, x_seen, w, seen, history)
 
     def backward(self, kept, cotangent):

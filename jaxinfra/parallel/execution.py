@@ -10,7 +10,7 @@ from jaxinfra.core.errors import UnsupportedError
 from jaxinfra.layers.execution import Anywhere, Execution
 from jaxinfra.numerics.policy import POLICIES, Policy
 from jaxinfra.ops.append_heads import append_packed_heads
-from jaxinfra.ops.few_rows import multiply_few_rows, swiglu_few_rows
+from jaxinfra.ops.few_rows import fused_few_rows, multiply_few_rows, swiglu_few_rows
 from jaxinfra.ops.fp8_operands import ONE_DEVICE, Devices
 from jaxinfra.ops.multiply import multiply, prepared
 from jaxinfra.parallel.attend import attention_on, decode_on, latents_on
@@ -69,6 +69,7 @@ def execution_on(
         policy=policy,
         multiply=multiply_few_rows if serves_alone else multiply_anywhere,
         swiglu=swiglu_few_rows if serves_alone else None,
+        fused=fused_few_rows if serves_alone else None,
         append=append_packed_heads if serves_alone else None,
         prepare=functools.partial(prepared, devices=devices),
         attend=attention_on(placement, implementation=attention, method=context_method),

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxinfra.config.finetune import BaseWeights
-from jaxinfra.config.precision import Fp8Matmuls
+from jaxinfra.config.precision import Fp8Matmuls, Site
 from jaxinfra.config.run import CheckpointConfig, RunConfig, TrainingConfig
 from jaxinfra.data.corpora import Corpora, schedule_of
 from jaxinfra.data.token_arrays import TokenArrays
@@ -36,12 +36,16 @@ def describe_job(job: Job) -> str:
     )
 
 
+_IN_EIGHT_BITS = {Site.PROJECTION: "projections", Site.EXPERTS: "routed experts"}
+
+
 def _in_eight_bits(fp8: Fp8Matmuls | None) -> str:
     if fp8 is None:
         return ""
     out = {"first": fp8.first_layers_out, "last": fp8.last_layers_out}
     but = " and ".join(f"the {where} {count}" for where, count in out.items() if count)
-    by = f" with projections in fp8 by {fp8.scaling.value}"
+    sites = " and ".join(_IN_EIGHT_BITS[site] for site in fp8.sites)
+    by = f" with {sites} in fp8 by {fp8.scaling.value}"
     return f"{by} in all layers but {but}" if but else by
 
 

@@ -4,7 +4,8 @@ Dims: B batch, T query, S key, N query heads, K kv heads, H query and key width,
 """
 
 import functools
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,8 +14,8 @@ from pallas_kernels.common.varying import vary_alike
 
 from . import cudnn, reference
 from .dispatch import choose
-from .implementations import OUT_NAME, AttentionPlan, attend, attend_traceable
-from .spec import MeshAxes
+from .implementations import OUT_NAME, AttentionPlan, attend, attend_traceable, by_use
+from .spec import AttentionCall, AttentionSpec, MeshAxes
 from .validate import make_call
 
 type Window = int | tuple[int | None, int | None] | None
@@ -117,7 +118,8 @@ def flash_attention(
             stay those of the whole arrays.
         logit_soft_cap: scores become ``cap * tanh(scale * q k^T / cap)``.
         sinks: floats [N]: a logit a head that joins the softmax denominator and has no value.
-        implementation: "auto" takes the fastest for the case on this device and logs it once;
+        implementation: "auto" takes the fastest for the case on this device and logs it once, for a
+            call that is not differentiated the fastest forward;
             "hopper" (Mosaic GPU kernels), "cudnn", "xla" (portable, linear memory) and "reference"
             (the formula, T x S memory) compute the call themselves or raise.
         backward: "fused" is the fast gradient, "split" the one that repeats bit for bit. They
@@ -162,16 +164,35 @@ def flash_attention(
         return_residual=return_residual,
         mesh_axes=mesh_axes,
     )
-    chosen = choose(implementation, call)
     arrays = vary_alike((call.q, call.k, call.v, call.masks))
-    if chosen == "cudnn":
-        # Its own gradient rule keeps its residuals, unnamed: only the output can be named here.
-        forward = functools.partial(cudnn.forward, spec=call.spec)
-        (out,) = attend_traceable(forward, *arrays, results=("out",))
-        return checkpoint_name(out, OUT_NAME)
-    if chosen == "reference":
-        forward = functools.partial(reference.forward, spec=call.spec)
-        out, lse = attend_traceable(forward, *arrays, results=("out", "lse"))
-    else:
-        out, lse = attend(AttentionPlan.of(call, chosen), *arrays)
-    return (out, lse) if return_residual else out
+    # Of a forward alone another may be faster than of a forward and its gradient.
+    names = dict.fromkeys(choose(implementation, call, gradient=each) for each in (False, True))
+    functions = [_results_by(name, call) for name in names]
+    results = functions[0](*arrays) if len(functions) == 1 else by_use(*functions, *arrays)
+    return (results[0], results[1]) if return_residual else results[0]
+
+
+def _results_by(name: str, call: AttentionCall) -> Callable[..., tuple[jax.Array, ...]]:
+    """(q, k, v, masks) to (out, logsumexp) or (out,), as asked; it holds no array of the call."""
+    match name:
+        case "cudnn":
+            function = functools.partial(_by_cudnn, call.spec)
+        case "reference":
+            forward = functools.partial(reference.forward, spec=call.spec)
+            function = functools.partial(attend_traceable, forward, results=("out", "lse"))
+        case _:
+            function = functools.partial(attend, AttentionPlan.of(call, name))
+    return functools.partial(_first, function, 2 if call.return_residual else 1)
+
+
+def _by_cudnn(spec: AttentionSpec, *arrays: Any) -> tuple[jax.Array, ...]:
+    # Its own gradient rule keeps its residuals, unnamed: only the output can be named here.
+    forward = functools.partial(cudnn.forward, spec=spec)
+    (out,) = attend_traceable(forward, *arrays, results=("out",))
+    return (checkpoint_name(out, OUT_NAME),)
+
+
+def _first(
+    function: Callable[..., tuple[jax.Array, ...]], count: int, *arrays: Any
+) -> tuple[jax.Array, ...]:
+    return function(*arrays)[:count]

@@ -2,7 +2,8 @@
 
 An implementation answers with a reason why it cannot serve a call, or None. "auto" tries first the
 one measured to be fastest around the case, by ``tuned/dispatch-DEVICE.json``: a row's case is
-``case_of``, its choice {"implementation": name}, its time that of forward and backward together.
+``case_of``, its choice {"implementation": name}, its time that of a forward where the case has no
+gradient, else of forward and backward together.
 """
 
 import math
@@ -24,17 +25,24 @@ QUESTION = "dispatch"
 UNMEASURED = ("cudnn", "hopper", "xla")
 """The order where no table says better."""
 
-_EXACT = ("dtype", "head_width", "value_width", "mask", "packed", "whole")
-_NEAR = {"group": 1.0, "q_length": 1.0, "kv_length": 1.0, "heads": 0.5, "window": 0.5}
-"""Fields whose logarithms are compared, and what a factor of two in each is worth."""
-NEIGHBOURS = 3
-"""Measured cases that are asked, each the more the nearer it is."""
+_EXACT = ("dtype", "gradient")
+_WORTH = {
+    "head_width": 2.0, "value_width": 2.0, "mask": 1.0, "packed": 3.0, "whole": 2.0, "group": 0.3,
+    "q_length": 0.25, "kv_length": 0.25, "heads": 0.5, "window": 0.5,
+}  # fmt: skip
+"""How far a case is apart that has another value in a field; of counts, one of twice the value."""
 LEAST_DISTANCE = 0.25
-"""Of a neighbour: the same case measured twice differs, too."""
+"""Of a measured case: the same one measured twice differs, too."""
+DECAY = 3
+"""A measured case counts by this power of its nearness. Worths and power are round numbers near
+those that foretell best what is left out of the table (``bench.attention_table --left-out``)."""
 
 
-def choose(implementation: str, call: AttentionCall) -> str:
+def choose(implementation: str, call: AttentionCall, *, gradient: bool = True) -> str:
     """The implementation that will run: the named one, or what "auto" prefers on this device.
+
+    Args:
+        gradient: the call is differentiated, so that what counts is the time of both passes.
 
     Raises:
         InputError: no such implementation, or no such backward.
@@ -43,7 +51,7 @@ def choose(implementation: str, call: AttentionCall) -> str:
     if call.backward not in BACKWARDS:
         raise InputError(f"backward={call.backward!r} must be one of {', '.join(BACKWARDS)}")
     if implementation == "auto":
-        return _automatic(call)
+        return _automatic(call, gradient=gradient)
     if implementation not in NAMES:
         raise InputError(f"implementation={implementation!r} must be auto or {', '.join(NAMES)}")
     reason = why_not(implementation, call)
@@ -91,26 +99,29 @@ def _why_not_split(axes: MeshAxes | None) -> str | None:
     )
 
 
-def _automatic(call: AttentionCall) -> str:
+def _automatic(call: AttentionCall, *, gradient: bool) -> str:
     reasons = {}
-    for name in preferences(call):
+    for name in preferences(call, gradient=gradient):
         reason = why_not(name, call)
         if reason is None:
             refusals = "; ".join(f"not {other}: {reasons[other]}" for other in reasons)
-            announce("flash_attention", name, call.describe(), because=refusals)
+            if gradient:
+                announce("flash_attention", name, call.describe(), because=refusals)
+            elif name != _automatic(call, gradient=True):
+                announce("flash_attention, forward alone,", name, call.describe(), because=refusals)
             return name
         reasons[name] = reason
     raise AssertionError("xla serves every call")
 
 
-def preferences(call: AttentionCall) -> list[str]:
+def preferences(call: AttentionCall, *, gradient: bool) -> list[str]:
     """Implementations from fastest to slowest; all of ``UNMEASURED``, each once."""
     table = tables.find(TUNED, "flash_attention", QUESTION)
-    measured = [] if table is None else rank(table, case_of(call))
+    measured = [] if table is None else rank(table, case_of(call, gradient=gradient))
     return measured + [name for name in UNMEASURED if name not in measured]
 
 
-def case_of(call: AttentionCall) -> dict[str, tables.Value]:
+def case_of(call: AttentionCall, *, gradient: bool) -> dict[str, tables.Value]:
     """The fields of a call on which the fastest implementation depends."""
     if call.spec.left is not None:
         mask = "window"
@@ -119,6 +130,7 @@ def case_of(call: AttentionCall) -> dict[str, tables.Value]:
     (B, T, N, _), S = call.q.shape, call.k.shape[1]
     return {
         "dtype": call.q.dtype.name,
+        "gradient": gradient,
         "head_width": call.q.shape[3],
         "value_width": call.v.shape[3],
         "mask": mask,
@@ -133,10 +145,11 @@ def case_of(call: AttentionCall) -> dict[str, tables.Value]:
 
 
 def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
-    """Implementations measured at the cases nearest to this one, fastest first.
+    """Implementations that were measured, fastest first.
 
-    Widths, dtype and mask must be the same; sizes count by their logarithms. Times of different
-    cases do not compare: counted is how much slower than a case's fastest each one was, on average.
+    Times of different cases do not compare: counted is how much slower than a case's fastest each
+    one was, on average over the cases, each the more the nearer it is. Only dtype and gradient must
+    be the same: a width or a mask that was hardly measured is judged by others, too.
 
     Raises:
         TableError: rows with other fields than ``case_of`` has.
@@ -151,27 +164,32 @@ def rank(table: tables.Table, case: dict[str, tables.Value]) -> list[str]:
             )
         if all(other[name] == case[name] for name in _EXACT):
             measured.setdefault(row.case, {})[str(dict(row.choice)["implementation"])] = row.ms
-    apart = {other: _distance(dict(other), case) for other in measured}
-    nearest = sorted(apart, key=apart.__getitem__)[:NEIGHBOURS]
-    means = {}
-    for name in measured[nearest[0]] if nearest else ():
-        weights = {
-            other: 1.0 / (LEAST_DISTANCE + apart[other])
-            for other in nearest
-            if name in measured[other]
-        }
-        lost = (
-            weight * math.log(measured[other][name] / min(measured[other].values()))
-            for other, weight in weights.items()
-        )
-        means[name] = sum(lost) / sum(weights.values())
+    if not measured:
+        return []
+    apart = {other: LEAST_DISTANCE + _distance(dict(other), case) for other in measured}
+    nearest = measured[min(apart, key=apart.__getitem__)]
+    means = {name: _mean_lost(name, measured, apart) for name in nearest}  # others are slow there
     return [name for name in sorted(means, key=means.__getitem__) if name in UNMEASURED]
 
 
+def _mean_lost(
+    name: str,
+    measured: dict[tuple[tuple[str, tables.Value], ...], dict[str, float]],
+    apart: dict[tuple[tuple[str, tables.Value], ...], float],
+) -> float:
+    lost = {
+        other: math.log(ms[name] / min(ms.values())) for other, ms in measured.items() if name in ms
+    }
+    weights = {other: apart[other] ** -DECAY for other in lost}
+    return sum(weights[other] * lost[other] for other in lost) / sum(weights.values())
+
+
 def _distance(a: dict[str, tables.Value], b: dict[str, tables.Value]) -> float:
-    return sum(worth * abs(_log2(a[name]) - _log2(b[name])) for name, worth in _NEAR.items())
+    return sum(worth * _apart(a[name], b[name]) for name, worth in _WORTH.items())
 
 
-def _log2(value: tables.Value) -> float:
-    assert isinstance(value, int), f"a count is an int, not {value!r}"
-    return math.log2(max(1, value))
+def _apart(a: tables.Value, b: tables.Value) -> float:
+    """Of counts the logarithm of their ratio to the base 2, of other values 1 unless equal."""
+    if isinstance(a, int) and isinstance(b, int) and not isinstance(a, bool):
+        return abs(math.log2(max(1, a)) - math.log2(max(1, b)))
+    return float(a != b)

@@ -113,6 +113,36 @@ def _attend_bwd(plan, residuals, cotangents):
 attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def by_use(
+    alone: Forward,
+    with_gradient: Forward,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: AttentionMasks,
+) -> tuple[jax.Array, ...]:
+    """The results of ``alone``; where they are differentiated, those of ``with_gradient``.
+
+    Args:
+        alone: (q, k, v, masks) to as many results as the other's; it holds no traced array.
+        with_gradient: likewise, and its own gradient.
+    """
+    del with_gradient
+    return alone(q, k, v, masks)
+
+
+def _by_use_fwd(alone, with_gradient, *arrays):
+    return jax.vjp(with_gradient, *arrays)
+
+
+def _by_use_bwd(alone, with_gradient, gradient, cotangents):
+    return gradient(cotangents)
+
+
+by_use.defvjp(_by_use_fwd, _by_use_bwd)
+
+
 def attend_gradient(plan: AttentionPlan, operands: BackwardOperands) -> AttentionGradients:
     """Gradients of q, k, v and of the masks' sinks and bias, on batches and meshes."""
     masks = operands.masks

@@ -122,6 +122,49 @@ def grouped_swiglu(
     return _swiglu(chosen, x, gate, up, group_sizes, rows, positions)
 
 
+def grouped_weight_gradient(
+    x: jax.Array,
+    d: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    rows: jax.Array | None = None,
+    out_dtype: jnp.dtype | None = None,
+    implementation: GroupedImplementation = "auto",
+) -> jax.Array:
+    """``out[g] = x[rows of g]^T @ d[rows of g]``: the gradient of a product's weights by itself.
+
+    For recipes whose other products are not in 16 bits. It has no gradient of its own.
+
+    Args:
+        x, group_sizes, rows: as in ``grouped_matmul``.
+        d: [M, N], multiplied in x's dtype.
+        out_dtype: summed in fp32 and rounded to it once; default x's.
+        implementation: "hopper", "xla" or "auto", as in ``grouped_matmul``.
+
+    Returns:
+        [G, K, N], 0 of a group without rows.
+
+    Raises:
+        InputError, UnsupportedError: as ``grouped_matmul``.
+
+    Examples:
+        >>> x, d = jnp.ones((4, 8)), jnp.ones((4, 2))
+        >>> pallas_kernels.grouped_weight_gradient(x, d, jnp.array([3, 1]))[:, 0, 0].tolist()
+        [3.0, 1.0]
+    """
+    like: Any = jax.ShapeDtypeStruct((group_sizes.size, x.shape[-1], d.shape[-1]), x.dtype)
+    check_operands(x, {"the gradient": like}, group_sizes, rows, None)
+    num_rows = x.shape[0] if rows is None else rows.shape[0]
+    if d.shape != (num_rows, like.shape[2]):
+        raise InputError(f"d is {list(d.shape)}; {num_rows} rows ask for [{num_rows}, N]")
+    chosen = _choose(implementation, x, like)
+    if chosen not in IMPLEMENTATIONS:
+        raise InputError(f"implementation={chosen!r} has no gradient alone; choose hopper or xla")
+    x, d, group_sizes, rows, _ = _prepared(chosen, x, d.astype(x.dtype), group_sizes, rows, None)
+    by, dtype = IMPLEMENTATIONS[chosen], jnp.dtype(out_dtype or x.dtype)
+    return by.weight_gradient(x, d, group_sizes, rows, out_dtype=dtype)
+
+
 def _prepared(
     chosen: str, x: jax.Array, w: Any, group_sizes: jax.Array, rows: Any, positions: Any
 ) -> Any:

@@ -1,9 +1,15 @@
-"""The gated product's element-wise part and its gradient, in fp32."""
+"""What is computed number by number: the gated product's element-wise part and its gradient, and
+what 8-bit operands stand for, in fp32.
+
+Dims: M row, G group, K contracted, N column, J blocks of 128 of K, I blocks of 128 of N.
+"""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.common.scales import Scaling, spread
 
 
 class SwigluResults(NamedTuple):
@@ -30,3 +36,12 @@ def swiglu_gradient(
     slope = sigmoid * (1.0 + gate.astype(of) * (1.0 - sigmoid))
     d_out = d_out.astype(of)
     return (d_out * up.astype(of) * slope).astype(dtype), (d_out * silu).astype(dtype)
+
+
+def dequantized_operands(
+    a_MK: jax.Array, b_GNK: jax.Array, a_scale_JM: jax.Array, b_scale_GJI: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """a and b times their scales, each rounded once to fp32."""
+    of_a = spread(Scaling.BLOCK_OF_ROW, a_scale_JM, *a_MK.shape)
+    of_b = spread(Scaling.BLOCK, b_scale_GJI, *b_GNK.shape[1:])
+    return a_MK.astype(jnp.float32) * of_a, b_GNK.astype(jnp.float32) * of_b

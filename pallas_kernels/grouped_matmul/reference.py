@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dot import einsum_f32
 
+from .formulas import dequantized_operands
+
 
 def grouped_matmul_reference(
     x: jax.Array,
@@ -43,6 +45,18 @@ def grouped_swiglu_reference(
     """fp32 [M, N]: silu(x gate) * (x up)."""
     gate_MN = grouped_matmul_reference(x, gate_GKN, group_sizes_G, rows_M)
     return jax.nn.silu(gate_MN) * grouped_matmul_reference(x, up_GKN, group_sizes_G, rows_M)
+
+
+def scaled_grouped_matmul_reference(
+    a_MK: jax.Array,
+    b_GNK: jax.Array,
+    a_scale_JM: jax.Array,
+    b_scale_GJI: jax.Array,
+    group_sizes_G: jax.Array,
+) -> jax.Array:
+    """fp32 [M, N]: the same of 8-bit operands, dequantized before."""
+    a_MK, b_GNK = dequantized_operands(a_MK, b_GNK, a_scale_JM, b_scale_GJI)
+    return grouped_matmul_reference(a_MK, jnp.swapaxes(b_GNK, 1, 2), group_sizes_G)
 
 
 def combine_reference(y_MN: jax.Array, positions_TJ: jax.Array, weights_TJ: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ writes again, since blocks go in the order of their rows.
 Dims: B row of a block, M row, G group, K width in, N width out.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from jax import lax
 from pallas_kernels.common.dot import ACCUMULATOR, pinned_einsum
 from pallas_kernels.common.varying import vary_alike
 
-from .formulas import SwigluResults, swiglu_of
+from .formulas import SwigluResults, dequantized_operands, swiglu_of
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 128, 8  # rows
 
@@ -148,17 +149,44 @@ def swiglu(
     return _by_blocks(blocks, compute, results, (x, gate_GKN, up_GKN, rows_M))
 
 
+def scaled_product(
+    a_MK: jax.Array,
+    b_GNK: jax.Array,
+    a_scale_JM: jax.Array,
+    b_scale_GJI: jax.Array,
+    group_sizes_G: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+) -> jax.Array:
+    """Each row times its group's weight, of 8-bit operands: dequantized, on a GPU to bf16."""
+    operands = a_MK, b_GNK, a_scale_JM, b_scale_GJI
+
+    def product(*operands: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        a, b = (x.astype(dtype) for x in dequantized_operands(*operands))
+        return input_gradient(((a, b),), group_sizes_G, out_dtype=out_dtype)
+
+    return lax.platform_dependent(
+        *operands,
+        cuda=functools.partial(product, dtype=jnp.dtype("bfloat16")),
+        default=functools.partial(product, dtype=ACCUMULATOR),
+    )
+
+
 def input_gradient(
-    pairs: tuple[tuple[jax.Array, jax.Array], ...], group_sizes_G: jax.Array
+    pairs: tuple[tuple[jax.Array, jax.Array], ...],
+    group_sizes_G: jax.Array,
+    *,
+    out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
     """The sum over pairs of each row of d times the transpose of its group's w: [M, K].
 
     Args:
-        pairs: (d [M, N], w [G, K, N]) of one dtype, the result's.
+        pairs: (d [M, N], w [G, K, N]) of one dtype.
         group_sizes_G: int32.
+        out_dtype: of the result; that of the pairs by default.
     """
     (num_rows, _), (_, width, _) = pairs[0][0].shape, pairs[0][1].shape
-    dtype = pairs[0][0].dtype
+    dtype = out_dtype or pairs[0][0].dtype
     blocks = _blocks(num_rows, group_sizes_G)
     blocks_of = [(_rows_of(d_MN, None, blocks.size), w_GKN) for d_MN, w_GKN in pairs]
 

@@ -6,6 +6,7 @@ number of them, and fastest on this."""
 
 WARPS = 4  # a warpgroup
 LANES = 32  # threads of a warp
+WARPGROUP = WARPS * LANES
 
 SMEM_BYTES = 227 * 1024
 """Shared memory that a block may use, of the 228 KiB of a multiprocessor."""

@@ -1,15 +1,18 @@
-"""A product of 8-bit tiles that Pallas cannot say: one that begins from nothing.
+"""Products of 8-bit tiles: of two warpgroups in turns, and one that Pallas cannot say, which begins
+from nothing.
 
 Pallas adds a product to an accumulator that begins as zeros. ptxas drops these zeros only where
 nothing separates them from the product; elsewhere they cost an instruction for two numbers, which
 a promotion after every product cannot afford. Here the first instruction is told not to add.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from .mosaic import llvm, mgpu, mma_utils, nvvm, plgpu
@@ -19,6 +22,36 @@ ROWS = 64
 SWIZZLE = 128
 K_OF_INSTRUCTION = 32
 _NAMES = {jnp.dtype("float8_e4m3fn"): "e4m3", jnp.dtype("float8_e5m2"): "e5m2"}
+
+
+def product(a_ref: Any, b_ref: Any, *, wg: Any, turn: Any, interpretable: bool) -> jax.Array:
+    """fp32 [64, N]: ``a b^T`` of tiles in shared memory, as ``start_product`` takes them.
+
+    Args:
+        wg: this warpgroup, 0 or 1.
+        turn: two barriers, by which a product is issued after the other warpgroup's; or None.
+        interpretable: multiplies as Pallas does.
+    """
+    if turn is not None:
+        plgpu.barrier_wait(turn.at[wg])
+    if interpretable:
+
+        def multiply(acc):
+            plgpu.wgmma(acc, a_ref, b_ref.transpose((1, 0)))
+            return plgpu.wgmma_accumulator_load(acc)
+
+        found = pl.run_scoped(multiply, plgpu.ACC((ROWS, b_ref.shape[0]), jnp.float32))
+        finish = functools.partial(jnp.asarray, found)
+    else:
+        finish = functools.partial(finished, start_product(a_ref, b_ref))
+    if turn is not None:
+        plgpu.barrier_arrive(turn.at[1 - wg])
+    return finish()
+
+
+def no_sum(columns: int) -> jax.Array:
+    """fp32 zeros [64, columns], to which parts are added."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, columns), jnp.float32), tile_layout())
 
 
 def _in_flight() -> Any:

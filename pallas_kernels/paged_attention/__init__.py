@@ -4,3 +4,5 @@ from .api import PagedImplementation as PagedImplementation
 from .api import paged_attention as paged_attention
 from .append import append_heads as append_heads
 from .append import append_to_pages as append_to_pages
+from .codes import codes_of as codes_of
+from .codes import numbers_of as numbers_of

@@ -4,11 +4,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from .hopper import paged_attention_hopper, unsupported
+from .hopper import numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
 from .spec import PagedCall
 from .validate import make_call
@@ -27,9 +28,11 @@ def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    page_tables: jax.Array,
+    page_tables: jax.Array | np.ndarray,
     lengths: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     query_lengths: jax.Array | None = None,
     value_width: int | None = None,
     window: int | None = None,
@@ -46,11 +49,15 @@ def paged_attention(
 
     Args:
         q: bfloat16, float16 or float32 [B, N, H], or [B, T, N, H] for T queries a row.
-        k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots. K divides N.
+        k_pages: [P, S, K, H] of q's dtype: a pool of P pages of S slots. K divides N. With scales,
+            codes: float8_e4m3fn, int8, or uint8 [P, S, K, H / 2] of two codes of 4 bits each, the
+            first half of a head in the low bits, 8 more than what they mean.
         v_pages: [P, S, K, V]; None where values are the first ``value_width`` columns of the keys
             (absorbed latent attention: one kv head, 576 and 512 wide).
         page_tables: int32 [B, M]; entries beyond a row's length may be anything.
         lengths: int32 [B]: positions in the row's pages, those of its queries among them.
+        k_scale, v_scale: [P, S, K] of q's dtype: an element of ``k_pages`` or ``v_pages`` is a code
+            times its slot's and head's scale.
         query_lengths: int32 [B]: how many of its T queries a row has; default all T. The others
             come last and are 0 in the result.
         value_width: see ``v_pages``.
@@ -79,11 +86,13 @@ def paged_attention(
         (1, 4, 8)
     """
     q, k_pages = jnp.asarray(q), jnp.asarray(k_pages)
-    v_pages = None if v_pages is None else jnp.asarray(v_pages)
+    v_pages, k_scale, v_scale = (
+        None if x is None else jnp.asarray(x) for x in (v_pages, k_scale, v_scale)
+    )
     call = make_call(
         q[:, None] if q.ndim == 3 else q, k_pages, v_pages, page_tables, lengths,
-        query_lengths=query_lengths, value_width=value_width, window=window, soft_cap=soft_cap,
-        sinks=sinks, scale=scale,
+        k_scale=k_scale, v_scale=v_scale, query_lengths=query_lengths, value_width=value_width,
+        window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,
     )  # fmt: skip
     out_BTNV = _compute(implementation, call)
     return out_BTNV[:, 0] if q.ndim == 3 else out_BTNV
@@ -97,7 +106,7 @@ def _compute(implementation: str, call: PagedCall) -> jax.Array:
     reason = unsupported(call) if implementation in ("auto", "hopper") else None
     if implementation == "auto":
         implementation = "hopper" if reason is None else "xla"
-        because = None if reason is None else f"not hopper: {reason}"
+        because = numbers_first(call) if reason is None else f"not hopper: {reason}"
         announce("paged_attention", implementation, call.describe(), because=because)
     elif reason is not None:
         raise UnsupportedError(

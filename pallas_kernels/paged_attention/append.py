@@ -8,11 +8,15 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
+from pallas_kernels.quantized_matmul import WeightCode
 
+from .codes import codes_of
 from .hopper import append_heads_hopper, unsupported_append
+from .spec import CODES
 
 type AppendImplementation = Literal["auto", "hopper", "xla"]
 
@@ -88,12 +92,14 @@ def append_heads(
     heads: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
-    page_tables: jax.Array,
+    page_tables: jax.Array | np.ndarray,
     positions: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     implementation: AppendImplementation = "auto",
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Rotated queries of a packed product, and the pools with its keys, rotated, and values.
 
     ``append_to_pages`` of a layer's one product of queries, keys and values: on a Hopper GPU one
@@ -101,16 +107,18 @@ def append_heads(
 
     Args:
         heads: [B, T, N + 2 K, H]: heads of queries, then of keys, then of values.
-        k_pages, v_pages: [P, S, K, H].
+        k_pages, v_pages: [P, S, K, H], or codes as ``paged_attention`` reads them.
         page_tables: int32 [B, M]; below 0 where a row has no page.
         positions: int32 [B, T]. A token below 0, or where its row has no page, leaves nothing; its
             query means nothing.
         rope: cos and sin, float32 [B or 1, T, R]; pairs as in ``append_to_pages``.
+        k_scale, v_scale: [P, S, K], of codes: a head's scale brings its largest element to the
+            largest code.
         implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns which all
             turn), "xla", or "auto", which takes hopper where it can.
 
     Returns:
-        Queries [B, T, N, H], ``k_pages`` and ``v_pages``.
+        Queries [B, T, N, H], ``k_pages`` and ``v_pages``; ``k_scale`` and ``v_scale`` where given.
 
     Raises:
         InputError: shapes that disagree, or an unknown implementation.
@@ -124,9 +132,14 @@ def append_heads(
         >>> q.shape, k[..., 0, 0].tolist()
         ((1, 1, 2, 4), [[0.0, 0.0], [0.0, 1.0]])
     """
+    page_tables = jnp.asarray(page_tables)
     num_kv_heads = k_pages.shape[2]
     num_q_heads = heads.shape[2] - 2 * num_kv_heads
-    if num_q_heads < 1 or k_pages.shape != v_pages.shape or heads.shape[3] != k_pages.shape[3]:
+    pools = {"k": k_pages, "v": v_pages}
+    pools |= {n: x for n, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
+    code = _code(pools)
+    width = k_pages.shape[3] * (1 if code is None else 8 // code.bits)
+    if num_q_heads < 1 or k_pages.shape != v_pages.shape or heads.shape[3] != width:
         raise InputError(
             f"heads {heads.shape} and pages {k_pages.shape}, {v_pages.shape}: [B, T, N + 2 K, H] "
             "go into pools [P, S, K, H]"
@@ -138,22 +151,48 @@ def append_heads(
         )
     if implementation not in ("auto", "hopper", "xla"):
         raise InputError(f"implementation={implementation!r} must be auto, hopper or xla")
-    reason = "" if implementation == "xla" else unsupported_append(heads, k_pages, rope)
+    reason = "" if implementation == "xla" else unsupported_append(heads, k_pages, rope, code)
     if implementation == "hopper" and reason:
         raise UnsupportedError(f"implementation='hopper' cannot append: {reason}; xla can")
     if implementation == "auto":
-        case = f"{heads.dtype}{list(heads.shape)} into pages {list(k_pages.shape)}"
+        case = f"{heads.dtype}{list(heads.shape)} into {k_pages.dtype} pages {list(k_pages.shape)}"
         because = f"not hopper: {reason}" if reason else None
         announce("append_heads", "xla" if reason else "hopper", case, because=because)
     if implementation != "xla" and not reason:
-        return append_heads_hopper(heads, k_pages, v_pages, page_tables, positions, rope)
+        return append_heads_hopper(heads, pools, page_tables, positions, rope, code=code)
     q, k, v = jnp.split(heads, (num_q_heads, num_q_heads + num_kv_heads), axis=2)
     cos, sin = (jnp.broadcast_to(x, (*positions.shape, x.shape[-1])) for x in rope)
-    k_pages, v_out = append_to_pages(
-        k, v, k_pages, v_pages, page_tables, positions, rope=(cos, sin)
-    )
-    assert v_out is not None, "values were given"
-    return _turned(q, cos, sin), k_pages, v_out
+    new = {"k": _turned(k, cos, sin), "v": v}
+    if code is not None:
+        for name in ("k", "v"):
+            dtype = pools[f"{name}_scale"].dtype
+            new[name], new[f"{name}_scale"] = codes_of(new[name], code, dtype)
+    done = [_turned(q, cos, sin)]
+    for k, v in [("k", "v"), ("k_scale", "v_scale")][: len(pools) // 2]:
+        k_pool, v_pool = append_to_pages(new[k], new[v], pools[k], pools[v], page_tables, positions)
+        assert v_pool is not None, "values were given"
+        done += [k_pool, v_pool]
+    return tuple(done)
+
+
+def _code(pools: dict[str, jax.Array]) -> WeightCode | None:
+    """What pools with scales hold."""
+    scales = [x for name, x in pools.items() if name.endswith("_scale")]
+    if not scales:
+        return None
+    pages = pools["k"]
+    if len(scales) == 1 or pages.dtype.name not in CODES or pools["v"].dtype != pages.dtype:
+        raise InputError(
+            f"pages {pages.dtype} and {pools['v'].dtype} with {len(scales)} scales: k_scale and "
+            f"v_scale come together, and pages are both one of {', '.join(CODES)}"
+        )
+    for scale in scales:
+        if scale.shape != pages.shape[:3] or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise InputError(
+                f"scales are {scale.dtype} {scale.shape}; pages {pages.shape} ask for floats "
+                f"{pages.shape[:3]}"
+            )
+    return CODES[pages.dtype.name]
 
 
 def _turned(x_BTKH: jax.Array, cos_BTR: jax.Array, sin_BTR: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.dot import einsum_f32
 
+from .codes import numbers_of
 from .spec import PagedCall
 
 
@@ -49,11 +50,14 @@ def rows(call: PagedCall) -> tuple[jax.Array, jax.Array]:
     size = call.k_PSKH.shape[1]
     there_BL = jnp.arange(M * size)[None, :] < call.lengths_B[:, None]
 
-    def gathered(pages: jax.Array) -> jax.Array:
+    def gathered(pages: jax.Array, scale_PSK: jax.Array | None) -> jax.Array:
         x = pages[call.tables_BM].reshape(B, M * size, *pages.shape[2:])
+        if call.code is not None and scale_PSK is not None:
+            scale_BLK = scale_PSK[call.tables_BM].reshape(B, M * size, -1)
+            x = numbers_of(x, scale_BLK, call.code, call.q_BTNH.dtype)
         return jnp.where(there_BL[:, :, None, None], x, 0)
 
-    k_BLKH = gathered(call.k_PSKH)
+    k_BLKH = gathered(call.k_PSKH, call.k_scale_PSK)
     if call.v_PSKV is None:
         return k_BLKH, k_BLKH[..., : call.spec.value_width]
-    return k_BLKH, gathered(call.v_PSKV)
+    return k_BLKH, gathered(call.v_PSKV, call.v_scale_PSK)

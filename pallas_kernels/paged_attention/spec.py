@@ -6,12 +6,21 @@ row, H query and key width, V value width.
 Position p of row b lies in slot ``p % S`` of page ``tables_BM[b, p // S]``. The row holds positions
 0 .. lengths_B[b] - 1, and the last ``query_lengths_B[b]`` of them are those of its queries. What
 lies in other slots, and where tables point beyond a row's pages, is not read into any result.
+
+Pages in few bits have codes in the place of elements, and a scale for each slot and kv head: an
+element is their product. Of 4 bits a byte has code d, less 8, in its low bits and code d + H / 2 in
+its high ones.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.quantized_matmul import WeightCode
+
+CODES = {code.storage.name: code for code in (WeightCode.E4M3, WeightCode.INT8, WeightCode.INT4)}
+"""What pages in few bits hold, by their dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +41,18 @@ class PagedCall:
     q_BTNH: jax.Array
     k_PSKH: jax.Array
     v_PSKV: jax.Array | None  # None: values are the first ``value_width`` columns of the keys
+    k_scale_PSK: jax.Array | None = None  # of pages in few bits, as is v_scale_PSK
+    v_scale_PSK: jax.Array | None = None
     tables_BM: jax.Array  # int32
     lengths_B: jax.Array  # int32; above what a table has room for is that
     query_lengths_B: jax.Array | None  # int32; above T is T, as is None
     sinks_N: jax.Array | None  # float32: a logit that joins the softmax's denominator
     spec: PagedSpec = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def code(self) -> WeightCode | None:
+        """What the pages' bits mean; None: they hold elements of the queries' dtype."""
+        return None if self.k_scale_PSK is None else CODES[self.k_PSKH.dtype.name]
 
     @property
     def group(self) -> int:
@@ -70,6 +86,7 @@ class PagedCall:
         B, T, N, H = self.q_BTNH.shape
         num_pages, size, K, _ = self.k_PSKH.shape
         s, form = self.spec, "latent" if self.v_PSKV is None else "keys and values"
+        form = form if self.code is None else f"{self.code} {form}"
         return (
             f"{self.q_BTNH.dtype} b{B} t{T} heads {N}/{K} width {H}/{s.value_width} {form} in "
             f"{num_pages} pages of {size}, window={s.window} cap={s.soft_cap} "

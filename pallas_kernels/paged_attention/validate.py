@@ -5,10 +5,11 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.common.errors import InputError
 
-from .spec import PagedCall, PagedSpec
+from .spec import CODES, PagedCall, PagedSpec
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -17,9 +18,11 @@ def make_call(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array | None,
-    page_tables: jax.Array,
+    page_tables: jax.Array | np.ndarray,
     lengths: jax.Array,
     *,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
     query_lengths: jax.Array | None,
     value_width: int | None,
     window: int | None,
@@ -33,13 +36,9 @@ def make_call(
     for name, x, dims in (("q", q, "B,T,N,H"), *pools):
         if x.ndim != 4:
             raise InputError(f"{name} has shape {x.shape}; it must have four dims [{dims}]")
-        if x.dtype != q.dtype or x.dtype.name not in DTYPES:
-            raise InputError(
-                f"{name} is {x.dtype} and q is {q.dtype}; queries, keys and values must all be the "
-                f"same one of {', '.join(DTYPES)}"
-            )
+    packed = _check_dtypes(q, k_pages, v_pages, k_scale, v_scale)
     B, _, N, H = q.shape
-    K, key_width = k_pages.shape[2:]
+    K, key_width = k_pages.shape[2], packed * k_pages.shape[3]
     if key_width != H:
         raise InputError(f"q has head width {H} and k_pages {key_width}; they must be equal")
     if min(*q.shape, *k_pages.shape) == 0 or N % K:
@@ -52,12 +51,12 @@ def make_call(
             raise InputError(
                 f"k_pages {k_pages.shape} and v_pages {v_pages.shape} must agree in [P,S,K]"
             )
-        if value_width not in (None, v_pages.shape[3]):
+        if value_width not in (None, packed * v_pages.shape[3]):
             raise InputError(
-                f"value_width={value_width} is not v_pages' {v_pages.shape[3]}; give it only where "
-                "v_pages is None and values are the first columns of the keys"
+                f"value_width={value_width} is not v_pages' {packed * v_pages.shape[3]}; give it "
+                "only where v_pages is None and values are the first columns of the keys"
             )
-        value_width = v_pages.shape[3]
+        value_width = packed * v_pages.shape[3]
     elif value_width is None or not 1 <= value_width <= H:
         raise InputError(
             f"value_width={value_width} without v_pages: give the columns of the keys, 1..{H}, "
@@ -77,6 +76,8 @@ def make_call(
         q_BTNH=q,
         k_PSKH=k_pages,
         v_PSKV=v_pages,
+        k_scale_PSK=k_scale,
+        v_scale_PSK=v_scale,
         tables_BM=page_tables,
         lengths_B=lengths,
         query_lengths_B=query_lengths,
@@ -90,7 +91,47 @@ def make_call(
     )
 
 
-def _integers(name: str, x: jax.Array, shape: tuple[int | None, ...]) -> jax.Array:
+def _check_dtypes(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> int:
+    """Numbers in an element of the pages: 2 where they are bytes of two codes, else 1."""
+    if q.dtype.name not in DTYPES:
+        raise InputError(f"q is {q.dtype}; it must be one of {', '.join(DTYPES)}")
+    pools = {"k_pages": k_pages} | ({} if v_pages is None else {"v_pages": v_pages})
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if k_scale is None and v_scale is None:
+        for name, x in pools.items():
+            if x.dtype != q.dtype:
+                raise InputError(
+                    f"{name} is {x.dtype} and q is {q.dtype}; without scales, queries, keys and "
+                    f"values must all be the same one of {', '.join(DTYPES)}"
+                )
+        return 1
+    if k_scale is None or v_scale is None or v_pages is None:
+        raise InputError(
+            "k_scale and v_scale come together, with k_pages and v_pages: values that are columns "
+            "of keys have no scales of their own"
+        )
+    for name, x in pools.items():
+        if x.dtype != k_pages.dtype or x.dtype.name not in CODES:
+            raise InputError(
+                f"{name} is {x.dtype} and k_pages is {k_pages.dtype}; with scales both must be the "
+                f"same one of {', '.join(CODES)}"
+            )
+    for name, x in scales.items():
+        if x is not None and (x.dtype != q.dtype or x.shape != k_pages.shape[:3]):
+            raise InputError(
+                f"{name} is {x.dtype} {x.shape}; it must have q's dtype {q.dtype} and a number for "
+                f"each slot and head of k_pages, {k_pages.shape[:3]}"
+            )
+    return 8 // CODES[k_pages.dtype.name].bits
+
+
+def _integers(name: str, x: jax.Array | np.ndarray, shape: tuple[int | None, ...]) -> jax.Array:
     x = jnp.asarray(x)
     fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
     if not fits or x.dtype != jnp.int32:

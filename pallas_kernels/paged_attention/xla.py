@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.common.dot import einsum_f32
 
+from .codes import numbers_of
 from .spec import PagedCall
 
 _KEYS = 512  # of a row, that are gathered at a time
@@ -56,12 +57,17 @@ def _attend(call: PagedCall, positions_BT: jax.Array) -> jax.Array:
         # What nobody put there may be anything, even NaN, and 0 * NaN is none.
         there_BL11 = (keys_L[None, :] < call.lengths_B[:, None])[:, :, None, None]
 
-        def gathered(pages: jax.Array) -> jax.Array:
+        def gathered(pages: jax.Array, scale_PSK: jax.Array | None) -> jax.Array:
             x = pages[pages_BC].reshape(B, per_step * size, *pages.shape[2:])
+            if call.code is not None and scale_PSK is not None:
+                scale_BLK = scale_PSK[pages_BC].reshape(B, per_step * size, K)
+                x = numbers_of(x, scale_BLK, call.code, call.q_BTNH.dtype)
             return jnp.where(there_BL11, x, 0)
 
-        k_BLKH = gathered(call.k_PSKH)
-        v = k_BLKH[..., : call.spec.value_width] if call.v_PSKV is None else gathered(call.v_PSKV)
+        k_BLKH = gathered(call.k_PSKH, call.k_scale_PSK)
+        v = k_BLKH[..., : call.spec.value_width]
+        if call.v_PSKV is not None:
+            v = gathered(call.v_PSKV, call.v_scale_PSK)
         s_BTKGL = einsum_f32("BTKGH,BLKH->BTKGL", q_BTKGH, k_BLKH) * scale
         if cap is not None:
             s_BTKGL = cap * jnp.tanh(s_BTKGL / cap)

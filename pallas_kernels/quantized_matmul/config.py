@@ -5,17 +5,15 @@ import math
 
 import jax.numpy as jnp
 
+from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH
 from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
+from pallas_kernels.hopper.resident_rows import DEPTH
+from pallas_kernels.hopper.resident_rows import MOST_ROWS as MOST_RESIDENT
 
 from .weight import QuantizedWeight
 
-DEPTH = 128  # of K, in a stage
-STRIP = 8  # rows of x in a fragment
 MOST_ROWS = 256
 MOST_ROWS_AT_A_TIME = 64
-MOST_RESIDENT = 8  # rows of x that are copied at once
-WIDTH = 64  # columns that a warpgroup's warps have, a fragment each
-WARPGROUP = 128  # threads
 MOST_SUMS = 64  # of products, that a thread keeps; with scales of groups as many again
 RESERVE = 2 * 1024  # barriers, and gaps between buffers
 SPLITS, GROUPS = (1, 2, 4, 8), (1, 2, 4)

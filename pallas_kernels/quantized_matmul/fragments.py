@@ -4,33 +4,15 @@ Values are MLIR's: i32 registers with two 16-bit numbers or codes, f32 sums.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils
+from pallas_kernels.hopper.mosaic import arith, llvm
+from pallas_kernels.hopper.threads import assembly, constant, i32, loaded, widened
 
-from .config import WARPGROUP
 from .weight import WeightCode
-
-
-def i32() -> Any:
-    """The type of a register."""
-    return ir.IntegerType.get_signless(32)
-
-
-def constant(x: int) -> Any:
-    """A register that has these bits."""
-    return mgpu.c(x - 2**32 if x >= 2**31 else x, i32())
-
-
-def assembly(result: Any, operands: list[Any], text: str, constraints: str, *, pure: bool) -> Any:
-    """PTX with its operands."""
-    return llvm.inline_asm(
-        result, operands, text, constraints, asm_dialect=0, has_side_effects=not pure
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,9 +57,18 @@ class Dequantizer:
             zeros: of columns g and g + 8, as ``zero_pair`` gives them.
         """
         if self.code is WeightCode.INT4:
-            return [self._int4(words[0], r, zeros[r & 1]) for r in range(4)]
-        one = self._int8 if self.code is WeightCode.INT8 else self._e4m3
-        return [one(words[r >> 1], r & 1) for r in range(4)]
+            return [self.two(words[0], r, zeros[r & 1]) for r in range(4)]
+        return [self.two(words[r >> 1], r & 1) for r in range(4)]
+
+    def two(self, word: Any, place: int, zero: Any | None = None) -> Any:
+        """A register of two of a word's numbers, the first in its low bits.
+
+        They are, of 4 bits, nibbles ``place`` and ``place + 4``, less ``zero``; of int8, bytes
+        ``2 place`` and the next; of e4m3, bytes ``1 - place`` and ``3 - place``.
+        """
+        if self.code is WeightCode.INT4:
+            return self._int4(word, place, self.zero_pair(None) if zero is None else zero)
+        return (self._int8 if self.code is WeightCode.INT8 else self._e4m3)(word, place)
 
     def _int4(self, word: Any, place: int, zero: Any) -> Any:
         shifted = arith.shrui(word, constant(4 * place)) if place else word
@@ -123,50 +114,22 @@ class Dequantizer:
         return [llvm.extractvalue(f32, found, [i]) for i in range(4)]
 
 
-def address(ref: Any) -> Any:
-    """Where a buffer in shared memory begins, in bytes, i32."""
-    return llvm.ptrtoint(i32(), mgpu_utils.memref_ptr(ref))
-
-
-def thread() -> Any:
-    """This thread's number in its warpgroup."""
-    return arith.remui(mgpu_utils.thread_idx(), constant(WARPGROUP))
-
-
-def total(*terms: Any) -> Any:
-    """A sum of i32 values, or of such values times constants."""
-    values = [arith.muli(x[0], constant(x[1])) if isinstance(x, tuple) else x for x in terms]
-    return functools.reduce(arith.addi, values)
-
-
 def fused(a: Any, b: Any, c: Any) -> Any:
     """``a b + c`` in fp32, rounded once."""
     f32 = ir.F32Type.get()
     return assembly(f32, [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", pure=True)
 
 
-def _loaded(instruction: str, place: Any, count: int, *, kind: str, offset: int = 0) -> list[Any]:
-    """So many words that an instruction loads from a place; kind: of its register, r or l."""
-    names = ",".join(f"${i}" for i in range(count))
-    where = f"${count}+{offset}" if kind == "r" else f"${count}"
-    found = assembly(
-        llvm.StructType.get_literal([i32()] * count),
-        [place],
-        f"{instruction} {{{names}}}, [{where}];",
-        ",".join(["=r"] * count + [kind]),
-        pure=False,
-    )
-    return [llvm.extractvalue(i32(), found, [i]) for i in range(count)]
-
-
 def load_matrices(place: Any, offset: int) -> list[Any]:
     """Four right fragments of 8 rows of x and 8 of K, the bytes of each lane's row given."""
-    return _loaded("ldmatrix.sync.aligned.m8n8.x4.shared.b16", place, 4, kind="r", offset=offset)
+    return loaded("ldmatrix.sync.aligned.m8n8.x4.shared.b16", place, 4, kind="r", offset=offset)
 
 
 def load_words(place: Any, offset: int, count: int) -> list[Any]:
-    """Two or four words of shared memory."""
-    return _loaded(f"ld.shared.v{count}.b32", place, count, kind="r", offset=offset)
+    """One, two or four words of shared memory."""
+    if count == 1:
+        return [assembly(i32(), [place], f"ld.shared.b32 $0, [$1+{offset}];", "=r,r", pure=False)]
+    return loaded(f"ld.shared.v{count}.b32", place, count, kind="r", offset=offset)
 
 
 def load_number(place: Any, offset: int, dtype: jnp.dtype) -> Any:
@@ -179,49 +142,3 @@ def load_number(place: Any, offset: int, dtype: jnp.dtype) -> Any:
     if dtype == jnp.uint16:
         return arith.extui(i32(), half)
     return widened(half, dtype)
-
-
-def widened(half: Any, dtype: jnp.dtype) -> Any:
-    """bfloat16 or float16, i16, as f32."""
-    f32 = ir.F32Type.get()
-    if dtype == jnp.bfloat16:
-        return arith.bitcast(f32, arith.shli(arith.extui(i32(), half), constant(16)))
-    return assembly(f32, [half], "cvt.f32.f16 $0, $1;", "=f,h", pure=True)
-
-
-def global_place(ref: Any, at: Any, size: int) -> Any:
-    """Where element ``at`` (i32) of so many bytes lies in global memory, i64."""
-    i64 = ir.IntegerType.get_signless(64)
-    byte = arith.muli(arith.extui(i64, at), mgpu.c(size, i64))
-    return arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref)), byte)
-
-
-def global_number(ref: Any, at: Any, offset: int, dtype: jnp.dtype) -> Any:
-    """Element ``at + offset`` of scales in global memory, f32."""
-    f32, size = ir.F32Type.get(), dtype.itemsize
-    place = global_place(ref, at, size)
-    where = f"[$1+{size * offset}]"
-    if size == 4:
-        return assembly(f32, [place], f"ld.global.nc.f32 $0, {where};", "=f,l", pure=False)
-    i16 = ir.IntegerType.get_signless(16)
-    half = assembly(i16, [place], f"ld.global.nc.b16 $0, {where};", "=h,l", pure=False)
-    return widened(half, dtype)
-
-
-def copy_16_bytes(source: Any, target: Any) -> None:
-    """From global memory (i64) to shared memory (i32)."""
-    words = _loaded("ld.global.nc.v4.b32", source, 4, kind="l")
-    text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
-    assembly(None, [target, *words], text, "r,r,r,r,r", pure=False)
-
-
-def global_words(ref: Any, at: Any, count: int) -> list[Any]:
-    """Two or four words of global memory, from word ``at`` on."""
-    return _loaded(f"ld.global.nc.v{count}.b32", global_place(ref, at, 4), count, kind="l")
-
-
-def widened_pair(pair: Any, dtype: jnp.dtype) -> list[Any]:
-    """Two bfloat16 or float16 in a register as f32."""
-    i16 = ir.IntegerType.get_signless(16)
-    high = arith.shrui(pair, constant(16))
-    return [widened(arith.trunci(i16, x), dtype) for x in (pair, high)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.common.row_inputs import RmsNorm
 
 from .config import MOST_ROWS, STRIP, ProductShape, QuantizedConfig, config_for
 from .fragments import Dequantizer
@@ -41,8 +42,14 @@ def quantized_matmul_hopper(
     *,
     out_dtype: jnp.dtype,
     config: QuantizedConfig | None = None,
+    norm: RmsNorm | None = None,
+    swiglu_input: bool = False,
+    residual_MN: jax.Array | None = None,
 ) -> jax.Array:
     """[M, N], of at most 256 rows and a call of which ``unsupported`` says nothing.
+
+    Args:
+        norm, swiglu_input, residual_MN: in the kernel, of a call that ``fuses``.
 
     Raises:
         UnsupportedError: tiles that do not fit the call.
@@ -54,6 +61,8 @@ def quantized_matmul_hopper(
     shape = ProductShape.of(rows, weight)
     config = config or config_for(shape)
     assert config is not None, "unsupported"
+    is_fused = norm is not None or swiglu_input or residual_MN is not None
+    assert not is_fused or fuses(rows, weight, config), "fuses"
     if not config.is_resident(shape):
         shape = dataclasses.replace(shape, M=-(-rows // STRIP) * STRIP)
         x_MK = jnp.pad(x_MK, ((0, shape.M - rows), (0, 0)))
@@ -66,5 +75,16 @@ def quantized_matmul_hopper(
         dequantizer=Dequantizer(code=weight.format.code, dtype=jnp.dtype(x_MK.dtype)),
         scale_dtype=jnp.dtype(weight.scales.dtype),
         out_dtype=jnp.dtype(out_dtype),
+        norm=norm,
+        gated=swiglu_input,
+        has_residual=residual_MN is not None,
     )
-    return kernel.result(x_MK, weight)[:rows]
+    return kernel.result(x_MK, weight, residual_MN)[:rows]
+
+
+def fuses(rows: int, weight: QuantizedWeight, config: QuantizedConfig) -> bool:
+    """Whether the kernel also does what comes before and after its product: of rows that stay in
+    shared memory as they are, by sums that are read in pairs.
+    """
+    is_resident = config.is_resident(ProductShape.of(rows, weight))
+    return is_resident and weight.order is None and not config.quads

@@ -15,14 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
+from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import arith, llvm, mgpu_utils, plgpu
-from pallas_kernels.hopper.tile import tiled
-
-from .codes import COLUMNS, ROWS
-from .config import DEPTH, STRIP, WIDTH
-from .fragments import (
-    Dequantizer,
+from pallas_kernels.hopper.resident_rows import DEPTH
+from pallas_kernels.hopper.threads import (
     address,
     assembly,
     constant,
@@ -33,6 +30,10 @@ from .fragments import (
     total,
     widened_pair,
 )
+from pallas_kernels.hopper.tile import tiled
+
+from .codes import COLUMNS, ROWS
+from .fragments import Dequantizer
 from .weight import QuantizedWeight
 
 MOST_STAGES = 8  # of a block

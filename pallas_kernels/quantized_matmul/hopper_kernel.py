@@ -2,7 +2,7 @@
 
 The transposed product is computed: a warp's left operand is 16 columns of the weight, its right one
 8 rows of x. A block has some columns and, with the blocks of its cluster, all of K; its warpgroups
-take turns at its stages. Their sums are added in one order (``hopper_sums``).
+take turns at its stages. Their sums are added in one order (``ClusterSums``).
 
 Dims: M row of x, K contracted, N column of the weight, G group of rows.
 """
@@ -17,25 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
+from pallas_kernels.common.row_inputs import RmsNorm
+from pallas_kernels.hopper.cluster_sums import STRIP, WIDTH, ClusterSums
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
+from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
+from pallas_kernels.hopper.threads import address, constant, thread, total
 from pallas_kernels.hopper.tile import tiled
 
 from .codes import COLUMNS, ROWS
-from .config import DEPTH, STRIP, WARPGROUP, WIDTH, ProductShape, QuantizedConfig
-from .fragments import (
-    Dequantizer,
-    address,
-    constant,
-    fused,
-    load_matrices,
-    load_number,
-    load_words,
-    thread,
-    total,
-)
-from .hopper_rows import copy_rows
-from .hopper_sums import ProductSums
+from .config import ProductShape, QuantizedConfig
+from .fragments import Dequantizer, fused, load_matrices, load_number, load_words
 from .weight import QuantizedWeight
 
 SWIZZLED = 64  # columns of x whose 16-byte chunks are permuted together
@@ -50,6 +43,9 @@ class QuantizedKernel:
     dequantizer: Dequantizer
     scale_dtype: jnp.dtype
     out_dtype: jnp.dtype
+    norm: RmsNorm | None = None  # of x, as ``gated``: where it is resident
+    gated: bool = False
+    has_residual: bool = False
 
     @property
     def is_resident(self) -> bool:
@@ -57,10 +53,33 @@ class QuantizedKernel:
         return self.c.is_resident(self.s)
 
     @property
-    def sums(self) -> ProductSums:
+    def sums(self) -> ClusterSums:
         """What becomes of sums in registers."""
-        dtypes = {"scale_dtype": self.scale_dtype, "out_dtype": self.out_dtype}
-        return ProductSums(c=self.c, s=self.s, **dtypes)
+        return ClusterSums(
+            rows=self.s.M,
+            rows_at_a_time=self.s.rows_at_a_time,
+            columns=self.s.N,
+            tiles=self.c.tiles,
+            split=self.c.split,
+            groups=self.c.groups,
+            out_dtype=self.out_dtype,
+            scale_dtype=None if self.s.scaled_parts else self.scale_dtype,
+            has_residual=self.has_residual,
+            quads=self.c.quads,
+        )
+
+    @property
+    def rows(self) -> ResidentRows:
+        """x, where it is resident."""
+        return ResidentRows(
+            M=self.s.M,
+            K=self.s.K,
+            dtype=self.dequantizer.dtype,
+            steps=self.c.steps(self.s),
+            groups=self.c.groups,
+            norm=self.norm,
+            gated=self.gated,
+        )
 
     @property
     def words(self) -> int:
@@ -72,7 +91,9 @@ class QuantizedKernel:
         """What a stage has besides words and x."""
         return ("scales", "zeros")[: bool(self.s.scaled_parts) + self.s.has_zeros]
 
-    def result(self, x_MK: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    def result(
+        self, x_MK: jax.Array, weight: QuantizedWeight, residual_MN: jax.Array | None
+    ) -> jax.Array:
         """[M, N]."""
         c, s = self.c, self.s
         operands = {
@@ -82,6 +103,10 @@ class QuantizedKernel:
         }
         if weight.zeros is not None:
             operands["zeros"] = weight.zeros.reshape(-1, s.N // WIDTH, WIDTH)
+        if self.is_resident:
+            operands |= self.rows.operands()
+        if residual_MN is not None:
+            operands["residual"] = residual_MN
         return launch(
             self.run,
             operands=operands,
@@ -110,6 +135,7 @@ class QuantizedKernel:
         if self.is_resident:
             part = (c.turns(s), s.strips, DEPTH // SWIZZLED, STRIP, SWIZZLED)
             scratch["x"] = plgpu.SMEM((c.groups, *part), self.dequantizer.dtype)
+            scratch |= self.rows.scratch()
         else:
             part = (c.stages, s.strips * STRIP, DEPTH)
             scratch["x"] = plgpu.SMEM(part, self.dequantizer.dtype, transforms=tiled(128))
@@ -168,7 +194,7 @@ class QuantizedKernel:
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
         if self.is_resident:
-            copy_rows(gmem.x, smem.x.at[group], first, group, c=c, s=s)
+            self.rows.place(gmem, smem, smem.x.at[group], first, group)
 
         def step(turn, sums):
             i = turn * c.groups + group
@@ -190,10 +216,12 @@ class QuantizedKernel:
         x_kind = plgpu.RefType(() if self.is_resident else tiled(128))
         kinds = [plgpu.RefType(), x_kind] + [plgpu.RefType()] * (len(refs) - 2)
 
-        @plgpu.inline_mgpu(arg_types=(self.sums.layout, *kinds), return_type=self.sums.array)
+        held = self.sums.held
+
+        @plgpu.inline_mgpu(arg_types=(held.layout, *kinds), return_type=held.array)
         def add(ctx, sums, *refs):
             del ctx
-            return self.sums.fragmented(self.stage(self.sums.numbers(sums), *refs))
+            return held.together(self.stage(held.apart(sums), *refs))
 
         return add(sums, *refs)
 

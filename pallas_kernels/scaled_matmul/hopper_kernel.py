@@ -27,8 +27,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.common.scales import BLOCK, Scaling
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.mosaic import plgpu
-from pallas_kernels.hopper.product import finished, start_product
-from pallas_kernels.hopper.tile import column_layout, row_layout, tile_layout, tiled
+from pallas_kernels.hopper.product import no_sum, product
+from pallas_kernels.hopper.tile import column_layout, row_layout, tiled
 
 from .config import DEPTH, NUM_COMPUTE, STRIPE_BYTES, WARPGROUP_ROWS, ScaledConfig
 from .spec import ScaledSpec
@@ -232,37 +232,21 @@ class ScaledKernel:
             sums = []
             for p, total in enumerate(totals):
                 plgpu.barrier_wait(smem.filled[p].at[slot])
-                part = self.product(smem, wg, smem.a.at[slot, rows], smem.b.at[slot, columns[p]])
+                part = product(
+                    smem.a.at[slot, rows], smem.b.at[slot, columns[p]],
+                    wg=wg, turn=smem.turn if c.in_turns else None, interpretable=self.interpretable,
+                )  # fmt: skip
                 total = self.promoted(smem, total, part, scales, slot, columns[p], p)
                 if p == c.num_parts - 1:
                     plgpu.barrier_arrive(smem.empty.at[slot])
                 sums.append(total)
             return sums, ahead
 
-        zeros = [_zeros((WARPGROUP_ROWS, c.part_n)) for _ in columns]
+        zeros = [no_sum(c.part_n) for _ in columns]
         totals, _ = lax.fori_loop(0, self.num_steps, step, (zeros, scales_at(first)))
         for p, total in enumerate(totals):
             total = self.outer_scaled(gmem, total, row, column + p * c.part_n)
             self.store(gmem, smem, wg, total, row, column0, first_column, split, p)
-
-    def product(self, smem, wg, a, b) -> jax.Array:
-        """64 rows times some columns of one step."""
-        if self.c.in_turns:
-            plgpu.barrier_wait(smem.turn.at[wg])
-        if self.interpretable:
-
-            def multiply(acc):
-                plgpu.wgmma(acc, a, b.transpose((1, 0)))
-                return plgpu.wgmma_accumulator_load(acc)
-
-            shape = (WARPGROUP_ROWS, self.c.part_n)
-            product = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-            finish = functools.partial(jnp.asarray, product)
-        else:
-            finish = functools.partial(finished, start_product(a, b))
-        if self.c.in_turns:
-            plgpu.barrier_arrive(smem.turn.at[1 - wg])
-        return finish()
 
     def step_scales(self, gmem, row, column, j) -> tuple[Any, list]:
         """Of step j: of 64 rows of a, and of each part's columns where these share one."""
@@ -341,10 +325,6 @@ def _columns(x: jax.Array, first: int) -> jax.Array:
     if x.ndim == 0:
         return x
     return lax.slice(x, (0, first), (x.shape[0], first + COLUMNS_AT_ONCE))
-
-
-def _zeros(shape: tuple[int, int]) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), tile_layout())
 
 
 def _compiler_params() -> "plgpu.CompilerParams":

@@ -9,7 +9,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from tests.rounding import Rounded, stored
+from pallas_kernels.quantized_matmul import WeightCode
+from tests.rounding import Rounded, rounded, stored
 from tests.seeds import seeded
 
 
@@ -91,7 +92,7 @@ def expected(case, arguments, arrays):
                 head = n // (case.N // case.K)
                 keys = k[*where, head]
                 values = keys[:, : case.value_width] if v is None else v[*where, head]
-                scores = (Rounded(keys) @ Rounded(q[b, t, n][:, None])) * scale
+                scores = (rounded(keys) @ Rounded(q[b, t, n][:, None])) * scale
                 if case.cap is not None:
                     scores = np.tanh(scores / case.cap) * case.cap
                 top = scores.value.max()
@@ -100,8 +101,42 @@ def expected(case, arguments, arrays):
                 if case.sinks:
                     total = total + np.exp(Rounded(arrays["sinks"][n]) - top)
                 p = stored(p, kept).reshape(1, -1)
-                out[b, t, n] = ((p @ Rounded(values)) / total.reshape(1, 1))[0]
+                out[b, t, n] = ((p @ rounded(values)) / total.reshape(1, 1))[0]
     return out
+
+
+def coded(arguments, code, *, rounds):
+    """Arguments with codes for pages, their scales, and what the oracle reads instead.
+
+    Where nobody put anything lies what is no number: all bits of codes, and NaN for scales.
+
+    Args:
+        rounds: whether numbers are rounded to the queries' dtype before they are multiplied.
+    """
+    q, k, v, tables, lengths = arguments
+    scales, pools, true = {}, [], []
+    for name, x in (("k_scale", k), ("v_scale", v)):
+        wide = x.astype(np.float64)
+        top = {WeightCode.E4M3: 448.0, WeightCode.INT8: 127.0, WeightCode.INT4: 7.0}[code]
+        scale = (np.abs(wide).max(-1) / top).astype(q.dtype)
+        exact = np.clip(wide / scale.astype(np.float64)[..., None], -top, top)
+        hidden = np.isnan(exact)
+        if code is WeightCode.E4M3:
+            codes = np.where(hidden, np.nan, exact).astype(code.storage)
+            numbers = codes.astype(np.float64)
+        else:
+            numbers = np.rint(np.where(hidden, 0, exact))
+            codes = numbers.astype(np.int8)
+        if code is WeightCode.INT4:
+            low, high = np.split((codes + 8).astype(np.uint8), 2, axis=-1)
+            codes = low | high << 4
+        if code is not WeightCode.E4M3:
+            codes[hidden[..., : codes.shape[-1]]] = -1 if code is WeightCode.INT8 else 255
+        scales[name] = scale
+        pools.append(codes)
+        product = Rounded(numbers) * Rounded(scale.astype(np.float64)[..., None])
+        true.append(stored(product, q.dtype) if rounds else product)
+    return (q, *pools, tables, lengths), scales, (q, *true, tables, lengths)
 
 
 CASES = [

@@ -10,9 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import InputError, UnsupportedError, append_heads
 from pallas_kernels.common import device
+from pallas_kernels.paged_attention import numbers_of
 from pallas_kernels.paged_attention.hopper import append_heads_hopper
+from pallas_kernels.quantized_matmul import WeightCode
 from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding
+
+F32 = jnp.dtype(jnp.float32)
 
 
 def operands(B=3, T=2, N=8, K=4, H=64, dtype="bfloat16"):
@@ -44,12 +48,23 @@ def definition(heads, k, v, tables, positions, rope):
     return turned[:, :, :num_q], want_k, want_v
 
 
+def by_kernel(heads, k, v, *rest, code=None, **scales):
+    return append_heads_hopper(heads, {"k": k, "v": v} | scales, *rest, code=code)
+
+
+def coded_pools(code, num_kv=4, width=64):
+    """Pools of zeros, and scales of ones."""
+    shape = (7, 16, num_kv, width * code.bits // 8)
+    scales = {name: jnp.ones(shape[:3], jnp.bfloat16) for name in ("k_scale", "v_scale")}
+    return jnp.zeros(shape, code.storage), scales
+
+
 @pytest.mark.parametrize("form", ["xla", "kernel"])
 def test_heads_go_where_the_tables_say(form):
     arguments = operands()
     if form == "kernel":
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-            q, k, v = jax.jit(append_heads_hopper)(*arguments)
+            q, k, v = jax.jit(by_kernel)(*arguments)
     else:
         q, k, v = jax.jit(functools.partial(append_heads, implementation="xla"))(*arguments)
     want_q, want_k, want_v = definition(*arguments)
@@ -66,6 +81,33 @@ def test_heads_go_where_the_tables_say(form):
         assert_within_rounding(k, definition(*arguments[:5], (cos, -sin))[1])
 
 
+@pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT4])
+def test_heads_go_into_pages_in_few_bits(code):
+    """Of e4m3 a step is an eighth of an element's power of two, else a part of the largest."""
+    heads, k, v, *rest = operands()
+    pool, scales = coded_pools(code)
+    append = jax.jit(functools.partial(append_heads, implementation="xla"))
+    q, *found = append(heads, pool, pool, *rest, **scales)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        kernel = jax.jit(functools.partial(by_kernel, code=code))
+        again = kernel(heads, pool, pool, *rest, **scales)
+    for mine, true in zip(again[1:], found, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (mine, true)))
+    want_q, want_k, want_v = definition(heads, 0 * k, 0 * v, *rest)
+    is_there = rest[1] >= 0
+    assert_within_rounding(q[is_there], want_q[is_there])
+    for codes, scale, want in ((found[0], found[2], want_k.value), (found[1], found[3], want_v)):
+        got = np.asarray(jax.jit(numbers_of, static_argnums=(2, 3))(codes, scale, code, F32))
+        largest = np.abs(want).max(-1, keepdims=True)
+        step = np.abs(want) / 8 if code is WeightCode.E4M3 else largest / 7
+        written = largest[..., 0] > 0
+        bound = 0.51 * step + 2.0**-8 * np.abs(want) + 2.0**-9 * largest
+        assert written.sum() == 4 * 4
+        assert (np.abs(got - want) <= bound)[written].all()
+        assert not np.asarray(codes)[~written].astype(np.float32).any()
+        assert (np.asarray(scale)[~written] == 1).all()
+
+
 @pytest.mark.parametrize("case", [{"H": 64}, {"H": 128, "N": 32, "K": 8}, {"H": 256}], ids=str)
 def test_pools_are_written_in_place(case):
     with device.compiling_for(device.H200):
@@ -75,10 +117,26 @@ def test_pools_are_written_in_place(case):
     assert "scatter" not in text
 
 
+@pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT8])
+def test_pools_in_few_bits_are_written_in_place(code):
+    heads, _, _, *rest = operands(H=128, N=32, K=8)
+    pool, scales = coded_pools(code, num_kv=8, width=128)
+    with device.compiling_for(device.H200):
+        traced = jax.jit(append_heads).trace(heads, pool, pool, *rest, **scales)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("output_operand_alias<") == 4
+    assert "scatter" not in text
+
+
 def test_what_does_not_fit_is_refused():
     heads, k, v, *rest = operands()
     with pytest.raises(InputError, match="go into pools"):
         append_heads(heads[:, :, :8], k, v, *rest)
+    with pytest.raises(InputError, match="k_scale and v_scale come together"):
+        append_heads(heads, k, v, *rest, k_scale=k[..., 0])
+    pool, scales = coded_pools(WeightCode.INT8)
+    with pytest.raises(InputError, match="ask for floats"):
+        append_heads(heads, pool, pool, *rest, **scales | {"v_scale": v})
     tables, positions, rope = rest
     with pytest.raises(InputError, match=r"positions are \[B, T\]"):
         append_heads(heads, k, v, tables, positions.T, rope)

@@ -125,7 +125,7 @@ def test_auto_logs_each_case_once(caplog):
 
 
 def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
-    case = dispatch.case_of(make_call())
+    case = dispatch.case_of(make_call(), gradient=True)
 
     def row(length, name, ms):
         lengths = {"q_length": length, "kv_length": length}
@@ -139,13 +139,25 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
         rows=(row(16, "xla", 1.0), row(16, "cudnn", 2.0), row(4096, "cudnn", 3.0)),
     )
     assert dispatch.rank(table, case) == ["xla", "cudnn"]
-    assert dispatch.rank(table, case | {"q_length": 2048, "kv_length": 2048}) == ["cudnn"]
-    assert dispatch.rank(table, case | {"mask": "window"}) == []
+    far = case | {"q_length": 2048, "kv_length": 2048}
+    assert dispatch.rank(table, far) == ["cudnn"]  # the other was not timed around there
+    for other in ({"mask": "other"}, {"head_width": 64}, {"packed": True}):
+        assert dispatch.rank(table, case | other) == ["xla", "cudnn"]  # what there is
+    for other in ({"gradient": False}, {"dtype": "float16"}):
+        assert dispatch.rank(table, case | other) == []
     # One odd measurement among neighbours that agree does not count alone.
     near = [row(length, "cudnn", 2.0) for length in (1024, 1100, 1200)]
     near += [row(1024, "xla", 1.9), row(1100, "xla", 3.0), row(1200, "xla", 3.0)]
     between = case | {"q_length": 1050, "kv_length": 1050}
     assert dispatch.rank(table.with_rows(near), between) == ["cudnn", "xla"]
+    # Of two that disagree the one of the same mask and width counts.
+    other = [
+        tables.Row.of(case=dict(each.case) | {"mask": "other"}, choice=dict(each.choice), ms=ms)
+        for each, ms in zip(near[:1] + near[3:4], (3.0, 1.0), strict=True)
+    ]
+    mixed = table.with_rows([near[1], near[4], *other])
+    assert dispatch.rank(mixed, between) == ["cudnn", "xla"]
+    assert dispatch.rank(mixed, between | {"mask": "other"}) == ["xla", "cudnn"]
     older = dict(case)
     del older["heads"]
     with pytest.raises(tables.TableError, match=r"heads.*measure again"):
@@ -153,7 +165,7 @@ def test_auto_takes_the_fastest_measured_near_the_case(tmp_path, monkeypatch):
     tables.save(table, tmp_path / "flash_attention" / "dispatch-cpu.json")
     monkeypatch.setenv(tables.USER_FOLDER_VARIABLE, str(tmp_path))
     call = make_call()
-    order = dispatch.preferences(call)
+    order = dispatch.preferences(call, gradient=True)
     assert order == ["xla", "cudnn", "hopper"]
 
 

@@ -60,7 +60,7 @@ def test_auto_on_hopper(monkeypatch):
     assert chosen(BY_NAME["d128 full b4 s4096 h32/8"]) == "cudnn"  # the other way there
     phi = BY_NAME["phi-2"]
     assert chosen(phi) == "hopper"  # as measured
-    assert chosen(dataclasses.replace(phi, causal=False)) == "cudnn"  # no row of this width
+    assert chosen(dataclasses.replace(phi, causal=False)) == "hopper"  # by rows of other widths
     assert chosen(PACKED) == "hopper"
     assert chosen(BY_NAME["gemma-2-9b, local"]) == "hopper"  # a soft cap is beyond cuDNN
     monkeypatch.setattr(dispatch, "UNMEASURED", HOPPER_FIRST)

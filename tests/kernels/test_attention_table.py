@@ -19,7 +19,8 @@ PACKED = dataclasses.replace(CASE, packed=True)
 TIMES = {
     (CASE, "fwd+bwd", "hopper"): 2.0,
     (CASE, "fwd+bwd", "cudnn"): 1.0,
-    (CASE, "fwd", "hopper"): 0.1,  # forwards alone do not choose
+    (CASE, "fwd", "hopper"): 0.1,
+    (CASE, "fwd", "cudnn"): 0.2,
     (PACKED, "fwd+bwd", "hopper"): 0.5,
     (PACKED, "fwd+bwd", "xla"): 0.25,
 }
@@ -29,7 +30,7 @@ TIMES = {
 def result():
     rows = [
         {"case": case.name, "direction": direction, "implementation": name,
-         "fields": case.fields(), "ms": ms, "tflops": 1.0}
+         "fields": case.fields(direction), "ms": ms, "tflops": 1.0}
         for (case, direction, name), ms in TIMES.items()
     ]  # fmt: skip
     rows.append({"case": CASE.name, "direction": "fwd+bwd", "implementation": "xla",
@@ -39,7 +40,7 @@ def result():
     return {"environment": environment, "rows": rows, "failures": []}
 
 
-def chosen(case):
+def chosen(case, *, gradient=True):
     q, k, v, _ = jax.eval_shape(case.arrays)
     ids: Any = jax.ShapeDtypeStruct((case.B, case.T), "int32") if case.packed else None
     masks = AttentionMasks(q_segment_ids=ids, kv_segment_ids=ids)
@@ -47,18 +48,19 @@ def chosen(case):
         spec=case.spec, masks=masks, q=q, k=k, v=v, backward="fused", return_residual=False
     )
     with device.compiling_for(device.H200):
-        return dispatch.choose("auto", call)
+        return dispatch.choose("auto", call, gradient=gradient)
 
 
 def test_auto_follows_the_table(result, tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "TUNED", tmp_path)
     table = attention_table.table_of(result)
-    assert len(table.rows) == 4
+    assert len(table.rows) == 6
     tables.save(table, tmp_path / f"dispatch-{device.H200.slug}.json")
     loaded = tables.load(tmp_path / f"dispatch-{device.H200.slug}.json")
     assert set(loaded.rows) == set(table.rows)
     tables._find.cache_clear()
     assert chosen(CASE) == "cudnn"
+    assert chosen(CASE, gradient=False) == "hopper"
     assert chosen(PACKED) == "xla"
     times = {"cudnn": "hopper", "hopper": "cudnn", "xla": "xla"}
     for row in result["rows"]:
@@ -66,6 +68,7 @@ def test_auto_follows_the_table(result, tmp_path, monkeypatch):
     tables.save(attention_table.table_of(result), tmp_path / f"dispatch-{device.H200.slug}.json")
     tables._find.cache_clear()
     assert chosen(CASE) == "hopper"
+    assert chosen(CASE, gradient=False) == "cudnn"
     tables._find.cache_clear()
 
 

@@ -9,13 +9,14 @@ import pytest
 
 from pallas_kernels import flash_attention
 from pallas_kernels.common import device
-from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME
+from pallas_kernels.flash_attention import LSE_NAME, OUT_NAME, dispatch
 from tests.kernels import attention_oracle
 from tests.tolerance import assert_within_rounding
 
 pytestmark = pytest.mark.gpu
 
 attend = functools.partial(flash_attention, implementation="hopper")
+POLICY = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,3 +126,26 @@ def test_a_million_tokens():
         )
         want = (oracle["out"], oracle["dq"], oracle["dk"][:, inner], oracle["dv"][:, inner])
         assert_within_rounding(got, want, what=f"rows from {start}")
+
+
+def test_a_forward_alone_takes_another(monkeypatch):
+    def preferences(call, *, gradient):
+        return ["hopper" if gradient else "cudnn"]
+
+    monkeypatch.setattr(dispatch, "preferences", preferences)
+    q, k, v, d_out = (normal(i, 2, 256, n, 64) for i, n in enumerate((4, 2, 2, 4)))
+
+    def function(name):
+        @functools.partial(jax.checkpoint, policy=POLICY)
+        def layer(x, kv):
+            return flash_attention(x, *kv, is_causal=True, implementation=name), None
+
+        return lambda q, k, v: jax.lax.scan(layer, q, (jnp.stack([k, -k]), jnp.stack([v, v])))[0]
+
+    def gradients(name):
+        out, pull = jax.vjp(function(name), q, k, v)
+        return out, pull(d_out)
+
+    alone, cudnn = jax.jit(function("auto")), jax.jit(function("cudnn"))
+    np.testing.assert_array_equal(alone(q, k, v), cudnn(q, k, v))
+    assert_close(jax.jit(gradients, static_argnums=0)("auto"), gradients("hopper"))

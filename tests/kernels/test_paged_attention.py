@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import InputError, append_to_pages, paged_attention
+from pallas_kernels.quantized_matmul import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.rounding import Rounded
 from tests.tolerance import assert_within_rounding
@@ -33,6 +34,32 @@ def test_is_the_definition(name, dtype, implementation):
     arguments, arrays = case.arrays(dtype)
     got = run(case, arguments, arrays, implementation)
     assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+CODED = [
+    ("everything", WeightCode.INT4, "xla"),
+    ("pages-64", WeightCode.E4M3, "xla"),
+    ("everything", WeightCode.INT8, "reference"),
+]
+
+
+@pytest.mark.parametrize(("name", "code", "implementation"), CODED)
+def test_caches_in_few_bits_are_codes_times_scales(name, code, implementation):
+    case = cases.NAMED[name]
+    arguments, arrays = case.arrays("float32")
+    (q, k, v, *rest), scales, true = cases.coded(arguments, code, rounds=True)
+    want = cases.expected(case, true, arrays)
+    attend = jax.jit(
+        functools.partial(paged_attention, **case.options, implementation=implementation)
+    )
+    assert_within_rounding(attend(q, k, v, *rest, **scales, **arrays), want)
+    another_token = {"k_scale": np.roll(scales["k_scale"], 1, 1)}
+    with pytest.raises(AssertionError):
+        assert_within_rounding(attend(q, k, v, *rest, **scales | another_token, **arrays), want)
+    if code is WeightCode.INT4:
+        swapped = v >> 4 | v << 4
+        with pytest.raises(AssertionError):
+            assert_within_rounding(attend(q, k, swapped, *rest, **scales, **arrays), want)
 
 
 def test_many_queries_go_in_blocks():
@@ -100,6 +127,18 @@ def test_faults_are_caught(fault, dtype):
         ({"lengths": jnp.zeros(4)}, "lengths is float32"),
         ({"sinks": jnp.zeros(3)}, "must be one float per head"),
         ({"implementation": "cudnn"}, "implementation='cudnn' must be auto"),
+        ({"k_scale": jnp.zeros((19, 16, 2))}, "k_scale and v_scale come together"),
+        (
+            {"k_scale": jnp.zeros((19, 16, 2)), "v_scale": jnp.zeros((19, 16, 2))},
+            "with scales both must be",
+        ),
+        (
+            {
+                **dict.fromkeys(("k_pages", "v_pages"), jnp.zeros((19, 16, 2, 64), jnp.int8)),
+                **dict.fromkeys(("k_scale", "v_scale"), jnp.zeros((19, 16))),
+            },
+            "a number for each slot and head",
+        ),
     ],
     ids=str,
 )

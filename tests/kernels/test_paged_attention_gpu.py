@@ -9,6 +9,8 @@ import pytest
 
 from pallas_kernels import append_heads, paged_attention
 from pallas_kernels.common import device
+from pallas_kernels.paged_attention import numbers_of
+from pallas_kernels.quantized_matmul import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.kernels import test_append_heads as appended
 from tests.kernels.test_paged_attention import run
@@ -37,6 +39,30 @@ def test_kernels_are_the_definition(name, dtype):
     arguments, arrays = case.arrays(dtype)
     got = run(case, arguments, arrays, "hopper")
     assert_within_rounding(got, cases.expected(case, arguments, arrays))
+
+
+CODED = (
+    "pages-16", "pages-32", "pages-64", "pages-128", "empty-rows", "window", "window-of-one", "cap",
+    "sinks", "everything", "chunk", "more-queries-than-keys", "heads-of-three",
+)  # fmt: skip
+MANY = cases.PagedCase(name="many", lengths=(90, 40), T=20, query_lengths=(20, 7))
+
+
+@pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT8, WeightCode.INT4])
+@pytest.mark.parametrize("name", [*CODED, "long", "many"])
+def test_caches_in_few_bits_are_codes_times_scales(name, code):
+    """Numbers of a call with many queries are rounded, as its rows become pages of 16 bits."""
+    case = (cases.NAMED | {"long": LONG, "many": MANY})[name]
+    arguments, arrays = case.arrays("bfloat16")
+    given, scales, true = cases.coded(arguments, code, rounds=name == "many")
+    got = run(case, given, arrays | scales, "hopper")
+    want = cases.expected(case, true, arrays)
+    assert_within_rounding(got, want)
+    np.testing.assert_array_equal(got, run(case, given, arrays | scales, "hopper"))
+    if name == "long":
+        another = {"v_scale": np.roll(scales["v_scale"], 1, 1)}
+        with pytest.raises(AssertionError):
+            assert_within_rounding(run(case, given, arrays | scales | another, "hopper"), want)
 
 
 def test_long_rows_are_split_and_repeat_bit_for_bit():
@@ -80,3 +106,23 @@ def test_heads_are_appended_in_place(case):
     assert_within_rounding(q[is_there], want_q[is_there])
     assert_within_rounding(k, want_k)
     np.testing.assert_array_equal(np.asarray(v, np.float64), want_v)
+
+
+@pytest.mark.parametrize("code", [WeightCode.E4M3, WeightCode.INT8, WeightCode.INT4])
+@pytest.mark.parametrize("width", [64, 128])
+def test_heads_are_appended_in_few_bits(code, width):
+    """As XLA does it, but for ties: quotients are rounded otherwise."""
+    heads, _, _, *rest = appended.operands(N=32, K=8, H=width)
+    pool, scales = appended.coded_pools(code, num_kv=8, width=width)
+    append = jax.jit(append_heads, static_argnames="implementation")
+    want = append(heads, pool, pool, *rest, **scales, implementation="xla")
+    got = append(heads, pool, pool, *rest, **scales, implementation="hopper")
+    for pages in (1, 2):
+        mine, true = (
+            np.asarray(numbers_of(x[pages], x[pages + 2], code, jnp.dtype(jnp.float32)))
+            for x in (got, want)
+        )
+        largest = np.abs(true).max(-1, keepdims=True)
+        step = np.abs(true) / 8 + largest / 448 if code is WeightCode.E4M3 else largest / 7
+        assert (np.abs(mine - true) <= step).all()
+        assert np.mean(mine == true) > 0.99

@@ -14,12 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import UnsupportedError, paged_attention
 from pallas_kernels.common import device
+from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.hopper import plan_pages
 from pallas_kernels.paged_attention.hopper.attend import attend_pages
 from pallas_kernels.paged_attention.hopper.config import PagedConfig, QueryLayout, config_for
+from pallas_kernels.paged_attention.hopper.forward import reads_codes
 from pallas_kernels.paged_attention.hopper.merge import merge_pages
 from pallas_kernels.paged_attention.hopper.plan import extent_of, piece_start, team_of
+from pallas_kernels.paged_attention.reference import paged_attention_reference
 from pallas_kernels.paged_attention.validate import make_call
+from pallas_kernels.quantized_matmul import WeightCode
 from tests.kernels import paged_cases as cases
 from tests.tolerance import assert_within_rounding
 
@@ -185,3 +189,34 @@ def test_refuses(shape, dtype, words):
         paged_attention(
             q, k, v, np.zeros((B, 2), np.int32), np.zeros(B, np.int32), implementation="hopper"
         )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((1, 8, 2, 64), jnp.float16, "few bits must be bfloat16, not float16"),
+        ((1, 8, 2, 256), jnp.bfloat16, "widths 256/256 of a cache in few bits are not 64 or 128"),
+        ((1, 20, 10, 64), jnp.bfloat16, "10 kv heads: they are no multiple and no divisor of 8"),
+        ((1, 20, 1, 64), jnp.bfloat16, "20 query heads to a kv head are above 16"),
+    ],
+    ids=str,
+)
+def test_refuses_caches_in_few_bits(shape, dtype, words):
+    B, N, K, H = shape
+    pool, scale = np.zeros((3, 16, K, H), np.int8), np.zeros((3, 16, K), dtype)
+    arguments = np.zeros((B, N, H), dtype), pool, pool, np.zeros((B, 2), np.int32)
+    attend = functools.partial(paged_attention, k_scale=scale, v_scale=scale)
+    with device.compiling_for(device.H200), pytest.raises(UnsupportedError, match=words):
+        attend(*arguments, np.zeros(B, np.int32), implementation="hopper")
+
+
+def test_many_queries_read_their_rows_numbers():
+    """What a row's codes mean, page after page; few queries read codes as they lie."""
+    case = cases.PagedCase(name="", lengths=(40, 29), T=17, N=8, K=1)
+    arguments, arrays = case.arrays("float32")
+    arguments, scales, _ = cases.coded(arguments, WeightCode.INT4, rounds=True)
+    call = call_of(case, arguments, arrays | scales)
+    assert not reads_codes(call)
+    assert reads_codes(dataclasses.replace(call, q_BTNH=call.q_BTNH[:, :16]))
+    attend = jax.jit(paged_attention_reference)
+    np.testing.assert_array_equal(*jax.device_get((attend(call), attend(rows_as_pages(call)))))

@@ -9,7 +9,8 @@ from pallas_kernels.flash_attention import dispatch
 
 ROW = {
     "name": "b1 s4096 h8/2 d128/128 causal", "B": 1, "T": 4096, "N": 8, "K": 2, "H": 128,
-    "Hv": 128, "mask": "causal", "window": None, "auto": "hopper",
+    "Hv": 128, "mask": "causal", "window": None,
+    "auto": {"fwd": "hopper", "fwd+bwd": "hopper"},
     "ms": {"fwd": {"hopper": 1.0, "cudnn": 1.2}, "fwd+bwd": {"hopper": 4.0, "cudnn": 3.0}},
 }  # fmt: skip
 
@@ -50,13 +51,17 @@ def test_a_row_is_its_shape_again_and_a_case_of_the_table():
         "versions": {"jax": "0.11.2"},
     }  # fmt: skip
     table = attention_table.table_of({"runs": [run], "rows": [ROW]})
-    assert len(table.rows) == 2
-    assert dispatch.rank(table, dispatch.case_of(shape.call())) == ["cudnn", "hopper"]
-    # Left out, nothing is known of its widths, and cuDNN is tried before others.
-    assert attention_table.left_out(table, [ROW])["mean"] == 1.0
+    assert len(table.rows) == 4
+    both = dispatch.case_of(shape.call(), gradient=True)
+    assert dispatch.rank(table, both) == ["cudnn", "hopper"]
+    assert dispatch.rank(table, both | {"gradient": False}) == ["hopper", "cudnn"]
+    # Left out, nothing is known, and cuDNN is tried before others.
+    left = attention_table.left_out(table, [ROW])
+    assert left["fwd+bwd"]["mean"] == 1.0
+    assert left["fwd"]["mean"] == round(1 / 1.2, 4)
     like = {**ROW, "T": 2048, "ms": {"fwd": {}, "fwd+bwd": {"hopper": 1.0, "cudnn": 2.0}}}
-    both = attention_table.table_of({"runs": [run], "rows": [ROW, like]})
-    assert attention_table.left_out(both, [ROW])["least"] == 0.75
+    more = attention_table.table_of({"runs": [run], "rows": [ROW, like]})
+    assert attention_table.left_out(more, [ROW])["fwd+bwd"]["least"] == 0.75
     other = {"runs": [run | {"device": "NVIDIA H100"}], "rows": []}
     with pytest.raises(ValueError, match="differ in device"):
         attention_table.table_of({"runs": [run], "rows": [ROW]}, other)

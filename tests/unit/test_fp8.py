@@ -214,7 +214,10 @@ def test_what_is_no_matmul_is_refused():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"sites": (Site.PROJECTION, Site.EXPERTS)}, "no grouped matmul"),
+        (
+            {"sites": (Site.EXPERTS,), "scaling": Fp8Scaling.SQUARES},
+            "scaling=squares: groups .* choose scaling=blocks",
+        ),
         ({"sites": (Site.ROUTER,)}, "sends a token elsewhere"),
         ({"sites": ()}, "names no matmul"),
         ({"history": 0}, "must lie in"),

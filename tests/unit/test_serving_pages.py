@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfra.config.cache import CachedArray, CacheSpec
+from jaxinfra.config.cache import CachedArray, CacheFormat, CacheSpec
 from jaxinfra.config.model import GroupedAttentionConfig
 from jaxinfra.layers.cache import ContiguousCache, PagedCache, after_pass, in_layer
 from jaxinfra.ops.cached_attention import cached_attention, paged_attention
@@ -137,12 +137,20 @@ def test_pages_are_read_where_they_lie(name, num_queries):
         assert_no_worse(result[~padding], plain=plain, oracle=true)
 
 
-@pytest.mark.parametrize(("dtype", "kernels"), [(jnp.bfloat16, True), (jnp.float32, False)])
-@pytest.mark.parametrize("paged", [True, False])
-def test_on_hopper_the_kernels_read_the_cache(dtype, kernels, paged):
+@pytest.mark.parametrize(
+    ("dtype", "form", "paged"),
+    [
+        (jnp.bfloat16, CacheFormat.PLAIN, True),
+        (jnp.bfloat16, CacheFormat.PLAIN, False),
+        (jnp.float32, CacheFormat.PLAIN, True),
+        (jnp.bfloat16, CacheFormat.INT4, False),
+        (jnp.bfloat16, CacheFormat.FP8, True),
+    ],
+)
+def test_on_hopper_the_kernels_read_the_cache(dtype, form, paged):
     config = GroupedAttentionConfig(num_q_heads=8, num_kv_heads=2, head_dim=64, rope=None)
     shape = jax.ShapeDtypeStruct
-    sizes = {"num_layers": 2, "dtype": dtype}
+    sizes = {"num_layers": 2, "dtype": dtype, "form": form}
 
     def empty():
         if not paged:
@@ -159,7 +167,7 @@ def test_on_hopper_the_kernels_read_the_cache(dtype, kernels, paged):
     arguments = shape((3, 1, 8, 64), dtype), jax.eval_shape(empty), shape((3, 1), jnp.int32)
     with compiling_for(H200):
         text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" in text) == kernels
+    assert ("mosaic_gpu" in text) == (dtype == jnp.bfloat16)
 
 
 def test_the_tolerance_notices_a_key_too_many():

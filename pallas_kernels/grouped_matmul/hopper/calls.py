@@ -3,6 +3,8 @@
 Dims: M row, G group, K width in, N width out.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -10,19 +12,35 @@ from pallas_kernels.common import device
 from pallas_kernels.common.varying import results_vary
 from pallas_kernels.grouped_matmul.formulas import SwigluResults
 
-from .config import BLOCK_ROWS, ROW_MULTIPLE, WIDTH_MULTIPLE, GroupedConfig
+from .config import (
+    BLOCK_ROWS,
+    FP8_DEPTH,
+    ROW_MULTIPLE,
+    WIDTH_MULTIPLE,
+    GroupedConfig,
+    ScaledGroupedConfig,
+)
+from .fp8_kernel import scaled_grouped_product
 from .product_kernel import grouped_product
 from .weight_gradient_kernel import grouped_weight_gradient
 
 LEAST_WIDTH = BLOCK_ROWS
 DEFAULT = GroupedConfig()
+SCALED = ScaledGroupedConfig()
+
+
+def _not_hopper() -> str | None:
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    return None
 
 
 def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
     """Why the kernels cannot compute this call; None if they can."""
-    facts = device.target()
-    if facts.capability != (9, 0):
-        return f"{facts.kind} is not a Hopper GPU (compute capability 9.0)"
+    reason = _not_hopper()
+    if reason is not None:
+        return reason
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"x is {x.dtype}; tensor cores multiply bfloat16 or float16 here"
     for name, width in zip(("K", "N"), w_GKN.shape[1:], strict=True):
@@ -30,6 +48,18 @@ def unsupported(x: jax.Array, w_GKN: jax.Array) -> str | None:
             return (
                 f"{name}={width} is not a multiple of {WIDTH_MULTIPLE} and at least {LEAST_WIDTH}"
             )
+    return None
+
+
+def scaled_unsupported(b_GNK: jax.Array) -> str | None:
+    """Why the kernel of 8-bit operands cannot compute this call; None if it can."""
+    reason = _not_hopper()
+    if reason is not None:
+        return reason
+    multiples = ("N", WIDTH_MULTIPLE), ("K", FP8_DEPTH)
+    for (name, multiple), width in zip(multiples, b_GNK.shape[1:], strict=True):
+        if width % multiple or width < LEAST_WIDTH:
+            return f"{name}={width} is not a multiple of {multiple} and at least {LEAST_WIDTH}"
     return None
 
 
@@ -120,6 +150,28 @@ def weight_gradient(
 
     x, rows_M = _rows(x, rows_M, gather=config.gather and x.shape[1] % BLOCK_ROWS == 0)
     return _call(kernel, x, _padded(d_MN), group_sizes_G, rows_M).astype(out_dtype)
+
+
+def scaled_product(
+    a_MK: jax.Array,
+    b_GNK: jax.Array,
+    a_scale_JM: jax.Array,
+    b_scale_GJI: jax.Array,
+    group_sizes_G: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+    config: ScaledGroupedConfig | None = None,
+    interpretable: bool = False,
+) -> jax.Array:
+    """Each row times its group's weight, of 8-bit operands and scales of blocks."""
+    kernel = functools.partial(
+        scaled_grouped_product,
+        out_dtype=out_dtype,
+        config=config or SCALED,
+        interpretable=interpretable,
+    )
+    operands = _padded(a_MK), b_GNK, _padded(a_scale_JM.T).T, b_scale_GJI, group_sizes_G
+    return _call(kernel, *operands)[: a_MK.shape[0]]
 
 
 def _call(kernel, *operands):

@@ -30,3 +30,17 @@ class GroupedConfig:
     """Rows that an index names are read where they lie; else copied in memory first, for the
     interpreter."""
     across: int = 0  # bands are so many tiles of rows (0) or of columns (1) wide
+
+
+FP8_DEPTH = 128
+"""Of a step of 8-bit operands: one block of scales, and 128 bytes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScaledGroupedConfig(GroupedConfig):
+    """The same for operands in 8 bits, whose products are promoted to fp32 after every step."""
+
+    in_turns: bool = True  # a warpgroup's product is issued after the other's last one
+    shares_short_tiles: bool = True
+    """Of a tile of at most 64 rows each warpgroup has half of the columns, instead of all of it one
+    warpgroup."""

@@ -26,7 +26,7 @@ from .config import (
     WIDTH_MULTIPLE,
     GroupedConfig,
 )
-from .ring import RingKernel
+from .row_tiles import RowTilesKernel
 from .rows import copy_rows
 
 
@@ -84,12 +84,11 @@ def grouped_product(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Product(RingKernel):
+class _Product(RowTilesKernel):
     """The kernel of one call; methods are its phases, written once per trace."""
 
     depths: tuple[int, ...]
     num_weights: int
-    num_columns: int
     transposed: bool
     gated: bool
     keep: bool
@@ -117,62 +116,6 @@ class _Product(RingKernel):
         return self.shared(
             a=(BLOCK_ROWS, BLOCK_DEPTH), **{f"b{i}": b for i in range(self.num_weights)}
         )
-
-    @property
-    def num_n_tiles(self) -> int:
-        return -(-self.num_columns // self.block_columns)
-
-    def constants(self, gmem: Any) -> None:
-        """Nothing but the facts of a tile is needed."""
-
-    def start(self, gmem: Any) -> Any:
-        """(group, its first row, its rows, tiles before it) of the first group."""
-        zero = jnp.int32(0)
-        return zero, zero, self.size(gmem, zero, zero), zero
-
-    def row_tiles(self, first: jax.Array, size: jax.Array) -> jax.Array:
-        """Tiles of rows of a group."""
-        count = lax.div(lax.rem(first, ROW_MULTIPLE) + size + BLOCK_ROWS - 1, BLOCK_ROWS)
-        return jnp.where(size > 0, count, 0)
-
-    def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
-        """Facts of a tile and the place of its group, which is not before the last one's.
-
-        Facts: steps, group, first row read, first row written, end of rows written, column. Rows of
-        no group are those of a group number G, without steps; beyond them there are no rows.
-        """
-
-        def is_later(place):
-            group, first, size, before = place
-            end = before + self.row_tiles(first, size) * self.num_n_tiles
-            return (index >= end) & (group <= self.num_groups)
-
-        def following(place):
-            group, first, size, before = place
-            before = before + self.row_tiles(first, size) * self.num_n_tiles
-            group, first = group + 1, first + size
-            rest = jnp.where(group == self.num_groups, self.num_rows - first, 0)
-            is_group = group < self.num_groups
-            return group, first, jnp.where(is_group, self.size(gmem, group, first), rest), before
-
-        place = lax.while_loop(is_later, following, place)
-        group, first, size, before = place
-        m, n = plgpu.planar_snake(
-            index - before,
-            (jnp.maximum(self.row_tiles(first, size), 1), self.num_n_tiles),
-            self.c.across,
-            self.c.band,
-        )
-        row = first - lax.rem(first, ROW_MULTIPLE) + m * BLOCK_ROWS
-        facts = (
-            jnp.where(group < self.num_groups, self.num_steps, 0),
-            group,
-            row,
-            jnp.maximum(first, row),
-            jnp.minimum(first + size, row + BLOCK_ROWS),
-            n * self.block_columns,
-        )
-        return facts, place
 
     def load(self, gmem: Any, smem: Any, facts: Any, done: Any) -> None:
         """Fills the ring with the operands of one tile."""
@@ -210,51 +153,9 @@ class _Product(RingKernel):
         """The ring of weight i."""
         return getattr(smem, f"b{i}")
 
-    def compute(
-        self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: None
-    ) -> None:
-        """This warpgroup's rows of one tile."""
-        del constants
-        steps, _, row, first, end, column, *_ = facts
-        row = pl.multiple_of(row + wg * WARPGROUP_ROWS, ROW_MULTIPLE)
-        first, end = (jnp.clip(x - row, 0, WARPGROUP_ROWS) for x in (first, end))
-        has_rows, is_of_group = first < end, steps > 0
-
-        def store(results):
-            parts = []
-            for value, out_gmem in zip(results, gmem.out, strict=True):
-                for j in range(0, self.block_columns, self.line):
-
-                    def at(offset, size, out_gmem=out_gmem, j=j):
-                        columns = pl.ds(pl.multiple_of(column + j, self.line), self.line)
-                        return out_gmem.at[pl.ds(row + offset, size), columns]
-
-                    part = lax.slice(value, (0, j), (WARPGROUP_ROWS, j + self.line))
-                    parts.append((part, at, column + j < self.num_columns))
-            self.store(smem, wg, parts, (first, end))
-
-        @pl.when(is_of_group & has_rows)
-        def _():
-            store(self.results(self.multiply(smem, wg, done)))
-
-        @pl.when(is_of_group & jnp.logical_not(has_rows))
-        def _():
-            def step(k, _):
-                slot = self.slot(done + k)
-                plgpu.barrier_wait(smem.full.at[slot])
-                plgpu.barrier_arrive(smem.empty.at[slot])
-
-            lax.fori_loop(0, self.num_steps, step, None)
-
-        @pl.when(jnp.logical_not(is_of_group) & has_rows)
-        def _():
-            zeros = plgpu.layout_cast(
-                jnp.zeros((WARPGROUP_ROWS, self.block_columns), jnp.float32), plgpu.Layout.WGMMA
-            )
-            store([zeros] * self.num_results)
-
-    def multiply(self, smem: Any, wg: Any, done: Any) -> Any:
-        """fp32 [64, columns] of each weight."""
+    def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
+        """fp32 [64, columns] of each result."""
+        del gmem, facts
         mine = pl.ds(pl.multiple_of(wg * WARPGROUP_ROWS, WARPGROUP_ROWS), WARPGROUP_ROWS)
 
         def product(*accs):
@@ -275,7 +176,7 @@ class _Product(RingKernel):
             return values
 
         acc = plgpu.ACC((WARPGROUP_ROWS, self.block_columns), jnp.float32)
-        return pl.run_scoped(product, *[acc] * self.num_weights)
+        return self.results(pl.run_scoped(product, *[acc] * self.num_weights))
 
     def results(self, products: Any) -> list[jax.Array]:
         """What leaves, in fp32."""

@@ -92,9 +92,18 @@ class RingKernel(abc.ABC):
     def load(self, gmem: Any, smem: Any, facts: tuple[jax.Array, ...], done: jax.Array) -> None:
         """Fills the ring with the operands of one tile; ``done`` steps were of tiles before."""
 
-    @abc.abstractmethod
-    def constants(self, gmem: Any) -> Any:
-        """What the warpgroups that multiply need of all sizes."""
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies and of one that loads; there are 504 for two and one."""
+        return 232, 40
+
+    def begin(self, gmem: Any, smem: Any, wg: jax.Array) -> Any:
+        """What a warpgroup that multiplies does first; what it needs of all sizes."""
+        del gmem, smem, wg
+
+    def finish(self, smem: Any, wg: jax.Array) -> None:
+        """What it does last."""
+        del smem, wg
 
     @abc.abstractmethod
     def compute(
@@ -109,15 +118,18 @@ class RingKernel(abc.ABC):
 
     def shared(self, **operands: tuple[int, int]) -> dict[str, Any]:
         """Buffers and barriers: a ring of tiles of each operand's shape, and of what is told."""
-        c = self.c
         ring = {
-            name: plgpu.SMEM((c.num_stages, *shape), self.dtype, transforms=tiled(128))
+            name: plgpu.SMEM((self.c.num_stages, *shape), self.dtype, transforms=tiled(128))
             for name, shape in operands.items()
         }
+        return ring | self.barriers(num_copies=len(operands))
+
+    def barriers(self, *, num_copies: int) -> dict[str, Any]:
+        """Of the ring, whose slots are filled by so many copies, and of what is told."""
+        c = self.c
         return {
-            **ring,
             "facts": plgpu.SMEM((NUM_TOLD, NUM_FACTS), jnp.int32),
-            "full": plgpu.Barrier(num_arrivals=len(operands), num_barriers=c.num_stages),
+            "full": plgpu.Barrier(num_arrivals=num_copies, num_barriers=c.num_stages),
             "empty": plgpu.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=c.num_stages),
             "told": plgpu.Barrier(num_barriers=NUM_TOLD),
             "heard": plgpu.Barrier(num_arrivals=NUM_COMPUTE, num_barriers=NUM_TOLD),
@@ -143,12 +155,12 @@ class RingKernel(abc.ABC):
 
         @pl.when(wg < NUM_COMPUTE)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(self.registers[0], action="increase")
             for slot in range(self.c.num_stages):
                 plgpu.barrier_arrive(smem.empty.at[slot])
             for slot in range(NUM_TOLD):
                 plgpu.barrier_arrive(smem.heard.at[slot])
-            constants = self.constants(gmem)
+            constants = self.begin(gmem, smem, wg)
 
             def step(carry):
                 i, done, _ = carry
@@ -161,10 +173,11 @@ class RingKernel(abc.ABC):
 
             lax.while_loop(lambda carry: carry[2], step, (jnp.int32(0), jnp.int32(0), True))
             plgpu.wait_smem_to_gmem(0)
+            self.finish(smem, wg)
 
         @pl.when(wg == LOADER)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(self.registers[1], action="decrease")
             worker = lax.axis_index("worker")
 
             def step(carry):

@@ -91,8 +91,9 @@ class _WeightGradient(RingKernel):
         """Tiles of one group."""
         return -(-self.width // BLOCK_ROWS), -(-self.num_columns // self.c.columns)
 
-    def constants(self, gmem: Any) -> jax.Array:
+    def begin(self, gmem: Any, smem: Any, wg: Any) -> jax.Array:
         """The end of the last group."""
+        del smem, wg
 
         def step(i, end):
             for j in range(READ_AT_ONCE):

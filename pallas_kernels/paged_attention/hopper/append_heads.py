@@ -18,17 +18,23 @@ from pallas_kernels.common import device
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import LANES, WARPS
 from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.registers import write_registers
+from pallas_kernels.paged_attention.codes import LARGEST, LEAST_SCALE
+from pallas_kernels.quantized_matmul import WeightCode
 from pallas_kernels.rows.config import tile_layout
 
 from .forward import DTYPES
 
 
-def unsupported_append(heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Array, ...]) -> str:
+def unsupported_append(
+    heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Array, ...], code: WeightCode | None
+) -> str:
     """Why the kernel cannot take this call; empty if it can."""
     facts = device.target()
     if facts.capability != (9, 0):
         return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
-    if heads.dtype.name not in DTYPES or k_pages.dtype != heads.dtype:
+    is_plain = code is None
+    if heads.dtype.name not in DTYPES or (is_plain and k_pages.dtype != heads.dtype):
         return f"heads {heads.dtype} and pages {k_pages.dtype} are not one of {', '.join(DTYPES)}"
     num_heads, width = heads.shape[-2:]
     num_kv_heads = k_pages.shape[2]
@@ -43,29 +49,39 @@ def unsupported_append(heads: jax.Array, k_pages: jax.Array, rope: tuple[jax.Arr
 
 def append_heads_hopper(
     heads_BTNH: jax.Array,
-    k_PSKH: jax.Array,
-    v_PSKH: jax.Array,
+    pools: dict[str, jax.Array],
     tables_BM: jax.Array,
     positions_BT: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As the portable form, of a call of which ``unsupported_append`` says nothing."""
+    *,
+    code: WeightCode | None = None,
+) -> tuple[jax.Array, ...]:
+    """As the portable form, of a call of which ``unsupported_append`` says nothing.
+
+    Args:
+        pools: "k" and "v"; "k_scale" and "v_scale" of codes.
+    """
     batch, length, num_heads, width = heads_BTNH.shape
-    num_kv_heads = k_PSKH.shape[2]
+    num_kv_heads = pools["k"].shape[2]
     tokens = batch * length
     cos_AR, sin_AR = (
         jnp.broadcast_to(x, (batch, length, width // 2)).reshape(tokens, -1) for x in rope
     )
     kernel = _AppendHeads(
-        N=num_heads - 2 * num_kv_heads, K=num_kv_heads, H=width, T=length, dtype=heads_BTNH.dtype
+        N=num_heads - 2 * num_kv_heads,
+        K=num_kv_heads,
+        H=width,
+        T=length,
+        dtype=heads_BTNH.dtype,
+        code=code,
     )
     # References, which the kernel writes into: what it leaves is not copied.
-    k_ref, v_ref = jax.new_ref(k_PSKH), jax.new_ref(v_PSKH)
+    refs = {name: jax.new_ref(pool) for name, pool in pools.items()}
     found = launch(
         kernel.run,
         operands={
             "heads": heads_BTNH.reshape(tokens, num_heads, width), "cos": cos_AR, "sin": sin_AR,
-            "tables": tables_BM, "positions": positions_BT.reshape(tokens), "k": k_ref, "v": v_ref,
+            "tables": tables_BM, "positions": positions_BT.reshape(tokens), **refs,
         },
         results={"q": jax.ShapeDtypeStruct((tokens, kernel.N, width), heads_BTNH.dtype)},
         scratch={},
@@ -75,7 +91,7 @@ def append_heads_hopper(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )  # fmt: skip
     q_BTNH = found["q"].reshape(batch, length, kernel.N, width)
-    return q_BTNH, jax.freeze(k_ref), jax.freeze(v_ref)
+    return q_BTNH, *(jax.freeze(ref) for ref in refs.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +103,7 @@ class _AppendHeads:
     H: int
     T: int
     dtype: jnp.dtype
+    code: WeightCode | None
 
     def run(self, gmem, smem) -> None:
         """One block: four heads of a token."""
@@ -109,33 +126,55 @@ class _AppendHeads:
             for each in columns
         ]  # fmt: skip
 
-        def leave(turned: bool, write) -> None:
-            for each, half in zip(columns, self.turned(gmem, token, halves, turned), strict=True):
-                write(each, half)
+        def to_queries() -> None:
+            for each, half in zip(columns, self.turned(gmem, token, halves), strict=True):
+                gmem.q[token, pl.ds(first, WARPS), each] = half
 
-        def to_queries(each, half) -> None:
-            gmem.q[token, pl.ds(first, WARPS), each] = half
+        pl.when(first < self.N)(to_queries)
+        for name, before in (("k", self.N), ("v", self.N + self.K)):
+            at = page, slot, pl.ds(first - before, WARPS)
 
-        def to_pages(pages, before: int, each, half) -> None:
-            pages[page, slot, pl.ds(first - before, WARPS), each] = half
+            @pl.when(is_kept & (first >= before) & (first < before + self.K))
+            def _(name=name, at=at):
+                found = self.turned(gmem, token, halves) if name == "k" else halves
+                pages = getattr(gmem, name)
+                if self.code is not None:
+                    self.write_codes(found, pages, getattr(gmem, f"{name}_scale"), at)
+                    return
+                for each, half in zip(columns, found, strict=True):
+                    pages[*at, each] = half
 
-        pl.when(first < self.N)(lambda: leave(True, to_queries))
-        is_key = (first >= self.N) & (first < self.N + self.K)
-        to_keys = functools.partial(to_pages, gmem.k, self.N)
-        pl.when(is_kept & is_key)(lambda: leave(True, to_keys))
-        is_value = first >= self.N + self.K
-        to_values = functools.partial(to_pages, gmem.v, self.N + self.K)
-        pl.when(is_kept & is_value)(lambda: leave(False, to_values))
+    def write_codes(self, halves: list, pages, scales, at: tuple) -> None:
+        """As ``codes_of``; a warp has a head."""
+        assert self.code is not None
+        top = LARGEST[self.code]
+        wide = [half.astype(jnp.float32) for half in halves]
+        sizes = functools.reduce(jnp.maximum, [jnp.abs(x) for x in wide])
+        # A maximum in hardware passes over NaN.
+        infinite = [jnp.where(jnp.abs(x) < jnp.inf, 0.0, 1.0) for x in wide]
+        worst = jnp.max(functools.reduce(jnp.maximum, infinite), axis=1)
+        size = jnp.maximum(jnp.max(sizes, axis=1), LEAST_SCALE * top)
+        scale = (jnp.where(worst > 0.0, jnp.nan, size) / top).astype(scales.dtype)
+        write_registers(scale, scales.at[*at])
+        step = lax.broadcast_in_dim(scale.astype(jnp.float32), wide[0].shape, [0])
+        scaled = [jnp.clip(x / step, -top, top) for x in wide]
+        if self.code is WeightCode.INT4:
+            low, high = (jnp.round(x).astype(jnp.int32) + 8 for x in scaled)
+            write_registers((low | (high << 4)).astype(pages.dtype), pages.at[*at])
+            return
+        for i, x in enumerate(scaled):
+            if self.code is WeightCode.INT8:
+                x = jnp.round(x)
+            columns = pl.ds(i * self.H // 2, self.H // 2)
+            write_registers(x.astype(pages.dtype), pages.at[*at, columns])
 
     @property
     def layout(self):
         """Four heads, one a warp."""
         return tile_layout(self.H // 2 // LANES)
 
-    def turned(self, gmem, token, halves, is_turned: bool):
-        """Both halves of the heads, turned in fp32 or as they are."""
-        if not is_turned:
-            return halves
+    def turned(self, gmem, token, halves: list) -> list:
+        """Both halves of the heads, turned in fp32."""
         first, second = (half.astype(jnp.float32) for half in halves)
         cos, sin = (
             lax.broadcast_in_dim(

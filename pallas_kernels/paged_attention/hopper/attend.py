@@ -24,8 +24,9 @@ from pallas_kernels.paged_attention.spec import PagedCall, PagedSpec
 
 from .config import ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan
+from .reader import PageReader
 from .scores import NO_MAXIMUM, clean, positions_less_columns, softmax_step
-from .segments import Segment, TileLine
+from .segments import Segment
 
 
 def attend_pages(
@@ -97,8 +98,12 @@ class _AttendPages:
     interpretable: bool
 
     @property
-    def pages_per_tile(self) -> int:
-        return max(1, self.c.block_kv // self.g.size)
+    def reader(self) -> PageReader:
+        """What its workers read."""
+        return PageReader(
+            g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
+            ragged_queries=self.ragged_queries,
+        )  # fmt: skip
 
     @property
     def part_width(self) -> int:
@@ -142,11 +147,11 @@ class _AttendPages:
             "q_full": each(num_arrivals=g.tokens),
             "q_empty": each(num_arrivals=c.value_parts),
             "q_read": read,
-            "k_full": ring(num_arrivals=self.pages_per_tile),
+            "k_full": ring(num_arrivals=self.reader.pages_per_tile),
             "k_empty": ring(num_arrivals=c.value_parts),
         }
         if not g.latent:
-            buffers["v_full"] = ring(num_arrivals=self.pages_per_tile)
+            buffers["v_full"] = ring(num_arrivals=self.reader.pages_per_tile)
             buffers["v_empty"] = ring(num_arrivals=c.value_parts)
         return buffers
 
@@ -170,51 +175,29 @@ class _AttendPages:
             plgpu.set_max_registers(least, action="decrease")
             self.load(gmem, smem, wg - num_compute)
 
-    def each_segment(self, gmem, worker, body) -> None:
-        """Calls ``body(segment, tiles done, its queries' place)`` for this worker's segments."""
-        number = lax.axis_index("block") * self.c.num_workers + worker
-        line = TileLine(
-            g=self.g, c=self.c, window=self.spec.window, capacity=self.capacity,
-            ragged_queries=self.ragged_queries,
-        )  # fmt: skip
-        queries = self.c.num_queries
-
-        def placed(segment, done, nth) -> None:
-            body(segment, done, worker * queries + lax.rem(nth, queries))
-
-        line.walk(gmem, number, placed)
-
     def load(self, gmem, smem, worker) -> None:
         """Fills the ring of a worker."""
         g, c = self.g, self.c
 
         def segment(seg: Segment, done, mine):
             plgpu.barrier_wait(smem.q_empty.at[mine])
-            head0 = lax.div(seg.head * g.group, 8) * 8
-            token0 = lax.div(seg.tile, g.tiles_per_token) * g.tokens
-            if g.tiles_per_token > 1:
-                head0 += lax.rem(seg.tile, g.tiles_per_token) * ROWS
-            rows = min(g.span, ROWS)
-            for t in range(g.tokens):
-                token = jnp.minimum(token0 + t, g.T - 1)
-                plgpu.copy_gmem_to_smem(
-                    gmem.q.at[seg.row, token, pl.ds(head0, rows)],
-                    smem.q_out[0].at[mine, pl.ds(t * g.span, rows)],
-                    smem.q_full.at[mine],
-                )
+            tile = smem.q_out[0].at[mine]
+            self.reader.copy_queries(gmem, tile, smem.q_full.at[mine], seg)
 
             def step(i, _):
                 slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
-                places = self.places(gmem, seg, seg.first + i)
+                places = self.reader.places(gmem, seg, seg.first + i)
                 plgpu.barrier_wait(smem.k_empty.at[slot])
-                self.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
+                self.reader.copy(gmem.k, smem.k.at[slot], smem.k_full.at[slot], places, seg.head)
                 if not g.latent:
                     plgpu.barrier_wait(smem.v_empty.at[slot])
-                    self.copy(gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head)
+                    self.reader.copy(
+                        gmem.v, smem.v.at[slot], smem.v_full.at[slot], places, seg.head
+                    )
 
             lax.fori_loop(0, seg.count, step, None)
 
-        self.each_segment(gmem, worker, segment)
+        self.reader.each_segment(gmem, worker, segment)
         for i in range(c.num_queries):
             plgpu.barrier_wait(smem.q_empty.at[worker * c.num_queries + i])
         for i in range(c.num_stages):
@@ -222,32 +205,6 @@ class _AttendPages:
             plgpu.barrier_wait(smem.k_empty.at[slot])
             if not g.latent:
                 plgpu.barrier_wait(smem.v_empty.at[slot])
-
-    def places(self, gmem, seg: Segment, tile) -> list:
-        """Page and first slot of each of a tile's pieces."""
-        size, block = self.g.size, self.c.block_kv
-        last, num_pages = gmem.tables.shape[1] - 1, gmem.k.shape[0]
-
-        def page(place):
-            # A tile may go beyond what the row has: any page will do, whose values are cleaned.
-            number = gmem.tables[seg.row, jnp.minimum(place, last)]
-            return jnp.minimum(jnp.maximum(number, 0), num_pages - 1)
-
-        if size >= block:
-            per_page = size // block
-            return [(page(lax.div(tile, per_page)), lax.rem(tile, per_page) * block)]
-        first = tile * self.pages_per_tile
-        return [(page(first + j), 0) for j in range(self.pages_per_tile)]
-
-    def copy(self, pages_gmem, tile_smem, full, places, head) -> None:
-        """Starts the copies of a tile's pieces."""
-        rows = min(self.g.size, self.c.block_kv)
-        for j, (page, slot) in enumerate(places):
-            plgpu.copy_gmem_to_smem(
-                pages_gmem.at[page, pl.ds(slot, rows), head],
-                tile_smem.at[pl.ds(j * rows, rows)],
-                full,
-            )
 
     def compute(self, gmem, smem, worker, part: int) -> None:
         """Attention of a worker's segments."""
@@ -271,7 +228,7 @@ class _AttendPages:
                 )
             self.leave(gmem, smem, worker, mine, part, seg, o, peak, total)
 
-        self.each_segment(gmem, worker, segment)
+        self.reader.each_segment(gmem, worker, segment)
         plgpu.wait_smem_to_gmem(0)
 
     def attend(self, smem, worker, mine, part: int, seg: Segment, done, acc):

@@ -10,11 +10,16 @@ from pallas_kernels.hopper.machine import NUM_PROCESSORS, SMEM_BYTES
 from pallas_kernels.paged_attention.spec import PagedCall
 
 ROWS = 64  # of a tile of queries: what the tensor cores multiply at a time
+CODE_ROWS = (8, 16)  # where a cache in few bits is multiplied: columns of a warp's product
 GROUP_ROWS = 8  # which copies cannot divide
 MERGED_ROWS = 4  # that the second kernel takes at a time, a warp each
 WIDEST_PART = 256  # columns of an accumulator
 BARRIER_BYTES = 1024
 RING_BYTES = 128 * 1024
+CODE_RING_BYTES = 160 * 1024  # scales are a tenth, or a fifth
+MOST_STAGES = 8
+RESULT_PADDING = 4  # columns of a warp's result in shared memory, so that banks differ
+SCALE_HEADS = 8  # whose scales are copied together: copies are of at least 16 bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +43,13 @@ class PagedConfig:
         return self.num_blocks * self.num_workers // self.team(layout)
 
     def smem_bytes(self, layout: "QueryLayout") -> int:
-        """Shared memory of a block, 16-bit operands."""
-        values = 0 if layout.latent else layout.V
-        ring = self.num_stages * self.block_kv * (layout.H + values)
-        per_worker = 2 * (ring + self.num_queries * ROWS * layout.H) + 4 * ROWS
-        return self.num_workers * per_worker + BARRIER_BYTES
+        """Shared memory of a block."""
+        ring = self.num_stages * self.block_kv * layout.slot_bytes
+        queries = 2 * self.num_queries * layout.tile * layout.H
+        results = 4 * ROWS
+        if layout.bits < 16:  # four warps' maxima, sums and results
+            results = 4 * 4 * layout.tile * (layout.V + RESULT_PADDING + 2)
+        return self.num_workers * (ring + queries + results) + BARRIER_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +68,8 @@ class QueryLayout:
     V: int
     size: int
     latent: bool
+    tile: int = ROWS  # rows of a tile at most
+    bits: int = 16  # of an element of pages
 
     @classmethod
     def of(cls, call: PagedCall) -> "QueryLayout":
@@ -68,7 +77,23 @@ class QueryLayout:
         B, T, N, H = call.q_BTNH.shape
         _, size, K, _ = call.k_PSKH.shape
         V, latent = call.spec.value_width, call.v_PSKV is None
-        return cls(B=B, T=T, N=N, K=K, H=H, V=V, size=size, latent=latent)
+        layout = cls(B=B, T=T, N=N, K=K, H=H, V=V, size=size, latent=latent)
+        if call.code is None:
+            return layout
+        least, most = CODE_ROWS
+        tile = least if T == 1 and layout.span == least else most
+        return dataclasses.replace(layout, tile=tile, bits=call.code.bits)
+
+    @property
+    def scale_heads(self) -> int:
+        """Heads whose scales lie side by side in a tile."""
+        return min(self.K, SCALE_HEADS)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot in a tile: its key, its value, and scales where there are any."""
+        elements = (self.H + (0 if self.latent else self.V)) * self.bits // 8
+        return elements + (4 * self.scale_heads if self.bits < 16 else 0)
 
     @property
     def group(self) -> int:
@@ -83,22 +108,22 @@ class QueryLayout:
         else:  # a group may begin anywhere in its first eight rows, in steps of its factors of 2
             step = self.group & -self.group
             rows = -(-(GROUP_ROWS - step + self.group) // GROUP_ROWS) * GROUP_ROWS
-        return rows if rows <= ROWS else -(-rows // ROWS) * ROWS
+        return rows if rows <= self.tile else -(-rows // self.tile) * self.tile
 
     @property
     def tokens(self) -> int:
         """Tokens of a tile."""
-        return max(1, ROWS // self.span)
+        return max(1, self.tile // self.span)
 
     @property
     def tiles_per_token(self) -> int:
         """Tiles that a token takes; above 1 only where a tile has one token."""
-        return max(1, self.span // ROWS)
+        return max(1, self.span // self.tile)
 
     @property
     def rows(self) -> int:
         """Rows of a tile that queries lie in."""
-        return min(ROWS, self.tokens * self.span)
+        return min(self.tile, self.tokens * self.span)
 
     @property
     def num_q_tiles(self) -> int:
@@ -121,8 +146,10 @@ def config_for(layout: QueryLayout) -> PagedConfig:
 
     Longer rings were measured to be 1% slower.
     """
+    if layout.bits < 16:
+        return _config_for_codes(layout)
     parts = -(-layout.V // WIDEST_PART)
-    tile_bytes = 2 * PagedConfig().block_kv * (layout.H + (0 if layout.latent else layout.V))
+    tile_bytes = PagedConfig().block_kv * layout.slot_bytes
     configs = [
         PagedConfig(
             num_stages=max(2, RING_BYTES // (workers * tile_bytes)),
@@ -131,4 +158,13 @@ def config_for(layout: QueryLayout) -> PagedConfig:
         )
         for workers in ((2, 1) if parts == 1 else (1,))
     ]
+    return next((c for c in configs if c.smem_bytes(layout) <= SMEM_BYTES), configs[-1])
+
+
+def _config_for_codes(layout: QueryLayout) -> PagedConfig:
+    """As many bytes on their way as of 16 bits: tiles of 128 keys, 32 for each warp."""
+    config = PagedConfig(block_kv=128 if layout.size >= 64 else 64)
+    fit = CODE_RING_BYTES // (config.num_workers * config.block_kv * layout.slot_bytes)
+    most = min(max(2, fit), MOST_STAGES)
+    configs = [dataclasses.replace(config, num_stages=n) for n in range(most, 1, -1)]
     return next((c for c in configs if c.smem_bytes(layout) <= SMEM_BYTES), configs[-1])

@@ -11,16 +11,28 @@ import jax.numpy as jnp
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
 from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.spec import PagedCall
 
 from .attend import attend_pages
-from .config import GROUP_ROWS, ROWS, WIDEST_PART, PagedConfig, QueryLayout, config_for
+from .attend_codes import attend_codes
+from .config import (
+    GROUP_ROWS,
+    ROWS,
+    SCALE_HEADS,
+    WIDEST_PART,
+    PagedConfig,
+    QueryLayout,
+    config_for,
+)
 from .merge import merge_pages
 from .plan import PagePlan, plan_pages
 
 DTYPES = ("bfloat16", "float16")
 SIZES = (16, 32, 64, 128, 256)
 WIDTH_MULTIPLE = 64
+CODE_WIDTHS = (64, 128)
+MOST_CODE_TILES = 8  # query tiles of a row, each of which makes numbers of all its codes
 
 
 def unsupported(call: PagedCall) -> str | None:
@@ -32,6 +44,13 @@ def unsupported(call: PagedCall) -> str | None:
     if reason is not None:
         return reason
     layout = QueryLayout.of(call)
+    if call.code is not None:
+        if reads_codes(call):
+            reason = _unsupported_codes(call, layout)
+            if reason is not None:
+                return reason
+        else:  # their rows become numbers first
+            layout = dataclasses.replace(layout, tile=ROWS, bits=16)
     if call.q_BTNH.dtype.name not in DTYPES:
         return f"{call.q_BTNH.dtype} is neither bfloat16 nor float16"
     if layout.size not in SIZES:
@@ -40,11 +59,39 @@ def unsupported(call: PagedCall) -> str | None:
         return f"widths {layout.H}/{layout.V} are not multiples of {WIDTH_MULTIPLE}"
     if layout.V > 2 * WIDEST_PART:
         return f"values of {layout.V} columns are wider than {2 * WIDEST_PART}"
-    if layout.group > ROWS and layout.group % GROUP_ROWS:
-        return f"{layout.group} query heads to a kv head are above {ROWS} and no multiple of 8"
+    if layout.group > layout.tile and layout.group % GROUP_ROWS:
+        most = layout.tile
+        return f"{layout.group} query heads to a kv head are above {most} and no multiple of 8"
     used = config_for(layout).smem_bytes(layout)
     if used > SMEM_BYTES:
         return f"tiles take {used} bytes of shared memory, and a block has {SMEM_BYTES}"
+    return None
+
+
+def reads_codes(call: PagedCall) -> bool:
+    """Whether a call reads codes as they lie; one with more queries makes numbers of its rows."""
+    return call.code is not None and QueryLayout.of(call).num_q_tiles <= MOST_CODE_TILES
+
+
+def numbers_first(call: PagedCall) -> str | None:
+    """Why codes of rows become numbers in memory; None where they are read, or there are none."""
+    if call.code is None or reads_codes(call):
+        return None
+    tiles = QueryLayout.of(call).num_q_tiles
+    return f"rows are dequantized first: {tiles} query tiles are above {MOST_CODE_TILES}"
+
+
+def _unsupported_codes(call: PagedCall, layout: QueryLayout) -> str | None:
+    if call.q_BTNH.dtype.name != "bfloat16":
+        # A probability times a scale may be smaller than any number of float16.
+        return f"queries of a cache in few bits must be bfloat16, not {call.q_BTNH.dtype}"
+    if layout.H not in CODE_WIDTHS or layout.V not in CODE_WIDTHS:
+        widths = " or ".join(map(str, CODE_WIDTHS))
+        return f"widths {layout.H}/{layout.V} of a cache in few bits are not {widths}"
+    if layout.K % SCALE_HEADS and SCALE_HEADS % layout.K:
+        return (
+            f"scales of {layout.K} kv heads: they are no multiple and no divisor of {SCALE_HEADS}"
+        )
     return None
 
 
@@ -67,6 +114,8 @@ def paged_attention_hopper(
         UnsupportedError: tiles that exceed shared memory.
     """
     num_heads = call.q_BTNH.shape[2]
+    if call.code is not None and not reads_codes(call):
+        call = rows_as_pages(call)
     layout = QueryLayout.of(call)
     config = config or config_for(layout)
     if config.smem_bytes(layout) > SMEM_BYTES:
@@ -81,5 +130,10 @@ def paged_attention_hopper(
     if pad:
         q_BTNH = jnp.pad(call.q_BTNH, ((0, 0), (0, 0), (0, pad), (0, 0)))
         padded = dataclasses.replace(call, q_BTNH=q_BTNH)
-    out, lse = attend_pages(padded, plan, layout=layout, config=config, interpretable=interpretable)
+    if call.code is not None:
+        out, lse = attend_codes(padded, plan, layout=layout, config=config)
+    else:
+        out, lse = attend_pages(
+            padded, plan, layout=layout, config=config, interpretable=interpretable
+        )
     return merge_pages(call, plan, out, lse, layout=layout, config=config)

@@ -18,7 +18,7 @@ from pallas_kernels.hopper.tile import LOG2E
 from pallas_kernels.paged_attention.spec import PagedCall
 from pallas_kernels.rows.config import tile_layout
 
-from .config import MERGED_ROWS, ROWS, PagedConfig, QueryLayout
+from .config import MERGED_ROWS, PagedConfig, QueryLayout
 from .plan import PagePlan, team_of
 from .scores import NO_MAXIMUM
 
@@ -76,8 +76,8 @@ class _MergePages:
         row = lax.rem(head * g.group, 8) + part * MERGED_ROWS
         entry = (b * g.num_q_tiles) + lax.div(t, g.tokens) * g.tiles_per_token
         if g.tiles_per_token > 1:
-            entry += lax.div(row, ROWS)
-            row = lax.rem(row, ROWS)
+            entry += lax.div(row, g.tile)
+            row = lax.rem(row, g.tile)
         row += lax.rem(t, g.tokens) * g.span
         peak, total, out = self.sum(gmem, entry, head, row)
         if self.sinks:

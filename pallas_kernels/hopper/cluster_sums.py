@@ -14,107 +14,122 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxlib.mlir import ir
 
-from pallas_kernels.hopper.mosaic import arith, llvm, mgpu, mgpu_utils, plgpu, vector
+from .held import Held
+from .machine import WARPGROUP
+from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
+from .threads import (
+    address,
+    assembly,
+    constant,
+    global_number,
+    global_place,
+    i32,
+    packed_pair,
+    swiglu,
+    thread,
+    total,
+)
 
-from .codes import COLUMNS
-from .config import STRIP, WARPGROUP, WIDTH, ProductShape, QuantizedConfig
-from .fragments import address, assembly, constant, global_number, i32, thread, total
-
+STRIP = 8  # rows of x in a fragment
+WIDTH = 64  # columns of a tile: the warps of a warpgroup have a fragment each
+COLUMNS = 16  # of a fragment
 QUADS = WARPGROUP // 4  # of threads: lanes of a warp that have the same column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ProductSums:
+class ClusterSums:
     """Of a warpgroup: of each of its tiles and strips four numbers a thread."""
 
-    c: QuantizedConfig
-    s: ProductShape
-    scale_dtype: jnp.dtype
+    rows: int
+    rows_at_a_time: int  # of a block
+    columns: int  # of the result
+    tiles: int  # of the weight, in a block
+    split: int  # blocks of a cluster, each with a part of K
+    groups: int  # warpgroups of a block that have sums of their own
     out_dtype: jnp.dtype
+    scale_dtype: jnp.dtype | None = None  # of a scale for each column, if there are any
+    gated: bool = False  # the first half of the tiles are gates: silu(gate) * up is written
+    has_residual: bool = False  # a number of the result's dtype is added to each sum
+    quads: bool = False  # others' sums read four at a time: by name only until a GPU has run it
+
+    @property
+    def strips(self) -> int:
+        """Of 8 rows, in a block."""
+        return -(-self.rows_at_a_time // STRIP)
+
+    @property
+    def width(self) -> int:
+        """Columns of the result that a cluster computes."""
+        return WIDTH * self.tiles // (2 if self.gated else 1)
 
     @property
     def count(self) -> int:
         """Numbers of a thread."""
-        return self.c.tiles * self.s.strips * 4
+        return self.tiles * self.strips * 4
 
     @property
-    def layout(self) -> Any:
-        """Of numbers that no other thread has anything to do with."""
-        return plgpu.Layout.WG_STRIDED((self.count * WARPGROUP,), 1)
-
-    @property
-    def array(self) -> Any:
-        """As Pallas sees them."""
-        shape = (self.count * WARPGROUP,)
-        return plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=self.layout)
+    def held(self) -> Held:
+        """The numbers as an array."""
+        return Held(count=self.count, dtype=jnp.dtype(jnp.float32))
 
     def nothing(self) -> jax.Array:
         """Sums of nothing."""
 
-        @plgpu.inline_mgpu(return_type=self.array)
+        @plgpu.inline_mgpu(return_type=self.held.array)
         def zeros(ctx):
             del ctx
-            return self.fragmented([mgpu.c(0.0, ir.F32Type.get())] * self.count)
+            return self.held.together([mgpu.c(0.0, ir.F32Type.get())] * self.count)
 
         return zeros()
-
-    def fragmented(self, numbers: list[Any]) -> Any:
-        """A thread's numbers, as Mosaic's."""
-        kind = ir.VectorType.get((1,), ir.F32Type.get())
-        registers = np.array([vector.broadcast(kind, x) for x in numbers], dtype=object)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=self.layout.to_mgpu(), _is_signed=None
-        )
-
-    def numbers(self, sums: Any) -> list[Any]:
-        """The inverse."""
-        first = ir.DenseI64ArrayAttr.get([0])
-        return [
-            vector.extract(x, dynamic_position=[], static_position=first)
-            for x in sums.registers.flat
-        ]
 
     def finish(self, sums: jax.Array, gmem, smem, group: jax.Array) -> None:
         """Everyone's sums of this block's part of the columns, to the result."""
 
-        @plgpu.inline_mgpu(arg_types=(self.layout, plgpu.RefType()))
+        @plgpu.inline_mgpu(arg_types=(self.held.layout, plgpu.RefType()))
         def keep(ctx, sums, ref):
             del ctx
-            place = total(address(ref), (thread(), 4))
-            for i, number in enumerate(self.numbers(sums)):
-                text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
-                assembly(None, [place, number], text, "r,f", pure=False)
+            self.keep(self.held.apart(sums), ref)
 
         keep(sums, smem.sums.at[group])
         _meet(ordered=True)
-        refs = [smem.sums, gmem.out] + [gmem.scales] * (not self.s.scaled_parts)
+        refs = [smem.sums, gmem.out]
+        refs += [] if self.scale_dtype is None else [gmem.scales]
+        refs += [gmem.residual] if self.has_residual else []
         place = (plgpu.Layout.WG_SPLAT(()),) * 3
 
         @plgpu.inline_mgpu(arg_types=(*place, *[plgpu.RefType()] * len(refs)))
         def add(ctx, column, row, group, *refs):
             del ctx
-            write = self.write_quads if self.c.quads else self.write
-            write(*(x.registers.flat[0] for x in (column, row, group)), *refs)
+            write = self.write_quads if self.quads else self.write
+            sums, out, *rest = refs
+            scales = None if self.scale_dtype is None else rest.pop(0)
+            column, row, group = (x.registers.flat[0] for x in (column, row, group))
+            write(column, row, group, sums, out, scales, *rest)
 
-        column = lax.axis_index("columns") * (WIDTH * self.c.tiles)
-        row = lax.axis_index("rows") * self.s.rows_at_a_time
+        column = lax.axis_index("columns") * self.width
+        row = lax.axis_index("rows") * self.rows_at_a_time
         add(*(jnp.broadcast_to(x, ()) for x in (column, row, group)), *refs)
         _meet(ordered=False)
+
+    def keep(self, numbers: list[Any], sums) -> None:
+        """A thread's numbers to the sums of its warpgroup."""
+        place = total(address(sums), (thread(), 4))
+        for i, number in enumerate(numbers):
+            text = f"st.shared.f32 [$0+{4 * WARPGROUP * i}], $1;"
+            assembly(None, [place, number], text, "r,f", pure=False)
 
     def meet_as_bystander(self) -> None:
         """What a warpgroup without sums does meanwhile."""
         _meet(ordered=False)
         _meet(ordered=False)
 
-    def write(self, column, row, group, sums, out, scales=None) -> None:
+    def write(self, column, row, group, sums, out, scales, residual=None) -> None:
         """Two neighboring columns of one row at a time."""
-        c, s = self.c, self.s
-        width = WIDTH * c.tiles // c.split
-        pairs, threads = width // 2 * s.rows_at_a_time, c.groups * WARPGROUP
+        width = self.width // self.split
+        pairs, threads = width // 2 * self.rows_at_a_time, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
         bases = self.everywhere(sums)
         for start in range(0, pairs, threads):
@@ -122,30 +137,46 @@ class ProductSums:
             m, n = (f(pair, constant(width // 2)) for f in (arith.divui, arith.remui))
             n = total((n, 2), (rank, width))
             inside = arith.cmpi(arith.CmpIPredicate.ult, pair, constant(pairs))
-            there = arith.cmpi(arith.CmpIPredicate.ult, total(m, row), constant(s.M))
+            there = arith.cmpi(arith.CmpIPredicate.ult, total(m, row), constant(self.rows))
             with mgpu_utils.when(arith.andi(inside, there)):
-                found = [self.everyones(bases, self.offset(m, n), e) for e in range(2)]
+                found = self.pair_of(bases, m, n)
                 at = total(column, n)
-                if scales is not None:
+                if self.scale_dtype is not None:
                     found = [
                         arith.mulf(x, global_number(scales, at, e, self.scale_dtype))
                         for e, x in enumerate(found)
                     ]
-                self.store_pair(out, total((total(row, m), s.N), at), found)
+                at = total((total(row, m), self.columns), at)
+                if residual is not None:
+                    found = [
+                        arith.addf(x, global_number(residual, at, e, self.out_dtype))
+                        for e, x in enumerate(found)
+                    ]
+                self.store_pair(out, at, found)
+
+    def pair_of(self, bases: list[Any], m, n) -> list[Any]:
+        """Columns n and n + 1 of row m, of a cluster's."""
+        if not self.gated:
+            return [self.everyones(bases, self.offset(m, n), e) for e in range(2)]
+        ups = total(n, constant(self.width))
+        gate, up = (
+            [self.everyones(bases, self.offset(m, x), e) for e in range(2)] for x in (n, ups)
+        )
+        return [swiglu(*each) for each in zip(gate, up, strict=True)]
 
     def everywhere(self, sums) -> list[Any]:
         """Where each block of the cluster keeps its sums."""
         text = "mapa.shared::cluster.u32 $0, $1, $2;"
         return [
             assembly(i32(), [address(sums), constant(block)], text, "=r,r,r", pure=True)
-            for block in range(self.c.split)
+            for block in range(self.split)
         ]
 
     def offset(self, m, n) -> Any:
         """Bytes to the sum of row m and column n, an even one, among a warpgroup's."""
         strip, t, e = _digits(m, STRIP // 2, 2)
         tile, warp, half, g = _digits(n, 4, 2, 8)
-        register = total((total((tile, self.s.strips), strip), 4), (half, 2), e)
+        register = total((total((tile, self.strips), strip), 4), (half, 2), e)
         return total((register, 4 * WARPGROUP), (warp, 128), (g, 16), (t, 4))
 
     def everyones(self, bases: list[Any], offset, e: int) -> Any:
@@ -153,7 +184,7 @@ class ProductSums:
         f32 = ir.F32Type.get()
         found = []
         for base in bases:
-            for group in range(self.c.groups):
+            for group in range(self.groups):
                 byte = 4 * (group * self.count * WARPGROUP + 4 * e)
                 text = f"ld.shared::cluster.f32 $0, [$1+{byte}];"
                 found.append(assembly(f32, [total(base, offset)], text, "=f,r", pure=False))
@@ -161,46 +192,44 @@ class ProductSums:
 
     def store_pair(self, out, at, found: list[Any]) -> None:
         """Two elements, from element ``at`` on."""
-        i64 = ir.IntegerType.get_signless(64)
-        byte = arith.muli(arith.extui(i64, at), mgpu.c(self.out_dtype.itemsize, i64))
-        place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(out)), byte)
+        place = global_place(out, at, self.out_dtype.itemsize)
         if self.out_dtype == jnp.float32:
             text = "st.global.v2.f32 [$0], {$1,$2};"
             assembly(None, [place, *found], text, "l,f,f", pure=False)
             return
-        name = "bf16" if self.out_dtype == jnp.bfloat16 else "f16"
-        both = assembly(i32(), found, f"cvt.rn.{name}x2.f32 $0, $2, $1;", "=r,f,f", pure=True)
+        both = packed_pair(found, self.out_dtype)
         assembly(None, [place, both], "st.global.b32 [$0], $1;", "l,r", pure=False)
 
-    def write_quads(self, column, row, group, sums, out, scales=None) -> None:
+    def write_quads(self, column, row, group, sums, out, scales) -> None:
         """The same by four threads' sums of one register: four rows of one column.
 
         They lie side by side, so that a warp reads 512 bytes in a row of another block's memory.
         Compiled, and not yet run on a GPU.
         """
-        c, s = self.c, self.s
-        pieces, threads = self.count * QUADS // c.split, c.groups * WARPGROUP
+        assert not self.gated, "by pairs"
+        assert not self.has_residual, "by pairs"
+        pieces, threads = self.count * QUADS // self.split, self.groups * WARPGROUP
         rank = arith.index_cast(i32(), mgpu_utils.cluster_idx())
         bases = self.everywhere(sums)
         for start in range(0, pieces, threads):
             mine = total(thread(), (group, WARPGROUP), constant(start))
             piece = total(mine, (rank, pieces))
             register, warp, g = _digits(piece, 4, STRIP)
-            tile, strip, half, e = _digits(register, s.strips, 2, 2)
+            tile, strip, half, e = _digits(register, self.strips, 2, 2)
             first = total(row, (strip, STRIP), e)
             inside = arith.cmpi(arith.CmpIPredicate.ult, mine, constant(pieces))
-            there = arith.cmpi(arith.CmpIPredicate.ult, first, constant(s.M))
+            there = arith.cmpi(arith.CmpIPredicate.ult, first, constant(self.rows))
             with mgpu_utils.when(arith.andi(inside, there)):
                 at = total(column, (tile, WIDTH), (warp, COLUMNS), (half, STRIP), g)
                 found = self.everyones_quads(bases, total((piece, 16)))
-                if scales is not None:
+                if self.scale_dtype is not None:
                     scale = global_number(scales, at, 0, self.scale_dtype)
                     found = [arith.mulf(x, scale) for x in found]
                 for t, number in enumerate(found):
                     m = total(first, constant(2 * t))
-                    there = arith.cmpi(arith.CmpIPredicate.ult, m, constant(s.M))
+                    there = arith.cmpi(arith.CmpIPredicate.ult, m, constant(self.rows))
                     with mgpu_utils.when(there):
-                        self.store(out, total((m, s.N), at), number)
+                        self.store(out, total((m, self.columns), at), number)
 
     def everyones_quads(self, bases: list[Any], offset) -> list[Any]:
         """Four sums over ranks and warpgroups, in this order."""
@@ -208,7 +237,7 @@ class ProductSums:
         found = []
         for base in bases:
             place = total(base, offset)
-            for group in range(self.c.groups):
+            for group in range(self.groups):
                 byte = 4 * group * self.count * WARPGROUP
                 text = f"ld.shared::cluster.v4.f32 {{$0,$1,$2,$3}}, [$4+{byte}];"
                 found.append(assembly(kind, [place], text, "=f,=f,=f,=f,r", pure=False))
@@ -218,9 +247,8 @@ class ProductSums:
 
     def store(self, out, at, number) -> None:
         """One element of the result, rounded."""
-        i16, i64 = (ir.IntegerType.get_signless(bits) for bits in (16, 64))
-        byte = arith.muli(arith.extui(i64, at), mgpu.c(self.out_dtype.itemsize, i64))
-        place = arith.addi(llvm.ptrtoint(i64, mgpu_utils.memref_ptr(out)), byte)
+        i16 = ir.IntegerType.get_signless(16)
+        place = global_place(out, at, self.out_dtype.itemsize)
         if self.out_dtype == jnp.float32:
             assembly(None, [place, number], "st.global.f32 [$0], $1;", "l,f", pure=False)
             return

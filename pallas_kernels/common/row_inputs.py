@@ -1,0 +1,29 @@
+"""What a product may make of its rows before it multiplies them. Dims: M row, K column."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RmsNorm:
+    """Rows divided by the root of their mean square, times a vector (arXiv 1910.07467)."""
+
+    scale: jax.Array  # [K], bfloat16, float16 or float32
+    epsilon: float = dataclasses.field(metadata=dict(static=True))
+    offset: float = dataclasses.field(default=0.0, metadata=dict(static=True))  # of the scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x / sqrt(mean(x^2) + epsilon) * (scale + offset)`` in fp32, rounded to x's dtype."""
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        scale = self.scale.astype(jnp.float32) + self.offset
+        return (y * jnp.expand_dims(scale, range(x.ndim - 1))).astype(x.dtype)
+
+
+def swiglu_of_halves(x: jax.Array) -> jax.Array:
+    """``silu(gate) * up`` of the last dim's halves, gates first, in fp32, rounded to x's dtype."""
+    gate, up = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)

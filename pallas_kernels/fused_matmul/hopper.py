@@ -1,0 +1,205 @@
+"""Matmuls of 1 to 8 rows with a 16-bit weight on a Hopper GPU.
+
+The transposed product is computed: WGMMA's left operand is 64 columns of the weight, its right one
+the rows of x, which all stay in shared memory, normalized where a norm is given. A block has
+some columns and, with the blocks of its cluster, all of K: one warpgroup fills a ring with tiles of
+the weight, another multiplies. The cluster's sums are added in one order, with a residual if there
+is one, and rounded once.
+
+Dims: M row, K contracted, N column of the weight, F column of the result.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.common import device
+from pallas_kernels.common.errors import UnsupportedError
+from pallas_kernels.hopper.cluster_sums import WIDTH, ClusterSums
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.machine import WARPGROUP
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.resident_rows import DEPTH, MOST_ROWS, ResidentRows
+from pallas_kernels.hopper.tile import tiled
+
+from .config import FusedConfig, config_for
+from .reference import FusedCall
+
+DTYPES = ("bfloat16", "float16")
+
+
+def unsupported(call: FusedCall) -> str | None:
+    """Why the kernel cannot compute this call; None if it can."""
+    facts = device.target()
+    if facts.capability != (9, 0):
+        return f"it needs a GPU of compute capability 9.0 (Hopper), not {facts.kind}"
+    if call.x.dtype.name not in DTYPES:
+        return f"{call.x.dtype} is neither bfloat16 nor float16"
+    if not 1 <= call.M <= MOST_ROWS:
+        return f"{call.M} rows: it takes 1 to {MOST_ROWS}"
+    if call.norm is not None and call.norm.scale.dtype.name not in (*DTYPES, "float32"):
+        return f"the norm's scale is {call.norm.scale.dtype}"
+    if config_for(call.N, call.K, swiglu=call.swiglu) is None:
+        return f"no tile divides K={call.K} and N={call.N}, and fits"
+    return None
+
+
+def fused_matmul_hopper(call: FusedCall, *, config: FusedConfig | None = None) -> jax.Array:
+    """As the reference, of a call of which ``unsupported`` says nothing.
+
+    Raises:
+        UnsupportedError: tiles that do not fit the call.
+    """
+    M, K, N, w_KN = call.M, call.K, call.N, call.weight
+    assert isinstance(w_KN, jax.Array), "weights in few bits have a kernel of their own"
+    config = config or config_for(N, K, swiglu=call.swiglu)
+    assert config is not None, "unsupported"
+    reason = config.unsupported(N, K, swiglu=call.swiglu)
+    if reason is not None:
+        raise UnsupportedError(f"{config} for {M} rows, K={K}, N={N}: {reason}")
+    rows = ResidentRows(
+        M=M,
+        K=K,
+        dtype=call.x.dtype,
+        steps=K // DEPTH // config.split,
+        norm=call.norm,
+        gated=call.swiglu_input,
+    )
+    sums = ClusterSums(
+        rows=M,
+        rows_at_a_time=M,
+        columns=call.num_outputs,
+        tiles=config.tiles,
+        split=config.split,
+        groups=1,
+        out_dtype=call.x.dtype,
+        gated=call.swiglu,
+        has_residual=call.residual is not None,
+    )
+    operands = {"x": call.x, "w": w_KN, **rows.operands()}
+    if call.residual is not None:
+        operands["residual"] = call.residual
+    return _FusedKernel(c=config, K=K, N=N, rows=rows, sums=sums).result(operands)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _FusedKernel:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    c: FusedConfig
+    K: int
+    N: int
+    rows: ResidentRows
+    sums: ClusterSums
+
+    @property
+    def parts(self) -> int:
+        """Pieces of a tile of the weight: of a gated product, columns of gate and of up."""
+        return 2 if self.sums.gated else 1
+
+    @property
+    def part_n(self) -> int:
+        """Columns of a piece."""
+        return WIDTH * self.c.tiles // self.parts
+
+    @property
+    def num_stages(self) -> int:
+        """Tiles in the ring."""
+        return self.c.num_stages(self.N, self.K)
+
+    def result(self, operands: dict[str, jax.Array]) -> jax.Array:
+        """[M, F]."""
+        shape = (self.sums.rows, self.sums.columns)
+        return launch(
+            self.run,
+            operands=operands,
+            results={"out": jax.ShapeDtypeStruct(shape, self.sums.out_dtype)},
+            scratch=self.scratch(),
+            num_threads=2,
+            grid=(self.N // (WIDTH * self.c.tiles), 1),
+            grid_names=("columns", "rows"),
+            cluster=(self.c.split,),
+            cluster_names=("cluster",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            ),
+        )["out"]
+
+    def scratch(self) -> dict[str, Any]:
+        """The ring, x, sums, barriers."""
+        stages, depth, dtype = self.num_stages, self.c.depth, self.rows.dtype
+        x, w = (self.c.steps(self.K), MOST_ROWS, depth), (stages, self.parts, depth, self.part_n)
+        return {
+            "x": plgpu.SMEM(x, dtype, transforms=tiled(128)),
+            "w": plgpu.SMEM(w, dtype, transforms=tiled(128)),
+            "sums": plgpu.SMEM((1, self.sums.count * WARPGROUP), jnp.float32),
+            **self.rows.scratch(),
+            "full": plgpu.Barrier(num_arrivals=self.parts, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        }
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        wg = lax.axis_index("wg")
+        first = lax.axis_index("cluster") * self.rows.steps
+        pl.when(wg == 0)(functools.partial(self.compute, gmem, smem, first))
+        pl.when(wg == 1)(functools.partial(self.load, gmem, smem))
+
+    def load(self, gmem, smem) -> None:
+        """Fills the ring."""
+        block, depth, steps = lax.axis_index("columns"), self.c.depth, self.c.steps(self.K)
+        first = lax.axis_index("cluster") * steps
+
+        def step(i, _):
+            slot = lax.rem(i, self.num_stages)
+            pl.when(i >= self.num_stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+            rows = pl.ds((first + i) * depth, depth)
+            for part in range(self.parts):
+                columns = pl.ds(part * (self.N // self.parts) + block * self.part_n, self.part_n)
+                plgpu.copy_gmem_to_smem(
+                    gmem.w.at[rows, columns], smem.w.at[slot, part], smem.full.at[slot]
+                )
+
+        lax.fori_loop(0, steps, step, None)
+        self.sums.meet_as_bystander()
+
+    def compute(self, gmem, smem, first) -> None:
+        """The rows into shared memory, their products with the ring's tiles, everyone's sums."""
+        self.rows.place(gmem, smem, smem.x, first, jnp.int32(0), transforms=tiled(128))
+        plgpu.commit_smem()
+
+        def multiply(*accs):
+            def step(i, _):
+                slot = lax.rem(i, self.num_stages)
+                plgpu.barrier_wait(smem.full.at[slot])
+                for part, acc in enumerate(accs):
+                    columns = smem.w.at[slot, part].transpose((1, 0))
+                    plgpu.wgmma(acc, columns, smem.x.at[i].transpose((1, 0)))
+                plgpu.wgmma_wait(len(accs))
+                # The products of the step before are over.
+                before = lax.rem(i + self.num_stages - 1, self.num_stages)
+                pl.when(i > 0)(lambda: plgpu.barrier_arrive(smem.empty.at[before]))
+
+            lax.fori_loop(0, self.c.steps(self.K), step, None)
+            return [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accs]
+
+        acc = plgpu.ACC((self.part_n, MOST_ROWS), jnp.float32)
+        sums = self.together(pl.run_scoped(multiply, *[acc] * self.parts))
+        self.sums.finish(sums, gmem, smem, jnp.int32(0))
+
+    def together(self, sums: list[jax.Array]) -> jax.Array:
+        """Sums of all tiles as ``ClusterSums`` has them."""
+        held = self.sums.held
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * len(sums), return_type=held.array)
+        def join(ctx, *sums):
+            del ctx
+            numbers = [x for each in sums for x in held.apart(each)]
+            return held.together(numbers)
+
+        return join(*sums)

@@ -1,0 +1,155 @@
+"""Tiles of rows that have one group each: found by walking the sizes, multiplied, sent away.
+
+Rows of no group are tiles without steps, which are written as zeros.
+
+Dims: M row, G group, N column.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.mosaic import plgpu
+from pallas_kernels.hopper.product import no_sum
+
+from .config import BLOCK_ROWS, ROW_MULTIPLE, WARPGROUP_ROWS
+from .ring import RingKernel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RowTilesKernel(RingKernel):
+    """Rows times their group's weight; kernels say how a tile is multiplied."""
+
+    num_columns: int
+
+    @property
+    @abc.abstractmethod
+    def block_columns(self) -> int:
+        """Of a tile of one result."""
+
+    @property
+    @abc.abstractmethod
+    def num_results(self) -> int:
+        """Arrays that are written, all alike."""
+
+    @property
+    @abc.abstractmethod
+    def num_steps(self) -> int:
+        """Of a tile."""
+
+    @abc.abstractmethod
+    def multiplied(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any) -> list[jax.Array]:
+        """fp32 [64, block columns] of each result: this warpgroup's rows of one tile."""
+
+    def pass_by(self, smem: Any, wg: Any, slot: jax.Array) -> None:
+        """A step of a tile in which this warpgroup has no rows."""
+        del wg
+        plgpu.barrier_wait(smem.full.at[slot])
+        plgpu.barrier_arrive(smem.empty.at[slot])
+
+    @property
+    def num_n_tiles(self) -> int:
+        """Tiles of columns."""
+        return -(-self.num_columns // self.block_columns)
+
+    def constants(self, gmem: Any) -> None:
+        """Nothing but the facts of a tile is needed."""
+
+    def start(self, gmem: Any) -> Any:
+        """(group, its first row, its rows, tiles before it) of the first group."""
+        zero = jnp.int32(0)
+        return zero, zero, self.size(gmem, zero, zero), zero
+
+    def row_tiles(self, first: jax.Array, size: jax.Array) -> jax.Array:
+        """Tiles of rows of a group."""
+        count = lax.div(lax.rem(first, ROW_MULTIPLE) + size + BLOCK_ROWS - 1, BLOCK_ROWS)
+        return jnp.where(size > 0, count, 0)
+
+    def find(self, gmem: Any, index: jax.Array, place: Any) -> Any:
+        """Facts of a tile and the place of its group, which is not before the last one's.
+
+        Facts: steps, group, first row read, first row written, end of rows written, column. Rows of
+        no group are those of a group number G, without steps; beyond them there are no rows.
+        """
+
+        def is_later(place):
+            group, first, size, before = place
+            end = before + self.row_tiles(first, size) * self.num_n_tiles
+            return (index >= end) & (group <= self.num_groups)
+
+        def following(place):
+            group, first, size, before = place
+            before = before + self.row_tiles(first, size) * self.num_n_tiles
+            group, first = group + 1, first + size
+            rest = jnp.where(group == self.num_groups, self.num_rows - first, 0)
+            is_group = group < self.num_groups
+            return group, first, jnp.where(is_group, self.size(gmem, group, first), rest), before
+
+        place = lax.while_loop(is_later, following, place)
+        group, first, size, before = place
+        m, n = plgpu.planar_snake(
+            index - before,
+            (jnp.maximum(self.row_tiles(first, size), 1), self.num_n_tiles),
+            self.c.across,
+            self.c.band,
+        )
+        row = first - lax.rem(first, ROW_MULTIPLE) + m * BLOCK_ROWS
+        facts = (
+            jnp.where(group < self.num_groups, self.num_steps, 0),
+            group,
+            row,
+            jnp.maximum(first, row),
+            jnp.minimum(first + size, row + BLOCK_ROWS),
+            n * self.block_columns,
+        )
+        return facts, place
+
+    def compute(self, gmem: Any, smem: Any, wg: Any, facts: Any, done: Any, constants: Any) -> None:
+        """This warpgroup's rows of one tile."""
+        del constants
+        steps, _, row, first, end, column, *_ = facts
+        row = pl.multiple_of(row + wg * WARPGROUP_ROWS, ROW_MULTIPLE)
+        rows = first, end = tuple(jnp.clip(x - row, 0, WARPGROUP_ROWS) for x in (first, end))
+        has_rows, is_of_group = first < end, steps > 0
+
+        @pl.when(is_of_group & has_rows)
+        def _():
+            results = self.multiplied(gmem, smem, wg, facts, done)
+            self.send(gmem, smem, wg, results, (row, column), rows)
+
+        @pl.when(is_of_group & jnp.logical_not(has_rows))
+        def _():
+            def step(k, _):
+                self.pass_by(smem, wg, self.slot(done + k))
+
+            lax.fori_loop(0, self.num_steps, step, None)
+
+        @pl.when(jnp.logical_not(is_of_group) & has_rows)
+        def _():
+            self.send(
+                gmem, smem, wg, [no_sum(self.block_columns)] * self.num_results, (row, column), rows
+            )
+
+    def send(self, gmem: Any, smem: Any, wg: Any, results: Any, place: Any, rows: Any) -> None:
+        """Stores 64 rows of each result, of which ``rows`` (first, end) are written.
+
+        Args:
+            place: the first row and column.
+        """
+        row, column = place
+        parts = []
+        for value, out_gmem in zip(results, gmem.out, strict=True):
+            for j in range(0, value.shape[1], self.line):
+
+                def at(offset, size, out_gmem=out_gmem, j=j):
+                    columns = pl.ds(pl.multiple_of(column + j, self.line), self.line)
+                    return out_gmem.at[pl.ds(row + offset, size), columns]
+
+                part = lax.slice(value, (0, j), (WARPGROUP_ROWS, j + self.line))
+                parts.append((part, at, column + j < self.num_columns))
+        self.store(smem, wg, parts, rows)

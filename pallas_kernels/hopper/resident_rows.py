@@ -1,0 +1,238 @@
+"""A few rows of x, put into shared memory by the warpgroup that multiplies them.
+
+They arrive as they are, normalized, or as the hidden values of a gated layer: what would be a
+kernel of its own before the product costs a few hundred cycles, while the weight is on its way.
+
+Dims: M row of x, K contracted.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from pallas_kernels.common.row_inputs import RmsNorm
+
+from .machine import LANES, WARPGROUP, WARPS
+from .mosaic import arith, llvm, mgpu, mgpu_utils, plgpu
+from .threads import (
+    address,
+    assembly,
+    constant,
+    global_place,
+    loaded,
+    number,
+    packed_pair,
+    swiglu,
+    thread,
+    total,
+    widened_pair,
+)
+
+MOST_ROWS = 8
+DEPTH = 128  # of K, in a turn
+CHUNK = 8  # numbers in 16 bytes
+CHUNKS = DEPTH // CHUNK
+_ACROSS = 8  # chunks that are permuted together
+_EARLY = 4  # chunks of a thread that are read at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ResidentRows:
+    """What one warpgroup of a block has of x: every so many-th 128 columns of the block's part."""
+
+    M: int
+    K: int
+    dtype: jnp.dtype
+    steps: int  # times 128 columns: the block's part
+    groups: int = 1  # warpgroups that take turns at them
+    norm: RmsNorm | None = None  # of each row first
+    gated: bool = False  # x is [M, 2 K], gates first: silu(gate) * up is multiplied
+
+    @property
+    def turns(self) -> int:
+        """Times 128 columns, of a warpgroup at most."""
+        return -(-self.steps // self.groups)
+
+    def scratch(self) -> dict[str, Any]:
+        """Buffers beside x itself."""
+        if self.norm is None:
+            return {}
+        return {"squares": plgpu.SMEM((self.groups, MOST_ROWS, WARPS), jnp.float32)}
+
+    def operands(self) -> dict[str, jax.Array]:
+        """Arrays beside x itself."""
+        if self.norm is None:
+            return {}
+        # A vector of K numbers: as many bytes as a row of x, or twice as many.
+        return {"norm_scale": self.norm.scale}
+
+    def place(
+        self, gmem, smem, x_smem: Any, first: jax.Array, group: jax.Array, *, transforms=()
+    ) -> None:
+        """Puts the columns of this warpgroup into shared memory, and waits until all are there.
+
+        A chunk of 8 numbers lies where its number xor the row's says, so that the rows of
+        ``ldmatrix`` are in different banks, as WGMMA's 128-byte swizzle has it. Rows that x does
+        not have stay as they are: no sum of another row reads them.
+
+        Args:
+            x_smem: [turns, K of 128 in two halves, 8, 64], whatever dims of 1 are between.
+            first: the block's first 128 columns, in units of as many.
+            transforms: of ``x_smem``.
+        """
+        refs = [gmem.x, x_smem]
+        if self.norm is not None:
+            refs += [gmem.norm_scale, smem.squares.at[group]]
+        splat = plgpu.Layout.WG_SPLAT(())
+        kinds = [plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.RefType()] * (len(refs) - 2)]
+
+        @plgpu.inline_mgpu(arg_types=(splat, splat, *kinds))
+        def put(ctx, first, group, x, target, *of_norm):
+            del ctx
+            self.put(first.registers.flat[0], group.registers.flat[0], x, target, *of_norm)
+            mgpu.warpgroup_barrier()
+
+        put(*(jnp.broadcast_to(x, ()) for x in (first, group)), *refs)
+
+    def put(self, first, group, x, target, scale=None, squares=None) -> None:
+        """``place`` as one thread does it."""
+        pieces = self.turns * self.M * CHUNKS
+        # Threads beyond the last piece write that piece once more.
+        places = [
+            self._place_of(arith.minui(total(thread(), constant(start)), constant(pieces - 1)))
+            for start in range(0, pieces, WARPGROUP)
+        ]
+
+        def read(place: _Place) -> list[list[Any]]:
+            stage = total(group, (place.turn, self.groups))
+            stage = arith.minui(stage, constant(self.steps - 1))
+            k = total((total(first, stage), DEPTH), (place.chunk, CHUNK))
+            row = total((place.m, 2 * self.K if self.gated else self.K), k)
+            found = [_chunk(x, row)]
+            if self.gated:
+                found.append(_chunk(x, total(row, constant(self.K))))
+            if scale is not None:
+                found += self._scale_words(scale, k)
+            return found
+
+        # Read before the rows' squares are known, which takes as long again.
+        early = [read(place) for place in places[:_EARLY]]
+        if squares is not None:
+            self._add_squares(x, squares)
+            mgpu.warpgroup_barrier()
+        for i, place in enumerate(places):
+            words = self._made(early[i] if i < _EARLY else read(place), place.m, squares)
+            at = total(
+                address(target),
+                (place.turn, 2 * DEPTH * MOST_ROWS),
+                (arith.divui(place.chunk, constant(_ACROSS)), 2 * CHUNK * _ACROSS * MOST_ROWS),
+                (place.m, 2 * CHUNK * _ACROSS),
+                (arith.xori(arith.remui(place.chunk, constant(_ACROSS)), place.m), 2 * CHUNK),
+            )
+            text = "st.shared.v4.b32 [$0], {$1,$2,$3,$4};"
+            assembly(None, [at, *words], text, "r,r,r,r,r", pure=False)
+
+    def _place_of(self, piece) -> "_Place":
+        chunk, rest = (f(piece, constant(CHUNKS)) for f in (arith.remui, arith.divui))
+        turn, m = (f(rest, constant(self.M)) for f in (arith.divui, arith.remui))
+        return _Place(turn=turn, m=m, chunk=chunk)
+
+    def _made(self, read: list[list[Any]], m, squares) -> list[Any]:
+        """Four words of what is multiplied."""
+        if self.gated:
+            words = []
+            for both in zip(*read, strict=True):
+                pairs = (widened_pair(word, self.dtype) for word in both)
+                hidden = [swiglu(*each) for each in zip(*pairs, strict=True)]
+                words.append(packed_pair(hidden, self.dtype))
+            return words
+        x, *scale = read
+        if self.norm is None:
+            return x
+        factor, scales, words = self._factor(squares, m), self._scales(scale), []
+        for i, word in enumerate(x):
+            pair = [arith.mulf(each, factor) for each in widened_pair(word, self.dtype)]
+            pair = [arith.mulf(each, scales[2 * i + e]) for e, each in enumerate(pair)]
+            words.append(packed_pair(pair, self.dtype))
+        return words
+
+    def _factor(self, squares, m) -> Any:
+        """One over the root of a row's mean square."""
+        assert self.norm is not None
+        f32 = ir.F32Type.get()
+        found = assembly(
+            llvm.StructType.get_literal([f32] * WARPS),
+            [total(address(squares), (m, 4 * WARPS))],
+            "ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];",
+            "=f,=f,=f,=f,r",
+            pure=False,
+        )
+        parts = [llvm.extractvalue(f32, found, [i]) for i in range(WARPS)]
+        mean = arith.mulf(functools.reduce(arith.addf, parts), number(1.0 / self.K))
+        mean = arith.addf(mean, number(self.norm.epsilon))
+        return assembly(f32, [mean], "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
+
+    def _scale_words(self, scale, k) -> list[list[Any]]:
+        """Those of columns k to k + 7."""
+        assert self.norm is not None
+        size = self.norm.scale.dtype.itemsize
+        return [_chunk(scale, total(k, constant(4 * i)), size=size) for i in range(size // 2)]
+
+    def _scales(self, words: list[list[Any]]) -> list[Any]:
+        """As numbers, f32, with what is added to each."""
+        assert self.norm is not None
+        dtype = jnp.dtype(self.norm.scale.dtype)
+        flat = [word for each in words for word in each]
+        if dtype == jnp.float32:
+            numbers = [arith.bitcast(ir.F32Type.get(), word) for word in flat]
+        else:
+            numbers = [x for word in flat for x in widened_pair(word, dtype)]
+        if self.norm.offset:
+            numbers = [arith.addf(x, number(self.norm.offset)) for x in numbers]
+        return numbers
+
+    def _add_squares(self, x, squares) -> None:
+        """Sums of squares of every row: of each warp's columns, to ``squares`` [row, warp]."""
+        chunks = self.K // CHUNK
+        warp, lane = (f(thread(), constant(LANES)) for f in (arith.divui, arith.remui))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0))
+        for m in range(self.M):
+            found = number(0.0)
+            for start in range(0, chunks, WARPGROUP):
+                chunk = total(thread(), constant(start))
+                last = arith.minui(chunk, constant(chunks - 1))
+                part = number(0.0)
+                for word in _chunk(x, total((last, CHUNK), constant(m * self.K))):
+                    for each in widened_pair(word, self.dtype):
+                        part = arith.addf(part, arith.mulf(each, each))
+                is_there = arith.cmpi(arith.CmpIPredicate.ult, chunk, constant(chunks))
+                found = arith.addf(found, arith.select(is_there, part, number(0.0)))
+            for distance in (16, 8, 4, 2, 1):
+                found = arith.addf(found, _from_lane_xor(found, distance))
+            with mgpu_utils.when(is_first):
+                place = total(address(squares), (warp, 4), constant(4 * WARPS * m))
+                assembly(None, [place, found], "st.shared.f32 [$0], $1;", "r,f", pure=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """Of 16 bytes of x in shared memory; i32."""
+
+    turn: Any
+    m: Any
+    chunk: Any
+
+
+def _chunk(ref: Any, at: Any, *, size: int = 2) -> list[Any]:
+    """16 bytes of global memory, from element ``at`` of so many bytes on."""
+    return loaded("ld.global.nc.v4.b32", global_place(ref, at, size), 4, kind="l")
+
+
+def _from_lane_xor(x: Any, distance: int) -> Any:
+    """x of the lane whose number differs in this bit."""
+    text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+    return assembly(ir.F32Type.get(), [x], text, "=f,f", pure=False)

@@ -1,0 +1,64 @@
+"""Keys and values in few bits as numbers. Dims: as in ``spec``."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.quantized_matmul import WeightCode
+
+from .spec import PagedCall
+
+LARGEST = {WeightCode.E4M3: 448.0, WeightCode.INT8: 127.0, WeightCode.INT4: 7.0}
+"""What a head's largest element becomes."""
+LEAST_SCALE = 2.0**-20  # in float16 too it is not 0
+
+
+def codes_of(x: jax.Array, code: WeightCode, scale_dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """Codes of [..., W], and scales [...] by which x is about their product.
+
+    An element that is not finite makes its head's scale so.
+    """
+    wide = x.astype(jnp.float32)
+    top = LARGEST[code]
+    size = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), LEAST_SCALE * top)
+    scale = (size / top).astype(scale_dtype)
+    scaled = jnp.clip(wide / scale.astype(jnp.float32)[..., None], -top, top)
+    if code is WeightCode.E4M3:
+        return scaled.astype(code.storage), scale
+    if code is WeightCode.INT8:
+        return jnp.round(scaled).astype(jnp.int8), scale
+    low, high = jnp.split((jnp.round(scaled) + 8.0).astype(jnp.uint8), 2, axis=-1)
+    return low | (high << 4), scale
+
+
+def numbers_of(codes: jax.Array, scale: jax.Array, code: WeightCode, dtype: jnp.dtype) -> jax.Array:
+    """Codes [..., W] times scales [...], in fp32, rounded once to ``dtype``."""
+    if code is WeightCode.INT4:
+        halves = jnp.concatenate([codes & 15, codes >> 4], axis=-1)
+        wide = halves.astype(jnp.float32) - 8.0
+    else:
+        wide = codes.astype(jnp.float32)
+    return (wide * scale.astype(jnp.float32)[..., None]).astype(dtype)
+
+
+def rows_as_pages(call: PagedCall) -> PagedCall:
+    """The call on its rows' pages, one after another, as numbers: for many queries of a row."""
+    tables_BM = jnp.clip(call.tables_BM, 0, call.k_PSKH.shape[0] - 1)
+
+    def widened(codes_PSKW: jax.Array | None, scale_PSK: jax.Array | None) -> jax.Array:
+        assert call.code is not None
+        assert codes_PSKW is not None
+        assert scale_PSK is not None
+        codes, scale = (x[tables_BM].reshape(-1, *x.shape[1:]) for x in (codes_PSKW, scale_PSK))
+        return numbers_of(codes, scale, call.code, call.q_BTNH.dtype)
+
+    in_order = jnp.arange(tables_BM.size, dtype=jnp.int32)
+    return dataclasses.replace(
+        call,
+        k_PSKH=widened(call.k_PSKH, call.k_scale_PSK),
+        v_PSKV=widened(call.v_PSKV, call.v_scale_PSK),
+        k_scale_PSK=None,
+        v_scale_PSK=None,
+        tables_BM=in_order.reshape(tables_BM.shape),
+    )

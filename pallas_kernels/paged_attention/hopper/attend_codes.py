@@ -1,0 +1,343 @@
+"""The kernel that reads pages in few bits: codes become numbers in registers.
+
+As ``attend``, a block's workers stream tiles; but of each tile a warp has some keys for itself, and
+what is multiplied is never written to shared memory again, which could not carry it: codes cross
+it twice, and their numbers would cross it twice more at twice or four times the size.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.held import Held
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.mosaic import llvm, mgpu_utils, plgpu
+from pallas_kernels.hopper.threads import address, thread
+from pallas_kernels.hopper.tile import tiled
+from pallas_kernels.paged_attention.spec import PagedCall
+from pallas_kernels.quantized_matmul.fragments import Dequantizer
+
+from .code_result import CodeResult
+from .code_tile import WARPS, CodeTile, f32
+from .config import RESULT_PADDING, ROWS, PagedConfig, QueryLayout
+from .plan import PagePlan
+from .reader import PageReader
+from .scores import NO_MAXIMUM
+from .segments import Segment
+
+F32, I32 = jnp.dtype("float32"), jnp.dtype("int32")
+REGISTERS = {1: (240, 24), 2: (216, 40), 3: (128, 40)}
+"""Of a warpgroup that computes and of one that loads, by workers."""
+LINE = 64  # scales of a row in shared memory, where a slot has few
+
+
+def attend_codes(
+    call: PagedCall, plan: PagePlan, *, layout: QueryLayout, config: PagedConfig
+) -> tuple[jax.Array, jax.Array]:
+    """As ``attend_pages``, of a call whose pages have scales."""
+    assert call.code is not None
+    tile = CodeTile(
+        H=layout.H, V=layout.V, keys=config.block_kv, rows=layout.tile, tokens=layout.tokens,
+        span=layout.span, scale_heads=layout.scale_heads, spec=call.spec,
+        dequantizer=Dequantizer(code=call.code, dtype=call.q_BTNH.dtype),
+    )  # fmt: skip
+    kernel = _AttendCodes(
+        g=layout, c=config, tile=tile, dtype=call.q_BTNH.dtype, codes=call.k_PSKH.dtype,
+        capacity=call.capacity, ragged_queries=call.query_lengths_B is not None,
+    )  # fmt: skip
+    num_partials = (
+        config.num_teams(layout) * config.team(layout) + layout.num_entries * layout.K + 1
+    )
+    operands = {"q": call.q_BTNH, "k": call.k_PSKH, "v": call.v_PSKV}
+    operands |= {
+        "k_scale": kernel.lines(call.k_scale_PSK),
+        "v_scale": kernel.lines(call.v_scale_PSK),
+        "tables": call.tables_BM,
+        "lengths": call.lengths_B,
+    }
+    operands |= {} if call.query_lengths_B is None else {"queries": call.query_lengths_B}
+    operands |= {"before": plan.before_E1, "starts": plan.entry_W}
+    found = launch(
+        kernel.run,
+        operands=operands,
+        results={
+            "out": jax.ShapeDtypeStruct((num_partials, layout.tile, layout.V), F32),
+            "lse": jax.ShapeDtypeStruct((num_partials, ROWS), F32),
+        },
+        scratch=kernel.scratch(),
+        grid=(config.num_blocks,),
+        grid_names=("block",),
+        num_threads=2 * config.num_workers,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+    )
+    return found["out"], found["lse"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class _AttendCodes:
+    """The kernel of one call; methods are its phases, written once per trace."""
+
+    g: QueryLayout
+    c: PagedConfig
+    tile: CodeTile
+    dtype: jnp.dtype
+    codes: jnp.dtype
+    capacity: int
+    ragged_queries: bool
+
+    @property
+    def reader(self) -> PageReader:
+        """What its workers read."""
+        return PageReader(
+            g=self.g, c=self.c, window=self.tile.spec.window, capacity=self.capacity,
+            ragged_queries=self.ragged_queries,
+        )  # fmt: skip
+
+    @property
+    def line(self) -> int:
+        """Scales of a row of a tile: of some slots, or of a slot's heads beside this one."""
+        heads = self.g.scale_heads
+        return heads if heads < self.g.K else math.gcd(LINE, self.g.size * heads)
+
+    def lines(self, scale_PSK: jax.Array | None) -> jax.Array:
+        """Scales as they are copied: of few heads, those of a page are one row after another."""
+        assert scale_PSK is not None
+        if self.g.scale_heads < self.g.K:
+            return scale_PSK
+        return scale_PSK.reshape(scale_PSK.shape[0], -1, self.line)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers; of worker w, slot s is ``w * num_stages + s``."""
+        g, c, tile = self.g, self.c, self.tile
+        slots, workers = c.num_workers * c.num_stages, c.num_workers
+        scales = plgpu.SMEM((slots, c.block_kv * g.scale_heads // self.line, self.line), self.dtype)
+
+        def codes(row_bytes: int):
+            shape = (slots, c.block_kv, row_bytes)
+            return plgpu.SMEM(shape, self.codes, transforms=tiled(row_bytes, itemsize=1))
+
+        ring = functools.partial(plgpu.Barrier, num_barriers=slots)
+        each = functools.partial(plgpu.Barrier, num_barriers=workers * c.num_queries)
+        width = g.V + RESULT_PADDING
+        pieces = self.reader.pages_per_tile
+        return {
+            "q": plgpu.SMEM(
+                (workers * c.num_queries, g.tile, g.H), self.dtype, transforms=tiled(128)
+            ),
+            "k": codes(tile.key_bytes),
+            "v": codes(tile.value_bytes),
+            "k_scale": scales,
+            "v_scale": scales,
+            "numbers": plgpu.SMEM((workers, 2, WARPS, g.tile), F32),
+            "parts": plgpu.SMEM((workers, WARPS, g.tile, width), F32),
+            "q_full": each(num_arrivals=g.tokens),
+            "q_empty": each(num_arrivals=1),
+            "k_full": ring(num_arrivals=3 * pieces),
+            "k_empty": ring(num_arrivals=1),
+            "v_full": ring(num_arrivals=pieces),
+            "v_empty": ring(num_arrivals=1),
+        }
+
+    def run(self, gmem, smem) -> None:
+        """One block: a role for each warpgroup."""
+        workers = self.c.num_workers
+        wg = lax.axis_index("wg")
+        # What all warpgroups hold together must not exceed a multiprocessor's registers.
+        most, least = REGISTERS[workers]
+
+        @pl.when(wg < workers)
+        def _():
+            plgpu.set_max_registers(most, action="increase")
+            self.compute(gmem, smem, wg)
+
+        @pl.when(wg >= workers)
+        def _():
+            plgpu.set_max_registers(least, action="decrease")
+            self.load(gmem, smem, wg - workers)
+
+    def load(self, gmem, smem, worker) -> None:
+        """Fills the ring of a worker."""
+        c, reader = self.c, self.reader
+
+        def segment(seg: Segment, done, mine):
+            plgpu.barrier_wait(smem.q_empty.at[mine])
+            reader.copy_queries(gmem, smem.q.at[mine], smem.q_full.at[mine], seg)
+
+            def step(i, _):
+                slot = worker * c.num_stages + lax.rem(done + i, c.num_stages)
+                places = reader.places(gmem, seg, seg.first + i)
+                k_full, v_full = smem.k_full.at[slot], smem.v_full.at[slot]
+                plgpu.barrier_wait(smem.k_empty.at[slot])
+                reader.copy(gmem.k, smem.k.at[slot], k_full, places, seg.head)
+                self.copy_scales(gmem.k_scale, smem.k_scale.at[slot], k_full, places, seg.head)
+                self.copy_scales(gmem.v_scale, smem.v_scale.at[slot], k_full, places, seg.head)
+                plgpu.barrier_wait(smem.v_empty.at[slot])
+                reader.copy(gmem.v, smem.v.at[slot], v_full, places, seg.head)
+
+            lax.fori_loop(0, seg.count, step, None)
+
+        reader.each_segment(gmem, worker, segment)
+        self.each_barrier(smem, worker, plgpu.barrier_wait)
+
+    def each_barrier(self, smem, worker, action) -> None:
+        """Of what a worker's warpgroup leaves to be filled again."""
+        for i in range(self.c.num_queries):
+            action(smem.q_empty.at[worker * self.c.num_queries + i])
+        for i in range(self.c.num_stages):
+            slot = worker * self.c.num_stages + i
+            action(smem.k_empty.at[slot])
+            action(smem.v_empty.at[slot])
+
+    def copy_scales(self, scale_gmem, tile_smem, full, places: list, head) -> None:
+        """Starts the copies of a tile's scales, of heads side by side."""
+        g, heads = self.g, self.g.scale_heads
+        lines = self.reader.rows * heads // self.line
+        for j, (page, slot) in enumerate(places):
+            if heads < g.K:
+                at = page, pl.ds(slot, lines), pl.ds(lax.div(head, heads) * heads, heads)
+            else:
+                at = page, pl.ds(lax.div(slot * heads, self.line), lines)
+            plgpu.copy_gmem_to_smem(scale_gmem.at[*at], tile_smem.at[pl.ds(j * lines, lines)], full)
+
+    def compute(self, gmem, smem, worker) -> None:
+        """Attention of a worker's segments."""
+        self.each_barrier(smem, worker, plgpu.barrier_arrive)
+
+        def segment(seg: Segment, done, mine):
+            plgpu.barrier_wait(smem.q_full.at[mine])
+            queries = self.queries(smem.q.at[mine])
+            plgpu.barrier_arrive(smem.q_empty.at[mine])
+            softmax, sums = self.nothing()
+
+            def step(i, carry):
+                softmax, sums = carry
+                slot = worker * self.c.num_stages + lax.rem(done + i, self.c.num_stages)
+                plgpu.barrier_wait(smem.k_full.at[slot])
+                numbers = (
+                    (seg.first + i) * self.c.block_kv,
+                    lax.rem(seg.head, self.g.scale_heads),
+                    seg.extent.position,
+                    seg.extent.tokens,
+                )
+                refs = (smem.k.at[slot], smem.k_scale.at[slot], smem.v_scale.at[slot])
+                softmax, alphas, right = self.probabilities(numbers, queries, softmax, refs)
+                plgpu.barrier_arrive(smem.k_empty.at[slot])
+                plgpu.barrier_wait(smem.v_full.at[slot])
+                sums = self.add_values(right, alphas, sums, smem.v.at[slot])
+                plgpu.barrier_arrive(smem.v_empty.at[slot])
+                return softmax, sums
+
+            softmax, sums = lax.fori_loop(0, seg.count, step, (softmax, sums))
+            self.leave(gmem, smem, worker, seg.partial, softmax, sums)
+
+        self.reader.each_segment(gmem, worker, segment)
+
+    @property
+    def held(self) -> dict[str, Held]:
+        """What a thread keeps between instructions of a tile."""
+        tile = self.tile
+        return {
+            "queries": Held(count=tile.num_queries, dtype=I32),
+            "softmax": Held(count=2 * tile.num_softmax, dtype=F32),
+            "alphas": Held(count=tile.num_softmax, dtype=F32),
+            "right": Held(count=tile.num_weights, dtype=I32),
+            "sums": Held(count=tile.num_sums, dtype=F32),
+        }
+
+    def inlined(self, given: str, found: str, refs: list[Any], body, *, numbers: int = 0):
+        """``body(numbers, *arrays' numbers, *refs)``, names of arrays in words; refs: kinds."""
+        held = self.held
+        given_held, found_held = ([held[n] for n in names.split()] for names in (given, found))
+        kinds = [plgpu.Layout.WG_SPLAT(())] * numbers
+        kinds += [each.layout for each in given_held]
+        kinds += refs
+        returned = tuple(each.array for each in found_held)
+
+        @plgpu.inline_mgpu(arg_types=tuple(kinds), return_type=returned)
+        def inlined(ctx, *args):
+            del ctx
+            lone = tuple(x.registers.flat[0] for x in args[:numbers])
+            arrays = args[numbers : len(args) - len(refs)]
+            apart = [h.apart(x) for h, x in zip(given_held, arrays, strict=True)]
+            lists = body(lone, *apart, *args[len(args) - len(refs) :])
+            return tuple(h.together(x) for h, x in zip(found_held, lists, strict=True))
+
+        return inlined
+
+    def queries(self, q_smem) -> jax.Array:
+        """The tile's queries as right operands."""
+
+        def body(numbers, q):
+            del numbers
+            return (self.tile.queries(thread(), address(q)),)
+
+        return self.inlined("", "queries", [plgpu.RefType(tiled(128))], body)(q_smem)[0]
+
+    def nothing(self) -> tuple[jax.Array, jax.Array]:
+        """Maxima and sums of no keys."""
+
+        def body(numbers):
+            del numbers
+            count = self.tile.num_softmax
+            zero, no_maximum = f32(0.0), f32(NO_MAXIMUM)
+            return [no_maximum] * count + [zero] * count, [zero] * self.tile.num_sums
+
+        return self.inlined("", "softmax sums", [], body)()
+
+    def probabilities(self, numbers, queries, softmax, refs):
+        """As ``CodeTile.probabilities``."""
+
+        def body(numbers, queries, softmax, *refs):
+            places = tuple(address(ref) for ref in refs)
+            return self.tile.probabilities(thread(), places, numbers, queries, softmax)
+
+        kinds = [_codes_kind(self.tile.key_bytes), plgpu.RefType(), plgpu.RefType()]
+        inlined = self.inlined(
+            "queries softmax", "softmax alphas right", kinds, body, numbers=len(numbers)
+        )
+        return inlined(*(jnp.broadcast_to(x, ()) for x in numbers), queries, softmax, *refs)
+
+    def add_values(self, right, alphas, sums, v_smem) -> jax.Array:
+        """As ``CodeTile.add_values``."""
+
+        def body(numbers, right, alphas, sums, v):
+            del numbers
+            return (self.tile.add_values(thread(), address(v), right, alphas, sums),)
+
+        inlined = self.inlined(
+            "right alphas sums", "sums", [_codes_kind(self.tile.value_bytes)], body
+        )
+        return inlined(right, alphas, sums, v_smem)[0]
+
+    def leave(self, gmem, smem, worker, partial, softmax, sums) -> None:
+        """As ``CodeResult.write``."""
+
+        def body(numbers, softmax, sums, counts, parts, out, lse):
+            places = address(counts), address(parts)
+            i64 = ir.IntegerType.get_signless(64)
+            out, lse = (llvm.ptrtoint(i64, mgpu_utils.memref_ptr(x)) for x in (out, lse))
+            results = out, lse, numbers[0]
+            CodeResult(tile=self.tile).write(
+                thread(), places, results, softmax, sums, mgpu_utils.warpgroup_barrier
+            )
+            return ()
+
+        refs = smem.numbers.at[worker], smem.parts.at[worker], gmem.out, gmem.lse
+        inlined = self.inlined("softmax sums", "", [plgpu.RefType()] * 4, body, numbers=1)
+        inlined(jnp.broadcast_to(partial, ()), softmax, sums, *refs)
+
+
+def _codes_kind(row_bytes: int) -> Any:
+    """Of a tile of codes."""
+    return plgpu.RefType(tiled(row_bytes, itemsize=1))

@@ -1,0 +1,379 @@
+"""One thread's part of a tile of keys and values in few bits, as instructions.
+
+A warp has a few of the tile's keys and softmax sums of its own, so warps wait for no other until a
+segment ends. Scores are keys times queries; their fragments, turned, are the right operand of
+values times probabilities. Scales multiply scores and probabilities. Queries are columns of
+products: lane ``4 g + t`` has queries ``8 n + 2 t + e`` for strip n and e in 0, 1.
+
+Dims: as in ``pallas_kernels.paged_attention.spec``.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper.mosaic import arith, mgpu
+from pallas_kernels.hopper.threads import assembly, constant, i32, total
+from pallas_kernels.hopper.tile import LOG2E
+from pallas_kernels.paged_attention.spec import PagedSpec
+from pallas_kernels.quantized_matmul.fragments import Dequantizer, fused, load_number, load_words
+
+from .code_order import FIRST_KEY, FLIP, SWIZZLE_SHIFT, CodeOrder
+
+STRIP = 8  # queries of a product
+KEYS = 16  # of a product
+WARPS = 4
+BF16 = jnp.dtype("bfloat16")
+MAX, SUM = (f"{name}.f32 $0, $1, $2;" for name in ("max", "add"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CodeTile:
+    """Sizes of a tile, and what becomes of it; values are i32 and f32 of one thread."""
+
+    H: int
+    V: int
+    keys: int
+    rows: int  # of queries
+    tokens: int
+    span: int  # rows of a token
+    scale_heads: int  # kv heads whose scales a tile has side by side
+    spec: PagedSpec
+    dequantizer: Dequantizer
+
+    @property
+    def order(self) -> CodeOrder:
+        """Of codes in words."""
+        return CodeOrder(code=self.dequantizer.code)
+
+    @property
+    def key_bytes(self) -> int:
+        """Of a row of keys."""
+        return self.H * self.dequantizer.code.bits // 8
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a row of values."""
+        return self.V * self.dequantizer.code.bits // 8
+
+    @property
+    def strips(self) -> int:
+        """Of queries."""
+        return self.rows // STRIP
+
+    @property
+    def blocks(self) -> int:
+        """Products of a warp along the keys."""
+        return self.keys // (KEYS * WARPS)
+
+    @property
+    def num_queries(self) -> int:
+        """Registers of the queries."""
+        return self.H // 8 * self.strips
+
+    @property
+    def num_softmax(self) -> int:
+        """Numbers of maxima, of sums, or of what maxima's growth costs."""
+        return 2 * self.strips
+
+    @property
+    def num_weights(self) -> int:
+        """Registers of probabilities."""
+        return 2 * self.blocks * self.strips
+
+    @property
+    def num_sums(self) -> int:
+        """Numbers of the result."""
+        return self.V // 4 * self.strips
+
+    def queries(self, thread: Any, q: Any) -> list[Any]:
+        """The right operands of the keys' product.
+
+        Args:
+            q: where the tile of queries lies, rows of 64 columns in eights, their chunks swizzled.
+        """
+        g, t = lane_of(thread)
+        found = []
+        for strip in range(self.strips):
+            row = total(q, (g, 128), constant(strip * 16 * self.H))
+            for word in range(self.key_bytes // 16):
+                for place in range(2 * self.order.steps):
+                    pair = [
+                        self._query(row, g, t, self._key_column(word, place, e)) for e in (0, 1)
+                    ]
+                    found.append(_join(*pair))
+        return found
+
+    def _key_column(self, word: int, place: int, e: int) -> tuple[int, int]:
+        """A number and what t is multiplied with."""
+        first, times = self.order.key_byte(word, self.key_bytes)
+        column = first + self.order.bytes_of(place)[e]
+        return column + (self.H // 2 if self.order.is_high(place) else 0), times
+
+    def _query(self, row: Any, g: Any, t: Any, column: tuple[int, int]) -> Any:
+        first, times = column
+        panel, first = divmod(first, 64)
+        # Chunks of 8 columns: those of the two terms have no bit in common.
+        chunk = arith.xori(total((t, times // 8)), constant(first // 8))
+        place = total(row, (arith.xori(chunk, g), 16))
+        text = f"ld.shared.b16 $0, [$1+{1024 * panel + 2 * (first % 8)}];"
+        half = assembly(ir.IntegerType.get_signless(16), [place], text, "=h,r", pure=False)
+        return arith.extui(i32(), half)
+
+    def _key_in_8(self, slot: Any) -> Any:
+        """The key of a product's row, of 8."""
+        t, odd = arith.shrui(slot, constant(1)), arith.andi(slot, constant(1))
+        return arith.xori(self._first_key(t), total((odd, FLIP[self.key_bytes])))
+
+    def _first_key(self, t: Any) -> Any:
+        times, mask = FIRST_KEY[self.key_bytes]
+        return total((t, times), arith.andi(t, constant(mask)))
+
+    def probabilities(
+        self,
+        thread: Any,
+        refs: tuple[Any, Any, Any],
+        numbers: tuple[Any, ...],
+        queries: list[Any],
+        softmax: list[Any],
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Maxima and sums with these keys, what maxima's growth costs, the right operands.
+
+        Args:
+            refs: where keys, their scales and the values' scales lie.
+            numbers: position of the tile's first key, kv head among those of the scales, position
+                of the query tile's first token, its tokens.
+            queries: of ``queries``.
+            softmax: maxima, then sums of this lane's keys.
+        """
+        k, k_scale, v_scale = refs
+        key0, head, position, tokens = numbers
+        g, t = lane_of(thread)
+        warp_key = total((warp_of(thread), self.keys // WARPS))
+        key = total(warp_key, self._key_in_8(g))
+        products = self._products(k, key, g, t, queries)
+        scale_at = total((key, 2 * self.scale_heads), (head, 2))
+        ahead = self._ahead(t, position, tokens, total(key0, key))
+        seen: dict[Any, Any] = {}
+        scores: dict[Any, Any] = {}
+        for block, half in self._halves():
+            offset = KEYS * block + STRIP * half
+            scale = load_number(total(k_scale, scale_at), 2 * self.scale_heads * offset, BF16)
+            for at in self._columns():
+                cell = (block, half, *at)
+                seen[cell] = self._is_seen(ahead[at], offset)
+                x = self._scaled(products[block, at[0]][2 * half + at[1]], scale)
+                scores[cell] = arith.select(seen[cell], x, f32(-float("inf")))
+        return self._weighed(scores, seen, total(v_scale, scale_at), softmax)
+
+    def _weighed(
+        self, scores: dict[Any, Any], seen: dict[Any, Any], v_scale: Any, softmax: list[Any]
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        peaks, sums = softmax[: self.num_softmax], softmax[self.num_softmax :]
+        tops, alphas, weights = [], [], {}
+        for i, at in enumerate(self._columns()):
+            mine = [scores[block, half, *at] for block, half in self._halves()]
+            top = over_lanes(functools.reduce(maximum, mine), MAX)
+            tops.append(maximum(peaks[i], top))
+            alphas.append(exp2(arith.subf(peaks[i], tops[i])))
+            sums[i] = arith.mulf(sums[i], alphas[i])
+            for block, half in self._halves():
+                p = exp2(arith.subf(scores[block, half, *at], tops[i]))
+                sums[i] = arith.addf(sums[i], p)
+                weights[block, half, *at] = p
+        right = []
+        for block, half in self._halves():
+            offset = 2 * self.scale_heads * (KEYS * block + STRIP * half)
+            scale = load_number(v_scale, offset, BF16)
+            for strip in range(self.strips):
+                cells = [(block, half, strip, e) for e in (0, 1)]
+                # What nobody put there may be scaled by anything, even NaN, and 0 * NaN is none.
+                pair = [
+                    arith.select(seen[c], arith.mulf(weights[c], scale), f32(0.0)) for c in cells
+                ]
+                right.append(_turned(_both(*pair)))
+        return tops + sums, alphas, right
+
+    def _products(self, k: Any, key: Any, g: Any, t: Any, queries: list[Any]) -> dict[Any, Any]:
+        """Four numbers for each block of keys and strip of queries."""
+        row_bytes, order = self.key_bytes, self.order
+        count = order.key_words(row_bytes)
+        lanes = 4 // count  # that share 16 bytes
+        chunk = arith.divui(t, constant(lanes))
+        place = total(k, (key, row_bytes), (self._swizzled(chunk, key, row_bytes), 16))
+        place = total(place, (arith.remui(t, constant(lanes)), 4 * count))
+        # A row of 128 bytes is read in two halves.
+        places = [place, arith.xori(place, constant(64))][: row_bytes // 64 or 1]
+        sums = {
+            (block, strip): [f32(0.0)] * 4
+            for block in range(self.blocks)
+            for strip in range(self.strips)
+        }
+        for block in range(self.blocks):
+            rows = [
+                [
+                    word
+                    for each in places
+                    for word in load_words(each, (KEYS * block + STRIP * half) * row_bytes, count)
+                ]
+                for half in range(2)
+            ]
+            for word in range(row_bytes // 16):
+                for step in range(order.steps):
+                    left = [
+                        self.dequantizer.two(row[word], 2 * step + e)
+                        for e in (0, 1)
+                        for row in rows
+                    ]
+                    for strip in range(self.strips):
+                        at = self.H // 8 * strip + 2 * (word * order.steps + step)
+                        sums[block, strip] = self.dequantizer.product(
+                            left, queries[at : at + 2], sums[block, strip]
+                        )
+        return sums
+
+    def add_values(
+        self, thread: Any, v: Any, right: list[Any], alphas: list[Any], sums: list[Any]
+    ) -> list[Any]:
+        """Sums times what maxima's growth costs, and values times probabilities."""
+        g, t = lane_of(thread)
+        first = self._first_key(t)
+        warp_key = total((warp_of(thread), self.keys // WARPS))
+        words = self.value_bytes // 32
+        per_chunk = 4 // words  # lanes that share 16 bytes
+        places = []
+        for key in (first, arith.xori(first, constant(FLIP[self.key_bytes]))):
+            chunk = arith.divui(g, constant(per_chunk))
+            row = total(v, (total(warp_key, key), self.value_bytes))
+            row = total(row, (self._swizzled(chunk, key, self.value_bytes), 16))
+            places.append(total(row, (arith.remui(g, constant(per_chunk)), 4 * words)))
+        sums = [
+            arith.mulf(x, alphas[2 * (i // 4 % self.strips) + i % 2]) for i, x in enumerate(sums)
+        ]
+        for block in range(self.blocks):
+            # Of rows 0 to 7 and 8 to 15: words of each of the lane's two keys.
+            loaded = [
+                [
+                    load_words(place, (KEYS * block + STRIP * half) * self.value_bytes, words)
+                    for place in places
+                ]
+                for half in range(2)
+            ]
+            self._add_block(loaded, right[2 * self.strips * block :], sums)
+        return sums
+
+    def _add_block(self, loaded: list[Any], right: list[Any], sums: list[Any]) -> None:
+        order = self.order
+        registers = order.value_places(self.V)
+        for product in range(len(registers) // 2):
+            (word, side, place), _ = registers[2 * product : 2 * product + 2]
+            mixed = [
+                _permuted(first[word], second[word], order.selection(side))
+                for first, second in loaded
+            ]
+            left = [self.dequantizer.two(x, place + e) for x in mixed for e in (0, 1)]
+            for strip in range(self.strips):
+                at = 4 * (product * self.strips + strip)
+                both = [right[half * self.strips + strip] for half in range(2)]
+                sums[at : at + 4] = self.dequantizer.product(left, both, sums[at : at + 4])
+
+    def _swizzled(self, chunk: Any, row: Any, row_bytes: int) -> Any:
+        """Where 16 bytes of a row lie in it."""
+        shifted = arith.shrui(row, constant(SWIZZLE_SHIFT[row_bytes]))
+        return arith.xori(chunk, arith.andi(shifted, constant(row_bytes // 16 - 1)))
+
+    def _halves(self) -> list[tuple[int, int]]:
+        return [(block, half) for block in range(self.blocks) for half in range(2)]
+
+    def _columns(self) -> list[tuple[int, int]]:
+        """Strip and number of each query of a lane."""
+        return [(strip, e) for strip in range(self.strips) for e in range(2)]
+
+    def _ahead(self, t: Any, position: Any, tokens: Any, key: Any) -> dict[Any, Any]:
+        """How far each query's token is ahead of a key; before all keys where there is none."""
+        ahead = {}
+        for strip, e in self._columns():
+            mine = position
+            if self.tokens > 1:
+                row = total((t, 2), constant(STRIP * strip + e))
+                token = arith.divui(row, constant(self.span))
+                is_there = arith.cmpi(arith.CmpIPredicate.slt, token, tokens)
+                mine = arith.select(is_there, total(position, token), constant(2**32 - 1))
+            ahead[strip, e] = arith.subi(mine, key)
+        return ahead
+
+    def _is_seen(self, ahead: Any, offset: int) -> Any:
+        seen = arith.cmpi(arith.CmpIPredicate.sge, ahead, constant(offset))
+        if self.spec.window is None:
+            return seen
+        end = constant(offset + self.spec.window)
+        return arith.andi(seen, arith.cmpi(arith.CmpIPredicate.slt, ahead, end))
+
+    def _scaled(self, product: Any, scale: Any) -> Any:
+        """A score in units of log2."""
+        cap = self.spec.soft_cap
+        if cap is None:
+            return arith.mulf(product, arith.mulf(scale, f32(self.spec.scale * LOG2E)))
+        # As ``pallas_kernels.hopper.tile.soft_cap``.
+        factor = arith.mulf(scale, f32(2.0 * LOG2E * self.spec.scale / cap))
+        above = arith.addf(exp2(arith.mulf(product, factor)), f32(1.0))
+        part = assembly(ir.F32Type.get(), [above], "rcp.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
+        return fused(part, f32(-2.0 * cap * LOG2E), f32(cap * LOG2E))
+
+
+def lane_of(thread: Any) -> tuple[Any, Any]:
+    """g and t of lane 4 g + t."""
+    lane = arith.andi(thread, constant(31))
+    return arith.shrui(lane, constant(2)), arith.andi(lane, constant(3))
+
+
+def warp_of(thread: Any) -> Any:
+    """The warp among a warpgroup's."""
+    return arith.shrui(thread, constant(5))
+
+
+def f32(x: float) -> Any:
+    """A constant."""
+    return mgpu.c(x, ir.F32Type.get())
+
+
+def _join(low: Any, high: Any) -> Any:
+    return arith.ori(low, arith.shli(high, constant(16)))
+
+
+def _permuted(low: Any, high: Any, selection: int) -> Any:
+    text = f"prmt.b32 $0, $1, $2, {selection:#x};"
+    return assembly(i32(), [low, high], text, "=r,r,r", pure=True)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger of two."""
+    return assembly(ir.F32Type.get(), [a, b], MAX, "=f,f,f", pure=True)
+
+
+def exp2(x: Any) -> Any:
+    """2 to the power of x."""
+    return assembly(ir.F32Type.get(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", pure=True)
+
+
+def _both(low: Any, high: Any) -> Any:
+    text = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return assembly(i32(), [low, high], text, "=r,f,f", pure=True)
+
+
+def over_lanes(x: Any, text: str) -> Any:
+    """Maximum or sum over the lanes that have the same queries."""
+    for distance in (4, 8, 16):
+        shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+        other = assembly(ir.F32Type.get(), [x], shuffle, "=f,f", pure=False)
+        x = assembly(ir.F32Type.get(), [x, other], text, "=f,f,f", pure=True)
+    return x
+
+
+def _turned(register: Any) -> Any:
+    """A warp's 8 by 8 numbers, rows for columns."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return assembly(i32(), [register], text, "=r,r", pure=False)

@@ -1,0 +1,117 @@
+"""A layer of a decoding step of one row is seven kernels, and nothing of size between them.
+
+What XLA makes of pads, iotas, norms and sums is a kernel each, which takes the host as long to
+launch as one that reads a weight. The traced layer is read, which takes no GPU.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from experiments.bench.quantized_decode import FORMATS, in_format
+from jaxinfra.config.kinds import MlpKind
+from jaxinfra.config.model import GroupedAttentionConfig, MlpConfig, ModelConfig
+from jaxinfra.config.precision import PolicyName
+from jaxinfra.config.rope import RopeConfig
+from jaxinfra.layers.cache import after_pass
+from jaxinfra.models.definition import define_model
+from jaxinfra.models.serving_form import serving_form, serving_parameters
+from jaxinfra.numerics.policy import POLICIES, held_as_computed
+from jaxinfra.ops.target import H200, compiling_for
+from jaxinfra.parallel.execution import execution_on
+from jaxinfra.serving.sampling import GREEDY, SamplingNeeds, SamplingRows
+from jaxinfra.serving.steps import DecodeState, StepConfig, decode
+from pallas_kernels.fused_matmul import api
+from pallas_kernels.fused_matmul.config import config_for
+from tests.decoder_oracle import model
+
+NAMES = (
+    "norm, qkv",
+    "append",
+    "attend",
+    "merge",
+    "out, residual",
+    "norm, gate, up",
+    "down, residual",
+)
+MOVED = {"reshape", "squeeze", "freeze", "new_ref"}
+"""Primitives that no kernel is made of."""
+ATTENTION = GroupedAttentionConfig(
+    num_q_heads=16, num_kv_heads=4, head_dim=64, rope=RopeConfig(theta=100.0)
+)
+NUM_SLOTS, PAGES = 4096, 64
+
+
+def config() -> ModelConfig:
+    """Two small layers that the kernels take."""
+    small = model(ATTENTION, vocab_size=64, model_dim=512, max_positions=NUM_SLOTS)
+    (stack,) = small.stacks
+    fed = MlpConfig(kind=MlpKind.SWIGLU, hidden_dim=1024)
+    block = dataclasses.replace(stack.pattern[0], feed_forward=fed)
+    return dataclasses.replace(small, stacks=(dataclasses.replace(stack, pattern=(block,)),))
+
+
+def traced_step(weights: str) -> jax.extend.core.Jaxpr:
+    """A step of one row in the midst of generation."""
+    policy = held_as_computed(POLICIES[PolicyName.BF16])
+    definition = define_model(config(), execution_on(policy=policy))
+    form = serving_form(definition, execution_on(policy=policy, packed=True))
+    graphdefs: list[Any] = []
+
+    def state() -> tuple[Any, DecodeState]:
+        drawn = in_format(definition, definition.initialize(jax.random.key(0)), FORMATS[weights])
+        decoder = form.bind(serving_parameters(form, config(), drawn))
+        graphdef, parameters = nnx.split(decoder)
+        graphdefs.append(graphdef)
+        caches = decoder.empty_cache(batch=1, num_slots=NUM_SLOTS)
+        return parameters, DecodeState(
+            cache=tuple(after_pass(cache, cache.arrays) for cache in caches),
+            positions_B=jnp.zeros(1, jnp.int32),
+            keys_B=jax.random.split(jax.random.key(1), 1),
+            sampling=SamplingRows.of([GREEDY]),
+        )
+
+    parameters, begun = jax.eval_shape(state)
+    step = StepConfig(
+        graphdef=graphdefs[-1], num_ids=config().vocab_size, needs=SamplingNeeds.of([GREEDY])
+    )
+    tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return decode.trace(parameters, begun, tokens, config=step).jaxpr.jaxpr
+
+
+def operations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """Of a program and of what it calls; a kernel is one."""
+    for equation in jaxpr.eqns:
+        inner = list(jax.extend.core.jaxprs_in_params(equation.params))
+        if equation.primitive.name == "mpmd_map" or not inner:
+            yield equation
+        for part in inner if equation.primitive.name != "mpmd_map" else ():
+            yield from operations(part)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4 g128"])
+def test_a_layer_is_seven_kernels(weights, monkeypatch):
+    # As if every product had been measured to be faster with what is around it.
+    fast = lambda call: config_for(call.N, call.K, swiglu=call.swiglu)  # noqa: E731
+    monkeypatch.setattr(api, "measured_config", fast)
+    with compiling_for(H200):
+        step = traced_step(weights)
+    layers = [e for e in step.eqns if e.params.get("name") == "one_repetition"]
+    assert len(layers) == 2
+    for layer in layers:
+        found = [*operations(layer.params["jaxpr"].jaxpr)]
+        kernels = [e for e in found if e.primitive.name == "mpmd_map"]
+        assert len(kernels) == len(NAMES)
+        others = [e for e in found if e not in kernels and e.primitive.name not in MOVED]
+        for each in others:
+            for out in each.outvars:
+                # The plan of who attends to what is some numbers, and one for all layers.
+                is_number = jnp.issubdtype(out.aval.dtype, jnp.integer) or out.aval.dtype == bool
+                assert is_number, each
+                assert out.aval.size < PAGES, each
