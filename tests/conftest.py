@@ -30,8 +30,9 @@ import pytest
 import shape_checks
 from near_copies import mark_slow
 
-# As commands do (jaxinfra.cli.entry): by default a seventh of the time goes to collecting garbage.
-gc.set_threshold(20_000, 20, 20)
+# By default a seventh of the time goes to collecting garbage. Rarer than in commands
+# (jaxinfra.cli.entry), whose programs are few: traces of many leave more behind.
+gc.set_threshold(100_000, 20, 10)
 
 _CACHE_BYTES = 2 << 30
 

@@ -14,11 +14,10 @@ def stack[M: nnx.Module](make: Callable[[nnx.Rngs], M], *, num_layers: int, rngs
     The result is not callable as one layer: split it and scan over the leading dim.
     """
 
-    def parameters(key: jax.Array) -> nnx.State:
-        return nnx.split(make(nnx.Rngs(params=key)))[1]
+    def split(key: jax.Array) -> tuple[nnx.GraphDef[M], nnx.State]:
+        return nnx.split(make(nnx.Rngs(params=key)))
 
-    graphdef = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(params=0))))[0]
-    stacked = jax.vmap(parameters)(jax.random.split(rngs.params(), num_layers))
+    graphdef, stacked = jax.vmap(split)(jax.random.split(rngs.params(), num_layers))
     module = nnx.merge(graphdef, stacked)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Variable) and "axes" in node.get_metadata():

@@ -219,8 +219,9 @@ def define_model(
     Args:
         lora: adapters to put beside projections; nothing is frozen yet.
     """
-    model = nnx.eval_shape(lambda: _build(config, execution, lora, nnx.Rngs(params=0)))
-    graphdef, template = nnx.split(model)
+    graphdef, template = jax.eval_shape(
+        lambda: nnx.split(_build(config, execution, lora, nnx.Rngs(params=0)))
+    )
     return ModelDefinition(
         config=config, execution=execution, graphdef=graphdef, template=template, lora=lora
     )

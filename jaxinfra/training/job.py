@@ -89,7 +89,9 @@ class Job:
 
         DoRA's magnitudes are those of the frozen weights, which ``with_frozen`` has given then.
         """
-        return jax.jit(self._initial, out_shardings=self.shardings)(self._measured)
+        lora = self.config.lora
+        measured = self.model.frozen if lora and lora.kind is AdapterKind.DORA else {}
+        return jax.jit(self._initial, out_shardings=self.shardings)(measured)
 
     def start_from(self, tree: Parameters) -> TrainState[jax.Array]:
         """The initial state with these parameters and this state of the model, which it takes
@@ -97,14 +99,7 @@ class Job:
         """
 
         def around(tree: Parameters) -> TrainState[jax.Array]:
-            return state_around(
-                only(tree, self.model.shapes),
-                only(tree, self.model.state_shapes),
-                self.optimizer,
-                precision=self.config.precision,
-                seed=self.config.training.seed,
-                averages=self.config.optimizer.average is not None,
-            )
+            return self._around(only(tree, self.model.shapes), only(tree, self.model.state_shapes))
 
         return jax.jit(around, out_shardings=self.shardings, donate_argnums=0)(tree)
 
@@ -125,15 +120,19 @@ class Job:
         """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(self._initial, self._measured),
+            jax.eval_shape(self._around, self.model.shapes, self.model.state_shapes),
             self.shardings,
         )
 
-    @property
-    def _measured(self) -> Parameters:
-        """The frozen parameters, where initial ones depend on them."""
-        lora = self.config.lora
-        return self.model.frozen if lora and lora.kind is AdapterKind.DORA else {}
+    def _around(self, parameters: Parameters, model_state: Parameters) -> TrainState[jax.Array]:
+        return state_around(
+            parameters,
+            model_state,
+            self.optimizer,
+            precision=self.config.precision,
+            seed=self.config.training.seed,
+            averages=self.config.optimizer.average is not None,
+        )
 
     def _initial(self, beside: Parameters) -> TrainState[jax.Array]:
         return initial_state(

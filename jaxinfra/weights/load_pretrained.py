@@ -82,12 +82,19 @@ def _opened(
     directory = read_model_directory(path)
     if placement is None:
         placement = Placement(mesh=make_mesh(MeshConfig(), devices=jax.local_devices()))
+
+    def defined(policy: PolicyName) -> ModelDefinition:
+        numbers = held_as_computed(POLICIES[policy])
+        return define_model(directory.config, execution_on(placement, policy=numbers))
+
     # Names and shapes do not depend on the policy, and the files say which one fits them.
-    source = directory.open(define_model(directory.config, execution_on()))
-    if policy is None:
-        policy = _policy_of(source.dtype("embedding/table"))
-    execution = execution_on(placement, policy=held_as_computed(POLICIES[policy]))
-    return source, define_model(directory.config, execution), placement
+    assumed = policy or PolicyName.FP32
+    definition = defined(assumed)
+    source = directory.open(definition)
+    fitting = policy or _policy_of(source.dtype("embedding/table"))
+    if fitting is not assumed:
+        definition = defined(fitting)
+    return source, definition, placement
 
 
 def _policy_of(dtype: np.dtype) -> PolicyName:

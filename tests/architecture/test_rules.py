@@ -1,6 +1,7 @@
 """Rules of the style guide that a syntax tree can check."""
 
 import ast
+import functools
 import pathlib
 import re
 import subprocess
@@ -17,6 +18,11 @@ FLOAT = re.compile(r"b?float(16|32|64|8_\w+|4_\w+)")
 
 def name(path: pathlib.Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def tree_of(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def device_floats(tree: ast.AST) -> list[str]:
@@ -47,13 +53,13 @@ def placements(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize("path", SYSTEM, ids=name)
 def test_only_numerics_names_float_dtypes(path):
     if "numerics" not in path.parts:
-        assert not device_floats(ast.parse(path.read_text())), "ask the precision policy"
+        assert not device_floats(tree_of(path)), "ask the precision policy"
 
 
 @pytest.mark.parametrize("floor", ["layers", "models"])
 def test_layers_declare_logical_axes_only(floor):
     for path in (ROOT / "jaxinfra" / floor).rglob("*.py"):
-        assert not placements(ast.parse(path.read_text())), f"{name(path)}: parallel/ places"
+        assert not placements(tree_of(path)), f"{name(path)}: parallel/ places"
 
 
 def test_modules_are_named_for_what_they_do():
@@ -96,26 +102,35 @@ SHARED_NAMES = {
 
 
 def public_classes(tree: ast.Module) -> list[str]:
-    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    names += [node.name.id for node in ast.walk(tree) if isinstance(node, ast.TypeAlias)]
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.TypeAlias):
+            names.append(node.name.id)
     return [each for each in names if not each.startswith("_")]
 
 
 def test_a_class_name_has_one_meaning():
     places: dict[str, list[str]] = {}
     for path in PRODUCT:
-        for each in public_classes(ast.parse(path.read_text())):
+        for each in public_classes(tree_of(path)):
             places.setdefault(each, []).append(name(path))
     twice = {each for each, where in places.items() if len(where) > 1}
     assert twice == SHARED_NAMES.keys(), {each: places[each] for each in twice}
+
+
+def called(node: ast.Call) -> str | None:
+    """The last part of a name with dots."""
+    return getattr(node.func, "attr", getattr(node.func, "id", None))
 
 
 def test_execution_is_built_in_one_module():
     builders = [
         name(path)
         for path in SYSTEM
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Execution"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and called(node) == "Execution"
     ]
     assert set(builders) == {"jaxinfra/parallel/execution.py"}
 
@@ -123,7 +138,7 @@ def test_execution_is_built_in_one_module():
 def test_layers_know_no_prefill():
     """A prefill is a chunk after an empty cache: what a layer is given says so."""
     for path in (ROOT / "jaxinfra" / "layers").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             assert not (isinstance(node, ast.arg) and "prefill" in node.arg), name(path)
 
 
@@ -132,7 +147,7 @@ def test_numerics_multiplies_nothing():
     for path in (ROOT / "jaxinfra" / "numerics").rglob("*.py"):
         called = {
             ast.unparse(node.func).split(".")[-1]
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.Call)
         }
         assert not called & {"einsum", "dot", "dot_general", "matmul", "tensordot"}, name(path)

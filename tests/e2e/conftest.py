@@ -17,8 +17,11 @@ def together(tmp_path_factory, worker_id) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (place / "made").exists():
             bench = Bench(place, cache=place / "cache", text=make_text(place / "text"))
-            ended = bench.run(bench.new("whole"))
+            arguments = bench.new("whole")
+            arguments.remove("--no-sample")
+            ended = bench.run(arguments)
             assert (ended.code, ended.stderr) == (0, ""), ended
+            (place / "said").write_text(ended.stdout)
             (place / "made").touch()
     return place
 
@@ -34,6 +37,12 @@ def shared(together, tmp_path_factory) -> Bench:
 def whole(together) -> Path:
     """A run of ``STEPS`` steps without interruption."""
     return together / "whole"
+
+
+@pytest.fixture(scope="session")
+def said_by_whole(together) -> str:
+    """What it printed, which was not onto a terminal."""
+    return (together / "said").read_text()
 
 
 @pytest.fixture

@@ -115,27 +115,32 @@ def explained(run: Path) -> None:
     assert max(grown.values()) > 1.5
 
 
-def test_a_fault_that_passes_is_told_from_a_bad_batch(bench, undisturbed):
-    fault = {"target": STEP, "action": "jaxinfra.gym.corruption:poisoning_step", "at": 10}
-    fault |= {"token": 299}
-    train(bench, "run", faults=[fault], **SPIKE)
-    (found,) = incidents(bench / "run", "transient fault")
-    assert found["step"] == 10
-    assert not incidents(bench / "run", "batch excluded")
-    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed, STEPS)
-    assert without_times(bench / "run") == without_times(undisturbed)
+@pytest.fixture(scope="module")
+def disturbed(shared) -> Ended:
+    """A run with two faults that pass: a weight flipped in step 5, a wrong gradient in step 10."""
+    flip = {"target": STEP, "action": "jaxinfra.gym.corruption:flipping_step", "at": 5}
+    # Its 12th call: after the flip, steps 5 and 6 ran again.
+    poison = {"target": STEP, "action": "jaxinfra.gym.corruption:poisoning_step", "at": 12}
+    faults = [flip | {"devices": [2]}, poison | {"token": 299}]
+    return train(shared, "disturbed", faults=faults, **SPIKE)
 
 
-def test_a_flipped_weight_is_voted_out(bench, undisturbed):
-    fault = {"target": STEP, "action": "jaxinfra.gym.corruption:flipping_step", "at": 5}
-    ended = train(bench, "run", faults=[fault | {"devices": [2]}])
-    (back,) = incidents(bench / "run", "went back")
+def test_a_flipped_weight_is_voted_out(shared, disturbed):
+    back, _ = incidents(shared / "disturbed", "went back")
     assert back["step"] == 6
     assert "on TFRT_CPU_2" in back["text"] or "cpu:2" in back["text"], back
     assert "is not what the other copies are" in back["text"]
-    assert len(incidents(bench / "run", "transient fault")) == 1
-    assert "TRANSIENT FAULT" in ended.stdout
-    assert state_sums(bench / "run", STEPS) == state_sums(undisturbed, STEPS)
+    assert "TRANSIENT FAULT" in disturbed.stdout
+
+
+@pytest.mark.usefixtures("disturbed")
+def test_a_fault_that_passes_is_told_from_a_bad_batch(shared, undisturbed):
+    run = shared / "disturbed"
+    found = incidents(run, "transient fault")
+    assert [each["step"] for each in found] == [6, 10]
+    assert not incidents(run, "batch excluded")
+    assert state_sums(run, STEPS) == state_sums(undisturbed, STEPS)
+    assert without_times(run) == without_times(undisturbed)
 
 
 def test_a_fault_that_stays_ends_the_run_and_names_the_device(bench):

@@ -42,6 +42,9 @@ def own(directory) -> dict[str, np.ndarray]:
     return {name: np.asarray(getattr(layer, name)[...]) for name in ("bias", "history")}
 
 
+# Kills are `test_training_interrupted.py`'s; `sharded/test_experts_use.py` restores a state, and
+# `unit/test_training_metrics.py` has what layers say in the records.
+@pytest.mark.slow
 def test_a_killed_run_ends_as_if_nothing_had_happened(bench):
     run = killed_and_resumed(bench, functools.partial(new, bench), STEPS)
     assert [name for name in state_sums(run, STEPS) if "model_state" in name and "bias" in name]

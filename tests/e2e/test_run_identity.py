@@ -117,6 +117,7 @@ def test_an_edit_that_is_allowed_is_said(bench, whole, tmp_path, capsys, caplog)
     said = " ".join(capsys.readouterr().out.split())
     assert "optimizer.learning_rate: saved 0.004, now 0.002" in said
     assert f"training.steps: saved {STEPS}, now {STEPS + 1}" in said
+    assert checkpoints(run)[-1] == metrics(run)[-1]["step"] == STEPS + 1
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

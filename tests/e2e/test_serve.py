@@ -84,7 +84,7 @@ def adapted_model(model: LoadedModel) -> tuple[Decoder, Adapters]:
 class Running:
     """A server in a thread, with what it serves."""
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, *, max_running: int = 4):
         (directory / "chat_template.jinja").write_text(TEMPLATE)
         self.model = loaded_model()
         self.decoder = self.model.decoder
@@ -93,7 +93,11 @@ class Running:
             self.model,
             bank=AdapterBank(names=("tuned",), adapters=(adapters,)),
             options=EngineOptions(
-                max_running=4, page_size=8, max_step_tokens=96, chunk_sizes=(64,), max_piece_rows=1
+                max_running=max_running,
+                page_size=8,
+                max_step_tokens=96,
+                chunk_sizes=(64,),
+                max_piece_rows=1,
             ),
         )
         self.engine.warm_up()
@@ -502,7 +506,7 @@ def test_metrics_have_the_names_of_dashboards(running, client):
 
 
 def test_a_stop_lets_open_requests_end(tmp_path):
-    served = Running(tmp_path)
+    served = Running(tmp_path, max_running=1)
     with contextlib.ExitStack() as stack:
         stack.callback(served.thread.close)
         with served.server.running():

@@ -60,6 +60,9 @@ def contents(directory: Path) -> dict[str, str]:
     }
 
 
+# Where it is flipped is drawn: `unit/test_checkpoint_corruption.py` has every file, and
+# `test_run_identity.py` the run that goes on after "newest flipped".
+@pytest.mark.slow
 def test_a_flipped_bit_is_named_and_set_aside_and_the_checkpoint_before_is_used(bench, run, whole):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
@@ -165,6 +168,7 @@ def test_on_two_devices_the_same_data_follow(bench, run, whole):
             assert got[name] == pytest.approx(want[name], rel=1e-5)
 
 
+@pytest.mark.slow  # `test_run_identity.py` trains a step more in its own process
 def test_more_steps_are_trained_when_asked_for(bench, run, whole):
     longer = bench.run(bench.resume("run", "--steps", STEPS + 2))
     assert longer.code == 0, longer

@@ -84,6 +84,7 @@ def test_stopped_in_turn_at_every_kind_of_moment(bench, whole, tmp_path, moments
     assert_same_run(run, whole)
 
 
+@pytest.mark.slow  # as all those above, and in the middle of a step as the next test
 def test_stopped_at_a_random_step(bench, whole):
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")

@@ -6,6 +6,7 @@ shows.
 
 import dataclasses
 import functools
+import math
 import os
 from typing import Any
 
@@ -37,11 +38,11 @@ from jaxinfra.optim.learning_rate import learning_rate
 from jaxinfra.optim.optimizer import make_optimizer
 from jaxinfra.parallel.execution import execution_on
 from jaxinfra.parallel.mesh import make_mesh
-from jaxinfra.parallel.place import Placement
+from jaxinfra.parallel.place import Placement, path_name
 from jaxinfra.parallel.rules import state_rules
 from jaxinfra.training.batch_order import in_zigzag
 from jaxinfra.training.gradients import make_gradient
-from jaxinfra.training.state import TrainState, initial_state, state_shardings
+from jaxinfra.training.state import TrainState, initial_state, state_around, state_shardings
 from jaxinfra.training.step import make_train_step
 from tests.seeds import seeded
 
@@ -185,10 +186,21 @@ def precision_of(policy: PolicyName) -> PrecisionConfig:
 
 @functools.cache
 def drawn(config: ModelConfig) -> Any:
-    """Initial parameters, on the host."""
-    model = define_model(config, execution_on())
-    draw = jax.jit(model.initialize, compiler_options=COMPILER_OPTIONS)
-    return jax.device_get(draw(jax.random.key(seeded(0))))
+    """Parameters that scatter as initial ones do, on the host. ``ModelDefinition.initialize``
+    would be a program that takes longer to compile than a step.
+    """
+    rng = np.random.default_rng(seeded(1))  # batches are drawn by 0
+    into_stream = config.init_std / math.sqrt(2 * config.num_layers)
+    constant = {"scale": 1.0 - config.final_norm.scale_offset, "bias": 0.0}
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        *_, owner, name = path_name(path).split("/")
+        if name in constant:
+            return np.full(leaf.shape, constant[name], leaf.dtype)
+        std = into_stream if owner in ("out", "down") else config.init_std
+        return rng.normal(0.0, std, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, define_model(config, execution_on()).shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,8 +215,16 @@ class Built:
     step: Any  # jitted, the state donated
 
     def initialize(self) -> TrainState:
-        """To be jitted, or evaluated for its shapes."""
+        """To be jitted."""
         return initial_state(self.model, self.optimizer, precision=self.precision, seed=0)
+
+    @property
+    def shapes(self) -> TrainState:
+        """Of the state."""
+        around = functools.partial(
+            state_around, optimizer=self.optimizer, precision=self.precision, seed=0
+        )
+        return jax.eval_shape(around, self.model.shapes, self.model.state_shapes)
 
     def put(self, batch: Batch) -> Batch:
         """The batch in the order in which the mesh's devices hold it."""
@@ -213,9 +233,7 @@ class Built:
     def state(self) -> TrainState:
         """The initial state, drawn once a model: drawing compiles longer than a step."""
         parameters = drawn(self.model.config)
-        zeros = jax.tree.map(
-            lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(self.initialize)
-        )
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), self.shapes)
         scale = dataclasses.replace(
             zeros.loss_scale, value=initial_loss_scale(self.precision).value
         )

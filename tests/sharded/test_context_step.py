@@ -7,11 +7,11 @@ tokens, so that chunks are 4 or 2 tokens and a window of 5 reaches over one or t
 import dataclasses
 import math
 
-import jax
 import numpy as np
 import pytest
 
 from jaxinfra.config.mesh import MeshConfig
+from jaxinfra.config.model import stacked
 from jaxinfra.config.presets.runs import tiny
 from jaxinfra.config.run import ContextMethod, Remat
 from jaxinfra.config.validate import validate
@@ -61,7 +61,7 @@ def test_step_equals_one_device(case, mesh, method, how):
 def test_a_step_sends_keys_round_and_sums_gradients_and_nothing_else():
     """The loss among others leaves its tokens where they are."""
     built = build(llama_like(), mesh=MeshConfig(context=2))
-    lowered = built.step.lower(jax.eval_shape(built.initialize), built.put(packed_batch()))
+    lowered = built.step.lower(built.shapes, built.put(packed_batch()))
     found = [each for each in collectives(lowered.compile()) if each.shape]
     sends = [each for each in found if each.kind == "collective-permute"]
     assert all("attention/core" in each.scope for each in sends)
@@ -95,13 +95,14 @@ BAD = {
 
 
 def test_latents_go_to_other_devices_and_heads_do_not():
-    built = build(mla_like(), mesh=MeshConfig(context=2))
-    lowered = built.step.lower(jax.eval_shape(built.initialize), built.put(packed_batch()))
+    config = dataclasses.replace(mla_like(), stacks=stacked(mla_like().blocks[0], num_layers=2))
+    built = build(config, mesh=MeshConfig(context=2))
+    lowered = built.step.lower(built.shapes, built.put(packed_batch()))
     found = [each for each in collectives(lowered.compile()) if each.shape]
     latents = [each for each in found if each.kind != "all-reduce"]
     assert {each.kind for each in latents} == {"all-gather", "reduce-scatter"}
     assert all("attention/core" in each.scope for each in latents)
-    mixer = mla_like().blocks[0].mixer
+    mixer = config.blocks[0].mixer
     tokens = 8 * 16 // 2
     expected = context_bytes(
         ALL_GATHER,
@@ -112,7 +113,7 @@ def test_latents_go_to_other_devices_and_heads_do_not():
         itemsize=4,
         is_packed=False,
     )
-    layers, documents = mla_like().num_layers, 4 * tokens  # gathered once for all layers
+    layers, documents = config.num_layers, 4 * tokens  # gathered once for all layers
     sent = sum(each.sent_bytes for each in latents)
     assert sent == documents + layers * (expected.forward + expected.backward)
     summed = sum(math.prod(e.shape) * e.times for e in found if e.kind == "all-reduce")

@@ -41,7 +41,7 @@ MESHES = {
 }
 CASES = {
     "tied": (llama_like, {"z_loss": 0.01, "label_smoothing": 0.1}),
-    "untied": (gpt_like, {"accumulation": 4, "batch_size": 32}),
+    "untied": (gpt_like, {"accumulation": 4, "batch_size": 32, "remat": Remat.FULL}),
     "capped": (gemma_like, {}),
     "latent": (mla_like, {}),
 }
@@ -68,7 +68,7 @@ def run(case: str, mesh: MeshConfig, **how):
     on the host.
     """
     make, options = CASES[case]
-    built = build(make(), mesh=mesh, **options, **how)
+    built = build(make(), mesh=mesh, **{**options, **how})
     before = built.state()
     parameters = jax.device_get(before.parameters)
     batch = packed_batch(rows=options.get("batch_size", 8))

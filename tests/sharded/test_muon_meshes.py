@@ -139,25 +139,29 @@ def test_losses_are_one_device_s(mesh):
     assert np.abs(got - orders[0]).max() <= bound
 
 
-def test_a_saved_state_goes_on_bitwise(tmp_path):
+def test_a_saved_state_is_restored_on_other_meshes(tmp_path):
     """Its moments are fewer than its parameters: what has none is no part of the checkpoint."""
     built, other = _built(*MESHES["fsdp2-tensor4"]), _built(MeshConfig(), ShardingConfig())
-    batch = built.put(packed_batch(rows=8))
-    state, _ = built.step(built.state(), batch)
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(
+        lambda leaf: (
+            rng.normal(size=leaf.shape).astype(leaf.dtype) if leaf.dtype == np.float32 else leaf
+        ),
+        jax.device_get(built.state()),
+    )
     with Checkpointer(tmp_path / "checkpoints", CheckpointConfig(), identity={}) as checkpointer:
-        checkpointer.save(1, state, data_state={})
+        checkpointer.save(1, jax.device_put(state, built.shardings), data_state={})
         apart, alone = (
             checkpointer.restore(
                 jax.tree.map(
                     lambda leaf, place: jax.ShapeDtypeStruct(
                         leaf.shape, leaf.dtype, sharding=place
                     ),
-                    jax.eval_shape(built.initialize),
+                    built.shapes,
                     shardings,
                 )
             ).state
             for shardings in (built.shardings, other.shardings)
         )
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((apart, alone)))
-    for want, got in zip(built.step(state, batch), built.step(apart, batch), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, *jax.device_get((got, want)))
+    for restored in (apart, alone):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), state)

@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=10)
 
 
 @hypothesis.given(LENGTHS, st.integers(1, 16), st.integers(1, 5), st.data())
-@hypothesis.settings(deadline=None, derandomize=True, max_examples=80)
+@hypothesis.settings(deadline=None, derandomize=True, max_examples=40)
 def test_every_token_counts_once_with_its_context(
     lengths: list[int], sequence_length: int, batch_size: int, data: st.DataObject
 ):

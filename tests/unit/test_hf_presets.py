@@ -13,6 +13,22 @@ from jaxinfra.parallel.execution import execution_on
 
 COUNTED = sorted(name for name, preset in MODELS.items() if "parameters" in preset.__doc__)
 
+# As others publish them; what every preset says of its own is held below too.
+SIZES = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "llama32_1b": 1_235_814_400,
+    "llama32_3b": 3_212_749_824,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
+
 # The config.json of models as published, less keys without effect.
 PUBLISHED = {
     "llama32_1b": {
@@ -207,6 +223,19 @@ def defined(name: str):
 def test_number_of_parameters(name):
     stated = re.search(r"([\d,]+) parameters", MODELS[name].__doc__)
     assert defined(name).num_parameters == int(stated.group(1).replace(",", ""))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_number_of_parameters_is_the_published_one(name):
+    assert defined(name).num_parameters == SIZES[name]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_dims_name_every_dim_of_every_parameter(name):
+    """But for what a router and a shared expert's gate say of a token: never sharded."""
+    for each in defined(name).table():
+        assert len(each.shape) == len(each.dims)
+        assert None not in each.dims or "router" in each.path or "shared_scale" in each.path
 
 
 def test_every_published_size_is_counted():

@@ -92,7 +92,7 @@ def test_memory_does_not_grow_with_micro_batches():
         rows = 4 * accumulation
         built = build(CONFIG, accumulation=accumulation, batch_size=rows)
         batch = packed_batch(rows=rows)
-        lowered = built.step.lower(jax.eval_shape(built.initialize), batch)
+        lowered = built.step.lower(built.shapes, batch)
         size = lowered.compile().memory_analysis().temp_size_in_bytes
         return size, sum(leaf.nbytes for leaf in jax.tree.leaves(batch))
 
@@ -129,7 +129,7 @@ def test_micro_batches_are_traced_once(monkeypatch):
 
     monkeypatch.setattr(gradients, "batch_loss", traced)
     built = build(CONFIG, accumulation=2)
-    built.step.trace(jax.eval_shape(built.initialize), packed_batch())
+    built.step.trace(built.shapes, packed_batch())
     assert len(traces) == 1
 
 
@@ -192,21 +192,26 @@ def test_fp16_loses_small_gradients_without_loss_scaling():
     """Small weights make query gradients of about 1e-8, under fp16's smallest number 6e-8."""
     config = dataclasses.replace(CONFIG, init_std=0.002)
     batch = packed_batch()
+    precision = PrecisionConfig(
+        policy=PolicyName.FP16, loss_scaling=LossScaling.STATIC, initial_loss_scale=2.0**15
+    )
+    optimizer = dataclasses.replace(OPTIMIZER, clip_norm=None)
+    built = build(config, precision=precision, optimizer_config=optimizer)
+    parameters = jax.device_get(built.state().parameters)
+    _, gradients = oracle.loss_and_gradients(config, parameters, batch, z_loss=0.0)
+
+    def query(tree):
+        return np.asarray(tree["blocks"][0]["attention"]["query"]["weight"], np.float64)
+
     errors = {}
     for scale in (1.0, 2.0**15):
-        precision = PrecisionConfig(
-            policy=PolicyName.FP16, loss_scaling=LossScaling.STATIC, initial_loss_scale=scale
+        before = built.state()
+        assert before.loss_scale.value == 2.0**15
+        loss_scale = dataclasses.replace(
+            before.loss_scale, value=jnp.full_like(before.loss_scale.value, scale)
         )
-        optimizer = dataclasses.replace(OPTIMIZER, clip_norm=None)
-        built = build(config, precision=precision, optimizer_config=optimizer)
-        parameters = jax.device_get(built.state().parameters)
-        state, metrics = built.step(built.state(), batch)
+        state, metrics = built.step(dataclasses.replace(before, loss_scale=loss_scale), batch)
         assert metrics.skipped == 0
-        _, gradients = oracle.loss_and_gradients(config, parameters, batch, z_loss=0.0)
-
-        def query(tree):
-            return np.asarray(tree["blocks"][0]["attention"]["query"]["weight"], np.float64)
-
         got = query(gradients_of(state)) / (1 - OPTIMIZER.beta1)
         errors[scale] = np.linalg.norm(got - query(gradients)) / np.linalg.norm(query(gradients))
     # Scaled: rounding of fp16, half of 2^-10, through some tens of operations.
