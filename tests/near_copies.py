@@ -321,10 +321,9 @@ NEAR_COPIES: dict[str, dict[str, str]] = {
     },
     "unit/test_serving_mesh.py": _SERVING_MESHES,
     "unit/test_serving_pages.py": {
-        f"test_on_hopper_the_kernels_read_the_cache[bfloat16-{case}]": (
-            "the same test of plain-True and int4-False"
+        "test_on_hopper_the_kernels_read_the_cache[bfloat16-plain-False-2]": (
+            "the same test of plain-True"
         )
-        for case in ("plain-False", "fp8-True")
     },
     "unit/test_serving_steps.py": {
         "test_chunks_continue_as_the_whole_prompt[window]": (

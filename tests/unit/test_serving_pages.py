@@ -138,17 +138,18 @@ def test_pages_are_read_where_they_lie(name, num_queries):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form", "paged"),
+    ("dtype", "form", "paged", "heads"),
     [
-        (jnp.bfloat16, CacheFormat.PLAIN, True),
-        (jnp.bfloat16, CacheFormat.PLAIN, False),
-        (jnp.float32, CacheFormat.PLAIN, True),
-        (jnp.bfloat16, CacheFormat.INT4, False),
-        (jnp.bfloat16, CacheFormat.FP8, True),
+        (jnp.bfloat16, CacheFormat.PLAIN, True, 2),
+        (jnp.bfloat16, CacheFormat.PLAIN, False, 2),
+        (jnp.float32, CacheFormat.PLAIN, True, 2),
+        (jnp.bfloat16, CacheFormat.FP8, True, 8),
+        (jnp.bfloat16, CacheFormat.FP8, True, 2),  # seen to be right on a GPU for 8 heads only
     ],
 )
-def test_on_hopper_the_kernels_read_the_cache(dtype, form, paged):
-    config = GroupedAttentionConfig(num_q_heads=8, num_kv_heads=2, head_dim=64, rope=None)
+def test_on_hopper_the_kernels_read_the_cache(dtype, form, paged, heads):
+    config = GroupedAttentionConfig(num_q_heads=8, num_kv_heads=heads, head_dim=64, rope=None)
+    page = PAGE if form is CacheFormat.PLAIN else 64
     shape = jax.ShapeDtypeStruct
     sizes = {"num_layers": 2, "dtype": dtype, "form": form}
 
@@ -157,7 +158,7 @@ def test_on_hopper_the_kernels_read_the_cache(dtype, form, paged):
             return ContiguousCache.zeros(config.cache, batch=3, num_slots=32, **sizes)
         tables = jnp.zeros((3, 2), jnp.int32)
         return PagedCache.zeros(
-            config.cache, num_pages=8, page_size=PAGE, tables_BM=tables, **sizes
+            config.cache, num_pages=8, page_size=page, tables_BM=tables, **sizes
         )
 
     def step(q, cache, positions):
@@ -167,7 +168,8 @@ def test_on_hopper_the_kernels_read_the_cache(dtype, form, paged):
     arguments = shape((3, 1, 8, 64), dtype), jax.eval_shape(empty), shape((3, 1), jnp.int32)
     with compiling_for(H200):
         text = jax.jit(step).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" in text) == (dtype == jnp.bfloat16)
+    coded = form is not CacheFormat.PLAIN
+    assert ("mosaic_gpu" in text) == (dtype == jnp.bfloat16 and not (coded and heads != 8))
 
 
 def test_the_tolerance_notices_a_key_too_many():
