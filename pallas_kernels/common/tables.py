@@ -137,6 +137,27 @@ def octaves_apart(case: dict[str, Value], wanted: dict[str, int]) -> dict[str, f
     return {name: abs(math.log2(size / count(case[name]))) for name, size in wanted.items()}
 
 
+def nearest(
+    table: Table, same: dict[str, Value], sizes: dict[str, int], farthest: dict[str, float]
+) -> list[Row]:
+    """Rows of the measured case nearest to a call's; none where all are too far.
+
+    Args:
+        same: fields that a case must have, with their values.
+        sizes: the call's, by name.
+        farthest: powers of two within which a measured size is trusted, by name.
+    """
+    found: dict[tuple, list[Row]] = {}
+    for row in table.rows:
+        case = dict(row.case)
+        if any(case[name] != value for name, value in same.items()):
+            continue
+        apart = octaves_apart(case, sizes)
+        if all(apart[name] <= most for name, most in farthest.items()):
+            found.setdefault((sum(apart.values()), row.case), []).append(row)
+    return found[min(found)] if found else []
+
+
 def count(value: Value) -> int:
     """A size or number of tiles in a table.
 

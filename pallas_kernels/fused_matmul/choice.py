@@ -45,18 +45,9 @@ def _measured(
         return None
     wanted = dict(case)
     sizes = {name: tables.count(wanted[name]) for name in _FARTHEST}
-    found: dict[tuple, list[tables.Row]] = {}
-    for row in table.rows:
-        measured = dict(row.case)
-        if any(measured[name] != wanted[name] for name in wanted.keys() - sizes):
-            continue
-        apart = tables.octaves_apart(measured, sizes)
-        if all(apart[name] <= most for name, most in _FARTHEST.items()):
-            found.setdefault((sum(apart.values()), row.case), []).append(row)
-    if not found:
-        return None
+    same = {name: value for name, value in wanted.items() if name not in sizes}
     apart_ms, times = math.inf, {}
-    for row in found[min(found)]:
+    for row in tables.nearest(table, same, sizes, _FARTHEST):
         choice = dict(row.choice)
         if choice.pop("implementation") == "apart":
             apart_ms = row.ms

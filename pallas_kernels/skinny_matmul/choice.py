@@ -28,19 +28,9 @@ def _measured(M: int, N: int, K: int, swiglu: bool, slug: str, folder: str) -> S
     table = tables.find(TUNED, OP, QUESTION)
     if table is None:
         return None
-    wanted = {"rows": M, "depth": K, "columns": N}
-    found: dict[tuple, list[tables.Row]] = {}
-    for row in table.rows:
-        case = dict(row.case)
-        if case["swiglu"] is not swiglu:
-            continue
-        apart = tables.octaves_apart(case, wanted)
-        if all(apart[name] <= _FARTHEST[name] for name in apart):
-            found.setdefault((sum(apart.values()), row.case), []).append(row)
-    if not found:
-        return None
+    sizes = {"rows": M, "depth": K, "columns": N}
     compiler_ms, times = math.inf, {}
-    for row in found[min(found)]:
+    for row in tables.nearest(table, {"swiglu": swiglu}, sizes, _FARTHEST):
         choice = dict(row.choice)
         if choice.pop("implementation") == "xla":
             compiler_ms = row.ms

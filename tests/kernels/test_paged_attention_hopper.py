@@ -18,7 +18,7 @@ from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.hopper import plan_pages
 from pallas_kernels.paged_attention.hopper.attend import attend_pages
 from pallas_kernels.paged_attention.hopper.config import PagedConfig, QueryLayout, config_for
-from pallas_kernels.paged_attention.hopper.forward import reads_codes
+from pallas_kernels.paged_attention.hopper.forward import SIZES, reads_codes, unsupported
 from pallas_kernels.paged_attention.hopper.merge import merge_pages
 from pallas_kernels.paged_attention.hopper.plan import extent_of, piece_start, team_of
 from pallas_kernels.paged_attention.reference import paged_attention_reference
@@ -197,13 +197,15 @@ def test_refuses(shape, dtype, words):
         ((1, 8, 2, 64), jnp.float16, "few bits must be bfloat16, not float16"),
         ((1, 8, 2, 256), jnp.bfloat16, "widths 256/256 of a cache in few bits are not 64 or 128"),
         ((1, 20, 10, 64), jnp.bfloat16, "10 kv heads: they are no multiple and no divisor of 8"),
-        ((1, 20, 1, 64), jnp.bfloat16, "20 query heads to a kv head are above 16"),
+        ((1, 20, 1, 64, 64), jnp.bfloat16, "20 query heads to a kv head are above 16"),
+        ((1, 8, 2, 64), jnp.bfloat16, "pages of 16 are copied 64 bytes .* make pages of 32 slots"),
+        ((1, 8, 1, 64), jnp.bfloat16, "pages of 16 are copied 32 bytes .* make pages of 64 slots"),
     ],
     ids=str,
 )
 def test_refuses_caches_in_few_bits(shape, dtype, words):
-    B, N, K, H = shape
-    pool, scale = np.zeros((3, 16, K, H), np.int8), np.zeros((3, 16, K), dtype)
+    B, N, K, H, size = (*shape, 16)[:5]
+    pool, scale = np.zeros((3, size, K, H), np.int8), np.zeros((3, size, K), dtype)
     arguments = np.zeros((B, N, H), dtype), pool, pool, np.zeros((B, 2), np.int32)
     attend = functools.partial(paged_attention, k_scale=scale, v_scale=scale)
     with device.compiling_for(device.H200), pytest.raises(UnsupportedError, match=words):
@@ -220,3 +222,24 @@ def test_many_queries_read_their_rows_numbers():
     assert reads_codes(dataclasses.replace(call, q_BTNH=call.q_BTNH[:, :16]))
     attend = jax.jit(paged_attention_reference)
     np.testing.assert_array_equal(*jax.device_get((attend(call), attend(rows_as_pages(call)))))
+
+
+@pytest.mark.parametrize("num_kv", [1, 2, 4, 8, 16])
+def test_scales_are_copied_to_aligned_places(num_kv):
+    """Of what is not refused; the copy engine ends a kernel that asks for another place."""
+    allowed = set()
+    for size in SIZES:
+        case = cases.PagedCase(name="", lengths=(40,), K=num_kv, N=2 * num_kv, size=size)
+        arguments, arrays = case.arrays("bfloat16")
+        given, scales, _ = cases.coded(arguments, WeightCode.INT8, rounds=False)
+        call = call_of(case, given, arrays | scales)
+        with device.compiling_for(device.H200):
+            reason = unsupported(call)
+        layout = QueryLayout.of(call)
+        block = config_for(layout).block_kv
+        # Bytes from a tile's first scale to that of its next page, and from one tile to the next.
+        steps = [2 * layout.scale_heads * slots for slots in (min(size, block), block)]
+        assert (reason is None) == all(step % 128 == 0 for step in steps), (size, reason)
+        if reason is None:
+            allowed.add(size)
+    assert allowed == {size for size in SIZES if size * min(num_kv, 8) >= 64}

@@ -4,13 +4,14 @@ Dims: as in ``pallas_kernels.paged_attention.spec``.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common import device
 from pallas_kernels.common.errors import UnsupportedError
-from pallas_kernels.hopper.machine import SMEM_BYTES
+from pallas_kernels.hopper.machine import COPY_ALIGNMENT, SMEM_BYTES
 from pallas_kernels.paged_attention.codes import rows_as_pages
 from pallas_kernels.paged_attention.spec import PagedCall
 
@@ -76,8 +77,8 @@ def reads_codes(call: PagedCall) -> bool:
 def unproven(call: PagedCall) -> str | None:
     """Why "auto" leaves codes that the kernel could read to others; None where it takes them.
 
-    With 8 kv heads and pages of 64 its results are checked on a GPU (``bench.paged_formats``); of
-    other calls, in a run of all tests for GPUs, some ended with a misaligned address.
+    With 8 kv heads and pages of 64 its results are checked on a GPU (``bench.paged_formats``); what
+    else ``unsupported`` allows has not run on one.
     """
     layout = QueryLayout.of(call)
     if not reads_codes(call) or (layout.K % SCALE_HEADS == 0 and layout.size == 64):
@@ -107,6 +108,14 @@ def _unsupported_codes(call: PagedCall, layout: QueryLayout) -> str | None:
         return (
             f"scales of {layout.K} kv heads: they are no multiple and no divisor of {SCALE_HEADS}"
         )
+    if layout.size < config_for(layout).block_kv:  # a tile is of several pages
+        page_bytes = layout.size * layout.scale_heads * call.q_BTNH.dtype.itemsize
+        if page_bytes % COPY_ALIGNMENT:
+            least = layout.size * COPY_ALIGNMENT // math.gcd(COPY_ALIGNMENT, page_bytes)
+            return (
+                f"scales of {layout.K} kv heads in pages of {layout.size} are copied {page_bytes} "
+                f"bytes at a time, no multiple of {COPY_ALIGNMENT}: make pages of {least} slots"
+            )
     return None
 
 
