@@ -9,7 +9,7 @@ import numpy as np
 from pallas_kernels.common.chosen import announce
 from pallas_kernels.common.errors import InputError, UnsupportedError
 
-from .hopper import numbers_first, paged_attention_hopper, unproven, unsupported
+from .hopper import numbers_first, paged_attention_hopper, unsupported
 from .reference import paged_attention_reference
 from .spec import PagedCall
 from .validate import make_call
@@ -105,7 +105,6 @@ def _compute(implementation: str, call: PagedCall) -> jax.Array:
         )
     reason = unsupported(call) if implementation in ("auto", "hopper") else None
     if implementation == "auto":
-        reason = reason or unproven(call)
         implementation = "hopper" if reason is None else "xla"
         because = numbers_first(call) if reason is None else f"not hopper: {reason}"
         announce("paged_attention", implementation, call.describe(), because=because)

@@ -115,7 +115,7 @@ def append_heads(
         k_scale, v_scale: [P, S, K], of codes: a head's scale brings its largest element to the
             largest code.
         implementation: "hopper" (heads in multiples of 4, of 64, 128 or 256 columns which all
-            turn), "xla", or "auto", which takes hopper where it can, but not for codes.
+            turn), "xla", or "auto", which takes hopper where it can.
 
     Returns:
         Queries [B, T, N, H], ``k_pages`` and ``v_pages``; ``k_scale`` and ``v_scale`` where given.
@@ -155,8 +155,6 @@ def append_heads(
     if implementation == "hopper" and reason:
         raise UnsupportedError(f"implementation='hopper' cannot append: {reason}; xla can")
     if implementation == "auto":
-        if code is not None and not reason:
-            reason = "that it appends codes was not seen on a GPU yet"
         case = f"{heads.dtype}{list(heads.shape)} into {k_pages.dtype} pages {list(k_pages.shape)}"
         because = f"not hopper: {reason}" if reason else None
         announce("append_heads", "xla" if reason else "hopper", case, because=because)

@@ -4,6 +4,5 @@ from .append_heads import append_heads_hopper as append_heads_hopper
 from .append_heads import unsupported_append as unsupported_append
 from .forward import numbers_first as numbers_first
 from .forward import paged_attention_hopper as paged_attention_hopper
-from .forward import unproven as unproven
 from .forward import unsupported as unsupported
 from .plan import plan_pages as plan_pages

@@ -74,21 +74,6 @@ def reads_codes(call: PagedCall) -> bool:
     return call.code is not None and QueryLayout.of(call).num_q_tiles <= MOST_CODE_TILES
 
 
-def unproven(call: PagedCall) -> str | None:
-    """Why "auto" leaves codes that the kernel could read to others; None where it takes them.
-
-    With 8 kv heads and pages of 64 its results are checked on a GPU (``bench.paged_formats``); what
-    else ``unsupported`` allows has not run on one.
-    """
-    layout = QueryLayout.of(call)
-    if not reads_codes(call) or (layout.K % SCALE_HEADS == 0 and layout.size == 64):
-        return None
-    return (
-        f"codes of {layout.K} kv heads in pages of {layout.size}: on a GPU it is right for "
-        f"multiples of {SCALE_HEADS} heads in pages of 64"
-    )
-
-
 def numbers_first(call: PagedCall) -> str | None:
     """Why codes of rows become numbers in memory; None where they are read, or there are none."""
     if call.code is None or reads_codes(call):
