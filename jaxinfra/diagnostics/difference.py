@@ -23,6 +23,7 @@ class Change:
     ms: float
     text: str
     remedy: str  # empty where the second step is the faster one
+    gain_ms: float | None = None  # that the remedy wins, of all places that have it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,7 @@ class Difference:
     first_ms: float
     second_ms: float
     clock_ratio: float | None  # of all kernels' times alike, where they differ alike
+    options: tuple[tuple[str, ...], tuple[str, ...]]  # of XLA, that only one of the steps has
     changes: tuple[Change, ...]  # largest first, by their size
 
     def paragraph(self) -> str:
@@ -39,7 +41,7 @@ class Difference:
         by = self.second_ms - self.first_ms
         share = by / self.first_ms
         begin = f"A step takes {self.first_ms:.1f} ms in the first and {self.second_ms:.1f} ms in "
-        begin += f"the second ({share:+.1%})."
+        begin += f"the second ({share:+.1%}){_other_options(self.options)}."
         if self.clock_ratio is not None:
             return (
                 f"{begin} Every kernel takes {self.clock_ratio - 1:+.0%} of its time, matmuls and "
@@ -56,7 +58,10 @@ class Difference:
 
 
 def _sentence(change: Change) -> str:
-    return f"{change.text}." + (f" Remedy: {change.remedy}." if change.remedy else "")
+    if not change.remedy:
+        return f"{change.text}."
+    gain = "" if change.gain_ms is None else f" (wins {change.gain_ms:.1f} ms)"
+    return f"{change.text}. Remedy: {change.remedy}{gain}."
 
 
 def compare_steps(
@@ -72,15 +77,20 @@ def compare_steps(
     """
     before, after = _by_part(first), _by_part(second)
     steps = (first_step, second_step)
+    options = _only_one_has(*(each.get("xla_options") if each else None for each in steps))
     changes = []
     for part in before.keys() | after.keys():
         ms = after.get(part, 0.0) - before.get(part, 0.0)
         if abs(ms) >= _LEAST * first.span_ms:
             scope, kind = part
             text, remedy = _text(scope, kind, ms, first, second, steps)
+            if any(options) and remedy in (_LOOK, _LOOK_AT_LINKS, _FLAGS):
+                remedy = _OPTIONS
             remedy = remedy if ms > 0 else ""
             changes.append(Change(scope=scope, kind=kind, ms=ms, text=text, remedy=remedy))
     changes.sort(key=lambda each: -abs(each.ms))
+    by = second.span_ms - first.span_ms
+    changes = [dataclasses.replace(each, gain_ms=_gain(each, changes, by)) for each in changes]
     scopes = {scope for scope, _ in before}
     other_formats = any(
         _formats(first, first_step, each) != _formats(second, second_step, each) for each in scopes
@@ -89,8 +99,38 @@ def compare_steps(
         first_ms=first.span_ms,
         second_ms=second.span_ms,
         clock_ratio=None if other_formats else _slower_alike(first, second),
+        options=options,
         changes=tuple(changes),
     )
+
+
+def _only_one_has(
+    first: list[str] | None, second: list[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Options of XLA that differ; none where it was not written down."""
+    if first is None or second is None:
+        return (), ()
+    return tuple(sorted({*first} - {*second})), tuple(sorted({*second} - {*first}))
+
+
+def _other_options(options: tuple[tuple[str, ...], tuple[str, ...]]) -> str:
+    said = [
+        f"{' '.join(each)} in the {where}"
+        for each, where in zip(options, ("first", "second"), strict=True)
+        if each
+    ]
+    return f"; XLA's options differ: {', '.join(said)}" if said else ""
+
+
+def _gain(change: Change, changes: list[Change], by: float) -> float | None:
+    """What a remedy wins, of all places that ask for it; None where it only says where to look.
+
+    No more than the whole step lost: what one place takes longer, its neighbors may take shorter
+    for the same reason.
+    """
+    if not change.remedy or change.remedy in (_LOOK, _LOOK_AT_IDLE, _LOOK_AT_LINKS):
+        return None
+    return max(0.0, min(by, sum(each.ms for each in changes if each.remedy == change.remedy)))
 
 
 def _by_part(waterfall: Waterfall) -> dict[tuple[str, str], float]:
@@ -111,6 +151,12 @@ def _plain(scope: str) -> str:
 
 
 _OWN = "a Mosaic GPU kernel"
+# Not what is to be done, but where to look.
+_LOOK = "see what else differs (jaxinfra compare)"
+_LOOK_AT_IDLE = "see what jaxinfra trace says of the second run alone"
+_FLAGS = "XLA's flags as in the first run (XLA_FLAGS, training.xla_options)"
+_OPTIONS = "XLA's options as in the first run"
+_LOOK_AT_LINKS = "compare training.xla_options, mesh and links of both (jaxinfra compare)"
 _REMEDIES = {
     "attention/core": "training.attention=auto, and shapes that its kernel takes (jaxinfra plan "
     "says which it runs)",
@@ -130,10 +176,10 @@ def _text(
     word = "longer" if ms > 0 else "shorter"
     if scope == IDLE:
         text = f"The device is idle {abs(ms):.1f} ms {word}: launches, input or the host"
-        return text, "see what jaxinfra trace says of the second run alone"
+        return text, _LOOK_AT_IDLE
     if kind == "collective":
         text = f"Communication that nothing hides takes {abs(ms):.1f} ms {word}"
-        return text, "compare training.xla_options, mesh and links of both (jaxinfra compare)"
+        return text, _LOOK_AT_LINKS
     text = f"{scope} takes {abs(ms):.1f} ms {word}"
     recomputed = [
         sum(value for (name, _), value in each.exposed_ms.items() if name == f"{scope} recomputed")
@@ -150,11 +196,8 @@ def _text(
     if old != new:
         remedy = _REMEDIES.get(scope, "") if _OWN in old else ""
         text = f"{text}: it runs {', '.join(new) or 'nothing'} in place of {', '.join(old)}"
-        return text, remedy or "XLA's flags as in the first run (XLA_FLAGS, training.xla_options)"
-    return (
-        f"{text}, in the same kernels ({', '.join(new)})",
-        "see what else differs (jaxinfra compare)",
-    )
+        return text, remedy or _FLAGS
+    return f"{text}, in the same kernels ({', '.join(new)})", _LOOK
 
 
 def _formats(waterfall: Waterfall, step: TracedStep | None, scope: str) -> set[str]:

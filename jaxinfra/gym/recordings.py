@@ -142,6 +142,7 @@ def write_trace(
     axes: Mapping[str, str] | None = None,
     used_gib: float = 90,
     accumulation: int = 1,
+    xla_options: Sequence[str] = (),
 ) -> Path:
     """Writes a trace of two steps of every device; returns its directory.
 
@@ -150,6 +151,7 @@ def write_trace(
         axes: mesh axes by the instruction of a collective.
         used_gib: of the 141 that the step could have.
         accumulation: micro-batches per step.
+        xla_options: "name=value", of the compiled step.
     """
     place = rank_directory(directory, rank)
     place.mkdir(parents=True, exist_ok=True)
@@ -165,6 +167,7 @@ def write_trace(
         step_bytes=int(used_gib * _GIB),
         accumulation=accumulation,
         matmuls=list(shapes.values()),
+        xla_options=list(xla_options),
     )
     (directory / STEP_FILE).write_text(json.dumps(step))
     if axes is not None:

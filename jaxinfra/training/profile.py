@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict, final
+from typing import Any, NotRequired, TypedDict, final
 
 import jax
 from jaxtyping import Array, Float
@@ -18,6 +19,7 @@ from jaxinfra.parallel.program import collectives
 from jaxinfra.training.job import Job
 from jaxinfra.training.recompute import step_bytes
 from jaxinfra.training.state import State
+from jaxinfra.training.xla_options import describe_options
 
 COLLECTIVES_FILE = "collectives.json"
 """Beside a trace: what the traced program communicates, over which mesh axes."""
@@ -37,11 +39,18 @@ class TracedStep(TypedDict):
     step_bytes: int  # per device, compiled
     accumulation: int
     matmuls: list[MatmulShape]
+    # "name=value", of the step, then of the environment; older traces do not say.
+    xla_options: NotRequired[list[str]]
 
 
 def rank_directory(directory: Path, rank: int) -> Path:
     """Where a rank's trace lies below a run's ``trace``; ranks of one host share its name."""
     return directory / f"rank-{rank:05d}" if rank else directory
+
+
+def _xla_options(job: Job) -> list[str]:
+    own = describe_options(job.options).split(", ") if job.options else []
+    return own + os.environ.get("XLA_FLAGS", "").split()
 
 
 def describe_collectives(compiled: Any, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -114,6 +123,7 @@ class Profiler:
             step_bytes=step_bytes(compiled),
             accumulation=job.config.training.accumulation,
             matmuls=matmul_shapes(compiled),
+            xla_options=_xla_options(job),
         )
         (self._directory / STEP_FILE).write_text(json.dumps(traced))
         if mesh.size > 1:

@@ -118,6 +118,42 @@ def test_a_difference_of_two_steps_is_explained(what):
     assert words.replace("Triton matmuls, cuBLAS", "Triton matmuls, cuBLAS") in found.paragraph()
 
 
+def test_a_remedy_wins_no_more_than_the_step_lost():
+    """A loss of 13 ms more, of whose neighbor 5 fall away with it; recomputation in two places."""
+    second = [
+        (("nvjet_big", "gemm.9", LOSS[2]), 28) if each == LOSS else (each, ms)
+        for each, ms in HEALTHY
+    ]
+    second = [(each, 25 if each == MLP_BACK else ms) for each, ms in second]
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*second))
+    assert "which makes no array of all logits (wins 8.0 ms)." in found.paragraph()
+    where = "jit(step)/transpose(jvp(layer))/rematted_computation"
+    again = [
+        (("gemm", f"gemm.{scope}", f"{where}/{scope}/dot"), ms)
+        for scope, ms in (("mlp", 20), ("attention", 10))
+    ]
+    found = compare_steps(waterfall(*HEALTHY), waterfall(*HEALTHY, *again))
+    assert [each.gain_ms for each in found.changes] == pytest.approx([30.0, 30.0])
+
+
+def test_options_that_differ_are_said_first():
+    known = {
+        "device_kind": "H200",
+        "limit_bytes": None,
+        "step_bytes": 1,
+        "accumulation": 1,
+        "matmuls": [],
+    }
+    first, second = (known | {"xla_options": ["a=1", each]} for each in ("b=2", "b=3"))
+    slower = [(each, 45 if each == MLP else ms) for each, ms in HEALTHY]
+    steps = waterfall(*HEALTHY), waterfall(*slower)
+    said = compare_steps(*steps, first, second).paragraph()
+    assert "(+15.0%); XLA's options differ: b=2 in the first, b=3 in the second. mlp takes" in said
+    assert "Remedy: XLA's options as in the first run (wins 15.0 ms)." in said
+    assert "options differ" not in compare_steps(*steps, first, first).paragraph()
+    assert "options differ" not in compare_steps(*steps, known, second).paragraph()
+
+
 def test_a_slower_clock_is_told_from_slower_kernels():
     capped = [(each, 1.25 * ms) for each, ms in HEALTHY]
     found = compare_steps(waterfall(*HEALTHY), waterfall(*capped))
