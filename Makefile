@@ -15,6 +15,9 @@ FILES := $(strip $(foreach word,$(ARGS),$(if $(findstring .py,$(word)),$(word)))
 PARALLEL ?= $(if $(filter 1,$(words $(FILES))),-n 0,-n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 # Of a GPU's tests no worker need import all other tests.
 GPU_FILES = $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+# A worker is a process of one core: NumPy's products would take all cores in each of them.
+ON_GPU = JAX_PLATFORMS=cuda,cpu OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 \
+	$(PYTEST) -n logical --maxprocesses 14
 # A suite is a hundred processes: without bytecode each compiles all that it imports, which takes
 # thrice as long as importing it.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 GYM_JOBS ?= $(shell n=$$(nproc); echo $$(( n > 3 ? n / 3 : 1 )))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train serve test test-full nightly numerics fuzz test-gpu check format docs lock clean
+.PHONY: help setup train serve test test-full nightly numerics fuzz test-gpu test-gpu-full check format docs lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +60,11 @@ numerics: $(SETUP) ## The numerical tests on every instruction set of this CPU, 
 fuzz: $(SETUP) ## 2,000 spoilt files and command lines, given to every command: make fuzz ARGS="--seed 3"
 	$(ENV_PYTHON) tools/fuzz.py $(ARGS)
 
-test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU
-	JAX_PLATFORMS=cuda,cpu $(PYTEST) -n logical --maxprocesses 14 -m gpu $(if $(FILES),,$(GPU_FILES)) $(ARGS)
+test-gpu: $(SETUP) ## The tests that need an NVIDIA Hopper GPU, without the slow ones
+	$(ON_GPU) -m "gpu and not slow" $(if $(FILES),,$(GPU_FILES)) $(ARGS)
+
+test-gpu-full: $(SETUP) ## The tests that need an NVIDIA Hopper GPU, with the slow ones
+	$(ON_GPU) -m gpu $(if $(FILES),,$(GPU_FILES)) $(ARGS)
 
 check: $(SETUP) ## Formatter, linter, type checker and import contract
 	$(BIN)ruff format --check .

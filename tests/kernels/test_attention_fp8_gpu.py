@@ -26,7 +26,15 @@ def relative(got, want):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("H", "T"), [(128, 300), (128, 4096), (128, 16384), (64, 300), (64, 8192)])
+@pytest.mark.parametrize(
+    ("H", "T"),
+    [
+        (128, 300),
+        (128, 16384),
+        (64, 300),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((128, 4096), (64, 8192))),
+    ],
+)
 def test_error_is_that_of_rounding(H, T, causal):
     """Against fp32 with the same e4m3 operands only the probabilities' rounding is left."""
     keys = jax.random.split(jax.random.key(T), 3)

@@ -87,7 +87,7 @@ def test_many_rows_have_the_weight_dequantized_to_the_bit(case):
     assert not is_rounded(jnp.roll(product, 1, axis=1), exact, bound)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize("rows", [1, pytest.param(16, marks=pytest.mark.slow), 40])
 def test_every_way_to_share_the_work_gives_the_same_sums_each_time(rows):
     """Blocks of a cluster, warpgroups in turns: an order of sums, and the same at each call."""
     depth, columns = 2048, 512
