@@ -61,14 +61,10 @@ class GpuCause:
 _BEFORE_TRACE = 8  # steps; a rested GPU takes a tenth less for a step
 _LOSS = "experiments.bench.causes_gpu:plain_loss"
 _FLAGS = (
-    "xla_gpu_autotune_level=0",
-    "xla_gpu_enable_triton_gemm=false",
     "xla_gpu_cublas_fallback=false",
-    "xla_gpu_unsupported_force_triton_gemm=true",
     "xla_allow_excess_precision=false",
     "xla_gpu_exclude_nondeterministic_ops=true",
     "xla_backend_optimization_level=0",
-    "xla_gpu_enable_priority_fusion=false",
 )
 CAUSES = {
     "attention-in-xla": GpuCause(
