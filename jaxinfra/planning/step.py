@@ -301,9 +301,11 @@ def _sharded_weights(
         elements -= tables * table
         rows = layout.activation_bytes * layout.micro_tokens * model.config.model_dim
         found.append(PlannedCollective("rows", "all-to-all", "fsdp", rows, True, 2 * micro))
-    gathered = _gathered_bytes(layout)
+    wide = layout.activation_bytes  # the logits' table, and experts unless they are asked for
+    in_eight_bits = layout.bytes_a_parameter.compute == "fp8" and not experts
+    gathered = 1.0 if in_eight_bits else wide
     calls = passes * _calls(model, layout, gathered, experts=experts) + (table > 0)
-    size = gathered * (passes * elements + table) / calls
+    size = (gathered * passes * elements + wide * table) / calls
     found.append(PlannedCollective("weights", "all-gather", "fsdp", size, True, micro * calls))
     calls = _calls(model, layout, item, experts=experts) + (table > 0)
     size = item * (elements + table) / calls
@@ -336,12 +338,6 @@ def _calls(model: PlannedModel, layout: Layout, item: float, *, experts: bool) -
         for layer in model.layers
     )
     return max(math.ceil(layers / layout.mesh.pipe), 1)
-
-
-def _gathered_bytes(layout: Layout) -> float:
-    """Bytes an element in which fully sharded weights travel."""
-    recipe = layout.bytes_a_parameter
-    return 1.0 if recipe.compute == "fp8" else recipe.activation_bytes
 
 
 def _data_communication(
