@@ -25,6 +25,7 @@ from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, MOST_ROWS, ResidentRows
+from pallas_kernels.hopper.ring import offer
 from pallas_kernels.hopper.tile import tiled
 
 from .config import FusedConfig, config_for
@@ -157,7 +158,7 @@ class _FusedKernel:
 
         def step(i, _):
             slot = lax.rem(i, self.num_stages)
-            pl.when(i >= self.num_stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+            plgpu.barrier_wait(smem.empty.at[slot])
             rows = pl.ds((first + i) * depth, depth)
             for part in range(self.parts):
                 columns = pl.ds(part * (self.N // self.parts) + block * self.part_n, self.part_n)
@@ -170,6 +171,7 @@ class _FusedKernel:
 
     def compute(self, gmem, smem, first) -> None:
         """The rows into shared memory, their products with the ring's tiles, everyone's sums."""
+        offer(smem.empty, self.num_stages)
         self.rows.place(gmem, smem, smem.x, first, jnp.int32(0), transforms=tiled(128))
         plgpu.commit_smem()
 

@@ -23,6 +23,7 @@ from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.machine import WARPGROUP
 from pallas_kernels.hopper.mosaic import arith, mgpu, plgpu
 from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
+from pallas_kernels.hopper.ring import offer
 from pallas_kernels.hopper.threads import address, constant, thread, total
 from pallas_kernels.hopper.tile import tiled
 
@@ -166,7 +167,7 @@ class QuantizedKernel:
 
         def step(i, _):
             slot = lax.rem(i, c.stages)
-            pl.when(i >= c.stages)(lambda: plgpu.barrier_wait(smem.empty.at[slot]))
+            plgpu.barrier_wait(smem.empty.at[slot])
             at, full = first + i, smem.full.at[slot]
             depth = pl.ds(at * (DEPTH // ROWS), DEPTH // ROWS)
             plgpu.copy_gmem_to_smem(
@@ -193,6 +194,7 @@ class QuantizedKernel:
         c, s = self.c, self.s
         if self.has_many_sums:
             plgpu.set_max_registers(232, action="increase")
+        offer(smem.empty, c.stages, group=group, groups=c.groups)
         if self.is_resident:
             self.rows.place(gmem, smem, smem.x.at[group], first, group)
 

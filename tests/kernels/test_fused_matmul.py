@@ -5,8 +5,11 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import InputError, UnsupportedError, fused_matmul
+from pallas_kernels import InputError, UnsupportedError, fused_matmul, quantized_matmul
 from pallas_kernels.common import device, tables
 from pallas_kernels.common.row_inputs import RmsNorm
 from pallas_kernels.fused_matmul import hopper
@@ -24,6 +27,7 @@ from pallas_kernels.fused_matmul.reference import FusedCall
 from pallas_kernels.hopper.cluster_sums import ClusterSums
 from pallas_kernels.hopper.machine import SMEM_BYTES
 from pallas_kernels.hopper.resident_rows import DEPTH, ResidentRows
+from pallas_kernels.quantized_matmul import WeightCode, WeightFormat, arranged, round_weight
 from tests.kernels.fused_cases import OPTIONS, exact, operands
 from tests.tolerance import assert_within_rounding
 
@@ -65,6 +69,55 @@ def finished_in_registers(sums, accumulators, gmem, smem, group) -> None:
         product = jax.nn.silu(gate) * up
     columns = pl.ds(lax.axis_index("columns") * sums.width, sums.width)
     gmem.out[:, columns] = product.astype(sums.out_dtype)
+
+
+DOWN = 14_336, 4096
+
+
+def in_16_bits() -> Any:
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, DOWN[0]), DOWN))
+    return jax.make_jaxpr(functools.partial(fused_matmul, implementation="hopper"))(x, w)
+
+
+def in_few_bits(rows: int) -> Any:
+    whole = jax.ShapeDtypeStruct(DOWN, jnp.float32)
+    form = WeightFormat(code=WeightCode.INT4, group_rows=128)
+    weight = jax.eval_shape(lambda w: arranged(round_weight(w, form)), whole)
+    x = jax.ShapeDtypeStruct((rows, DOWN[0]), jnp.bfloat16)
+    return jax.make_jaxpr(functools.partial(quantized_matmul, implementation="hopper"))(x, weight)
+
+
+KERNELS: dict[str, Callable[[], Any]] = {
+    "16 bits": in_16_bits,
+    "few bits": functools.partial(in_few_bits, 1),
+    "few bits, x in stages": functools.partial(in_few_bits, 16),
+}
+
+
+def equations(jaxpr: jax.extend.core.Jaxpr) -> Iterator[jax.extend.core.JaxprEqn]:
+    """All, whatever they are in."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for part in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(part)
+
+
+@pytest.mark.parametrize("kernel", list(KERNELS))
+def test_no_request_is_without_a_wait(kernel):
+    """``hopper.ring`` has the reason; ``test_fused_matmul_gpu`` has the size that went wrong."""
+    with device.compiling_for(device.H200):
+        traced = KERNELS[kernel]()
+    found = 0
+    for loop in equations(traced.jaxpr):
+        if loop.primitive.name not in ("scan", "while"):
+            continue
+        (*_, body) = jax.extend.core.jaxprs_in_params(loop.params)
+        names = [each.primitive.name for each in equations(body)]
+        if "copy_gmem_to_smem" in names:
+            found += 1
+            assert names.index("barrier_wait") < names.index("copy_gmem_to_smem")
+            assert "cond" not in names
+    assert found == 1
 
 
 @pytest.mark.slow  # the interpreter takes seconds; a GPU runs the same in test_fused_matmul_gpu
