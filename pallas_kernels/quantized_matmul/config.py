@@ -57,6 +57,11 @@ class ProductShape:
         return -(-self.rows_at_a_time // STRIP)
 
     @property
+    def places(self) -> int:
+        """Of rows of a strip, in shared memory where x is resident: all lanes read a lone row."""
+        return 1 if self.M == 1 else STRIP
+
+    @property
     def scaled_parts(self) -> int:
         """Groups of a stage that have scales of their own; 0 where all rows share one."""
         return DEPTH // self.group_rows if self.group_rows else 0
@@ -86,7 +91,7 @@ class QuantizedConfig:
 
     def x_bytes(self, shape: ProductShape) -> int:
         """Shared memory of a block's part of x."""
-        return 2 * shape.strips * STRIP * DEPTH * self.turns(shape) * self.groups
+        return 2 * shape.strips * shape.places * DEPTH * self.turns(shape) * self.groups
 
     def shared_bytes(self, shape: ProductShape) -> int:
         """Shared memory of all buffers."""

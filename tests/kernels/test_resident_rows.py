@@ -22,12 +22,12 @@ def placed(rows: ResidentRows, x: np.ndarray, *, first: int, scale: np.ndarray |
     found = np.zeros((rows.M, rows.steps * DEPTH), np.float64)
     for group in range(rows.groups):
         threads = Warpgroup(ml_dtypes.bfloat16)
-        refs = [threads.put(x), threads.put(np.zeros((rows.turns, 2, MOST_ROWS, 64), np.uint16))]
+        refs = [threads.put(x), threads.put(np.zeros((rows.turns, 2, rows.places, 64), np.uint16))]
         if scale is not None:
             refs += [threads.put(scale), threads.put(np.zeros((MOST_ROWS, 4), np.float32))]
         with threads.running():
             rows.put(first, group, *refs)
-        shape = (rows.turns, 2, MOST_ROWS, 8, 8)
+        shape = (rows.turns, 2, rows.places, 8, 8)
         x_smem = threads.read(refs[1], shape, ml_dtypes.bfloat16).astype(np.float64)
         for turn, half, m, chunk in itertools.product(
             range(rows.turns), (0, 1), range(rows.M), range(8)
@@ -41,10 +41,11 @@ def placed(rows: ResidentRows, x: np.ndarray, *, first: int, scale: np.ndarray |
 
 
 @pytest.mark.parametrize(
-    ("M", "K", "split", "groups"), [(1, 2048, 4, 1), (3, 1280, 2, 2), (8, 512, 1, 1)]
+    ("M", "K", "split", "groups", "places"),
+    [(1, 2048, 4, 1, 8), (1, 1280, 2, 2, 1), (3, 1280, 2, 2, 8), (8, 512, 1, 1, 8)],
 )
 @pytest.mark.parametrize("kind", ["plain", "normed", "offset", "gated"])
-def test_rows_are_put_where_products_read_them(M, K, split, groups, kind):
+def test_rows_are_put_where_products_read_them(M, K, split, groups, places, kind):
     rng = np.random.default_rng(1)
     width = 2 * K if kind == "gated" else K
     x = bfloat16(rng, M, width)
@@ -57,7 +58,7 @@ def test_rows_are_put_where_products_read_them(M, K, split, groups, kind):
         )
     rows = ResidentRows(
         M=M, K=K, dtype=BF16, steps=K // DEPTH // split, groups=groups, norm=norm,
-        gated=kind == "gated",
+        gated=kind == "gated", places=places,
     )  # fmt: skip
     true = x.astype(np.float64)
     if norm is not None and scale is not None:
