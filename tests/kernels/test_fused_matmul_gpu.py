@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fused_matmul
+from pallas_kernels.fused_matmul import quantized
 from pallas_kernels.fused_matmul.config import configs
 from pallas_kernels.fused_matmul.hopper import fused_matmul_hopper
 from pallas_kernels.fused_matmul.reference import FusedCall
 from pallas_kernels.quantized_matmul import arranged
+from pallas_kernels.quantized_matmul.config import QuantizedConfig
 from tests.kernels.fused_cases import OPTIONS, exact, operands
 from tests.kernels.test_quantized_matmul_hopper import FORMATS, weight_of
 from tests.tolerance import assert_within_rounding
@@ -30,7 +32,12 @@ IN_FEW_BITS = [
     for rows, form in ((1, "int4"), (7, "e4m3"))
     for case in OPTIONS
     if "swiglu" not in OPTIONS[case]
-] + [("norm", 4, "int8")]
+] + [("norm", 4, "int8"), ("residual", 1, "e4m3"), ("hidden values, residual", 1, "int8")]
+TILINGS = [
+    QuantizedConfig(tiles=1, split=1, groups=4, stages=12),
+    QuantizedConfig(tiles=1, split=8, groups=2, stages=2),
+    QuantizedConfig(tiles=4, split=2, groups=1, stages=5),
+]
 
 
 def checked(f, x, w, given) -> None:
@@ -73,3 +80,11 @@ def test_weights_in_few_bits(case, rows, form):
     arrays = {name: given[name] for name in given if name not in flags}
     run = jax.jit(functools.partial(fused_matmul, implementation="hopper", **flags))
     checked(lambda x, w, _: run(x, found, **arrays), x, weight, given)
+    for tiling in TILINGS:
+
+        def multiply(x, weight, arrays, tiling=tiling):
+            call = FusedCall(x=x, weight=weight, **arrays, **flags)
+            return quantized.fused(call, config=tiling)
+
+        named = jax.jit(multiply)
+        checked(lambda x, w, _, named=named: named(x, found, arrays), x, weight, given)
