@@ -21,7 +21,7 @@ LEAST_GAIN = 1.03
 _FARTHEST = {"depth": 0.5, "columns": 0.5}
 """Powers of two from the nearest measured size within which its measurement is trusted."""
 
-type Case = dict[str, tables.Value]
+type Fields = dict[str, tables.Value]
 
 
 def question_of(call: FusedCall) -> str:
@@ -29,9 +29,9 @@ def question_of(call: FusedCall) -> str:
     return FEW_BITS if isinstance(call.weight, QuantizedWeight) else DISPATCH
 
 
-def case_of(call: FusedCall) -> Case:
+def case_of(call: FusedCall) -> Fields:
     """A call as tables have it: rows do not matter, as all take the time of the weight."""
-    case: Case = {
+    case: Fields = {
         "depth": call.K,
         "columns": call.N,
         "norm": call.norm is not None,
@@ -62,7 +62,7 @@ def measured_in_few_bits(call: FusedCall) -> QuantizedConfig | None:
     return None
 
 
-def _faster_than_apart(call: FusedCall) -> list[Case]:
+def _faster_than_apart(call: FusedCall) -> list[Fields]:
     case = tuple(sorted(case_of(call).items()))
     return _faster(question_of(call), case, device.target().slug, str(tables.user_folder()))
 
@@ -70,7 +70,7 @@ def _faster_than_apart(call: FusedCall) -> list[Case]:
 @functools.cache
 def _faster(
     question: str, case: tuple[tuple[str, tables.Value], ...], slug: str, folder: str
-) -> list[Case]:
+) -> list[Fields]:
     """Choices of tiles that were measured to be faster at the nearest size, the fastest first."""
     del slug, folder  # what the table depends on
     table = tables.find(TUNED, OP, question)
